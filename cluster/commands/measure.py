@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
 
 EXAMPLES = """
-The command runs steps of known sizes with a worker's engine and fits a model of step times, which it
-writes to a file for `everlift simulate` and `everlift plan`. Keep the machine otherwise idle.
+The command runs steps of known sizes with a worker's engine and fits a model of step times to them.
+`everlift simulate` and `everlift plan` read the file. Keep the machine otherwise idle.
 
 **Examples**
 

@@ -54,7 +54,7 @@ def wanted(request_id: str, count: int, way: OnDisconnect | None = None) -> pb.G
         pytest.param(OnDisconnect.CONTINUE, pb.REQUEST_STATE_FINISHED, marks=pytest.mark.long),
     ],
 )
-async def test_a_client_that_vanishes_leaves_its_request_as_it_wished(
+async def test_vanished_client_request_follows_disconnect_policy(
     tmp_path: Path, way: OnDisconnect, state: pb.RequestState.ValueType
 ) -> None:
     settings = config(tmp_path, workers=1, fake=SLOW, router={"grace": 0.5})
@@ -81,7 +81,7 @@ async def is_in(client: AsyncClient, request_id: str, state: pb.RequestState.Val
 
 
 @pytest.mark.long
-async def test_slow_readers_cost_no_memory_and_delay_nobody(
+async def test_slow_readers_use_no_memory_and_delay_no_stream(
     tmp_path: Path,
 ) -> None:
     """64 of a stream with log probabilities: the router keeps what is under way to them, and not
@@ -136,7 +136,7 @@ async def counted(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.Generate
     return count
 
 
-async def test_the_same_request_at_two_routers_at_once_runs_once(tmp_path: Path) -> None:
+async def test_duplicate_request_at_two_routers_runs_once(tmp_path: Path) -> None:
     async with running(config(tmp_path, routers=2, fake=SLOW)) as cluster:
         answers = await asyncio.gather(
             *(tokens_of(cluster.addresses[n % 2], "same") for n in range(6))
@@ -150,7 +150,7 @@ async def test_the_same_request_at_two_routers_at_once_runs_once(tmp_path: Path)
 
 
 @pytest.mark.long
-async def test_sse_streams_follow_requests_that_leave_a_frozen_router(tmp_path: Path) -> None:
+async def test_sse_streams_follow_requests_off_frozen_router(tmp_path: Path) -> None:
     """The router with the connections wakes up and finds that another one owns its requests."""
     async with running(config(tmp_path, routers=2, fake=SLOW)) as cluster:
         address = cluster.routers[0].http_address

@@ -29,7 +29,7 @@ SLOW = FakeModel(step_time=0.01)
         *(pytest.param(it, marks=pytest.mark.long) for it in ("SIGUSR1", "everlift drain")),
     ],
 )
-async def test_a_worker_that_is_told_to_go_hands_everything_back(tmp_path: Path, way: str) -> None:
+async def test_drained_worker_hands_back_all_requests(tmp_path: Path, way: str) -> None:
     """At once, with its tokens; it is no loss to anybody."""
     async with running(config(tmp_path, fake=SLOW)) as cluster:
         leaving = cluster.workers[0].worker_id
@@ -72,7 +72,7 @@ async def has_nothing(cluster: Cluster, worker_id: str) -> bool:
 
 
 @pytest.mark.long
-async def test_all_workers_are_replaced_one_by_one_and_no_request_fails(tmp_path: Path) -> None:
+async def test_rolling_worker_replacement_fails_no_request(tmp_path: Path) -> None:
     async with running(config(tmp_path, fake=SLOW)) as cluster:
         async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=500, plain=True) as load:
             await load.until(20)
@@ -93,7 +93,7 @@ async def test_all_workers_are_replaced_one_by_one_and_no_request_fails(tmp_path
 
 
 @pytest.mark.long
-async def test_everything_is_killed_at_once_and_what_was_to_go_on_goes_on(tmp_path: Path) -> None:
+async def test_killed_cluster_resumes_continued_requests(tmp_path: Path) -> None:
     """Routers, workers and ledger. Clients that stay find everything, each token once; so does who
     attaches later."""
     settings = config(tmp_path, routers=2, fake=SLOW)

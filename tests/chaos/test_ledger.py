@@ -96,7 +96,7 @@ async def check_all(cluster: Cluster, load: Load) -> None:
     await cluster.idle()
 
 
-async def test_streams_go_on_while_a_killed_server_comes_back(
+async def test_streams_continue_while_killed_ledger_restarts(
     server: Server, tmp_path: Path
 ) -> None:
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
@@ -113,9 +113,7 @@ async def test_streams_go_on_while_a_killed_server_comes_back(
 
 
 @pytest.mark.long
-async def test_strict_streams_pause_until_the_server_is_back(
-    server: Server, tmp_path: Path
-) -> None:
+async def test_strict_streams_pause_until_ledger_returns(server: Server, tmp_path: Path) -> None:
     settings = config(
         tmp_path, fake=SLOW, ledger=server.config, router={"on_ledger_loss": "strict"}
     )
@@ -140,7 +138,7 @@ async def quiet(load: Load) -> list[int]:
             return before
 
 
-async def test_a_server_that_forgot_is_told_again(server: Server, tmp_path: Path) -> None:
+async def test_rolled_back_ledger_is_reasserted_by_routers(server: Server, tmp_path: Path) -> None:
     """It comes back as it was some time ago: it does not know of the newest requests, of what has
     finished since, of dispatches and of tokens. Nothing of it is lost or made again."""
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
@@ -168,7 +166,7 @@ async def test_a_server_that_forgot_is_told_again(server: Server, tmp_path: Path
 
 
 @pytest.mark.long
-async def test_tokens_known_only_to_clients_are_remade_or_reported(
+async def test_client_only_tokens_are_regenerated_or_reported(
     server: Server, tmp_path: Path
 ) -> None:
     """Ledger and routers are gone at once, and the ledger comes back without its last second."""
@@ -196,7 +194,7 @@ async def test_tokens_known_only_to_clients_are_remade_or_reported(
 
 
 @pytest.mark.long
-async def test_a_server_that_answers_late_holds_up_no_step(server: Server, tmp_path: Path) -> None:
+async def test_slow_ledger_delays_no_step(server: Server, tmp_path: Path) -> None:
     socket = Path(server.url.rpartition("@")[2])
     async with way_to(socket) as (way, url_of):
         ledger = LedgerConfig(url=server.url.replace(str(socket), url_of))
@@ -219,7 +217,7 @@ async def way_to(socket: Path) -> AsyncIterator[tuple[Proxy, str]]:
 
 
 @pytest.mark.long
-async def test_broken_connections_lose_nothing(redis_url: str, tmp_path: Path) -> None:
+async def test_broken_ledger_connections_lose_nothing(redis_url: str, tmp_path: Path) -> None:
     async with way_to(Path(redis_url.removeprefix("unix://"))) as (way, path):
         settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=f"unix://{path}"))
         async with running(settings) as cluster:
@@ -237,7 +235,7 @@ async def test_broken_connections_lose_nothing(redis_url: str, tmp_path: Path) -
 
 
 @pytest.mark.long
-async def test_a_frozen_server_is_waited_for(server: Server, tmp_path: Path) -> None:
+async def test_frozen_ledger_is_awaited(server: Server, tmp_path: Path) -> None:
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
     async with running(settings) as cluster:
         async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=450) as load:
@@ -252,7 +250,7 @@ async def test_a_frozen_server_is_waited_for(server: Server, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-async def test_nearly_full_server_refuses_new_requests_only(redis_url: str, tmp_path: Path) -> None:
+async def test_nearly_full_ledger_rejects_only_new_requests(redis_url: str, tmp_path: Path) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
         async with running(settings) as cluster, impatient(cluster) as client:
@@ -289,7 +287,7 @@ async def is_taken(client: AsyncClient) -> bool:
 
 
 @pytest.mark.long
-async def test_streams_go_on_unledgered_while_a_server_is_full(
+async def test_streams_continue_unledgered_while_ledger_is_full(
     redis_url: str, tmp_path: Path
 ) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
@@ -306,9 +304,7 @@ async def test_streams_go_on_unledgered_while_a_server_is_full(
 
 
 @pytest.mark.long
-async def test_a_server_that_only_reads_for_a_while_is_waited_for(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_read_only_ledger_is_awaited(redis_url: str, tmp_path: Path) -> None:
     """As after a failover of which the routers do not know yet."""
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
@@ -323,7 +319,7 @@ async def test_a_server_that_only_reads_for_a_while_is_waited_for(
 
 
 @pytest.mark.long
-async def test_scripts_are_flushed_and_a_script_hangs(redis_url: str, tmp_path: Path) -> None:
+async def test_ledger_script_flush_and_hang_lose_nothing(redis_url: str, tmp_path: Path) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
         async with running(settings) as cluster:
@@ -347,9 +343,7 @@ def hang(url: str) -> None:
 
 
 @pytest.mark.long
-async def test_everything_in_the_ledger_is_deleted_and_nothing_hangs(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_ledger_flushall_hangs_no_request(redis_url: str, tmp_path: Path) -> None:
     """An operator's FLUSHALL: what the gateways have goes on."""
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
@@ -366,7 +360,7 @@ async def test_everything_in_the_ledger_is_deleted_and_nothing_hangs(
 
 
 @pytest.mark.long
-async def test_a_disk_that_is_full_is_waited_for(tmp_path: Path) -> None:
+async def test_ledger_with_full_disk_is_awaited(tmp_path: Path) -> None:
     with redis_that_can_be_full() as (url, disk_is_full), Redis.from_url(url) as admin:
         settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=url))
         async with running(settings) as cluster:
@@ -405,7 +399,7 @@ def redis_that_can_be_full() -> Iterator[tuple[str, object]]:
         yield url, disk_is_full
 
 
-async def test_a_wrong_password_is_told_at_the_start(server: Server, tmp_path: Path) -> None:
+async def test_wrong_ledger_password_is_reported_at_start(server: Server, tmp_path: Path) -> None:
     user, socket = server.url.removeprefix("unix://").split(":")[0], server.url.split("@")[1]
     ledger = LedgerConfig(url=f"unix://{user}:wrong@{socket}")
     with pytest.raises(ClusterFailed, match=r"router-0: .*(password|AuthenticationError)") as error:

@@ -114,7 +114,7 @@ def errors_of(cluster: Cluster) -> list[str]:
 @pytest.mark.parametrize(
     "count", [1000, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
-async def test_malformed_messages_disturb_nobody_and_leave_nothing(
+async def test_malformed_messages_disturb_no_client_and_leak_nothing(
     tmp_path: Path, count: int
 ) -> None:
     async with running(config(tmp_path, workers=1)) as cluster:
@@ -208,7 +208,7 @@ async def flood(address: str, is_http2: bool, frames: Iterator[bytes]) -> None:
 
 
 @pytest.mark.long
-async def test_floods_disturb_nobody_and_leave_nothing(tmp_path: Path) -> None:
+async def test_frame_floods_disturb_no_client_and_leak_nothing(tmp_path: Path) -> None:
     async with running(config(tmp_path, workers=1)) as cluster:
         router = cluster.routers[0]
         pid = router.pids[0]
@@ -227,7 +227,7 @@ async def test_floods_disturb_nobody_and_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_a_body_that_never_comes_holds_nobody_up(tmp_path: Path) -> None:
+async def test_incomplete_requests_delay_no_client(tmp_path: Path) -> None:
     """Half a head, half a body, half a message: a hundred of each wait beside the good ones."""
     halves = (
         (True, PREFACE),

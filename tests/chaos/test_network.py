@@ -74,9 +74,7 @@ async def with_ways(settings: Any) -> AsyncIterator[tuple[Cluster, Ways]]:
 
 
 @pytest.mark.parametrize("kind", ["silent", pytest.param("closed", marks=pytest.mark.long)])
-async def test_a_worker_behind_a_cut_wire_is_left_and_found_again(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_disconnected_worker_is_abandoned_and_rejoins(tmp_path: Path, kind: str) -> None:
     """For 5 s no byte comes through, or every connection is reset. The worker itself is well."""
     # On a busy machine the other worker may be silent for a second too.
     settings = config(tmp_path, routers=2, fake=SLOW, router={"worker_silence": 2.0})
@@ -108,7 +106,7 @@ async def is_back(cluster: Cluster, worker_id: str) -> bool:
 
 
 @pytest.mark.long
-async def test_a_wire_that_breaks_again_and_again_costs_no_token(tmp_path: Path) -> None:
+async def test_repeated_connection_breaks_lose_no_token(tmp_path: Path) -> None:
     """Each break is a loss to the requests that it strikes: there are fewer than are allowed."""
     settings = config(tmp_path, fake=SLOW, router={"max_losses": 10})
     async with with_ways(settings) as (cluster, ways):

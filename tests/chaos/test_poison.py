@@ -72,7 +72,7 @@ async def worker_processes(parts: in_process.Cluster) -> AsyncIterator[Workers]:
 
 
 @pytest.mark.parametrize("prompt_length", [3, 2000])
-async def test_poison_in_the_first_step_fails_after_max_losses(prompt_length: int) -> None:
+async def test_poison_request_fails_after_max_losses(prompt_length: int) -> None:
     async with (
         in_process.cluster(workers=0, router_config=SETTINGS) as parts,
         worker_processes(parts) as workers,

@@ -17,7 +17,7 @@ from tests.support.router import patient
 from worker.config import FakeModel
 
 
-async def test_clients_of_a_killed_gateway_go_on_at_another_one(tmp_path: Path) -> None:
+async def test_killed_gateway_clients_continue_at_another(tmp_path: Path) -> None:
     async with (
         running(config(tmp_path, routers=3)) as cluster,
         Load(cluster.addresses, 24, max_tokens=300) as load,
@@ -81,7 +81,7 @@ async def ask_in_turn(
             await until(is_known)
 
 
-async def test_a_leader_that_froze_is_fenced_off_when_it_wakes(tmp_path: Path) -> None:
+async def test_resumed_leader_is_fenced(tmp_path: Path) -> None:
     """Two lead for a moment; nothing runs twice."""
     settings = config(tmp_path, routers=3, max_num_seqs=4)
     async with running(settings) as cluster:
@@ -107,7 +107,7 @@ def has_said(cluster: Cluster, router: int, event: str, since: float = 0.0) -> b
 
 
 @pytest.mark.long
-async def test_clients_of_a_frozen_router_find_their_requests_elsewhere(tmp_path: Path) -> None:
+async def test_frozen_router_clients_find_requests_elsewhere(tmp_path: Path) -> None:
     """It holds clients and a third of the requests, and leads; when it wakes it lets them go."""
     async with (
         running(config(tmp_path, routers=3)) as cluster,
@@ -132,7 +132,7 @@ def adopted(cluster: Cluster, since: float) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("drain", [0.2, pytest.param(30.0, marks=pytest.mark.long)])
-async def test_a_leader_that_is_told_to_leave_costs_no_token_and_no_lease(
+async def test_leaving_leader_loses_no_token_and_frees_its_lease(
     tmp_path: Path, drain: float
 ) -> None:
     """Another one leads at once. Its streams end within the drain, or go on elsewhere when that is
@@ -161,7 +161,7 @@ async def test_a_leader_that_is_told_to_leave_costs_no_token_and_no_lease(
 
 
 @pytest.mark.long
-async def test_all_routers_are_restarted_one_by_one_and_no_request_fails(tmp_path: Path) -> None:
+async def test_rolling_router_restart_fails_no_request(tmp_path: Path) -> None:
     fake = FakeModel(step_time=0.01)
     settings = config(tmp_path, routers=2, fake=fake, router={"drain": 0.2})
     async with running(settings) as cluster:

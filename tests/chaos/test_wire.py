@@ -25,7 +25,7 @@ GENERATE = "/everlift.v1.Inference/Generate"
     [True, pytest.param(False, marks=pytest.mark.long)],
     ids=["taken back at once", "left open"],
 )
-async def test_a_hundred_thousand_streams_on_one_connection_disturb_nobody(
+async def test_connection_with_100_000_streams_disturbs_no_client(
     tmp_path: Path, reset: bool
 ) -> None:
     async with running(config(tmp_path, workers=1)) as cluster:
@@ -48,7 +48,7 @@ async def check_served(cluster: Cluster, seed: int) -> None:
     load.check()
 
 
-async def test_bytes_that_are_no_frames_end_their_own_connection(tmp_path: Path) -> None:
+async def test_invalid_frames_end_only_their_connection(tmp_path: Path) -> None:
     async with running(config(tmp_path, workers=1)) as cluster:
         places = (cluster.address, cluster.routers[0].internal_address, worker_address(cluster))
         async with Load(cluster.addresses, 8, max_tokens=300, plain=True) as load:

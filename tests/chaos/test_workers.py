@@ -33,9 +33,7 @@ from worker.serving.rank import Rank
     "tokens_before",
     [pytest.param(0, marks=pytest.mark.long), 30, pytest.param(200, marks=pytest.mark.long)],
 )
-async def test_streams_of_a_killed_worker_go_on_elsewhere(
-    tmp_path: Path, tokens_before: int
-) -> None:
+async def test_killed_worker_streams_continue_elsewhere(tmp_path: Path, tokens_before: int) -> None:
     """Whether it was computing the prompts (0), in the middle, or near the end."""
     fake = FakeModel(step_time=0.008, token_time=0.0 if tokens_before else 0.0003)
     async with (
@@ -67,7 +65,7 @@ def dispatches(cluster: Cluster) -> list[dict[str, Any]]:
     return [event for event in cluster.events() if event["event"] == "dispatched"]
 
 
-async def test_a_worker_that_froze_and_wakes_is_fenced_off(tmp_path: Path) -> None:
+async def test_resumed_worker_is_fenced(tmp_path: Path) -> None:
     """Late frames of what goes on elsewhere by then change nothing; its blocks become free."""
     fake = FakeModel(step_time=0.01)
     async with (
@@ -112,7 +110,7 @@ async def is_alive(cluster: Cluster, worker_id: str) -> bool:
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
 )
-async def test_a_worker_whose_rank_1_is_gone_ends_and_another_goes_on(
+async def test_worker_with_lost_rank_ends_and_streams_migrate(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     fake = FakeModel(step_time=0.01)
@@ -143,7 +141,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.long
-async def test_a_slow_worker_gets_nothing_while_others_have_room(tmp_path: Path) -> None:
+async def test_slow_worker_gets_no_request_while_others_have_room(tmp_path: Path) -> None:
     # Beside a busy machine's other work the others' steps take ten times as long, too.
     slow = {1: {"fake": FakeModel(step_time=0.25)}}
     async with running(config(tmp_path), slow) as cluster:
@@ -213,7 +211,7 @@ def alive_ids(cluster: Cluster) -> set[str]:
     return {w.worker_id for w in cluster.workers if w.is_running}
 
 
-async def test_memory_shortage_costs_only_time(
+async def test_memory_shortage_preempts_sequences_and_loses_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of more than three sequences: some of them give way, and the worker lives on."""
@@ -235,7 +233,7 @@ async def test_memory_shortage_costs_only_time(
 
 
 @pytest.mark.long
-async def test_a_prompt_that_the_model_makes_no_numbers_of_fails_alone(tmp_path: Path) -> None:
+async def test_prompt_with_non_finite_logits_fails_alone(tmp_path: Path) -> None:
     """The torch engine, and a checkpoint in which one token's embedding is not a number."""
     poison = 300
     settings = Config(
@@ -276,7 +274,7 @@ async def greedy(client: AsyncClient, prompt: list[int]) -> list[int]:
     return [token async for chunk in stream for token in chunk.token_ids]
 
 
-async def test_a_worker_with_another_model_is_refused() -> None:
+async def test_worker_with_other_model_is_rejected() -> None:
     async with in_process.cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         other = Rank(replace(in_process.WORKER, fake=FakeModel(eos_one_in=7)))
         try:

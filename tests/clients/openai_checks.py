@@ -56,12 +56,12 @@ def client() -> Iterator[OpenAI]:
         yield client
 
 
-def test_models(client: OpenAI) -> None:
+def test_models_list_and_retrieve_served_model(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "everlift"
 
 
-def test_a_chat(client: OpenAI) -> None:
+def test_chat_completion_returns_message_and_usage(client: OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=USER, temperature=0)
     [choice] = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", NUMBERS)
@@ -70,7 +70,7 @@ def test_a_chat(client: OpenAI) -> None:
     assert answer._request_id is not None and answer.id == f"chatcmpl-{answer._request_id}"
 
 
-def test_a_chat_of_several_turns(client: OpenAI) -> None:
+def test_chat_reads_multi_turn_history(client: OpenAI) -> None:
     turns: Any = [
         {"role": "system", "content": "You count."},
         *USER,
@@ -81,7 +81,7 @@ def test_a_chat_of_several_turns(client: OpenAI) -> None:
     assert answer.choices[0].message.content == " tuesday wednesday thursday"
 
 
-def test_a_stream_of_a_chat(client: OpenAI) -> None:
+def test_chat_stream_yields_deltas_and_final_usage(client: OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model=MODEL,
@@ -100,14 +100,14 @@ def test_a_stream_of_a_chat(client: OpenAI) -> None:
     assert last.usage.prompt_tokens_details.cached_tokens is not None
 
 
-def test_the_clients_own_accumulation_of_a_stream(client: OpenAI) -> None:
+def test_openai_stream_helper_accumulates_full_text(client: OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=USER, temperature=0) as stream:
         for _ in stream:
             pass
         assert stream.get_final_completion().choices[0].message.content == NUMBERS
 
 
-def test_completions_of_several_prompts(client: OpenAI) -> None:
+def test_completions_preserve_order_of_prompts_and_choices(client: OpenAI) -> None:
     prompts = [COUNT, "repeat hello 3 times:"]
     right = [NUMBERS] * 2 + [" hello hello hello"] * 2
     answer = client.completions.create(
@@ -123,7 +123,7 @@ def test_completions_of_several_prompts(client: OpenAI) -> None:
     assert texts == right
 
 
-def test_stop_strings_and_limits(client: OpenAI) -> None:
+def test_finish_reason_distinguishes_stop_from_length(client: OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=COUNT, temperature=0, max_tokens=40, stop=[" 20", " 23"]
     )
@@ -134,7 +134,7 @@ def test_stop_strings_and_limits(client: OpenAI) -> None:
     assert (short.choices[0].message.content, short.choices[0].finish_reason) == (" 17", "length")
 
 
-def test_a_seed_makes_it_repeatable(client: OpenAI) -> None:
+def test_seed_makes_sampling_reproducible(client: OpenAI) -> None:
     def text(seed: int) -> str:
         answer = client.completions.create(
             model=MODEL, prompt="a", temperature=2, seed=seed, max_tokens=20
@@ -145,7 +145,7 @@ def test_a_seed_makes_it_repeatable(client: OpenAI) -> None:
     assert text(-7) == text(-7)
 
 
-def test_log_probabilities(client: OpenAI) -> None:
+def test_logprobs_match_returned_text(client: OpenAI) -> None:
     chat = client.chat.completions.create(
         model=MODEL, messages=USER, temperature=0, logprobs=True, top_logprobs=2
     )
@@ -166,7 +166,7 @@ def test_log_probabilities(client: OpenAI) -> None:
         assert text[offset : offset + len(token)] == token
 
 
-def test_log_probabilities_of_emoji(client: OpenAI) -> None:
+def test_logprobs_bytes_decode_to_emoji(client: OpenAI) -> None:
     asked: Any = [{"role": "user", "content": "repeat \N{ROCKET} 3 times:"}]
     chat = client.chat.completions.create(
         model=MODEL, messages=asked, temperature=0, logprobs=True, top_logprobs=4
@@ -179,7 +179,7 @@ def test_log_probabilities_of_emoji(client: OpenAI) -> None:
     assert all(len(token.top_logprobs) == 4 for token in choice.logprobs.content)
 
 
-def test_a_bias(client: OpenAI) -> None:
+def test_logit_bias_changes_output(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=USER, temperature=0, max_tokens=3, logit_bias={"5": 100}
     )
@@ -187,7 +187,7 @@ def test_a_bias(client: OpenAI) -> None:
     assert answer.choices[0].message.content != plain.choices[0].message.content
 
 
-def test_everlifts_own_parameters(client: OpenAI) -> None:
+def test_extra_body_sets_everlift_parameters(client: OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL,
         prompt=COUNT,
@@ -204,7 +204,7 @@ def test_everlifts_own_parameters(client: OpenAI) -> None:
     assert one_of.choices[0].text in ("yes", "no")
 
 
-def test_json_of_a_schema(client: OpenAI) -> None:
+def test_response_format_constrains_output_to_json_schema(client: OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "json name=ann age=31:"}]
     answer = client.chat.completions.create(
         model=MODEL, messages=messages, temperature=0, response_format=SCHEMA
@@ -217,7 +217,7 @@ def test_json_of_a_schema(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_call_of_a_tool(client: OpenAI, choice: Any) -> None:
+def test_tool_choice_forces_call_and_accepts_tool_result(client: OpenAI, choice: Any) -> None:
     messages: Any = [{"role": "user", "content": "json name=ann:"}]
     asked: Any = dict(
         model=MODEL,
@@ -251,7 +251,7 @@ def test_a_call_of_a_tool(client: OpenAI, choice: Any) -> None:
     assert last.choices[0].message.tool_calls is None
 
 
-def test_errors_are_the_clients_own_classes(client: OpenAI) -> None:
+def test_errors_map_to_openai_exception_classes(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="gpt-5", prompt="a")
     assert (unknown.value.code, unknown.value.param) == ("unknown_model", "model")
@@ -277,7 +277,7 @@ def test_errors_are_the_clients_own_classes(client: OpenAI) -> None:
         patient.completions.create(model=MODEL, prompt="b", max_tokens=1, extra_headers=key)
 
 
-def test_an_error_in_a_stream_is_raised(client: OpenAI) -> None:
+def test_stream_error_event_raises_api_error(client: OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL,
         prompt=COUNT,
@@ -291,7 +291,7 @@ def test_an_error_in_a_stream_is_raised(client: OpenAI) -> None:
     assert late.value.code == "deadline_exceeded"
 
 
-def test_a_timeout_is_the_clients_own() -> None:
+def test_client_timeout_raises_api_timeout_error() -> None:
     with (
         OpenAI(base_url=BASE, api_key="none", max_retries=0, timeout=0.2) as hasty,
         pytest.raises(openai.APITimeoutError),
@@ -301,7 +301,7 @@ def test_a_timeout_is_the_clients_own() -> None:
         )
 
 
-def test_many_at_once() -> None:
+def test_async_client_serves_concurrent_chats() -> None:
     async def main() -> list[str | None]:
         async with AsyncOpenAI(base_url=BASE, api_key="none", max_retries=0) as client:
             answers = await asyncio.gather(
@@ -319,7 +319,7 @@ def langchain(**more: Any) -> ChatOpenAI:
     return ChatOpenAI(model=MODEL, base_url=BASE, api_key="none", temperature=0, **more)  # type: ignore[arg-type]
 
 
-def test_langchain_asks_and_streams() -> None:
+def test_langchain_invokes_and_streams() -> None:
     answer = langchain().invoke([HumanMessage(COUNT)])
     assert answer.content == NUMBERS
     assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] > 8
@@ -329,7 +329,7 @@ def test_langchain_asks_and_streams() -> None:
     assert langchain().invoke(turns).content == " tuesday wednesday"
 
 
-def test_langchain_calls_tools_and_reads_json() -> None:
+def test_langchain_parses_tool_calls_and_structured_output() -> None:
     tool = langchain().bind_tools([TOOL], tool_choice="note")
     [call] = tool.invoke("json name=ann:").tool_calls
     assert call["name"] == "note" and call["args"]["name"] in ("ann", "bob")
@@ -343,6 +343,6 @@ def test_langchain_calls_tools_and_reads_json() -> None:
 
 
 @pytest.mark.parametrize("num_words", [500, 5_000, 200_000])
-def test_langchain_knows_a_prompt_that_is_too_long(num_words: int) -> None:
+def test_langchain_raises_context_overflow_for_long_prompt(num_words: int) -> None:
     with pytest.raises(ContextOverflowError):
         langchain().invoke("hello " * num_words)

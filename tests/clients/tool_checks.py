@@ -71,7 +71,7 @@ def client() -> Iterator[OpenAI]:
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
-def test_a_model_that_may_call_may_answer(client: OpenAI, choice: Any) -> None:
+def test_tool_choice_auto_allows_plain_answer(client: OpenAI, choice: Any) -> None:
     answer = client.chat.completions.create(**saying("It is {warm} today.", **choice))
     [only] = answer.choices
     assert (only.message.content, only.message.tool_calls) == ("It is {warm} today.", None)
@@ -79,14 +79,14 @@ def test_a_model_that_may_call_may_answer(client: OpenAI, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("calls", [[ANN], [END], [ANN, BOB], [BOB, END, ANN]])
-def test_calls_of_a_model_that_may(client: OpenAI, calls: Any) -> None:
+def test_tool_choice_auto_parses_tool_calls(client: OpenAI, calls: Any) -> None:
     answer = client.chat.completions.create(**saying(written(*calls), tool_choice="auto"))
     [only] = answer.choices
     assert called(only.message) == calls
     assert (only.message.content, only.finish_reason) == (None, "tool_calls")
 
 
-def test_the_mark_of_a_call_is_no_content(client: OpenAI) -> None:
+def test_tool_call_marker_is_stripped_from_content(client: OpenAI) -> None:
     if FORMAT == "hermes":
         text, content = f"I look.\n{written(ANN)}", "I look."
     else:
@@ -96,7 +96,7 @@ def test_the_mark_of_a_call_is_no_content(client: OpenAI) -> None:
     assert (only.message.content or "").strip() == content
 
 
-def test_what_is_no_call_is_content(client: OpenAI) -> None:
+def test_malformed_tool_call_is_returned_as_content(client: OpenAI) -> None:
     cut_off = written(ANN).partition("note")[0]
     for text in (written(("unknown", {})), cut_off, "<tool_call>no</tool_call>"):
         [only] = client.chat.completions.create(**saying(text)).choices
@@ -104,18 +104,18 @@ def test_what_is_no_call_is_content(client: OpenAI) -> None:
         assert only.finish_reason == "stop"
 
 
-def test_without_leave_nothing_is_a_call(client: OpenAI) -> None:
+def test_tool_choice_none_returns_call_text_as_content(client: OpenAI) -> None:
     [only] = client.chat.completions.create(**saying(written(ANN), tool_choice="none")).choices
     assert (only.message.content, only.message.tool_calls) == (written(ANN), None)
 
 
-def test_one_call_at_a_time(client: OpenAI) -> None:
+def test_parallel_tool_calls_false_returns_one_call(client: OpenAI) -> None:
     asked = saying(written(ANN, BOB), parallel_tool_calls=False)
     [only] = client.chat.completions.create(**asked).choices
     assert called(only.message) == [ANN]
 
 
-def test_a_stream_of_calls(client: OpenAI) -> None:
+def test_tool_call_stream_sends_incremental_arguments(client: OpenAI) -> None:
     ids: list[str] = []
     names: list[str] = []
     arguments = ["", ""]
@@ -139,7 +139,7 @@ def test_a_stream_of_calls(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("text", ["Nothing to do.", written(ANN, END)])
-def test_the_packages_own_sum_of_a_stream(client: OpenAI, text: str) -> None:
+def test_openai_stream_helper_matches_unary_tool_calls(client: OpenAI, text: str) -> None:
     [whole] = client.chat.completions.create(**saying(text)).choices
     with client.chat.completions.stream(**saying(text)) as stream:
         for _ in stream:
@@ -151,7 +151,7 @@ def test_the_packages_own_sum_of_a_stream(client: OpenAI, text: str) -> None:
 
 
 @pytest.mark.parametrize("calls", [[END], [ANN, BOB]])
-def test_langchains_sum_of_a_stream(calls: Any) -> None:
+def test_langchain_stream_accumulates_tool_calls(calls: Any) -> None:
     asked = saying(written(*calls))
     model = ChatOpenAI(model=asked["model"], base_url=BASE, api_key="none", temperature=0)  # type: ignore[arg-type]
     first, *rest = model.bind_tools(asked["tools"]).stream(asked["messages"], max_tokens=200)
@@ -162,7 +162,9 @@ def test_langchains_sum_of_a_stream(calls: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_model_that_has_to_call(client: OpenAI, choice: Any, is_stream: bool) -> None:
+def test_tool_choice_required_forces_valid_call(
+    client: OpenAI, choice: Any, is_stream: bool
+) -> None:
     asked = saying("I would rather not.", tool_choice=choice, parallel_tool_calls=False)
     if is_stream:
         with client.chat.completions.stream(**asked) as stream:
@@ -177,7 +179,7 @@ def test_a_model_that_has_to_call(client: OpenAI, choice: Any, is_stream: bool) 
     assert choice == "required" or name == "note"
 
 
-def test_the_result_of_a_call_is_read_in_the_next_turn(client: OpenAI) -> None:
+def test_tool_result_is_accepted_in_next_turn(client: OpenAI) -> None:
     asked = saying(written(ANN))
     [only] = client.chat.completions.create(**asked).choices
     [call] = only.message.tool_calls or []
@@ -192,7 +194,7 @@ def test_the_result_of_a_call_is_read_in_the_next_turn(client: OpenAI) -> None:
     assert (last.message.content, last.message.tool_calls) == ("Written down.", None)
 
 
-def test_each_choice_has_calls_of_its_own(client: OpenAI) -> None:
+def test_tool_call_ids_differ_between_choices(client: OpenAI) -> None:
     answer = client.chat.completions.create(**saying(written(ANN), n=2))
     ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
     assert len(set(ids)) == 2

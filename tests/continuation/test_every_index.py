@@ -29,7 +29,7 @@ def bench() -> Iterator[Bench]:
 
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
+def test_continuation_is_exact_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
     asked = KINDS[kind]
     # Every index for a killed worker; every fifth of the others, and all in make test-long.
     step = 1 if break_it is kill or examples(100) >= 100 else 5
@@ -55,7 +55,7 @@ def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
     monkeypatch.setattr(messages, "start", start)
 
 
-def test_the_salt_goes_along(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuation_keeps_cache_salt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     salts: list[bytes] = []
     on_start(monkeypatch, lambda start: salts.append(start.salt))
     check(bench, KINDS["cache_salt"], 5, kill)
@@ -120,7 +120,7 @@ LOSSES: dict[Loss, str] = {
 
 
 @pytest.mark.parametrize("lose", LOSSES, ids=lambda it: it.__name__)
-def test_what_is_left_behind_is_missed(
+def test_continuation_check_detects_omitted_state(
     bench: Bench, lose: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_start(monkeypatch, lambda start: lose(start) if start.output_ids else None)

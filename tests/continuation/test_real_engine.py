@@ -147,7 +147,9 @@ def spread(count: int, parts: int) -> list[int]:
 
 @pytest.mark.parametrize("break_it", [kill, kill_gateway, attach], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_spread_of_indices(bench: Bench, kind: str, break_it: Break) -> None:
+def test_real_engine_continuation_is_exact_at_some_indices(
+    bench: Bench, kind: str, break_it: Break
+) -> None:
     for index in spread(undisturbed(bench, kind).num_tokens, parts=1):
         check(bench, kind, index, break_it)
 
@@ -156,7 +158,9 @@ def test_a_spread_of_indices(bench: Bench, kind: str, break_it: Break) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_index(bench: Bench, kind: str, break_it: Break) -> None:
+def test_real_engine_continuation_is_exact_at_every_index(
+    bench: Bench, kind: str, break_it: Break
+) -> None:
     for index in range(undisturbed(bench, kind).num_tokens + 1):
         check(bench, kind, index, break_it)
 

@@ -46,7 +46,7 @@ async def pair(url: str) -> AsyncIterator[Pair]:
         yield Pair(old, new, key)
 
 
-async def test_the_first_cluster_is_active_until_another_one_replaces_it(pair: Pair) -> None:
+async def test_active_cluster_is_first_until_replaced(pair: Pair) -> None:
     assert await pair.old.is_active()
     assert not await pair.new.is_active()
     assert await pair.old.is_active()
@@ -58,7 +58,7 @@ async def test_the_first_cluster_is_active_until_another_one_replaces_it(pair: P
     assert not await pair.old.is_active()
 
 
-async def test_an_active_cluster_that_is_gone_is_replaced(
+async def test_expired_active_cluster_is_replaced(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_ledger, "_ACTIVE_MS", 300)
@@ -74,7 +74,7 @@ async def test_an_active_cluster_that_is_gone_is_replaced(
     assert not await pair.old.is_active()
 
 
-async def test_the_new_cluster_reads_the_load_of_the_active_one(pair: Pair) -> None:
+async def test_active_load_is_readable_by_new_cluster(pair: Pair) -> None:
     assert await pair.old.active_load() is None
     assert await pair.new.active_load() is None
     await pair.old.lead("router", "address", 1, 3600.0)
@@ -87,14 +87,14 @@ async def test_the_new_cluster_reads_the_load_of_the_active_one(pair: Pair) -> N
     assert await pair.new.active_load() is None
 
 
-async def test_without_a_shared_key_every_cluster_is_active(url: str) -> None:
+async def test_cluster_without_shared_key_is_active(url: str) -> None:
     async with connected(url) as one, connected(url) as other:
         await one.activate()
         assert await other.is_active()
         assert await other.active_load() is None
 
 
-async def test_a_full_server_keeps_the_active_cluster() -> None:
+async def test_active_cluster_renews_on_full_server() -> None:
     with valkey_server(also="+config|set") as url:
         async with connected(url, active_key="release-active") as old:
             assert await old.is_active()

@@ -150,13 +150,13 @@ async def content(ledger: Ledger) -> Stored | None:
 # the table of moves
 
 
-def test_the_expected_moves_are_those_of_the_table() -> None:
+def test_moves_match_expected_table() -> None:
     allowed = {(state, move) for move in Move for state in move.sources}
     assert set(TARGETS) == allowed
 
 
 @pytest.mark.parametrize(("state", "move"), PAIRS)
-async def test_a_move_is_made_from_its_sources_and_refused_elsewhere(
+async def test_move_is_allowed_only_from_its_source_states(
     ledger: Ledger, state: State, move: Move
 ) -> None:
     before = replace(await bring(ledger, state), now=0.0)
@@ -195,7 +195,7 @@ def refusal(move: Move, before: Stored) -> object:
 
 
 @pytest.mark.parametrize("state", State)
-async def test_an_id_is_opened_once(ledger: Ledger, state: State) -> None:
+async def test_open_creates_each_id_once(ledger: Ledger, state: State) -> None:
     before = await bring(ledger, state)
     opened = await ledger.open(make_request(), "other gateway", timeout_s=5.0)
     assert (opened.created, opened.entry) == (False, before.entry)
@@ -206,7 +206,9 @@ async def test_an_id_is_opened_once(ledger: Ledger, state: State) -> None:
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.EXPIRED])
 @pytest.mark.parametrize("source", [State.QUEUED, State.RUNNING])
-async def test_a_request_ends_as_it_is_told(ledger: Ledger, source: State, state: State) -> None:
+async def test_end_request_stores_state_and_error(
+    ledger: Ledger, source: State, state: State
+) -> None:
     before = (await bring(ledger, source)).entry
     entry = await ledger.end_request("r", state, "some_slug", "some message, ä")
     assert entry == replace(
@@ -221,7 +223,7 @@ async def test_a_request_ends_as_it_is_told(ledger: Ledger, source: State, state
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING, State.FINISHED])
-async def test_nothing_is_ended_as_what_is_no_failure(ledger: Ledger, state: State) -> None:
+async def test_end_request_rejects_non_failure_states(ledger: Ledger, state: State) -> None:
     await run(ledger)
     with pytest.raises(ValueError, match=state.value):
         await ledger.end_request("r", state, "", "")
@@ -234,7 +236,7 @@ MADE = [
 
 
 @pytest.mark.parametrize(("state", "move"), MADE)
-async def test_a_move_made_again_changes_nothing_and_answers_the_same(
+async def test_repeated_move_changes_nothing_and_answers_the_same(
     ledger: Ledger, state: State, move: Move
 ) -> None:
     await bring(ledger, state)
@@ -246,7 +248,7 @@ async def test_a_move_made_again_changes_nothing_and_answers_the_same(
         assert len(await ledger.events("r")) == between.entry.moves
 
 
-async def test_every_move_of_an_unknown_request_is_refused(ledger: Ledger) -> None:
+async def test_moves_of_unknown_request_are_rejected(ledger: Ledger) -> None:
     await lead(ledger)
     assert await make(ledger, Move.APPEND) is Appended.UNKNOWN
     assert await make(ledger, Move.DISCARD) is None
@@ -261,7 +263,7 @@ async def test_every_move_of_an_unknown_request_is_refused(ledger: Ledger) -> No
             await ask("r")
 
 
-async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger) -> None:
+async def test_entry_is_complete_after_full_lifecycle(ledger: Ledger) -> None:
     opened = await ledger.open(make_request(), "gateway")
     assert opened.created
     arrived = opened.entry.arrived
@@ -300,7 +302,7 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
     )
 
 
-async def test_what_is_opened_with_a_dispatch_runs_at_once(ledger: Ledger) -> None:
+async def test_open_with_dispatch_runs_immediately(ledger: Ledger) -> None:
     await lead(ledger)
     opened = await ledger.open(make_request(), "gateway", 9.0, Dispatch("w1", EPOCH, TERM))
     assert opened.created
@@ -314,7 +316,7 @@ async def test_what_is_opened_with_a_dispatch_runs_at_once(ledger: Ledger) -> No
     assert await store(ledger, Append("r", EPOCH, 0, (1, 2))) is Appended.OK
 
 
-async def test_who_leads_no_more_opens_what_waits(ledger: Ledger) -> None:
+async def test_open_with_stale_term_leaves_request_queued(ledger: Ledger) -> None:
     await lead(ledger)
     for request_id, term in (("other", TERM + 1), ("r", TERM)):
         dispatch = Dispatch("w1", EPOCH, term)
@@ -325,12 +327,12 @@ async def test_who_leads_no_more_opens_what_waits(ledger: Ledger) -> None:
     assert (await ledger.dispatch("other", "w2", 5, TERM)).attempts == 1
 
 
-async def test_before_anybody_leads_nothing_runs(ledger: Ledger) -> None:
+async def test_open_with_dispatch_before_any_leader_is_queued(ledger: Ledger) -> None:
     opened = await ledger.open(make_request(), "gateway", None, Dispatch("w1", EPOCH, TERM))
     assert opened.entry.state is State.QUEUED
 
 
-async def test_what_is_known_is_not_dispatched_by_another_open(ledger: Ledger) -> None:
+async def test_open_of_known_request_does_not_dispatch(ledger: Ledger) -> None:
     await lead(ledger)
     known = (await ledger.open(make_request(), "gateway")).entry
     dispatch = Dispatch("w1", EPOCH, TERM)
@@ -342,7 +344,7 @@ async def test_what_is_known_is_not_dispatched_by_another_open(ledger: Ledger) -
 
 
 @pytest.mark.parametrize(("epoch", "term"), [(0, TERM), (EPOCH, 0), (1 << 64, TERM)])
-async def test_an_open_takes_no_dispatch_without_its_nonces(
+async def test_open_with_dispatch_requires_valid_nonces(
     ledger: Ledger, epoch: int, term: int
 ) -> None:
     await lead(ledger)
@@ -350,7 +352,7 @@ async def test_an_open_takes_no_dispatch_without_its_nonces(
         await ledger.open(make_request(), "gateway", None, Dispatch("w1", epoch, term))
 
 
-async def test_a_discarded_id_is_free_again(ledger: Ledger) -> None:
+async def test_discard_frees_request_id(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     assert await ledger.discard("r", "gateway") is None
     opened = await ledger.open(make_request(body=b"other"), "other gateway")
@@ -358,7 +360,7 @@ async def test_a_discarded_id_is_free_again(ledger: Ledger) -> None:
     assert await ledger.orphans(10) == ["r"]
 
 
-async def test_who_lost_a_request_does_not_discard_what_its_heir_has(ledger: Ledger) -> None:
+async def test_discard_by_former_owner_is_ignored(ledger: Ledger) -> None:
     """It was frozen, and hears late that the queue was full."""
     await ledger.open(make_request(), "gateway")
     taken = await ledger.take_over("r", "heir", "gateway")
@@ -372,7 +374,7 @@ async def test_who_lost_a_request_does_not_discard_what_its_heir_has(ledger: Led
 # what is stored
 
 
-async def test_a_request_comes_back_as_it_was_with_its_deadline(ledger: Ledger) -> None:
+async def test_read_returns_request_with_deadline(ledger: Ledger) -> None:
     entry = (await ledger.open(make_request(), "gateway", timeout_s=2.5)).entry
     stored = await ledger.read("r")
     assert stored.request.deadline == pytest.approx(entry.arrived + 2.5)
@@ -380,7 +382,7 @@ async def test_a_request_comes_back_as_it_was_with_its_deadline(ledger: Ledger) 
     assert stored.now >= entry.arrived
 
 
-async def test_a_request_without_timeout_has_no_deadline(ledger: Ledger) -> None:
+async def test_request_without_timeout_has_no_deadline(ledger: Ledger) -> None:
     await ledger.open(replace(make_request(), deadline=1.0), "gateway")
     assert (await ledger.take_over("r", "heir", "gateway")).request == make_request()
 
@@ -388,7 +390,7 @@ async def test_a_request_without_timeout_has_no_deadline(ledger: Ledger) -> None
 TOKENS = (0, 1, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 0x0A0D0A0D, 0x25000000)
 
 
-async def test_tokens_of_every_size_come_back_from_every_offset(ledger: Ledger) -> None:
+async def test_read_returns_tokens_of_every_size_and_offset(ledger: Ledger) -> None:
     await ledger.open(make_request(max_tokens=len(TOKENS)), "gateway")
     await lead(ledger)
     await ledger.dispatch("r", "worker", EPOCH, TERM)
@@ -400,9 +402,7 @@ async def test_tokens_of_every_size_come_back_from_every_offset(ledger: Ledger) 
 
 
 @pytest.mark.parametrize("offsets", [[-1], [4], [2**70], [0, 0]])
-async def test_there_is_nothing_to_read_beyond_the_tokens(
-    ledger: Ledger, offsets: list[int]
-) -> None:
+async def test_read_beyond_tokens_is_rejected(ledger: Ledger, offsets: list[int]) -> None:
     await run(ledger)
     with pytest.raises(OffsetOutOfRange):
         await ledger.read("r", offsets)
@@ -412,7 +412,9 @@ LEGAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
 
 
 @pytest.mark.parametrize("request_id", [LEGAL, ":", "r:0", "r", "0:0:0", ".", "-" * 128])
-async def test_ids_of_every_legal_character_are_kept_apart(ledger: Ledger, request_id: str) -> None:
+async def test_request_ids_of_legal_characters_are_distinct(
+    ledger: Ledger, request_id: str
+) -> None:
     neighbours = ["r:0:0", "t:r:0", "owners", f"{request_id[:120]}:0"]
     for neighbour in neighbours:
         await run(ledger, neighbour)
@@ -424,7 +426,7 @@ async def test_ids_of_every_legal_character_are_kept_apart(ledger: Ledger, reque
         assert (await ledger.get(neighbour)).state is State.RUNNING
 
 
-async def test_a_gateway_may_be_named_like_a_hash_tag(ledger: Ledger) -> None:
+async def test_gateway_name_may_look_like_hash_tag(ledger: Ledger) -> None:
     await ledger.open(make_request(), "{3}:r:{x}")
     assert await ledger.orphans(10) == ["r"]
     assert (await ledger.get("r")).gateway == "{3}:r:{x}"
@@ -433,7 +435,7 @@ async def test_a_gateway_may_be_named_like_a_hash_tag(ledger: Ledger) -> None:
 # appends
 
 
-async def test_what_overlaps_is_trimmed(ledger: Ledger) -> None:
+async def test_append_trims_overlap(ledger: Ledger) -> None:
     await run(ledger)
     assert await store(ledger, Append("r", EPOCH, 1, (99, 99, 13, 14))) is Appended.OK
     assert await store(ledger, Append("r", EPOCH, 0, (99,))) is Appended.OK
@@ -452,7 +454,7 @@ async def test_what_overlaps_is_trimmed(ledger: Ledger) -> None:
         (0, (0,) * 9, Appended.LIMIT),
     ],
 )
-async def test_a_gap_or_too_much_is_refused_whole(
+async def test_append_with_gap_or_excess_is_rejected(
     ledger: Ledger,
     offset: int,
     tokens: tuple[int, ...],
@@ -465,14 +467,14 @@ async def test_a_gap_or_too_much_is_refused_whole(
     assert await ledger.get("r") == before
 
 
-async def test_exactly_max_tokens_are_taken(ledger: Ledger) -> None:
+async def test_append_accepts_exactly_max_tokens(ledger: Ledger) -> None:
     await run(ledger)
     assert await store(ledger, Append("r", EPOCH, 3, (13, 14, 15, 16, 17))) is Appended.OK
     assert await store(ledger, Append("r", EPOCH, 8, (18,))) is Appended.LIMIT
     assert (await ledger.get("r")).num_tokens == (8,)
 
 
-async def test_a_request_finishes_with_or_without_more_tokens(ledger: Ledger) -> None:
+async def test_append_finishes_request_with_or_without_tokens(ledger: Ledger) -> None:
     for request_id, tokens in (("more", (13,)), ("none", ())):
         await run(ledger, request_id)
         item = Append(request_id, EPOCH, 3, tokens, finish_reason=FinishReason.STOP)
@@ -481,7 +483,7 @@ async def test_a_request_finishes_with_or_without_more_tokens(ledger: Ledger) ->
         assert (entry.state, entry.num_tokens) == (State.FINISHED, (3 + len(tokens),))
 
 
-async def test_only_the_append_that_finished_a_request_may_come_again(ledger: Ledger) -> None:
+async def test_finished_request_accepts_only_its_last_append(ledger: Ledger) -> None:
     await run(ledger)
     last = Append("r", EPOCH, 3, (13,), finish_reason=FinishReason.STOP)
     assert await store(ledger, last) is Appended.FINISHED
@@ -499,7 +501,7 @@ async def test_only_the_append_that_finished_a_request_may_come_again(ledger: Le
     assert await tokens_of(ledger, "r") == (10, 11, 12, 13)
 
 
-async def test_a_refused_item_does_not_disturb_the_others(ledger: Ledger) -> None:
+async def test_append_rejected_item_leaves_others_intact(ledger: Ledger) -> None:
     for request_id in ("a", "b", "c", "d", "e"):
         await run(ledger, request_id)
     await ledger.end_request("e", State.CANCELLED, Cancelled.slug, "")
@@ -521,7 +523,7 @@ async def test_a_refused_item_does_not_disturb_the_others(ledger: Ledger) -> Non
     assert [(await ledger.get(i)).num_tokens for i in "bcde"] == [(3,)] * 4
 
 
-async def test_many_items_are_answered_in_their_order(ledger: Ledger) -> None:
+async def test_append_answers_follow_item_order(ledger: Ledger) -> None:
     ids = [f"r{n}" for n in range(100)]
     await lead(ledger)
     for n, request_id in enumerate(ids):
@@ -531,7 +533,7 @@ async def test_many_items_are_answered_in_their_order(ledger: Ledger) -> None:
     assert await ledger.append(items) == [Appended.OK, Appended.FENCED] * 50
 
 
-async def test_nothing_may_be_appended(ledger: Ledger) -> None:
+async def test_append_accepts_empty_batch(ledger: Ledger) -> None:
     assert await ledger.append([]) == []
 
 
@@ -550,7 +552,7 @@ async def run_three(
     return await ledger.dispatch(request_id, "worker", epoch, TERM)
 
 
-async def test_each_choice_has_tokens_of_its_own(ledger: Ledger) -> None:
+async def test_choices_have_separate_tokens(ledger: Ledger) -> None:
     before = await run_three(ledger)
     assert (before.num_tokens, before.finish_reasons) == ((0, 0, 0), (None, None, None))
     items = [Append("r", EPOCH, 0, (choice, 9)[: choice + 1], choice) for choice in range(3)]
@@ -570,7 +572,7 @@ async def test_each_choice_has_tokens_of_its_own(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("choice", [3, 127, 2**31])
-async def test_there_is_no_choice_beyond_n(ledger: Ledger, choice: int) -> None:
+async def test_append_to_choice_beyond_n_is_rejected(ledger: Ledger, choice: int) -> None:
     await run_three(ledger)
     await run(ledger, "single")
     before = await content(ledger)
@@ -581,7 +583,7 @@ async def test_there_is_no_choice_beyond_n(ledger: Ledger, choice: int) -> None:
     assert await content(ledger) == before
 
 
-async def test_a_request_is_finished_when_all_its_choices_are(ledger: Ledger) -> None:
+async def test_request_finishes_with_its_last_choice(ledger: Ledger) -> None:
     await run_three(ledger)
     assert await store(ledger, Append("r", EPOCH, 0, (5,), 1, STOP)) is Appended.OK
     entry = await ledger.get("r")
@@ -602,7 +604,7 @@ async def test_a_request_is_finished_when_all_its_choices_are(ledger: Ledger) ->
     assert await ledger.orphans(10) == []
 
 
-async def test_only_the_end_of_a_choice_may_come_again(ledger: Ledger) -> None:
+async def test_ended_choice_accepts_only_its_last_append(ledger: Ledger) -> None:
     await run_three(ledger)
     last = Append("r", EPOCH, 0, (5, 6), 1, STOP)
     assert await ledger.append([last, last]) == [Appended.OK, Appended.OK]
@@ -621,7 +623,7 @@ async def test_only_the_end_of_a_choice_may_come_again(ledger: Ledger) -> None:
     assert await store(ledger, replace(last, epoch=NEAR_EPOCH)) is Appended.ENDED
 
 
-async def test_log_probabilities_are_kept_and_trimmed_with_their_tokens(ledger: Ledger) -> None:
+async def test_logprobs_are_stored_and_trimmed_with_tokens(ledger: Ledger) -> None:
     await run_three(ledger, num_top=2)
     first = scored(-0.5, -1.25, float("-inf"), num_top=2)
     item = Append("r", EPOCH, 0, (1, 2, 3), 1, logprobs=first)
@@ -638,7 +640,7 @@ async def test_log_probabilities_are_kept_and_trimmed_with_their_tokens(ledger: 
         assert choice.logprobs == (*first, late[-1])[offset:]
 
 
-async def test_a_refused_append_leaves_no_log_probabilities(ledger: Ledger) -> None:
+async def test_rejected_append_stores_no_logprobs(ledger: Ledger) -> None:
     await run_three(ledger, num_top=0)
     one = Append("r", EPOCH, 0, (1,), logprobs=scored(-1.0), prompt_logprobs=scored(-3.0, -4.0))
     many = replace(one, tokens=(0,) * 9, logprobs=scored(*[-1.0] * 9))
@@ -648,7 +650,7 @@ async def test_a_refused_append_leaves_no_log_probabilities(ledger: Ledger) -> N
     assert (stored.choices[0], stored.prompt_logprobs) == (StoredChoice(), ())
 
 
-async def test_the_prompts_log_probabilities_are_kept_once(ledger: Ledger) -> None:
+async def test_prompt_logprobs_are_stored_once(ledger: Ledger) -> None:
     await run_three(ledger, num_top=1)
     assert (await ledger.read("r")).prompt_logprobs == ()
     first = scored(-3.0, -4.0, num_top=1)
@@ -663,12 +665,12 @@ async def test_the_prompts_log_probabilities_are_kept_once(ledger: Ledger) -> No
     assert stored.choices[0] == StoredChoice((1,), tokens)
 
 
-def test_tokens_have_their_log_probabilities_all_or_none() -> None:
+def test_append_requires_logprobs_for_all_tokens_or_none() -> None:
     with pytest.raises(ValueError, match="1 logprobs of 2 tokens"):
         Append("r", EPOCH, 0, (1, 2), logprobs=scored(-1.0))
 
 
-async def test_what_is_discarded_or_forgotten_leaves_no_choice_behind(ledger: Ledger) -> None:
+async def test_discard_removes_choices(ledger: Ledger) -> None:
     await ledger.open(make_request(n=3, logprobs=2), "gateway")
     await ledger.discard("r", "gateway")
     await ledger.open(make_request(body=b"other", n=2), "gateway")
@@ -683,7 +685,7 @@ async def history(ledger: Ledger, request_id: str = "r") -> list[tuple[str, str]
     return [(event.move, event.detail) for event in await ledger.events(request_id)]
 
 
-async def test_every_move_counts_and_leaves_one_event(ledger: Ledger, tick: Tick) -> None:
+async def test_moves_are_counted_and_leave_one_event_each(ledger: Ledger, tick: Tick) -> None:
     arrived = (await run_three(ledger)).arrived
     await ledger.append([Append("r", EPOCH, 0, (1,)), Append("r", EPOCH, 0, (), 1, STOP)])
     await tick()
@@ -710,7 +712,7 @@ async def test_every_move_counts_and_leaves_one_event(ledger: Ledger, tick: Tick
     assert arrived <= times[0] < times[2]
 
 
-async def test_an_end_is_one_event_whichever_it_is(ledger: Ledger) -> None:
+async def test_request_end_leaves_one_event(ledger: Ledger) -> None:
     await ledger.open(make_request("ended"), "gateway")
     await ledger.end_request("ended", State.EXPIRED, "deadline_exceeded", "it was late")
     assert await history(ledger, "ended") == [("open", "gateway"), ("end", "deadline_exceeded")]
@@ -720,7 +722,7 @@ async def test_an_end_is_one_event_whichever_it_is(ledger: Ledger) -> None:
     assert (await ledger.get("lost")).moves == 3
 
 
-async def test_of_very_many_events_the_last_are_kept(ledger: Ledger) -> None:
+async def test_events_keep_only_the_latest(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     await lead(ledger)
     for epoch in range(1, MAX_EVENTS + 1):
@@ -732,7 +734,7 @@ async def test_of_very_many_events_the_last_are_kept(ledger: Ledger) -> None:
     assert (await ledger.get("r")).moves == 1 + 2 * MAX_EVENTS
 
 
-async def test_a_tally_is_stored_as_it_comes(ledger: Ledger) -> None:
+async def test_tally_is_stored_as_sent(ledger: Ledger) -> None:
     await run_three(ledger)
     many, few = Tally(2, 1, 2**40, 7), Tally(0, 0, 1)
     assert await store(ledger, Append("r", EPOCH, 0, (1,), tally=few)) is Appended.OK
@@ -754,7 +756,7 @@ async def explanation(ledger: Ledger) -> bytes:
     return (await ledger.read("r")).explanation
 
 
-async def test_an_explanation_is_kept_until_there_is_another_one(ledger: Ledger) -> None:
+async def test_explanation_is_kept_until_replaced(ledger: Ledger) -> None:
     await run_three(ledger)
     assert await explanation(ledger) == b""
     early = Append("r", EPOCH, 0, (1,), explanation=b"early")
@@ -780,7 +782,7 @@ async def test_an_explanation_is_kept_until_there_is_another_one(ledger: Ledger)
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-async def test_what_ends_is_explained_by_the_move_that_ends_it(ledger: Ledger, losses: int) -> None:
+async def test_explanation_is_stored_by_ending_move(ledger: Ledger, losses: int) -> None:
     await run(ledger)
     await ledger.release("r", EPOCH, loss="why", max_losses=losses, explanation=b"lost")
     assert await explanation(ledger) == b"lost"
@@ -788,7 +790,7 @@ async def test_what_ends_is_explained_by_the_move_that_ends_it(ledger: Ledger, l
     assert await explanation(ledger) == (b"lost" if entry.state is State.FAILED else b"ended")
 
 
-async def test_who_had_it_to_its_end_explains_it_once_more(ledger: Ledger) -> None:
+async def test_explain_is_accepted_only_from_last_owner(ledger: Ledger) -> None:
     await run(ledger)
     entry = await ledger.get("r")
     told = Explained("r", entry.gateway, entry.arrived, b"delivered")
@@ -808,7 +810,7 @@ async def test_who_had_it_to_its_end_explains_it_once_more(ledger: Ledger) -> No
     await ledger.explain([])
 
 
-async def test_what_is_told_again_explains_itself(ledger: Ledger) -> None:
+async def test_reassert_stores_explanation(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     told = replace(known_more(before, 5), explanation=b"told")
     assert (await ledger.reassert(told))[0] is Reasserted.OK
@@ -820,7 +822,7 @@ async def test_what_is_told_again_explains_itself(ledger: Ledger) -> None:
 # forgetting
 
 
-async def test_of_a_forgotten_request_nothing_is_left(ledger: Ledger) -> None:
+async def test_erase_removes_whole_request(ledger: Ledger) -> None:
     await run_rich(ledger)
     await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "")
     assert await ledger.erase("r") is None
@@ -831,9 +833,7 @@ async def test_of_a_forgotten_request_nothing_is_left(ledger: Ledger) -> None:
     assert await history(ledger) == [("open", "heir")]
 
 
-async def test_an_id_that_is_taken_again_outlives_what_was_forgotten(
-    forgetful: Ledger, tick: Tick
-) -> None:
+async def test_reused_id_outlives_erased_request(forgetful: Ledger, tick: Tick) -> None:
     for request_id in ("r", "later"):
         await run(forgetful, request_id)
         await forgetful.end_request(request_id, State.CANCELLED, "", "")
@@ -847,7 +847,7 @@ async def test_an_id_that_is_taken_again_outlives_what_was_forgotten(
     assert (await forgetful.get("r")).state is State.QUEUED
 
 
-async def test_a_move_whose_answer_was_lost_is_made_once(ledger: Ledger) -> None:
+async def test_move_with_lost_answer_is_applied_once(ledger: Ledger) -> None:
     """Where there are answers that can be lost: within one call its second try is known as such."""
     lose_answers(ledger)
     await lead(ledger)
@@ -870,7 +870,7 @@ async def test_a_move_whose_answer_was_lost_is_made_once(ledger: Ledger) -> None
     assert (await ledger.end_request("r", State.EXPIRED, "", "")).moves == 2
 
 
-async def test_what_was_forgotten_is_not_told_again(ledger: Ledger) -> None:
+async def test_reassert_of_erased_request_is_rejected(ledger: Ledger) -> None:
     """Its gateway was frozen and taken for dead: it knows of more moves than the end of another."""
     told = await run_rich(ledger)
     known = replace(told, entry=replace(told.entry, moves=told.entry.moves + 7))
@@ -886,7 +886,7 @@ async def test_what_was_forgotten_is_not_told_again(ledger: Ledger) -> None:
     assert await ledger.get("r") == again.entry
 
 
-async def test_read_tells_a_forgotten_request_from_an_unknown_one(
+async def test_read_distinguishes_forgotten_from_unknown_request(
     forgetful: Ledger, tick: Tick
 ) -> None:
     async def reason(request_id: str) -> set[type[Exception]]:
@@ -913,7 +913,7 @@ async def test_read_tells_a_forgotten_request_from_an_unknown_one(
     await eventually(is_unknown, tick)
 
 
-async def test_erased_ids_are_known_for_the_retention(forgetful: Ledger, tick: Tick) -> None:
+async def test_erased_id_is_remembered_for_retention(forgetful: Ledger, tick: Tick) -> None:
     await run(forgetful)
     told = await forgetful.read("r")
     await forgetful.end_request("r", State.CANCELLED, "", "")
@@ -972,7 +972,7 @@ def counts(stored: Stored) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("state", State)
-async def test_what_the_ledger_lost_is_made_again_whole(ledger: Ledger, state: State) -> None:
+async def test_reassert_restores_lost_request(ledger: Ledger, state: State) -> None:
     await run_rich(ledger)
     if state is State.QUEUED:
         await ledger.release("r", EPOCH, loss=None, max_losses=3)
@@ -993,7 +993,7 @@ async def test_what_the_ledger_lost_is_made_again_whole(ledger: Ledger, state: S
     assert len(await ledger.events("r")) == 1
 
 
-async def test_what_was_told_again_goes_on(ledger: Ledger) -> None:
+async def test_reasserted_request_continues(ledger: Ledger) -> None:
     told = await run_rich(ledger)
     await lose(ledger)
     await ledger.reassert(told)
@@ -1010,7 +1010,7 @@ async def test_what_was_told_again_goes_on(ledger: Ledger) -> None:
     assert not (await ledger.open(make_request(), "gateway")).created
 
 
-async def test_repeated_final_request_is_kept_for_its_retention(
+async def test_reasserted_final_request_is_kept_for_retention(
     forgetful: Ledger, tick: Tick
 ) -> None:
     tolds = []
@@ -1035,9 +1035,7 @@ async def test_repeated_final_request_is_kept_for_its_retention(
 
 
 @pytest.mark.parametrize("more", [-2, -1, 0])
-async def test_tokens_beyond_the_ledgers_are_added_and_its_state_stays(
-    ledger: Ledger, more: int
-) -> None:
+async def test_reassert_adds_tokens_and_keeps_state(ledger: Ledger, more: int) -> None:
     before = await run_rich(ledger)
     stale = {"state": State.QUEUED, "worker": "", "epoch": 0, "tally": Tally(), "attempts": 1}
     told = known_more(before, 5, 6, moves=before.entry.moves + more, **stale)
@@ -1053,7 +1051,7 @@ async def test_tokens_beyond_the_ledgers_are_added_and_its_state_stays(
     assert await history(ledger) == events
 
 
-async def test_who_knows_of_more_moves_is_followed(ledger: Ledger) -> None:
+async def test_reassert_with_more_moves_replaces_state(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     await ledger.heartbeat("heir", "address", AGES_S)
     told = known_more(
@@ -1082,7 +1080,7 @@ async def test_who_knows_of_more_moves_is_followed(ledger: Ledger) -> None:
     assert await store(ledger, Append("r", NEAR_EPOCH, 3, (9,))) is Appended.OK
 
 
-async def test_the_tenth_move_comes_after_the_ninth(ledger: Ledger) -> None:
+async def test_reassert_compares_move_counts_numerically(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     for moves in (9, 10, 9):
         told = known_more(before, moves=moves, worker=f"w{moves}")
@@ -1091,7 +1089,7 @@ async def test_the_tenth_move_comes_after_the_ninth(ledger: Ledger) -> None:
     assert (entry.moves, entry.worker) == (10, "w10")
 
 
-async def test_what_waits_again_is_fenced_off_from_who_had_it(ledger: Ledger) -> None:
+async def test_reasserted_queued_request_fences_its_worker(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     told = known_more(before, state=State.QUEUED, worker="", epoch=0)
     answer, entry = await ledger.reassert(told)
@@ -1101,7 +1099,7 @@ async def test_what_waits_again_is_fenced_off_from_who_had_it(ledger: Ledger) ->
 
 
 @pytest.mark.parametrize("more", [-1, 0])
-async def test_what_another_gateway_has_by_now_is_not_changed(ledger: Ledger, more: int) -> None:
+async def test_reassert_by_former_owner_is_rejected(ledger: Ledger, more: int) -> None:
     before = await run_rich(ledger)
     await ledger.take_over("r", "heir", "gateway")
     taken = await ledger.read("r")
@@ -1112,7 +1110,7 @@ async def test_what_another_gateway_has_by_now_is_not_changed(ledger: Ledger, mo
     assert len(await ledger.events("r")) == taken.entry.moves
 
 
-async def test_an_heir_gives_way_to_who_knows_of_more_moves(ledger: Ledger) -> None:
+async def test_reassert_with_more_moves_overrides_take_over(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     taken = (await ledger.take_over("r", "heir", "gateway")).entry
     await ledger.heartbeat("heir", "address", AGES_S)
@@ -1146,7 +1144,7 @@ def changed(stored: Stored, index: int, tokens: tuple[int, ...], reason: object)
     ],
 )
 @pytest.mark.parametrize("is_final", [False, True])
-async def test_other_tokens_or_ends_change_nothing(
+async def test_reassert_with_diverged_tokens_is_rejected(
     ledger: Ledger, index: int, tokens: tuple[int, ...], reason: object, is_final: bool
 ) -> None:
     before = await run_rich(ledger)
@@ -1158,7 +1156,7 @@ async def test_other_tokens_or_ends_change_nothing(
     assert await content(ledger) == replace(before, now=0.0)
 
 
-async def test_another_body_under_the_id_changes_nothing(ledger: Ledger) -> None:
+async def test_reassert_with_other_body_is_rejected(ledger: Ledger) -> None:
     told = await run_rich(ledger)
     await lose(ledger)
     await ledger.open(make_request(body=b"other"), "gateway")
@@ -1167,7 +1165,7 @@ async def test_another_body_under_the_id_changes_nothing(ledger: Ledger) -> None
     assert (await ledger.read("r")).choices == (StoredChoice(),)
 
 
-async def test_listing_has_the_request_that_reused_an_id(
+async def test_reassert_replaces_newer_request_of_same_body(
     ledger: Ledger,
 ) -> None:
     told = await run_rich(ledger)
@@ -1177,7 +1175,7 @@ async def test_listing_has_the_request_that_reused_an_id(
     assert await content(ledger) == replace(told, now=0.0)
 
 
-async def test_what_ended_stays_as_it_ended(ledger: Ledger) -> None:
+async def test_reassert_does_not_change_ended_request(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "")
     ended = await ledger.read("r")
@@ -1192,7 +1190,7 @@ async def test_what_ended_stays_as_it_ended(ledger: Ledger) -> None:
     assert await ledger.orphans(10) == []
 
 
-async def test_a_finish_that_was_lost_is_made_again(ledger: Ledger) -> None:
+async def test_reassert_restores_lost_finish(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     finished = {"state": State.FINISHED, "worker": "", "epoch": 0}
     told = known_more(before, 5, finish_reasons=(STOP, STOP, LENGTH), **finished)
@@ -1205,7 +1203,7 @@ async def test_a_finish_that_was_lost_is_made_again(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("more", [0, 2])
-async def test_the_end_of_the_last_choice_finishes_a_request(ledger: Ledger, more: int) -> None:
+async def test_reassert_of_last_choice_end_finishes_request(ledger: Ledger, more: int) -> None:
     """Its gateway has not heard of it, or the append that brings it is still on its way."""
     before = await run_rich(ledger)
     reasons, moves = (STOP, STOP, LENGTH), before.entry.moves + more
@@ -1222,7 +1220,7 @@ async def test_the_end_of_the_last_choice_finishes_a_request(ledger: Ledger, mor
     assert await ledger.orphans(10) == []
 
 
-async def test_ends_that_two_know_of_together_finish_a_request(ledger: Ledger) -> None:
+async def test_reassert_merges_choice_ends_into_finish(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     told = known_more(before, 5, finish_reasons=(STOP, None, LENGTH))
     for _ in range(2):
@@ -1243,7 +1241,7 @@ async def test_ends_that_two_know_of_together_finish_a_request(ledger: Ledger) -
         ({"finish_reasons": (None, None)}, "3 choices"),
     ],
 )
-async def test_what_no_request_can_be_is_not_told(
+async def test_reassert_rejects_inconsistent_entry(
     ledger: Ledger, changes: dict[str, Any], words: str
 ) -> None:
     told = await run_rich(ledger)
@@ -1251,13 +1249,13 @@ async def test_what_no_request_can_be_is_not_told(
         await ledger.reassert(replace(told, entry=replace(told.entry, **changes)))
 
 
-async def test_what_is_told_begins_at_offset_0(ledger: Ledger) -> None:
+async def test_reassert_requires_tokens_from_offset_0(ledger: Ledger) -> None:
     await run_rich(ledger)
     with pytest.raises(ValueError, match="middle"):
         await ledger.reassert(await ledger.read("r", [1]))
 
 
-async def test_very_much_is_told_in_one_call(ledger: Ledger) -> None:
+async def test_reassert_accepts_very_long_output(ledger: Ledger) -> None:
     count = 3000
     request = make_request(max_tokens=count, logprobs=2)
     tokens, logprobs = tuple(range(count)), scored(*[-1.0] * count, num_top=2)
@@ -1273,7 +1271,7 @@ EPOCHS = [1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 
 
 @pytest.mark.parametrize("epoch", EPOCHS)
-async def test_epochs_differ_down_to_their_last_bit(ledger: Ledger, epoch: int) -> None:
+async def test_epochs_are_compared_to_the_last_bit(ledger: Ledger, epoch: int) -> None:
     entry = await run(ledger, epoch=epoch)
     assert entry.epoch == epoch
     for other in {epoch - 1, (epoch + 1) % 2**64, 0}:
@@ -1282,7 +1280,7 @@ async def test_epochs_differ_down_to_their_last_bit(ledger: Ledger, epoch: int) 
 
 
 @pytest.mark.parametrize("term", EPOCHS)
-async def test_terms_differ_down_to_their_last_bit(ledger: Ledger, term: int) -> None:
+async def test_terms_are_compared_to_the_last_bit(ledger: Ledger, term: int) -> None:
     await ledger.open(make_request(), "gateway")
     await lead(ledger, term)
     for other in {term - 1, (term + 1) % 2**64} - {0}:
@@ -1294,7 +1292,7 @@ async def test_terms_differ_down_to_their_last_bit(ledger: Ledger, term: int) ->
 
 
 @pytest.mark.parametrize("nonce", [0, -1, 2**64])
-async def test_what_is_no_nonce_is_refused(ledger: Ledger, nonce: int) -> None:
+async def test_invalid_nonce_is_rejected(ledger: Ledger, nonce: int) -> None:
     await ledger.open(make_request(), "gateway")
     await lead(ledger)
     for epoch, term in ((nonce, TERM), (1, nonce)):
@@ -1304,7 +1302,7 @@ async def test_what_is_no_nonce_is_refused(ledger: Ledger, nonce: int) -> None:
         await ledger.lead("router", "address", nonce, AGES_S)
 
 
-async def test_a_worker_that_was_given_up_stores_nothing_more(ledger: Ledger) -> None:
+async def test_released_worker_is_fenced(ledger: Ledger) -> None:
     await run(ledger, epoch=1)
     await ledger.release("r", 1, loss="why", max_losses=3)
     assert await store(ledger, Append("r", 1, 3, (99,))) is Appended.FENCED
@@ -1317,7 +1315,7 @@ async def test_a_worker_that_was_given_up_stores_nothing_more(ledger: Ledger) ->
     assert await tokens_of(ledger, "r") == (10, 11, 12, 13)
 
 
-async def test_what_waits_has_no_epoch_not_even_0(ledger: Ledger) -> None:
+async def test_queued_request_fences_epoch_0(ledger: Ledger) -> None:
     await run(ledger)
     before = await ledger.release("r", EPOCH, loss=None, max_losses=3)
     late = Append("r", 0, 3, (99,), finish_reason=FinishReason.STOP)
@@ -1326,7 +1324,7 @@ async def test_what_waits_has_no_epoch_not_even_0(ledger: Ledger) -> None:
     assert await ledger.get("r") == before
 
 
-async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
+async def test_release_counts_losses_until_failure(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     await lead(ledger)
     for epoch in (1, 2, 3):
@@ -1339,7 +1337,7 @@ async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
     )
 
 
-async def test_what_is_given_back_waits_again_however_often_it_was_lost(ledger: Ledger) -> None:
+async def test_release_without_loss_requeues_despite_earlier_losses(ledger: Ledger) -> None:
     await run(ledger, epoch=1)
     await ledger.release("r", 1, loss="why", max_losses=2)
     await ledger.dispatch("r", "worker", 2, TERM)
@@ -1347,7 +1345,7 @@ async def test_what_is_given_back_waits_again_however_often_it_was_lost(ledger: 
     assert (entry.state, entry.losses) == (State.QUEUED, 1)
 
 
-async def test_a_dispatch_made_again_is_answered_even_under_an_old_term(ledger: Ledger) -> None:
+async def test_repeated_dispatch_is_answered_under_old_term(ledger: Ledger) -> None:
     entry = await run(ledger)
     assert await ledger.dispatch("r", "worker", EPOCH, TERM) == entry
     await ledger.resign(TERM)
@@ -1360,7 +1358,7 @@ async def test_a_dispatch_made_again_is_answered_even_under_an_old_term(ledger: 
     assert error.value.entry == entry
 
 
-async def test_of_many_dispatches_at_once_one_wins(ledger: Ledger) -> None:
+async def test_concurrent_dispatches_have_one_winner(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     await lead(ledger)
     answers = await asyncio.gather(
@@ -1376,7 +1374,7 @@ async def test_of_many_dispatches_at_once_one_wins(ledger: Ledger) -> None:
 # gateways
 
 
-async def test_what_a_gateway_leaves_behind_is_orphaned(ledger: Ledger, tick: Tick) -> None:
+async def test_requests_of_gone_gateway_are_orphaned(ledger: Ledger, tick: Tick) -> None:
     await ledger.heartbeat("living", "127.0.0.1:1", AGES_S)
     for request_id, gateway in (("a", "living"), ("b", "leaving"), ("c", "dying"), ("d", "never")):
         await ledger.open(make_request(request_id), gateway)
@@ -1396,7 +1394,7 @@ async def test_what_a_gateway_leaves_behind_is_orphaned(ledger: Ledger, tick: Ti
     assert await ledger.orphans(2) == ["d", "c"]
 
 
-async def test_a_lease_that_is_renewed_does_not_end(ledger: Ledger, tick: Tick) -> None:
+async def test_renewed_gateway_lease_does_not_expire(ledger: Ledger, tick: Tick) -> None:
     await ledger.open(make_request("kept"), "kept")
     await ledger.open(make_request("gone"), "gone")
     await ledger.heartbeat("gone", "address", LEASE_S)
@@ -1411,7 +1409,7 @@ async def test_a_lease_that_is_renewed_does_not_end(ledger: Ledger, tick: Tick) 
     assert (await ledger.gateways())["gone"] == "new address"
 
 
-async def test_a_gateway_may_leave_twice_or_unknown(ledger: Ledger) -> None:
+async def test_end_lease_accepts_repeated_or_unknown_gateway(ledger: Ledger) -> None:
     await ledger.heartbeat("gateway", "address", AGES_S)
     for _ in range(2):
         await ledger.end_lease("gateway")
@@ -1419,7 +1417,7 @@ async def test_a_gateway_may_leave_twice_or_unknown(ledger: Ledger) -> None:
     assert await ledger.gateways() == {}
 
 
-async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -> None:
+async def test_orphan_is_listed_until_taken_over_or_ended(ledger: Ledger) -> None:
     await ledger.heartbeat("heir", "address", AGES_S)
     for request_id in ("adopted", "finished", "discarded"):
         await ledger.open(make_request(request_id), "dead")
@@ -1436,7 +1434,7 @@ async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -
     assert await ledger.orphans(10) == ["adopted"]
 
 
-async def test_an_arrival_keeps_its_time_over_every_move(ledger: Ledger, tick: Tick) -> None:
+async def test_arrival_time_is_kept_over_every_move(ledger: Ledger, tick: Tick) -> None:
     arrived = (await run(ledger)).arrived
     await tick()
     await ledger.release("r", EPOCH, loss="why", max_losses=3)
@@ -1445,9 +1443,7 @@ async def test_an_arrival_keeps_its_time_over_every_move(ledger: Ledger, tick: T
     assert (await ledger.open(make_request("later"), "gateway")).entry.arrived > arrived
 
 
-async def test_what_ended_is_forgotten_and_what_did_not_is_not(
-    forgetful: Ledger, tick: Tick
-) -> None:
+async def test_ended_requests_expire_and_running_ones_do_not(forgetful: Ledger, tick: Tick) -> None:
     for request_id in ("finished", "ended", "failed", "running"):
         await run(forgetful, request_id)
     last = Append("finished", EPOCH, 3, (), finish_reason=FinishReason.STOP)
@@ -1474,7 +1470,7 @@ async def knows(ledger: Ledger, request_id: str) -> bool:
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING])
-async def test_a_request_is_taken_over_from_its_owner_alone(ledger: Ledger, state: State) -> None:
+async def test_take_over_requires_current_owner(ledger: Ledger, state: State) -> None:
     before = replace(await bring(ledger, state), now=0.0)
     for owner in ("heir", "other gateway", ""):
         stored = await ledger.take_over("r", "heir", owner)
@@ -1487,13 +1483,13 @@ async def test_a_request_is_taken_over_from_its_owner_alone(ledger: Ledger, stat
     assert await content(ledger) == replace(before, entry=entry)
 
 
-async def test_a_gateway_may_take_over_what_it_owns(ledger: Ledger) -> None:
+async def test_take_over_of_own_request_requeues_it(ledger: Ledger) -> None:
     before = await run(ledger)
     entry = replace(before, state=State.QUEUED, worker="", epoch=0, moves=3)
     assert (await ledger.take_over("r", "gateway", "gateway")).entry == entry
 
 
-async def test_of_many_heirs_at_once_one_wins(ledger: Ledger) -> None:
+async def test_concurrent_take_overs_have_one_winner(ledger: Ledger) -> None:
     await run(ledger)
     heirs = [f"heir {n}" for n in range(20)]
     answers = await asyncio.gather(*(ledger.take_over("r", heir, "gateway") for heir in heirs))
@@ -1503,9 +1499,7 @@ async def test_of_many_heirs_at_once_one_wins(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING])
-async def test_an_owner_ends_what_it_still_owns_and_nothing_else(
-    ledger: Ledger, state: State
-) -> None:
+async def test_end_request_requires_current_owner(ledger: Ledger, state: State) -> None:
     before = (await bring(ledger, state)).entry
     for owner in ("other gateway", ""):
         assert await ledger.end_request("r", State.FAILED, "slug", "why", owner) == before
@@ -1524,7 +1518,7 @@ async def test_an_owner_ends_what_it_still_owns_and_nothing_else(
 # leadership
 
 
-async def test_nobody_dispatches_before_somebody_leads(ledger: Ledger) -> None:
+async def test_dispatch_before_any_leader_is_rejected(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     with pytest.raises(StaleTerm):
         await ledger.dispatch("r", "worker", EPOCH, TERM)
@@ -1532,7 +1526,7 @@ async def test_nobody_dispatches_before_somebody_leads(ledger: Ledger) -> None:
     assert (membership.leader, membership.leader_address, membership.term) == ("", "", 0)
 
 
-async def test_one_leads_until_its_lease_is_over(ledger: Ledger, tick: Tick) -> None:
+async def test_leader_is_sole_until_lease_expires(ledger: Ledger, tick: Tick) -> None:
     for n in range(10):
         await ledger.open(make_request(f"r{n}"), "gateway")
     assert await ledger.lead("first", "127.0.0.1:1", 1, LEASE_S)
@@ -1555,7 +1549,7 @@ async def test_one_leads_until_its_lease_is_over(ledger: Ledger, tick: Tick) -> 
         assert (await ledger.dispatch(f"r{n}", "worker", n + 1, 2)).state is State.RUNNING
 
 
-async def test_a_leader_that_renews_goes_on_leading(ledger: Ledger, tick: Tick) -> None:
+async def test_leader_renewal_keeps_leadership(ledger: Ledger, tick: Tick) -> None:
     await ledger.heartbeat("watch", "address", 2 * LEASE_S)
     assert await ledger.lead("first", "address", 1, LEASE_S)
 
@@ -1567,7 +1561,7 @@ async def test_a_leader_that_renews_goes_on_leading(ledger: Ledger, tick: Tick) 
     await eventually(long_after, tick)
 
 
-async def test_a_lease_given_back_is_free_at_once(ledger: Ledger) -> None:
+async def test_resigned_lease_is_free_immediately(ledger: Ledger) -> None:
     await lead(ledger, 1)
     await ledger.resign(2)
     assert not await ledger.lead("second", "address", 2, AGES_S)
@@ -1578,9 +1572,7 @@ async def test_a_lease_given_back_is_free_at_once(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-async def test_who_slept_through_another_term_renews_nothing(
-    ledger: Ledger, tick: Tick, is_over: bool
-) -> None:
+async def test_stale_leader_cannot_renew(ledger: Ledger, tick: Tick, is_over: bool) -> None:
     """Even when nobody leads any more: what it knows is old. It may ask for the lease again."""
     assert await ledger.lead("first", "address", 1, AGES_S)
     await ledger.resign(1)
@@ -1600,7 +1592,7 @@ async def test_who_slept_through_another_term_renews_nothing(
     assert await ledger.lead("first", "address", 1, AGES_S, is_new=False)
 
 
-async def test_a_ledger_that_knows_of_no_term_renews_any(ledger: Ledger) -> None:
+async def test_lead_renews_term_on_empty_ledger(ledger: Ledger) -> None:
     """It has lost everything, and the leader lives."""
     await ledger.open(make_request(), "gateway")
     assert await ledger.lead("router", "address", TERM, AGES_S, is_new=False)
@@ -1608,7 +1600,7 @@ async def test_a_ledger_that_knows_of_no_term_renews_any(ledger: Ledger) -> None
     assert (await ledger.dispatch("r", "worker", EPOCH, TERM)).state is State.RUNNING
 
 
-async def test_leading_moves_from_one_to_the_other_and_back(ledger: Ledger) -> None:
+async def test_leadership_moves_to_other_term_and_back(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     for term in (1, 2, 1):
         await lead(ledger, term)
@@ -1621,7 +1613,7 @@ async def test_leading_moves_from_one_to_the_other_and_back(ledger: Ledger) -> N
 # workers
 
 
-async def test_the_worker_table_tells_every_change_and_nothing_else(ledger: Ledger) -> None:
+async def test_workers_version_changes_only_with_table(ledger: Ledger) -> None:
     async def version() -> int:
         return (await ledger.heartbeat("gateway", "address", AGES_S)).workers_version
 
@@ -1644,7 +1636,7 @@ async def test_the_worker_table_tells_every_change_and_nothing_else(ledger: Ledg
     assert await version() == versions[-1]
 
 
-async def test_a_worker_replaces_the_other_one_at_its_address(ledger: Ledger) -> None:
+async def test_worker_replaces_previous_worker_at_its_address(ledger: Ledger) -> None:
     async def version() -> int:
         return (await ledger.heartbeat("gateway", "address", AGES_S)).workers_version
 
@@ -1675,7 +1667,7 @@ async def test_a_worker_replaces_the_other_one_at_its_address(ledger: Ledger) ->
     assert await put(worker("b", 2)) == [other, worker("b", 2)]
 
 
-async def test_the_worker_that_came_last_is_known_when_it_is_gone(ledger: Ledger) -> None:
+async def test_last_worker_is_remembered_after_removal(ledger: Ledger) -> None:
     first = session_pb2.WorkerInfo(worker_id="w1", address="127.0.0.1:1", max_model_len=64)
     second = session_pb2.WorkerInfo(worker_id="w0", address="127.0.0.1:2", max_model_len=32)
     for info in (first, second):
@@ -1690,7 +1682,7 @@ async def test_the_worker_that_came_last_is_known_when_it_is_gone(ledger: Ledger
 # load
 
 
-async def test_what_the_leader_says_of_the_work_is_read_with_its_age(ledger: Ledger) -> None:
+async def test_load_is_read_with_its_age(ledger: Ledger) -> None:
     await ledger.lead("router", "address", 1, AGES_S)
     await ledger.put_load(session_pb2.ClusterLoad(term=1, queued=7, worker_rate=0.5))
     load = session_pb2.ClusterLoad(term=1, queued=8, queued_tokens=1 << 40, waited_s=1.5)
@@ -1706,7 +1698,7 @@ async def test_what_the_leader_says_of_the_work_is_read_with_its_age(ledger: Led
     assert report.load == load
 
 
-async def test_only_the_last_leader_says_what_work_there_is(ledger: Ledger) -> None:
+async def test_load_is_accepted_only_from_last_leader(ledger: Ledger) -> None:
     await ledger.lead("router", "address", 1, AGES_S)
     await ledger.resign(1)
     await ledger.lead("other", "address", 2, AGES_S)
@@ -1717,7 +1709,7 @@ async def test_only_the_last_leader_says_what_work_there_is(ledger: Ledger) -> N
     assert report.load.queued == 2
 
 
-async def test_what_the_autoscaler_decided_is_read_with_its_age(ledger: Ledger) -> None:
+async def test_scaling_is_read_with_its_age(ledger: Ledger) -> None:
     assert await ledger.scaling() is None
     await ledger.put_scaling(session_pb2.Scaling(workers=2, reason="enough"))
     change = session_pb2.ScalingChange(ago_s=0.5, before=2, workers=3, reason="requests wait")
@@ -1753,15 +1745,13 @@ async def open_all(ledger: Ledger, tick: Tick, *request_ids: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 7, MOST_LISTED])
-async def test_requests_are_listed_newest_first_in_pages(
-    ledger: Ledger, tick: Tick, limit: int
-) -> None:
+async def test_listing_is_newest_first_in_pages(ledger: Ledger, tick: Tick, limit: int) -> None:
     ids = [f"r{number}" for number in range(7)]
     await open_all(ledger, tick, *ids)
     assert await names(ledger, limit=limit) == ids[::-1]
 
 
-async def test_more_is_listed_than_a_server_is_asked_for_at_once(ledger: Ledger) -> None:
+async def test_listing_spans_several_server_batches(ledger: Ledger) -> None:
     ids = [f"r{number:03}" for number in range(300)]
     for request_id in ids:
         await ledger.open(make_request(request_id), "gateway")
@@ -1769,17 +1759,17 @@ async def test_more_is_listed_than_a_server_is_asked_for_at_once(ledger: Ledger)
     assert await names(ledger, limit=200) == ids[::-1]
 
 
-async def test_a_listing_says_of_each_request_what_is_known_of_it(ledger: Ledger) -> None:
+async def test_listing_has_full_entries(ledger: Ledger) -> None:
     await run(ledger)
     page = await ledger.list_requests("")
     assert page == Page((await ledger.get("r"),), None)
 
 
-async def test_nothing_is_listed_where_nothing_is(ledger: Ledger) -> None:
+async def test_listing_without_requests_is_empty(ledger: Ledger) -> None:
     assert await ledger.list_requests("") == await ledger.list_requests("t") == Page((), None)
 
 
-async def test_a_tenant_has_a_listing_of_its_own(ledger: Ledger, tick: Tick) -> None:
+async def test_listing_is_separate_per_tenant(ledger: Ledger, tick: Tick) -> None:
     await open_all(ledger, tick, "r", "acme/r", "acme/s", "acme.b/r")
     assert await names(ledger, "acme", limit=1) == ["acme/s", "acme/r"]
     assert await names(ledger, "acme.b") == ["acme.b/r"]
@@ -1787,7 +1777,7 @@ async def test_a_tenant_has_a_listing_of_its_own(ledger: Ledger, tick: Tick) -> 
     assert await names(ledger) == ["acme.b/r", "acme/s", "acme/r", "r"]
 
 
-async def test_what_arrives_does_not_disturb_older_pages(ledger: Ledger, tick: Tick) -> None:
+async def test_listing_pages_are_stable_under_arrivals(ledger: Ledger, tick: Tick) -> None:
     await open_all(ledger, tick, "a", "b", "c")
     first = await ledger.list_requests("", limit=2)
     await open_all(ledger, tick, "d")
@@ -1797,7 +1787,7 @@ async def test_what_arrives_does_not_disturb_older_pages(ledger: Ledger, tick: T
     assert [entry.request_id for entry in (*first.entries, *second.entries)] == ["c", "b", "a"]
 
 
-async def test_only_some_states_are_listed_where_they_are_named(ledger: Ledger, tick: Tick) -> None:
+async def test_ledger_listing_filters_by_state(ledger: Ledger, tick: Tick) -> None:
     await run(ledger, "a")
     await open_all(ledger, tick, "b", "c", "d")
     await ledger.end_request("b", State.EXPIRED, "slug", "")
@@ -1807,7 +1797,7 @@ async def test_only_some_states_are_listed_where_they_are_named(ledger: Ledger, 
     assert await names(ledger, states=[State.FAILED]) == []
 
 
-async def test_a_page_looks_at_so_many_requests_and_no_more(ledger: Ledger) -> None:
+async def test_listing_page_examines_bounded_number_of_requests(ledger: Ledger) -> None:
     await run(ledger, "first")
     for number in range(MOST_LISTED):
         await ledger.open(make_request(f"r{number:04}"), "gateway")
@@ -1818,14 +1808,12 @@ async def test_a_page_looks_at_so_many_requests_and_no_more(ledger: Ledger) -> N
 
 
 @pytest.mark.parametrize("limit", [0, MOST_LISTED + 1])
-async def test_a_page_has_at_least_one_place_and_not_too_many(ledger: Ledger, limit: int) -> None:
+async def test_listing_rejects_invalid_page_size(ledger: Ledger, limit: int) -> None:
     with pytest.raises(ValueError, match="a page has"):
         await ledger.list_requests("", limit=limit)
 
 
-async def test_those_that_arrived_at_one_moment_are_each_listed_once(
-    ledger: Ledger, tick: Tick
-) -> None:
+async def test_listing_has_simultaneous_arrivals_once_each(ledger: Ledger, tick: Tick) -> None:
     await open_all(ledger, tick, "old")
     ids = [f"t/r{number}" for number in range(5)]
     for request_id in ids:
@@ -1839,7 +1827,7 @@ async def test_those_that_arrived_at_one_moment_are_each_listed_once(
         assert await names(ledger, "t", limit=limit) == ids[::-1]
 
 
-async def test_what_is_gone_is_not_listed(ledger: Ledger, tick: Tick) -> None:
+async def test_listing_omits_discarded_and_erased_requests(ledger: Ledger, tick: Tick) -> None:
     await open_all(ledger, tick, "t/a", "t/b", "t/c")
     await ledger.discard("t/a", "gateway")
     await ledger.end_request("t/b", State.CANCELLED, "slug", "")
@@ -1847,7 +1835,7 @@ async def test_what_is_gone_is_not_listed(ledger: Ledger, tick: Tick) -> None:
     assert await names(ledger) == await names(ledger, "t") == ["t/c"]
 
 
-async def test_what_expired_is_not_listed(forgetful: Ledger, tick: Tick) -> None:
+async def test_listing_omits_expired_requests(forgetful: Ledger, tick: Tick) -> None:
     await open_all(forgetful, tick, "t/a", "t/b")
     await forgetful.end_request("t/b", State.CANCELLED, "slug", "")
 
@@ -1858,7 +1846,7 @@ async def test_what_expired_is_not_listed(forgetful: Ledger, tick: Tick) -> None
     assert await names(forgetful, "t", limit=1) == ["t/a"]
 
 
-async def test_what_was_told_again_is_listed_where_it_was(ledger: Ledger, tick: Tick) -> None:
+async def test_listing_keeps_position_of_reasserted_request(ledger: Ledger, tick: Tick) -> None:
     await open_all(ledger, tick, "t/a", "t/b", "t/c")
     told = await ledger.read("t/b")
     await ledger.discard("t/b", "gateway")
@@ -1866,7 +1854,7 @@ async def test_what_was_told_again_is_listed_where_it_was(ledger: Ledger, tick: 
     assert await names(ledger) == await names(ledger, "t") == ["t/c", "t/b", "t/a"]
 
 
-async def test_what_was_told_to_be_older_is_listed_there(ledger: Ledger, tick: Tick) -> None:
+async def test_listing_moves_request_reasserted_as_older(ledger: Ledger, tick: Tick) -> None:
     """The id was used again while its gateway had it still."""
     await open_all(ledger, tick, "t/a")
     told = await ledger.read("t/a")
@@ -1880,7 +1868,7 @@ async def test_what_was_told_to_be_older_is_listed_there(ledger: Ledger, tick: T
 # what operators set
 
 
-async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> None:
+async def test_policy_is_set_and_cleared_by_key(ledger: Ledger) -> None:
     assert await ledger.policy() == ClusterPolicy()
     first = await ledger.set_policy({"order": "deadline", "ageing_factor": "0.25"})
     second = await ledger.set_policy({"max_queued": "500", "starvation": "0.0"})
@@ -1900,7 +1888,7 @@ async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> No
     assert 0 < first.version < second.version < third.version < last.version
 
 
-async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) -> None:
+async def test_heartbeat_returns_policy_version(ledger: Ledger) -> None:
     assert (await ledger.heartbeat("gateway", "here:1", LEASE_S)).policy_version == 0
     policy = await ledger.set_policy({"max_queued": "500"})
     assert (await ledger.heartbeat("gateway", "here:1", LEASE_S)).policy_version == policy.version
@@ -1908,7 +1896,7 @@ async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) ->
     assert await ledger.set_policy({}) == policy
 
 
-async def test_lost_policy_is_restored_unless_a_newer_was_set(
+async def test_restore_policy_does_not_replace_newer_policy(
     ledger: Ledger,
 ) -> None:
     await ledger.set_policy({"ageing_factor": "0.5"})
@@ -1919,7 +1907,7 @@ async def test_lost_policy_is_restored_unless_a_newer_was_set(
     assert await ledger.restore_policy(lost) == await ledger.policy() == newer
 
 
-async def test_a_ledger_has_one_cluster_id(ledger: Ledger) -> None:
+async def test_cluster_id_is_stable(ledger: Ledger) -> None:
     cluster_id = await ledger.cluster_id()
     assert cluster_id
     assert await ledger.cluster_id() == cluster_id

@@ -124,7 +124,7 @@ async def follow(ledger: Ledger) -> None:
 Move = Callable[[Ledger], Awaitable[None]]
 
 
-async def test_a_request_has_these_keys_and_its_gateway_two(
+async def test_open_creates_expected_request_and_owner_keys(
     ledger: RedisLedger, keys: Keys
 ) -> None:
     await ledger.open(make_request(n=2, logprobs=0), "gateway")
@@ -135,7 +135,7 @@ async def test_a_request_has_these_keys_and_its_gateway_two(
 
 
 @pytest.mark.parametrize("move", [release, take_over, follow])
-async def test_what_moves_has_all_its_time_again(
+async def test_move_renews_expiry_of_request_keys(
     ledger: RedisLedger, keys: Keys, move: Move
 ) -> None:
     await run(ledger)
@@ -144,7 +144,7 @@ async def test_what_moves_has_all_its_time_again(
     assert min(await keys.left_ms_of_request()) > WEEK_MS
 
 
-async def test_a_dispatch_gives_all_time_again(ledger: RedisLedger, keys: Keys) -> None:
+async def test_dispatch_renews_expiry_of_request_keys(ledger: RedisLedger, keys: Keys) -> None:
     await run(ledger)
     await ledger.release("r", EPOCH, loss=None, max_losses=3)
     await keys.age()
@@ -183,7 +183,7 @@ ENDS = [cancel, lose, finish, hear_of_its_end, hear_of_its_last_tokens]
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_what_ended_is_kept_for_its_retention_and_is_nobodys(
+async def test_ended_request_has_no_owner_and_expires_after_retention(
     ledger: RedisLedger, keys: Keys, end: Move
 ) -> None:
     await run(ledger)
@@ -194,7 +194,7 @@ async def test_what_ended_is_kept_for_its_retention_and_is_nobodys(
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_what_is_told_again_of_an_end_is_kept_for_its_retention(
+async def test_reasserted_end_expires_after_retention(
     ledger: RedisLedger, keys: Keys, end: Move
 ) -> None:
     await run(ledger)
@@ -207,16 +207,14 @@ async def test_what_is_told_again_of_an_end_is_kept_for_its_retention(
     assert 0 < min(left) <= max(left) <= RETENTION_MS
 
 
-async def test_nothing_is_left_of_what_is_discarded(ledger: RedisLedger, keys: Keys) -> None:
+async def test_discard_removes_all_request_keys(ledger: RedisLedger, keys: Keys) -> None:
     await run(ledger)
     await release(ledger)
     await ledger.discard("r", "gateway")
     assert await keys.names() == ALWAYS
 
 
-async def test_of_what_is_forgotten_that_it_was_is_left_for_a_while(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_erase_leaves_only_expiring_markers(ledger: RedisLedger, keys: Keys) -> None:
     await run(ledger)
     await cancel(ledger)
     await ledger.erase("r")
@@ -229,9 +227,7 @@ async def test_of_what_is_forgotten_that_it_was_is_left_for_a_while(
         assert 0 < grave_left <= RETENTION_MS
 
 
-async def test_whose_last_request_went_is_no_owner_any_more(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_owner_is_removed_with_its_last_request(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.open(make_request("other"), "gateway")
     await run(ledger)
     await take_over(ledger)
@@ -244,14 +240,14 @@ async def test_whose_last_request_went_is_no_owner_any_more(
 # listings
 
 
-async def test_a_request_of_a_tenant_is_listed_twice(ledger: RedisLedger, keys: Keys) -> None:
+async def test_tenant_request_is_in_both_listings(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.open(make_request("r"), "gateway")
     await ledger.open(make_request("acme/r"), "gateway")
     assert await keys.listed("arrivals") == ["r", "acme/r"]
     assert await keys.listed("arrivals:acme") == ["acme/r"]
 
 
-async def test_what_expired_leaves_the_listings_as_others_come(
+async def test_expired_requests_leave_listings_on_later_opens(
     ledger: RedisLedger, keys: Keys
 ) -> None:
     names = [f"t/r{number}" for number in range(12)]
@@ -273,7 +269,7 @@ async def test_listings_hold_few_erased_requests(ledger: RedisLedger, keys: Keys
             assert len(await keys.listed("arrivals")) <= 2 * 40 + 2
 
 
-async def test_what_expired_leaves_the_listings_though_nobody_comes(
+async def test_expired_requests_leave_listings_on_orphan_scans(
     ledger: RedisLedger, keys: Keys
 ) -> None:
     names = [f"t/r{number}" for number in range(100)]
@@ -285,7 +281,7 @@ async def test_what_expired_leaves_the_listings_though_nobody_comes(
     assert await keys.listed("arrivals") == await keys.listed("arrivals:t") == names[:1]
 
 
-async def test_what_a_listing_meets_that_expired_leaves_it(ledger: RedisLedger, keys: Keys) -> None:
+async def test_listing_removes_expired_requests_it_meets(ledger: RedisLedger, keys: Keys) -> None:
     for name in ("t/a", "t/b"):
         await ledger.open(make_request(name), "gateway")
     await keys.drop("r:t/a")
@@ -296,7 +292,7 @@ async def test_what_a_listing_meets_that_expired_leaves_it(ledger: RedisLedger, 
 # leaders
 
 
-async def test_a_slow_leader_does_not_write_its_term_over_its_successors(
+async def test_slow_leader_cannot_overwrite_term_of_successor(
     ledger: RedisLedger,
 ) -> None:
     await ledger.open(make_request(), "gateway")
@@ -307,14 +303,14 @@ async def test_a_slow_leader_does_not_write_its_term_over_its_successors(
     assert (await ledger.dispatch("r", "worker", EPOCH, TERM)).state is State.RUNNING
 
 
-async def test_nobody_leads_whose_lease_is_over(ledger: RedisLedger, keys: Keys) -> None:
+async def test_leader_with_expired_lease_is_not_reported(ledger: RedisLedger, keys: Keys) -> None:
     assert await ledger.lead("router", "address", TERM, AGES_S)
     assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == TERM
     await keys.put("leader", "ends", 1)
     assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == 0
 
 
-async def test_term_grows_though_the_clock_went_back(ledger: RedisLedger, keys: Keys) -> None:
+async def test_term_advances_after_clock_moved_backwards(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.open(make_request(), "gateway")
     assert await ledger.lead("router", "address", TERM, AGES_S)
     for name in ("leader", "term"):
@@ -327,7 +323,9 @@ async def test_term_grows_though_the_clock_went_back(ledger: RedisLedger, keys: 
 # what is left of what is gone
 
 
-async def test_what_expired_is_owned_until_somebody_looks(ledger: RedisLedger, keys: Keys) -> None:
+async def test_orphan_scan_removes_expired_request_from_owner(
+    ledger: RedisLedger, keys: Keys
+) -> None:
     await run(ledger)
     await keys.drop(*OF_REQUEST)
     assert await keys.members("owned:gateway") == {"r"}
@@ -344,9 +342,7 @@ async def test_worker_removal_is_recorded_as_a_change(ledger: RedisLedger, keys:
     assert await keys.names() == left
 
 
-async def test_nothing_of_a_tenant_stays_when_its_buckets_are_full(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_tenant_keys_expire_when_buckets_are_full(ledger: RedisLedger, keys: Keys) -> None:
     limits = {"requests_per_minute": 1, "tokens_per_minute": 10, "max_concurrent": 1}
     await ledger.charge(Charge("acme/r", 1, 9, **limits), 1.0)
     left = await keys.left_ms()
@@ -359,24 +355,20 @@ async def test_nothing_of_a_tenant_stays_when_its_buckets_are_full(
     assert await keys.names() == {"buckets:acme"}
 
 
-async def test_a_bucket_is_kept_until_all_of_it_is_made_up_for(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_bucket_key_is_kept_until_refilled(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.charge(Charge("acme/a", 0, 30, tokens_per_minute=10), 1.0)
     await ledger.charge(Charge("acme/b", 0, 1, requests_per_minute=10), 1.0)
     assert (await keys.left_ms())["buckets:acme"] > 120_000
 
 
-async def test_a_bucket_never_holds_more_than_a_minutes_worth(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_bucket_is_capped_at_one_minute_of_tokens(ledger: RedisLedger, keys: Keys) -> None:
     await keys.put("buckets:acme", "tokens", 1)
     assert await ledger.charge(Charge("acme/a", 0, 10, tokens_per_minute=10), 1.0)
     with pytest.raises(RateLimited):
         await ledger.charge(Charge("acme/b", 0, 1, tokens_per_minute=10), 1.0)
 
 
-async def test_what_nobody_holds_any_more_leaves_nothing(ledger: RedisLedger, keys: Keys) -> None:
+async def test_expired_slot_is_removed_by_next_charge(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.charge(Charge("acme/a", 0, 1, max_concurrent=1), 0.01)
 
     async def is_free() -> bool:

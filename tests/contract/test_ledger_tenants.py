@@ -43,25 +43,25 @@ async def settle(ledger: Ledger, request_id: str, output_tokens: int | None) -> 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
 @pytest.mark.parametrize("limit", [REQUESTS, TOKENS, AT_A_TIME])
-async def test_a_limit_lets_so_many_in_and_no_more(ledger: Ledger, limit: str, number: int) -> None:
+async def test_limit_admits_exactly_its_number(ledger: Ledger, limit: str, number: int) -> None:
     for index in range(number):
         await take(ledger, f"r{index}", **{limit: number})
     assert await refused(ledger, "one more", **{limit: number}) == limit
 
 
-async def test_what_is_not_limited_is_not_counted(ledger: Ledger) -> None:
+async def test_charge_without_limit_is_not_counted(ledger: Ledger) -> None:
     await take(ledger, "a", 1000)
     await take(ledger, "b", 10, **SOME)
 
 
-async def test_a_request_takes_once_what_it_takes(ledger: Ledger) -> None:
+async def test_repeated_charge_is_counted_once(ledger: Ledger) -> None:
     limits = {REQUESTS: 1, TOKENS: 1, AT_A_TIME: 1}
     await take(ledger, "r", **limits)
     assert not await ledger.charge(charge("r", **limits), AGES_S)
 
 
 @pytest.mark.parametrize("limit", [REQUESTS, TOKENS, AT_A_TIME])
-async def test_who_is_refused_by_one_limit_takes_of_none(ledger: Ledger, limit: str) -> None:
+async def test_refused_charge_uses_no_limit(ledger: Ledger, limit: str) -> None:
     others = {REQUESTS: 3, TOKENS: 3, AT_A_TIME: 3}
     await take(ledger, "a", **others)
     assert await refused(ledger, "refused", **others | {limit: 1}) == limit
@@ -69,13 +69,13 @@ async def test_who_is_refused_by_one_limit_takes_of_none(ledger: Ledger, limit: 
     await take(ledger, "c", **others)
 
 
-async def test_the_limit_to_wait_for_longest_is_told(ledger: Ledger) -> None:
+async def test_refused_charge_names_limit_with_longest_wait(ledger: Ledger) -> None:
     await take(ledger, "a", 4, **{REQUESTS: 1, TOKENS: 4})
     assert await refused(ledger, "b", 2, **{REQUESTS: 1, TOKENS: 4}) == REQUESTS
     assert await refused(ledger, "b", 3, **{REQUESTS: 2, TOKENS: 4}) == TOKENS
 
 
-async def test_a_wait_is_until_there_is_enough(ledger: Ledger) -> None:
+async def test_refused_charge_retry_after_grows_with_shortfall(ledger: Ledger) -> None:
     await take(ledger, "a", 10, **SOME)
     waits = []
     for tokens in (1, 10):
@@ -87,7 +87,7 @@ async def test_a_wait_is_until_there_is_enough(ledger: Ledger) -> None:
     assert waits[1] > waits[0]
 
 
-async def test_a_bucket_fills_again(ledger: Ledger, tick: Tick) -> None:
+async def test_bucket_refills_over_time(ledger: Ledger, tick: Tick) -> None:
     limits = {TOKENS: 60_000}
     await take(ledger, "a", 60_000, **limits)
     assert await refused(ledger, "b", 2000, **limits) == TOKENS
@@ -101,7 +101,7 @@ async def test_a_bucket_fills_again(ledger: Ledger, tick: Tick) -> None:
     await eventually(is_taken, tick)
 
 
-async def test_bucket_takes_a_large_request_when_full(
+async def test_full_bucket_admits_oversized_request(
     ledger: Ledger,
 ) -> None:
     await take(ledger, "a", 25, **SOME)
@@ -116,7 +116,7 @@ async def test_bucket_takes_a_large_request_when_full(
 # the end of a request
 
 
-async def test_what_was_not_used_is_given_back(ledger: Ledger) -> None:
+async def test_settlement_refunds_unused_tokens(ledger: Ledger) -> None:
     await take(ledger, "a", 2, 8, **SOME)
     assert await refused(ledger, "b", **SOME) == TOKENS
     await settle(ledger, "a", 3)
@@ -124,20 +124,20 @@ async def test_what_was_not_used_is_given_back(ledger: Ledger) -> None:
     assert await refused(ledger, "c", **SOME) == TOKENS
 
 
-async def test_what_never_began_takes_nothing(ledger: Ledger) -> None:
+async def test_settlement_of_unstarted_request_refunds_all(ledger: Ledger) -> None:
     limits = SOME | {REQUESTS: 1, AT_A_TIME: 1}
     await take(ledger, "a", 10, **limits)
     await settle(ledger, "a", None)
     await take(ledger, "b", 10, **limits)
 
 
-async def test_a_request_that_ended_began(ledger: Ledger) -> None:
+async def test_settlement_of_started_request_keeps_request_count(ledger: Ledger) -> None:
     await take(ledger, "a", **{REQUESTS: 1, AT_A_TIME: 1})
     await settle(ledger, "a", 0)
     assert await refused(ledger, "b", **{REQUESTS: 1, AT_A_TIME: 1}) == REQUESTS
 
 
-async def test_an_end_is_told_once(ledger: Ledger) -> None:
+async def test_settlement_is_applied_once(ledger: Ledger) -> None:
     await take(ledger, "a", 2, 8, **SOME)
     await take(ledger, "other", 0, **SOME)
     for _ in range(3):
@@ -146,27 +146,27 @@ async def test_an_end_is_told_once(ledger: Ledger) -> None:
     assert await refused(ledger, "c", **SOME) == TOKENS
 
 
-async def test_the_end_of_what_was_never_charged_is_nothing(ledger: Ledger) -> None:
+async def test_settlement_without_charge_is_ignored(ledger: Ledger) -> None:
     await take(ledger, "a", 10, **SOME | {REQUESTS: 1})
     await settle(ledger, "another", None)
     assert await refused(ledger, "b", **SOME) == TOKENS
     assert await refused(ledger, "b", **{REQUESTS: 1}) == REQUESTS
 
 
-async def test_an_end_gives_back_by_the_limits_that_it_was_charged_by(ledger: Ledger) -> None:
+async def test_settlement_refunds_only_charged_limits(ledger: Ledger) -> None:
     await take(ledger, "a", 5, 5, **SOME)
     await take(ledger, "b", 10)
     await settle(ledger, "b", None)
     assert await refused(ledger, "c", **SOME) == TOKENS
 
 
-async def test_one_tenants_requests_are_none_of_the_others(ledger: Ledger) -> None:
+async def test_limits_are_separate_per_tenant(ledger: Ledger) -> None:
     limits = {REQUESTS: 1, TOKENS: 1, AT_A_TIME: 1}
     for tenant in ("acme", "acme.eu", "other"):
         assert await ledger.charge(replace(charge("r", **limits), request_id=f"{tenant}/r"), AGES_S)
 
 
-async def test_ends_of_many_tenants_are_told_in_one_call(ledger: Ledger) -> None:
+async def test_settlements_of_many_tenants_share_one_call(ledger: Ledger) -> None:
     names = [f"tenant-{index}/r" for index in range(9)]
     charges = [replace(charge("r", **{AT_A_TIME: 1}), request_id=name) for name in names]
     for each in charges:
@@ -188,13 +188,13 @@ async def is_free(ledger: Ledger, request_id: str = "next") -> bool:
         return False
 
 
-async def test_what_nobody_holds_counts_until_its_lease_is_over(ledger: Ledger, tick: Tick) -> None:
+async def test_slot_counts_until_lease_expires(ledger: Ledger, tick: Tick) -> None:
     assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), LEASE_S)
     assert not await is_free(ledger)
     await eventually(lambda: is_free(ledger), tick)
 
 
-async def test_what_is_held_counts_on(ledger: Ledger, tick: Tick) -> None:
+async def test_held_slot_does_not_expire(ledger: Ledger, tick: Tick) -> None:
     assert await ledger.charge(charge("a", **{AT_A_TIME: 2}), LEASE_S)
     assert await ledger.charge(charge("b", **{AT_A_TIME: 2}), LEASE_S)
     await ledger.hold(["acme/a"], AGES_S)
@@ -209,7 +209,7 @@ async def test_what_is_held_counts_on(ledger: Ledger, tick: Tick) -> None:
     assert await refused(ledger, "d", **{AT_A_TIME: 2}) == AT_A_TIME
 
 
-async def test_what_is_sent_again_counts_on(ledger: Ledger, tick: Tick) -> None:
+async def test_resent_request_keeps_its_slot(ledger: Ledger, tick: Tick) -> None:
     assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), LEASE_S)
     assert not await ledger.charge(charge("a", **{AT_A_TIME: 1}), AGES_S)
     for _ in range(40):
@@ -217,9 +217,7 @@ async def test_what_is_sent_again_counts_on(ledger: Ledger, tick: Tick) -> None:
     assert not await is_free(ledger)
 
 
-async def test_what_was_taken_for_dead_counts_again_when_it_is_held(
-    ledger: Ledger, tick: Tick
-) -> None:
+async def test_hold_restores_expired_slot(ledger: Ledger, tick: Tick) -> None:
     assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), LEASE_S)
     await eventually(lambda: is_free(ledger), tick)
     await ledger.hold(["acme/a"], AGES_S)
@@ -227,7 +225,7 @@ async def test_what_was_taken_for_dead_counts_again_when_it_is_held(
     assert not await is_free(ledger, "third")
 
 
-async def test_what_was_taken_for_dead_gives_nothing_back(ledger: Ledger, tick: Tick) -> None:
+async def test_expired_slot_is_not_refunded(ledger: Ledger, tick: Tick) -> None:
     limits = SOME | {AT_A_TIME: 1}
     assert await ledger.charge(charge("a", 0, 10, **limits), LEASE_S)
     await eventually(lambda: is_free(ledger), tick)
@@ -235,7 +233,7 @@ async def test_what_was_taken_for_dead_gives_nothing_back(ledger: Ledger, tick: 
     assert await refused(ledger, "c", **SOME) == TOKENS
 
 
-async def test_a_charge_whose_answer_was_lost_is_made_once(ledger: Ledger) -> None:
+async def test_charge_with_lost_answer_is_applied_once(ledger: Ledger) -> None:
     lose_answers(ledger)
     limits = SOME | {REQUESTS: 2, AT_A_TIME: 2}
     await take(ledger, "a", 1, 4, **limits)
@@ -245,7 +243,7 @@ async def test_a_charge_whose_answer_was_lost_is_made_once(ledger: Ledger) -> No
     assert await refused(ledger, "d", **SOME) == TOKENS
 
 
-async def test_of_many_at_once_as_many_come_in_as_may(ledger: Ledger) -> None:
+async def test_concurrent_charges_respect_limits(ledger: Ledger) -> None:
     charges = [charge(f"r{index}", **{REQUESTS: 3, AT_A_TIME: 5}) for index in range(10)]
     answers = await asyncio.gather(
         *(ledger.charge(each, AGES_S) for each in charges), return_exceptions=True
@@ -256,7 +254,7 @@ async def test_of_many_at_once_as_many_come_in_as_may(ledger: Ledger) -> None:
 # who may come in
 
 
-async def test_records_are_put_changed_and_removed(ledger: Ledger) -> None:
+async def test_access_records_are_put_changed_and_removed(ledger: Ledger) -> None:
     assert await ledger.access() == AccessRecords(0, {})
     await ledger.put_access({"keys/a": "ä", "tenants/*": "{}"})
     await ledger.put_access({"keys/b": "b", "keys/a": None})
@@ -265,7 +263,7 @@ async def test_records_are_put_changed_and_removed(ledger: Ledger) -> None:
     assert records.texts == {"keys/b": "b", "tenants/*": "{}"}
 
 
-async def test_each_change_has_a_version_of_its_own(ledger: Ledger) -> None:
+async def test_access_version_increases_with_each_change(ledger: Ledger) -> None:
     known = -1
     for text in ("1", "2", "2", None):
         await ledger.put_access({"keys/a": text})

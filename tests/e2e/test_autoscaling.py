@@ -90,7 +90,7 @@ async def check_some(client: AsyncClient, count: int) -> None:
     await asyncio.gather(*map(ask, range(count)))
 
 
-async def test_none_without_work_one_for_a_request_and_two_for_a_queue(tmp_path: Path) -> None:
+async def test_autoscaler_follows_queue_from_zero_to_two_workers(tmp_path: Path) -> None:
     async with RayCluster(config(tmp_path)) as cluster, AsyncClient(cluster.addresses) as client:
         await until_workers(client, 0)
         # It waits for a worker to start.

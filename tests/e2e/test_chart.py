@@ -94,9 +94,7 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_the_rendered_settings_serve_a_request(
-    release: Rendered, nodes: None, tmp_path: Path
-) -> None:
+def test_chart_settings_serve_a_request(release: Rendered, nodes: None, tmp_path: Path) -> None:
     from ray import serve
 
     application = release.application

@@ -117,7 +117,7 @@ def readers(
 
 
 @pytest.mark.long
-async def test_a_killed_worker_changes_nothing_that_was_asked_for(cluster: ProcessCluster) -> None:
+async def test_continuations_after_worker_kill_are_exact(cluster: ProcessCluster) -> None:
     async with AsyncClient(cluster.address) as client:
         first = await everything(client, "first", stop="")
         stop = first["seed"].texts[0][-40:-34]

@@ -17,7 +17,7 @@ LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["smollm2", "demo"])
-async def test_demo_loses_a_worker_and_no_token(model: str, tmp_path: Path) -> None:
+async def test_demo_survives_worker_kill_without_token_loss(model: str, tmp_path: Path) -> None:
     summary_file, picture = tmp_path / "summary.json", tmp_path / "slots.png"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cluster.cli", "demo", "--model", model),

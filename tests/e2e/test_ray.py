@@ -102,9 +102,7 @@ def rank_actors() -> list[Any]:
 
 
 @pytest.mark.long
-async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
-    running: RayCluster, tmp_path: Path
-) -> None:
+async def test_ranks_on_two_nodes_match_single_rank(running: RayCluster, tmp_path: Path) -> None:
     ranks = rank_actors()
     assert len({rank.node_id for rank in ranks}) == 2
     of_two = await answers(running.address)
@@ -115,7 +113,7 @@ async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
 
 
 @pytest.mark.long
-async def test_ranks_have_their_threads_which_sleep_while_they_wait(running: RayCluster) -> None:
+async def test_ranks_have_configured_threads_and_wait_passively(running: RayCluster) -> None:
     environments = [Path(f"/proc/{rank.pid}/environ").read_text() for rank in rank_actors()]
     assert len(environments) == 2
     for environment in environments:
@@ -123,7 +121,7 @@ async def test_ranks_have_their_threads_which_sleep_while_they_wait(running: Ray
 
 
 @pytest.mark.long
-async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None:
+async def test_router_replica_reports_metrics_address(running: RayCluster) -> None:
     from ray import serve
 
     router = serve.get_deployment_handle("router", "everlift")
@@ -137,7 +135,7 @@ async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None
 
 
 @pytest.mark.long
-async def test_status_names_what_a_worker_without_a_place_waits_for(running: RayCluster) -> None:
+async def test_status_names_resources_that_pending_worker_lacks(running: RayCluster) -> None:
     async with AsyncClient(running.address) as client:
         before = await only_worker(client)
 
@@ -153,7 +151,7 @@ async def test_status_names_what_a_worker_without_a_place_waits_for(running: Ray
         assert (await only_worker(client)).worker_id == before.worker_id
 
 
-async def test_a_redeployed_worker_hands_everything_back(running: RayCluster) -> None:
+async def test_redeployed_worker_hands_back_all_requests(running: RayCluster) -> None:
     from ray import serve
 
     async with AsyncClient(running.address) as client:
@@ -184,7 +182,7 @@ def log_of(running: RayCluster, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-async def test_a_rank_that_is_killed_takes_its_replica_along_and_no_token(
+async def test_killed_rank_ends_its_replica_and_loses_no_token(
     running: RayCluster,
 ) -> None:
     async with AsyncClient(running.address) as client:
@@ -231,7 +229,7 @@ async def test_killed_router_replica_is_replaced(
 
 
 @pytest.mark.long
-async def test_a_router_replica_that_is_told_to_leave_does_and_is_replaced(
+async def test_leaving_router_replica_drains_and_is_replaced(
     running: RayCluster,
 ) -> None:
     """Its process ends by itself, with nothing in its hands."""
@@ -255,7 +253,7 @@ async def test_a_router_replica_that_is_told_to_leave_does_and_is_replaced(
 
 
 @pytest.mark.long
-async def test_streams_go_on_while_the_head_of_ray_answers_nothing(
+async def test_streams_continue_while_ray_head_is_frozen(
     running: RayCluster, two_nodes: Any
 ) -> None:
     [head] = two_nodes.head_node.all_processes["gcs_server"]
@@ -275,7 +273,7 @@ async def test_streams_go_on_while_the_head_of_ray_answers_nothing(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_a_node_whose_raylet_is_killed_loses_its_worker_and_no_token(
+async def test_killed_raylet_loses_its_worker_and_no_token(
     running: RayCluster, two_nodes: Any
 ) -> None:
     """A worker on each node, and the router on the head. The killed raylet's worker may live on for
@@ -337,7 +335,7 @@ async def alive_workers(client: AsyncClient, count: int) -> list[pb.WorkerStatus
 
 
 @pytest.mark.long
-async def test_the_doctor_looks_at_every_node(two_nodes: Any, tmp_path: Path) -> None:
+async def test_doctor_checks_every_node(two_nodes: Any, tmp_path: Path) -> None:
     # Ray takes a while to see that one is dead, as the test before leaves it.
     async with asyncio.timeout(120):
         while sum(node["Alive"] for node in two_nodes.global_state.node_table()) != 2:

@@ -68,7 +68,7 @@ def control_plane(pid: int) -> str:
 
 
 @pytest.mark.long
-async def test_nobody_without_the_token_runs_anything(tmp_path: Path) -> None:
+async def test_ray_rejects_clients_without_token(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     async with up(home) as process:

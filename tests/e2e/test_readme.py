@@ -52,7 +52,7 @@ async def output(environment: dict[str, str], *arguments: str, python: str = sys
     return out.decode()
 
 
-async def test_the_generate_command_prints_what_is_shown(environment: dict[str, str]) -> None:
+async def test_readme_generate_command_prints_shown_answer(environment: dict[str, str]) -> None:
     shown = re.search(r"^    \$ everlift (generate .*)\n    (.*)$", README, re.MULTILINE)
     assert shown is not None
     command, answer = shown.groups()
@@ -60,7 +60,7 @@ async def test_the_generate_command_prints_what_is_shown(environment: dict[str, 
     assert printed.rstrip("\n") == answer
 
 
-async def test_the_python_example_runs(environment: dict[str, str]) -> None:
+async def test_readme_python_example_runs(environment: dict[str, str]) -> None:
     example = re.search(r"```python\n(from everlift.*?)```", README, re.DOTALL)
     assert example is not None
     body = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
@@ -70,7 +70,7 @@ async def test_the_python_example_runs(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("environment", [str(DEMO_MODEL)], indirect=True)
-async def test_the_triton_example_runs(environment: dict[str, str]) -> None:
+async def test_kserve_readme_triton_example_runs(environment: dict[str, str]) -> None:
     page = (ROOT / "router" / "api" / "kserve" / "README.md").read_text()
     example = re.search(r"```python\n(import numpy.*?)```", page, re.DOTALL)
     assert example is not None
@@ -80,7 +80,7 @@ async def test_the_triton_example_runs(environment: dict[str, str]) -> None:
     assert printed == f"{answer}\n{answer}"
 
 
-async def test_openais_client_says_the_same(environment: dict[str, str]) -> None:
+async def test_readme_openai_example_runs(environment: dict[str, str]) -> None:
     example = re.search(r"```python\n(from openai.*?)```", README, re.DOTALL)
     assert example is not None
     body = example[1].replace("127.0.0.1:8000", environment.pop("HTTP_ADDRESS"))
@@ -89,7 +89,7 @@ async def test_openais_client_says_the_same(environment: dict[str, str]) -> None
     assert printed == "The capital of France is Paris."
 
 
-async def test_the_example_without_a_cluster_runs() -> None:
+async def test_cluster_readme_example_runs() -> None:
     example = re.search(r"```python\n(.*?)```", (ROOT / "cluster" / "README.md").read_text(), re.S)
     assert example is not None
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}

@@ -66,7 +66,7 @@ async def ask(client: AsyncClient, seed: int) -> None:
     assert tokens == expected_tokens(prompt, 400, MODEL)
 
 
-async def test_two_for_a_crowd_and_one_when_it_has_gone(tmp_path: Path) -> None:
+async def test_router_autoscaler_adds_and_removes_router_with_load(tmp_path: Path) -> None:
     local_ray.prepare()
     from ray.cluster_utils import Cluster
 

@@ -115,7 +115,7 @@ async def address() -> str:
     return str(described["address"])
 
 
-async def test_numbers_log_level_and_policy_change_without_a_restart(
+async def test_serve_config_update_applies_without_restart(
     api: str, ledger: str, tmp_path: Path
 ) -> None:
     assignments = [*FIRST, f"state_dir={tmp_path}"]

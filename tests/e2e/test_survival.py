@@ -77,7 +77,7 @@ class Wire:
 @pytest.mark.parametrize(
     "tokens_before", [40, *(pytest.param(it, marks=pytest.mark.long) for it in (1, 5, 100, 120))]
 )
-async def test_a_killed_worker_costs_no_token_and_repeats_none(
+async def test_killed_worker_loses_and_repeats_no_token(
     cluster: ProcessCluster, tokens_before: int
 ) -> None:
     streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(24, tokens_before))]
@@ -101,7 +101,7 @@ async def until_one_has(streams: list[Wire], tokens: int) -> None:
 
 
 @pytest.mark.long
-async def test_both_workers_are_killed_in_turn(cluster: ProcessCluster) -> None:
+async def test_workers_killed_in_turn_lose_no_token(cluster: ProcessCluster) -> None:
     asked = prompts(12)
     async with patient.client(cluster.address) as client:
         work = [asyncio.create_task(received(client, p)) for p in asked]
@@ -118,7 +118,7 @@ async def received(client: AsyncClient, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.long
-async def test_a_restarted_router_goes_on_with_what_ran_and_what_waited(tmp_path: Path) -> None:
+async def test_restarted_router_resumes_running_and_queued_requests(tmp_path: Path) -> None:
     """More requests than slots: some run, some wait, when the router is killed."""
     small = WorkerConfig(model="fake", num_blocks=512, max_num_seqs=4, fake=FAKE)
     async with ProcessCluster(
@@ -140,7 +140,7 @@ async def test_a_restarted_router_goes_on_with_what_ran_and_what_waited(tmp_path
                 assert tokens == expected_tokens(prompt, COUNT, FAKE)
 
 
-async def test_a_client_attaches_again_by_id_and_offset(cluster: ProcessCluster) -> None:
+async def test_client_reattaches_by_id_and_offset(cluster: ProcessCluster) -> None:
     [prompt] = prompts(1)
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
@@ -158,7 +158,7 @@ async def test_a_client_attaches_again_by_id_and_offset(cluster: ProcessCluster)
 
 
 @pytest.mark.long
-async def test_the_ledgers_server_is_killed_and_comes_back(cluster: ProcessCluster) -> None:
+async def test_killed_ledger_server_is_restarted_and_reasserted(cluster: ProcessCluster) -> None:
     """What it lost of its last second it is told again; streams go on meanwhile."""
     streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(12))]
     async with grpc.aio.insecure_channel(cluster.address) as channel:
@@ -176,7 +176,7 @@ async def test_the_ledgers_server_is_killed_and_comes_back(cluster: ProcessClust
             assert known.state == pb.REQUEST_STATE_FINISHED
 
 
-async def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
+async def test_killed_cluster_resumes_requests_after_restart(tmp_path: Path) -> None:
     """The embedded ledger is on disk: finished requests are known, unfinished ones go on."""
     asked = prompts(6)
     slow = config(tmp_path, FakeModel(step_time=0.02))

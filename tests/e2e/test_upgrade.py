@@ -294,7 +294,7 @@ async def served_model(address: str) -> str:
         return (await client.models()).models[0].name
 
 
-async def test_no_request_fails_and_throughput_holds(
+async def test_upgrade_fails_no_request_and_keeps_throughput(
     ledger: str, versions: list[Object], tmp_path: Path
 ) -> None:
     old_version, new_version, _ = versions
@@ -333,7 +333,7 @@ async def test_no_request_fails_and_throughput_holds(
     assert min(during.values()) >= 0.8 * before
 
 
-async def test_no_request_meets_an_unknown_model(
+async def test_upgrade_sends_no_request_to_unknown_model(
     ledger: str, versions: list[Object], tmp_path: Path
 ) -> None:
     old_version, _, new_version = versions

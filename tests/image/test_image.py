@@ -90,9 +90,7 @@ def run(root: str, directory: Path, *command: str) -> str:
         return started.output
 
 
-def test_it_is_small_and_has_neither_triton_nor_a_compiler(
-    root: str, figures: dict[str, float]
-) -> None:
+def test_image_is_small_without_triton_or_compiler(root: str, figures: dict[str, float]) -> None:
     figures["gigabytes"] = containers.gigabytes(TAG)
     assert figures["gigabytes"] <= MOST_GIGABYTES
     found = Path(root).glob("usr/local/lib/python3*/*-packages/*")
@@ -102,7 +100,7 @@ def test_it_is_small_and_has_neither_triton_nor_a_compiler(
     assert not [name for name in ("gcc", "g++", "cc") if Path(root, "usr/bin", name).exists()]
 
 
-def test_it_says_what_it_is_and_what_is_in_it(root: str) -> None:
+def test_image_has_labels_and_sbom(root: str) -> None:
     labels = json.loads(containers.buildah("inspect", "--type", "image", TAG))["OCIv1"]["config"][
         "Labels"
     ]
@@ -116,7 +114,7 @@ def test_it_says_what_it_is_and_what_is_in_it(root: str) -> None:
     assert components["ray"]["version"] == "2.60.0"
 
 
-def test_it_is_nobody_special_and_writes_nowhere_else(root: str, tmp_path: Path) -> None:
+def test_image_runs_unprivileged_and_read_only(root: str, tmp_path: Path) -> None:
     script = "id -u; grep CapEff /proc/self/status; touch /usr/x 2>&1; touch ~/x && echo written"
     lines = run(root, tmp_path, "sh", "-c", script).splitlines()
     assert lines[0] == "1000"
@@ -125,7 +123,7 @@ def test_it_is_nobody_special_and_writes_nowhere_else(root: str, tmp_path: Path)
     assert lines[3] == "written"
 
 
-def test_doctor_finds_nothing_missing(root: str, tmp_path: Path) -> None:
+def test_image_passes_doctor(root: str, tmp_path: Path) -> None:
     said = json.loads(
         run(
             *(root, tmp_path, "everlift", "doctor", "--json"),
@@ -135,9 +133,7 @@ def test_doctor_finds_nothing_missing(root: str, tmp_path: Path) -> None:
     assert said
 
 
-def test_it_serves_until_it_is_told_to_stop(
-    root: str, figures: dict[str, float], tmp_path: Path
-) -> None:
+def test_image_serves_until_stopped(root: str, figures: dict[str, float], tmp_path: Path) -> None:
     port, began = free_port(), time.monotonic()
     ports = (f"router.http_port={port}", "router.port=0", "router.metrics_port=0")
     sets = [word for port in ports for word in ("--set", port)]
@@ -170,7 +166,7 @@ def ray_start(*arguments: str) -> list[str]:
     return ["/bin/bash", "-c", "--", f"ulimit -n 65536; {words}"]
 
 
-def test_ray_serves_and_its_nodes_end_within_their_grace(
+def test_image_serves_under_ray_and_ends_within_grace(
     root: str, figures: dict[str, float], chart: Rendered, tmp_path: Path
 ) -> None:
     gcs, dashboard, http = (free_port() for _ in range(3))
@@ -224,7 +220,7 @@ def test_ray_serves_and_its_nodes_end_within_their_grace(
         figures["head_exit_seconds"] = head.stop(grace_s(chart, "head"))
 
 
-def test_base_image_is_no_part_of_it() -> None:
+def test_dockerfile_base_image_is_an_argument() -> None:
     """What is tested is what `make image` builds: the same file, with another base."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "ARG BASE=python:3.11" in text and "@sha256:" in text

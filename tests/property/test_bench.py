@@ -40,7 +40,7 @@ def exactly(values: list[float], percent: float) -> Fraction:
 
 
 @given(values, percents)
-def test_a_percentile_is_what_its_definition_says(values: list[float], percent: float) -> None:
+def test_percentile_matches_definition(values: list[float], percent: float) -> None:
     found = spread(values, (percent,))
     assert found is not None
     expected = float(exactly(values, percent))
@@ -48,7 +48,7 @@ def test_a_percentile_is_what_its_definition_says(values: list[float], percent: 
 
 
 @given(values, st.lists(percents, min_size=2, max_size=6))
-def test_percentiles_rise_between_the_least_and_the_most(
+def test_percentiles_are_ordered_and_within_range(
     values: list[float], percents: list[float]
 ) -> None:
     found = spread(values, sorted(set(percents)))
@@ -59,7 +59,7 @@ def test_percentiles_rise_between_the_least_and_the_most(
 
 
 @given(outcomes, st.floats(0, 10_000), st.floats(0, 10_000))
-def test_goodput_is_of_all_and_never_less_under_a_laxer_target(
+def test_goodput_is_bounded_and_monotonic_in_target(
     outcomes: list[Outcome], one: float, other: float
 ) -> None:
     strict, lax = sorted((one, other))
@@ -73,7 +73,7 @@ def test_goodput_is_of_all_and_never_less_under_a_laxer_target(
 
 
 @given(outcomes)
-def test_latency_from_the_due_time_is_at_least_that_from_sending(
+def test_latency_from_due_time_is_at_least_that_from_sending(
     outcomes: list[Outcome],
 ) -> None:
     found, more = figures(outcomes, Slo(), (99.0,)), more_figures(outcomes, Slo(), (99.0,), 0.0)
@@ -83,7 +83,7 @@ def test_latency_from_the_due_time_is_at_least_that_from_sending(
 
 
 @given(outcomes)
-def test_curves_over_time_hold_all_requests_and_tokens(outcomes: list[Outcome]) -> None:
+def test_time_series_account_for_all_requests_and_tokens(outcomes: list[Outcome]) -> None:
     found = more_figures(outcomes, Slo(), (), 0.0)["over_time"]
     width = found["width_s"]
     assert sum(found["due_per_s"]) * width == pytest.approx(len(outcomes))
@@ -95,7 +95,7 @@ def test_curves_over_time_hold_all_requests_and_tokens(outcomes: list[Outcome]) 
 
 
 @given(st.floats(0.1, 10), st.floats(1, 100), st.floats(0.01, 2000))
-def test_a_ramp_finds_saturation_to_a_tenth_in_a_few_stages(
+def test_ramp_finds_saturation_within_ten_percent(
     first: float, factor: float, saturation: float
 ) -> None:
     ramp, tried = Ramp(first, first * factor), 0
@@ -111,7 +111,7 @@ def test_a_ramp_finds_saturation_to_a_tenth_in_a_few_stages(
 
 
 @given(st.lists(st.binary(max_size=9).map(bytes.hex), max_size=9), st.lists(st.integers(0, 200)))
-def test_events_are_the_same_in_any_pieces(events: list[str], cuts: list[int]) -> None:
+def test_sse_events_are_independent_of_chunking(events: list[str], cuts: list[int]) -> None:
     sent = b"".join(b"id: 1\ndata: " + text.encode() + b"\n\n" for text in events)
     places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
     reader = Events()

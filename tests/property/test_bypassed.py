@@ -180,7 +180,7 @@ def life_of(policy: Policy, floor: float, arrivals: list[Arrival], dice: random.
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @given(arrivals=ARRIVALS, dice=DICE)
-def test_bypassed_counts_requests_of_the_class_that_may_pass(
+def test_bypassed_counts_same_class_requests_that_may_pass(
     arrivals: list[Arrival], dice: random.Random, policy: Policy
 ) -> None:
     """Each of them once, however often either of the two comes back."""
@@ -226,7 +226,7 @@ def _due(waiting: Waiting, undated_s: float) -> float:
 
 
 @given(ARRIVALS, FLOORS, DICE)
-def test_it_is_overtaken_by_those_of_higher_classes_that_come_later(
+def test_bypassed_counts_later_requests_of_higher_classes(
     arrivals: list[Arrival], floor: float, dice: random.Random
 ) -> None:
     life = life_of(ShortestWork(1.5), floor, arrivals, dice)
@@ -236,7 +236,7 @@ def test_it_is_overtaken_by_those_of_higher_classes_that_come_later(
 
 
 @given(ARRIVALS, FLOORS, DICE)
-def test_bypassed_counts_lower_classes_with_their_floor(
+def test_bypassed_counts_lower_classes_within_their_floor(
     arrivals: list[Arrival], floor: float, dice: random.Random
 ) -> None:
     """Their part of the tokens that leave above them, and what they were owed before."""

@@ -57,7 +57,9 @@ def characters(deltas: list[Delta]) -> list[Any]:
 
 @pytest.mark.parametrize("reading", READINGS)
 @given(text=TEXTS, cuts=st.lists(st.integers(1, 9), min_size=40))
-def test_cuts_make_no_difference(reading: Any, text: str, cuts: list[int]) -> None:
+def test_chat_parser_result_is_independent_of_cuts(
+    reading: Any, text: str, cuts: list[int]
+) -> None:
     pieces, rest = [], text
     for cut in cuts:
         pieces.append(rest[:cut])
@@ -68,7 +70,7 @@ def test_cuts_make_no_difference(reading: Any, text: str, cuts: list[int]) -> No
 
 @pytest.mark.parametrize("reading", READINGS)
 @given(text=TEXTS)
-def test_what_was_told_stays_true_whatever_follows(reading: Any, text: str) -> None:
+def test_chat_parser_never_retracts_deltas(reading: Any, text: str) -> None:
     whole = characters(told(parser_of(reading), [text]))
     for end in range(len(text)):
         before = characters(parser_of(reading).feed(text[:end]))
@@ -77,7 +79,7 @@ def test_what_was_told_stays_true_whatever_follows(reading: Any, text: str) -> N
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3])
 @given(text=TEXTS)
-def test_an_output_without_calls_is_all_content(form: ToolFormat, text: str) -> None:
+def test_chat_parser_output_without_calls_is_all_content(form: ToolFormat, text: str) -> None:
     parser = parser_of((form, "auto", True))
     deltas = told(parser, text)
     if not parser.has_calls:
@@ -92,7 +94,7 @@ def test_an_output_without_calls_is_all_content(form: ToolFormat, text: str) -> 
     ],
 )
 @given(said=st.text(), called=calls)
-def test_calls_that_a_template_writes_are_read_as_they_were(
+def test_chat_parser_reads_calls_written_by_template(
     form: ToolFormat, template: str, opens: str, ends: str, said: str, called: list[tuple[str, Any]]
 ) -> None:
     message = {

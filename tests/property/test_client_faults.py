@@ -96,7 +96,7 @@ def judge(got: Tokens, prompt: int, error: EverliftError | None) -> None:
 
 @settings(max_examples=examples(200))
 @given(scripts)
-def test_a_stream_gives_each_token_once_or_a_named_error(script: list[Fault | None]) -> None:
+def test_stream_under_faults_has_each_token_once_or_error(script: list[Fault | None]) -> None:
     got: Tokens = defaultdict(list)
 
     async def read() -> EverliftError | None:
@@ -118,7 +118,7 @@ def test_a_stream_gives_each_token_once_or_a_named_error(script: list[Fault | No
 
 @settings(max_examples=examples(200))
 @given(scripts, st.integers(1, 4))
-def test_many_give_each_token_once_or_a_named_error(
+def test_generate_many_under_faults_has_each_token_once_or_error(
     script: list[Fault | None], concurrency: int
 ) -> None:
     got: dict[int, Tokens] = {index: defaultdict(list) for index in range(PROMPTS)}

@@ -22,7 +22,7 @@ LOOKS = st.lists(st.fixed_dictionaries({"a": WORKERS, "b": WORKERS}), max_size=1
 
 
 @given(LOOKS)
-def test_changes_add_up_to_who_is_there(looks: list[dict[str, Occupancy]]) -> None:
+def test_slot_grid_changes_add_up_to_occupancy(looks: list[dict[str, Occupancy]]) -> None:
     grid = SlotGrid()
     names: dict[int, str] = {}
     known: dict[tuple[str, int], Sitter] = {}
@@ -44,7 +44,7 @@ def test_changes_add_up_to_who_is_there(looks: list[dict[str, Occupancy]]) -> No
 
 
 @given(LOOKS)
-def test_a_transfer_leads_from_where_it_was_to_where_it_is(
+def test_slot_grid_transfer_links_old_and_new_slot(
     looks: list[dict[str, Occupancy]],
 ) -> None:
     grid = SlotGrid()

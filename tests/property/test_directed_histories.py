@@ -107,7 +107,7 @@ def test_frozen_worker_changes_nothing_when_it_resumes() -> None:
         assert it.false_alarms() > 0
 
 
-def test_the_same_after_the_ledger_has_lost_its_last_second() -> None:
+def test_frozen_worker_resumes_after_ledger_rollback() -> None:
     with cluster() as it:
         request_id = it.ask()
         it.until_has(request_id, 10)
@@ -119,7 +119,7 @@ def test_the_same_after_the_ledger_has_lost_its_last_second() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 58, 59, 60])
-def test_a_worker_dies_in_the_tick_in_which_tokens_arrive(tokens: int) -> None:
+def test_worker_killed_as_tokens_arrive_loses_none(tokens: int) -> None:
     with cluster() as it:
         request_id = it.ask()
         home = it.home(request_id)
@@ -127,7 +127,7 @@ def test_a_worker_dies_in_the_tick_in_which_tokens_arrive(tokens: int) -> None:
         it.kill_worker(home)
 
 
-def test_a_worker_is_killed_while_it_hands_back() -> None:
+def test_worker_killed_during_drain_loses_nothing() -> None:
     for delay in (0.0, 0.0003, 0.0007, 0.005, 0.1):
         with cluster() as it:
             ids = [it.ask(asked) for asked in ASKED[:4]]
@@ -138,7 +138,7 @@ def test_a_worker_is_killed_while_it_hands_back() -> None:
             it.kill_worker(home)
 
 
-def test_what_a_drained_worker_hands_back_counts_as_no_loss() -> None:
+def test_drained_worker_handback_counts_no_loss() -> None:
     with cluster() as it:
         request_id = it.ask()
         it.until_has(request_id, 20)
@@ -148,7 +148,7 @@ def test_what_a_drained_worker_hands_back_counts_as_no_loss() -> None:
         assert it.entry(request_id).losses == 0
 
 
-def test_poison_is_given_up_and_its_neighbours_survive() -> None:
+def test_poison_request_fails_and_neighbours_survive() -> None:
     with cluster(max_losses=3) as it:
         others = [it.ask(asked) for asked in ASKED[:5]]
         poison = it.ask()
@@ -160,7 +160,7 @@ def test_poison_is_given_up_and_its_neighbours_survive() -> None:
 
 
 @pytest.mark.parametrize("max_losses", [1, 2, 4])
-def test_poison_in_the_first_step_fails_at_max_losses(max_losses: int) -> None:
+def test_poison_in_first_step_fails_at_max_losses(max_losses: int) -> None:
     """Every worker ends in the first step of the request, before the step has any result."""
     with cluster(max_losses=max_losses, max_losses_total=50) as it:
         poison = it.ask()
@@ -171,7 +171,7 @@ def test_poison_in_the_first_step_fails_at_max_losses(max_losses: int) -> None:
         assert it.entry(poison).losses == max_losses
 
 
-def test_a_request_that_waits_at_its_workers_outlives_max_losses() -> None:
+def test_request_waiting_at_worker_outlives_max_losses() -> None:
     """Another request has the only slot whenever the worker is killed."""
     with cluster(workers=0, max_losses=2) as it:
         it.start_worker(0, max_num_seqs=1)
@@ -190,7 +190,7 @@ def test_a_request_that_waits_at_its_workers_outlives_max_losses() -> None:
         assert it.error(waiting) is None
 
 
-def test_two_poisonous_requests_harm_nobody_else() -> None:
+def test_poison_requests_harm_no_neighbours() -> None:
     with cluster(max_losses=3) as it:
         others = [it.ask(asked, router=1) for asked in ASKED[:4]]
         for _ in range(2):
@@ -202,7 +202,7 @@ def test_two_poisonous_requests_harm_nobody_else() -> None:
         assert [it.error(other) for other in others + later] == [None] * 8
 
 
-def test_a_request_outlives_more_workers_than_it_may_lose_in_a_row() -> None:
+def test_request_with_progress_outlives_max_losses() -> None:
     with cluster(max_losses=2) as it:
         request_id = it.ask()
         for tokens in (5, 15, 25, 35, 45):
@@ -212,7 +212,7 @@ def test_a_request_outlives_more_workers_than_it_may_lose_in_a_row() -> None:
             it.start_worker(home)
 
 
-def test_starved_worker_requests_move_where_there_is_room() -> None:
+def test_starved_worker_requests_migrate_to_free_worker() -> None:
     long = [Asked.of(range(n + 1, n + 30), temperature=0, max_tokens=200) for n in range(6)]
     with cluster(workers=1) as it:
         ids = [it.ask(asked) for asked in long]
@@ -229,7 +229,7 @@ def test_starved_worker_requests_move_where_there_is_room() -> None:
 
 @pytest.mark.parametrize("trouble", [*Trouble])
 @pytest.mark.parametrize("name", ["open", "dispatch", "append", "release", "heartbeat", "lead"])
-def test_a_call_of_the_ledger_goes_wrong(name: str, trouble: Trouble) -> None:
+def test_ledger_call_failure_is_survived(name: str, trouble: Trouble) -> None:
     with cluster() as it:
         left = chain([trouble], repeat(None))
         it.ledger.trouble = lambda called: next(left) if called == name else None
@@ -244,7 +244,7 @@ def test_a_call_of_the_ledger_goes_wrong(name: str, trouble: Trouble) -> None:
 
 @pytest.mark.parametrize("trouble", [*Trouble])
 @pytest.mark.parametrize("name", ["take_over", "read", "get", "gateways", "orphans"])
-def test_a_call_goes_wrong_while_another_gateway_takes_over(name: str, trouble: Trouble) -> None:
+def test_ledger_call_failure_during_take_over_is_survived(name: str, trouble: Trouble) -> None:
     with cluster(lease=0.8) as it:
         left = chain([trouble], repeat(None))
         it.ledger.trouble = lambda called: next(left) if called == name else None
@@ -253,7 +253,7 @@ def test_a_call_goes_wrong_while_another_gateway_takes_over(name: str, trouble: 
         it.kill_router(1)
 
 
-def test_the_last_append_is_stored_and_its_answer_lost() -> None:
+def test_last_append_with_lost_answer_finishes_request() -> None:
     with cluster() as it:
         request_id = it.ask(SHORT)
         it.until_has(request_id, 7)
@@ -268,7 +268,7 @@ def test_the_last_append_is_stored_and_its_answer_lost() -> None:
 
 @pytest.mark.parametrize("lag", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("tokens", [0, 1, 10, 50])
-def test_the_ledger_loses_its_last_moves_and_is_told_again(lag: float, tokens: int) -> None:
+def test_ledger_rollback_is_reasserted(lag: float, tokens: int) -> None:
     with cluster() as it:
         early = it.ask()
         it.until_has(early, tokens)
@@ -283,7 +283,7 @@ def test_the_ledger_loses_its_last_moves_and_is_told_again(lag: float, tokens: i
         assert it.entry(late).state is State.FINISHED
 
 
-def test_the_ledger_loses_all_that_it_ever_had() -> None:
+def test_emptied_ledger_fails_no_request() -> None:
     with cluster() as it:
         empty = it.ledger.snapshot()
         ids = [it.ask(asked, router=n) for n, asked in enumerate(ASKED[:6])]
@@ -293,7 +293,7 @@ def test_the_ledger_loses_all_that_it_ever_had() -> None:
         assert all(it.error(request_id) is None for request_id in ids)
 
 
-def test_a_rollback_takes_back_a_dispatch_elsewhere() -> None:
+def test_ledger_rollback_of_redispatch_is_repaired() -> None:
     """The worker that was given up is again the one that the ledger knows of."""
     with cluster() as it:
         request_id = it.ask()
@@ -309,7 +309,7 @@ def test_a_rollback_takes_back_a_dispatch_elsewhere() -> None:
 # gateways and leaders
 
 
-def test_a_gateway_dies_between_dispatch_and_start() -> None:
+def test_request_of_gateway_killed_before_start_is_redispatched() -> None:
     with cluster() as it:
         request_id = it.ask(router=1)
         it.home(request_id)
@@ -318,7 +318,7 @@ def test_a_gateway_dies_between_dispatch_and_start() -> None:
         assert it.entry(request_id).attempts == 2
 
 
-def test_a_gateway_dies_when_the_ledger_has_tokens_that_nobody_saw() -> None:
+def test_gateway_killed_with_undelivered_tokens_loses_none() -> None:
     with cluster() as it:
         request_id = it.ask(router=1)
         it.home(request_id)
@@ -326,7 +326,7 @@ def test_a_gateway_dies_when_the_ledger_has_tokens_that_nobody_saw() -> None:
         it.kill_router(1)
 
 
-def test_a_gateway_is_frozen_and_finds_its_requests_taken() -> None:
+def test_resumed_gateway_finds_requests_taken_over() -> None:
     with cluster() as it:
         request_id = it.ask(router=1)
         it.until_has(request_id, 5)
@@ -334,7 +334,7 @@ def test_a_gateway_is_frozen_and_finds_its_requests_taken() -> None:
         it.run_for(3 * TOO_LONG_S)
 
 
-def test_of_two_leaders_the_one_that_was_frozen_steps_down() -> None:
+def test_resumed_leader_steps_down() -> None:
     with cluster(routers=3) as it:
         ids = [it.ask(asked, router=n) for n, asked in enumerate(ASKED[:6])]
         it.run_for(0.05)
@@ -365,7 +365,7 @@ def until_asks(it: Played, name: str, router: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["append", "release"])
-def test_frozen_gateway_messages_change_nothing_later(name: str) -> None:
+def test_resumed_gateway_messages_are_fenced(name: str) -> None:
     """An heir has the request on another worker by then."""
     with cluster(lease=0.8) as it:
         request_id = it.ask(LONGER, router=1)
@@ -381,7 +381,7 @@ def test_frozen_gateway_messages_change_nothing_later(name: str) -> None:
         assert entry.gateway != before.gateway and entry.epoch != before.epoch
 
 
-def test_frozen_leader_dispatches_wait_for_its_successor() -> None:
+def test_resumed_leader_dispatches_are_fenced() -> None:
     with cluster() as it:
         [leader] = it.leaders()
         request_id = it.ask(router=1 - leader)
@@ -396,7 +396,7 @@ def test_frozen_leader_dispatches_wait_for_its_successor() -> None:
             it.start_worker(index)
 
 
-def test_the_leader_dies_with_requests_in_its_queue() -> None:
+def test_killed_leader_loses_no_queued_request() -> None:
     with cluster(routers=3, workers=1) as it:
         for n in range(24):
             it.ask(ASKED[n % 6], router=n)
@@ -404,7 +404,7 @@ def test_the_leader_dies_with_requests_in_its_queue() -> None:
         it.kill_router(it.leaders()[0])
 
 
-def test_a_leader_dies_before_it_can_say_what_it_has_dispatched() -> None:
+def test_dispatch_unanswered_by_killed_leader_is_retried() -> None:
     with cluster(routers=3) as it:
         [leader] = it.leaders()
         left = chain([Trouble.ANSWER_LOST], repeat(None))
@@ -439,7 +439,7 @@ def test_frozen_gateway_requests_continue_elsewhere() -> None:
         )
 
 
-def test_all_routers_die_at_once() -> None:
+def test_routers_killed_together_lose_nothing() -> None:
     with cluster() as it:
         for n in range(6):
             it.ask(ASKED[n], router=n)
@@ -453,7 +453,7 @@ def test_all_routers_die_at_once() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8])
-def test_a_cancel_meets_the_finish(tokens: int) -> None:
+def test_cancel_racing_finish_is_consistent(tokens: int) -> None:
     with cluster() as it:
         request_id = it.ask(SHORT, manners=Manners(cancels_after=tokens))
         it.settle(60)
@@ -461,7 +461,7 @@ def test_a_cancel_meets_the_finish(tokens: int) -> None:
         assert it.entry(request_id).state is (State.FINISHED if is_whole else State.CANCELLED)
 
 
-def test_a_deadline_in_the_queue_costs_no_worker_a_token() -> None:
+def test_deadline_in_queue_computes_no_token() -> None:
     with cluster(workers=0) as it:
         request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.5))))
         it.may_fail.add(request_id)
@@ -472,7 +472,7 @@ def test_a_deadline_in_the_queue_costs_no_worker_a_token() -> None:
         assert it.workers[0].engine.load().counters.prompt_tokens == 0
 
 
-def test_a_deadline_meets_the_dispatch() -> None:
+def test_deadline_during_dispatch_ends_request() -> None:
     """Nothing of it is in the leader's queue any more, nor at a worker yet."""
     with cluster(routers=1, workers=0) as it:
         request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.5))))
@@ -487,7 +487,7 @@ def test_a_deadline_meets_the_dispatch() -> None:
         it.run_for(1.0)
 
 
-def test_a_deadline_ends_what_runs() -> None:
+def test_deadline_ends_running_request() -> None:
     with cluster() as it:
         request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.3))))
         it.may_fail.add(request_id)
@@ -497,13 +497,13 @@ def test_a_deadline_ends_what_runs() -> None:
         assert it.entry(request_id).state is State.EXPIRED
 
 
-def test_a_slow_reader_gets_everything() -> None:
+def test_slow_reader_receives_all_tokens() -> None:
     with cluster() as it:
         it.ask(manners=Manners(pause=0.3))
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 59, 60])
-def test_a_client_vanishes_and_comes_back(tokens: int) -> None:
+def test_reconnecting_client_receives_all_tokens(tokens: int) -> None:
     with cluster() as it:
         it.ask(manners=Manners(leaves_after=tokens, away=0.2))
 
@@ -544,7 +544,7 @@ def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
         a_rollback_is_told_nothing,
     ],
 )
-def test_a_mutant_is_caught(
+def test_history_judgement_catches_mutant(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed(LONG), undisturbed(SHORT)
@@ -598,8 +598,8 @@ def a_stale_term_dispatches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryLedger, "dispatch", dispatch)
 
 
-_THAWED_GATEWAY = test_frozen_gateway_messages_change_nothing_later
-_THAWED_LEADER = test_frozen_leader_dispatches_wait_for_its_successor
+_THAWED_GATEWAY = test_resumed_gateway_messages_are_fenced
+_THAWED_LEADER = test_resumed_leader_dispatches_are_fenced
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ _THAWED_LEADER = test_frozen_leader_dispatches_wait_for_its_successor
         (a_stale_term_dispatches, _THAWED_LEADER),
     ],
 )
-def test_a_missing_fence_is_seen(
+def test_history_judgement_detects_missing_fence(
     mutate: Callable[[pytest.MonkeyPatch], None],
     history: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -621,12 +621,12 @@ def test_a_missing_fence_is_seen(
         history()
 
 
-def test_without_a_mutant_the_same_history_is_right() -> None:
+def test_history_judgement_passes_without_mutant() -> None:
     with pytest.raises(pytest.fail.Exception):
-        test_a_mutant_is_caught(lambda patch: None, pytest.MonkeyPatch())
+        test_history_judgement_catches_mutant(lambda patch: None, pytest.MonkeyPatch())
 
 
-def test_a_router_that_is_told_to_go_ends_though_the_ledger_is_away() -> None:
+def test_router_stops_while_ledger_is_unavailable() -> None:
     with cluster() as it:
         it.until_has(it.ask(), 20)
         it.ledger.end_lease(20.0)

@@ -66,22 +66,22 @@ def raising(error: Exception) -> Target:
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), EverliftError(), RecursionError()])
-def test_what_has_no_name_is_a_finding(error: Exception) -> None:
+def test_fuzz_target_reports_unnamed_error(error: Exception) -> None:
     with opened(raising(error)) as run, pytest.raises(Finding):
         run(b"")
 
 
-def test_what_names_its_cause_is_none() -> None:
+def test_fuzz_target_accepts_named_error() -> None:
     with opened(raising(InvalidRequest())) as run:
         run(b"")
 
 
-def test_a_case_is_the_same_whenever_it_comes() -> None:
+def test_fuzz_cases_are_reproducible() -> None:
     target = targets.by_name("http2")
     assert targets.numbered(target, 1, 7) == targets.numbered(target, 1, 7)
     assert len({targets.numbered(target, 1, number) for number in range(50)}) > 40
 
 
-def test_all_cases_are_somebodys() -> None:
+def test_fuzz_shares_cover_all_cases_and_targets() -> None:
     shares = targets.shares(1000)
     assert sum(shares.values()) >= 1000 and min(shares.values()) > 0

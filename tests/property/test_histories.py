@@ -94,13 +94,17 @@ def _batch(number: int, add) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("first", range(0, _BATCHES, _AT_ONCE))
-def test_histories(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_random_histories_are_correct(
+    first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     told(capsys, *play_all(range(first, first + _AT_ONCE)))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_many_histories(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_random_histories_are_correct_for_minutes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     minutes = float(os.environ.get("HISTORIES_MINUTES", "20"))
     numbers = _until(time.monotonic() + minutes * 60, first_seed=int(time.time()))
     told(capsys, *play_all(numbers))

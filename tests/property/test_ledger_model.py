@@ -20,15 +20,15 @@ def run() -> Iterator[Run]:
         yield runner.get_loop().run_until_complete
 
 
-def test_the_memory_ledger_behaves_as_the_model(run: Run) -> None:
+def test_memory_ledger_matches_model(run: Run) -> None:
     check(run, InMemory(), histories=examples(500))
 
 
-def test_the_ledger_on_valkey_behaves_as_the_model(run: Run) -> None:
+def test_valkey_ledger_matches_model(run: Run) -> None:
     with valkey_server(also="+copy") as url:
         check(run, OnServer(url), histories=examples(60))
 
 
-def test_the_ledger_behaves_as_the_model_though_every_answer_is_lost(run: Run) -> None:
+def test_valkey_ledger_with_lost_answers_matches_model(run: Run) -> None:
     with valkey_server(also="+copy") as url:
         check(run, OnServer(url, loses_answers=True), histories=examples(25), tries=2)

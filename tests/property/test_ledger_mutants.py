@@ -115,13 +115,13 @@ def url() -> Iterator[str]:
         yield url
 
 
-def test_what_is_mutated_is_there_once() -> None:
+def test_mutant_text_occurs_once_in_script() -> None:
     elsewhere = [str(it) for it in MUTANTS if scripts.text(it.script).count(it.find) != 1]
     same = [str(it) for it in MUTANTS if it.applied(it.script) == scripts.text(it.script)]
     assert (elsewhere, same) == ([], [])
 
 
-def test_every_script_that_decides_anything_has_mutants() -> None:
+def test_mutants_cover_every_deciding_script() -> None:
     known = {script.name for script in vars(scripts).values() if isinstance(script, Script)}
     only_tell = {"audit", "leases", "get_load", "set_scaling", "get_scaling"}
     # No request's history shows what it decides (tests/contract/test_active_cluster.py).
@@ -129,7 +129,7 @@ def test_every_script_that_decides_anything_has_mutants() -> None:
     assert {"common", *known} - only_tell == set(SCRIPTS)
 
 
-async def test_every_mutant_is_a_script(url: str) -> None:
+async def test_mutants_load_as_scripts(url: str) -> None:
     """One that a server refuses would fail every history."""
     async with Redis.from_url(url) as client:
         for mutant in MUTANTS:
@@ -138,13 +138,13 @@ async def test_every_mutant_is_a_script(url: str) -> None:
             assert await client.script_load(scripts.script(name, *texts).source)
 
 
-async def test_without_a_mutant_every_history_passes(url: str) -> None:
+async def test_histories_pass_without_mutant(url: str) -> None:
     for name in NAMED:
         await live(url, HISTORIES[name])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-async def test_every_mutant_is_caught(
+async def test_mutants_are_caught_by_named_tests(
     url: str, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivors = []
@@ -160,7 +160,7 @@ async def test_every_mutant_is_caught(
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("mutant", [it for it in MUTANTS if not it.is_beyond_chance], ids=str)
-def test_random_histories_find_a_mutant(
+def test_random_histories_catch_mutant(
     url: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, mutant)

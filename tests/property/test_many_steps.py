@@ -132,7 +132,7 @@ def disturb(scheduler: MultiStepScheduler, turn: Turn, come: list[Sequence]) -> 
 
 
 @given(bounds, st.lists(turns, min_size=1, max_size=12))
-def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list[Turn]) -> None:
+def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list[Turn]) -> None:
     usual, one_by_one, at_once = schedulers = [MultiStepScheduler(bounds) for _ in range(3)]
     epoch = 0
     for turn in history:
@@ -164,7 +164,7 @@ def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list
 
 
 @given(bounds, st.lists(comes, min_size=1, max_size=4))
-def test_all_steps_that_are_alike_are_counted(bounds: Limits, come: list[Come]) -> None:
+def test_multi_step_scheduler_counts_all_uniform_steps(bounds: Limits, come: list[Come]) -> None:
     """After those somebody has ended, or a step does something else than to decode."""
     scheduler = MultiStepScheduler(replace(bounds, scheduling=Scheduling()))
     for epoch, each in enumerate(come, 1):
@@ -182,7 +182,7 @@ def test_all_steps_that_are_alike_are_counted(bounds: Limits, come: list[Come]) 
     assert not len(scheduler)
 
 
-def test_who_waits_comes_in_when_a_block_is_filled_that_it_can_share() -> None:
+def test_multi_step_scheduler_admits_on_newly_shared_block() -> None:
     bounds = limits(num_blocks=4)
     one_by_one, at_once = MultiStepScheduler(bounds), MultiStepScheduler(bounds)
     for scheduler in (one_by_one, at_once):

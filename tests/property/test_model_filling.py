@@ -39,7 +39,7 @@ def parameter(like: torch.Tensor, dtype: torch.dtype, padding: int) -> torch.Ten
 
 
 @given(cut=cuts())
-def test_runs_are_the_slice_in_its_order(cut: tuple[tuple[int, ...], tuple[slice, ...]]) -> None:
+def test_slice_runs_cover_slice_in_order(cut: tuple[tuple[int, ...], tuple[slice, ...]]) -> None:
     shape, slices = cut
     whole = torch.arange(math.prod(shape)).view(shape)
     found = [
@@ -51,7 +51,7 @@ def test_runs_are_the_slice_in_its_order(cut: tuple[tuple[int, ...], tuple[slice
 
 
 @given(cut=cuts(), stored=DTYPES, held=DTYPES, padding=st.integers(0, 2), buffer=st.integers(1, 64))
-def test_a_parameter_gets_its_slice_as_torch_converts_it(
+def test_parameter_is_filled_with_converted_slice(
     cut: tuple[tuple[int, ...], tuple[slice, ...]],
     stored: torch.dtype,
     held: torch.dtype,
@@ -70,7 +70,7 @@ def test_a_parameter_gets_its_slice_as_torch_converts_it(
 
 
 @given(cut=cuts(), held=DTYPES, padding=st.integers(0, 2), period=st.integers(1, 40))
-def test_a_slice_of_a_dummy_is_that_of_the_whole(
+def test_dummy_slice_equals_slice_of_whole(
     cut: tuple[tuple[int, ...], tuple[slice, ...]], held: torch.dtype, padding: int, period: int
 ) -> None:
     shape, slices = cut

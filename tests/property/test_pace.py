@@ -30,7 +30,7 @@ def pace_of(history: list[tuple[int, float]]) -> ThroughputEstimator:
 
 
 @given(st.lists(histories, max_size=7))
-def test_who_is_slow_is_who_is_slower_than_the_others(
+def test_slow_workers_match_pairwise_comparison(
     all_histories: list[list[tuple[int, float]]],
 ) -> None:
     paces = {str(index): pace_of(history) for index, history in enumerate(all_histories)}

@@ -225,7 +225,7 @@ class Rank0:
 
 @settings(max_examples=examples(60))
 @given(bounds, crowds, events, st.booleans(), st.booleans(), st.randoms(use_true_random=False))
-def test_every_rank_does_what_rank_0_does_in_the_same_order(
+def test_ranks_follow_log_of_rank_0_exactly(
     bounds: Limits, crowd: Event, events: list[Event], ahead: bool, drains: bool, dice: Random
 ) -> None:
     if ahead:

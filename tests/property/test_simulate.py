@@ -61,9 +61,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 @settings(max_examples=examples(40))
 @given(requests, scenarios())
-def test_steps_computed_at_once_are_as_those_one_by_one(
-    load: list[Arrival], cluster: Scenario
-) -> None:
+def test_simulate_steps_at_once_match_single_steps(load: list[Arrival], cluster: Scenario) -> None:
     at_once, one_by_one = simulate(load, cluster), simulate(load, cluster, one_by_one=True)
     assert at_once.records == one_by_one.records
     assert at_once.samples == one_by_one.samples

@@ -35,18 +35,18 @@ def pushed(
 
 
 @given(st.text(max_size=60))
-def test_all_pieces_of_a_text_are_the_text(text: str) -> None:
+def test_incremental_text_equals_original_text(text: str) -> None:
     ids = BYTE_LEVEL.encode(text)
     assert pushed(BYTE_LEVEL, ids)[0] == BYTE_LEVEL.decode(ids) == text
 
 
 @given(RANDOM_TOKENS)
-def test_all_pieces_of_random_tokens_are_their_plain_decode(ids: list[int]) -> None:
+def test_incremental_text_of_random_tokens_equals_decode(ids: list[int]) -> None:
     assert pushed(BYTE_LEVEL, ids)[0] == BYTE_LEVEL.decode(ids)
 
 
 @given(st.lists(st.binary(max_size=5), max_size=30).map(b"".join))
-def test_all_pieces_of_random_bytes_are_their_plain_decode(data: bytes) -> None:
+def test_incremental_text_of_random_bytes_equals_decode(data: bytes) -> None:
     ids = byte_ids(BYTE_LEVEL, data)
     assert BYTE_LEVEL.decode(ids) == data.decode(errors="replace")
     assert pushed(BYTE_LEVEL, ids)[0] == BYTE_LEVEL.decode(ids)
@@ -60,7 +60,7 @@ def test_sentencepiece_text_keeps_its_spaces(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 @given(data=st.data())
-def test_pieces_of_valid_tokens_are_their_plain_decode(kind: str, data: st.DataObject) -> None:
+def test_incremental_text_of_valid_tokens_equals_decode(kind: str, data: st.DataObject) -> None:
     tokenizer = ALL[kind]
     tokens = st.integers(0, tokenizer.vocab_size + 5)
     ids = data.draw(st.lists(tokens.filter(lambda token: is_valid(tokenizer, token)), max_size=40))
@@ -77,7 +77,7 @@ def is_valid(tokenizer: HuggingFaceTokenizer, token: int) -> bool:
 
 
 @given(RANDOM_TOKENS, STOPS)
-def test_no_piece_is_ever_taken_back(ids: list[int], stops: Stops) -> None:
+def test_incremental_text_is_never_retracted(ids: list[int], stops: Stops) -> None:
     whole = pushed(BYTE_LEVEL, ids, stops)[0]
     for cut in range(len(ids)):
         state = TextState(BYTE_LEVEL, stops)
@@ -101,7 +101,7 @@ def cut(ids: Sequence[int], stops: Stops) -> tuple[str, int]:
 
 
 @given(st.text("ab", max_size=40), STOPS, st.integers(0, 40))
-def test_the_text_ends_with_the_stop_string_that_is_completed_first(
+def test_incremental_text_ends_at_first_completed_stop_string(
     text: str, stops: Stops, odd: int
 ) -> None:
     ids = BYTE_LEVEL.encode(text)
@@ -113,9 +113,7 @@ def test_the_text_ends_with_the_stop_string_that_is_completed_first(
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
-def test_no_more_is_held_back_than_what_may_become_a_stop_string(
-    text: str, strings: list[str]
-) -> None:
+def test_stop_matcher_holds_back_only_possible_stop_prefix(text: str, strings: list[str]) -> None:
     """Also while none of them counts."""
     matcher = StopMatcher(strings)
     out = ""

@@ -261,7 +261,7 @@ class Run:
 
 @settings(max_examples=examples(100))
 @given(bounds, crowds, events, st.booleans(), st.randoms(use_true_random=False))
-def test_the_parts_add_up_to_the_time_since_a_sequence_came(
+def test_time_breakdown_parts_add_up_to_elapsed_time(
     bounds: Limits, crowd: Event, events: list[Event], drains: bool, dice: Random
 ) -> None:
     check_all(Run(bounds, dice), [crowd, *events], drains)
@@ -269,7 +269,7 @@ def test_the_parts_add_up_to_the_time_since_a_sequence_came(
 
 @settings(max_examples=examples(50))
 @given(bounds, crowds, events, st.booleans(), st.randoms(use_true_random=False))
-def test_the_same_where_steps_are_launched_ahead(
+def test_time_breakdown_parts_add_up_when_launching_ahead(
     bounds: Limits, crowd: Event, events: list[Event], drains: bool, dice: Random
 ) -> None:
     bounds = replace(bounds, speculation=Speculation())

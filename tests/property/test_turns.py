@@ -148,7 +148,7 @@ def test_waiting_tenant_is_passed_by_a_bounded_amount(
     assert max(life.others, default=0.0) <= 3 * BOUND
 
 
-def test_nor_where_one_has_long_prompts_and_another_one_long_outputs() -> None:
+def test_fair_share_is_bounded_for_mixed_request_lengths() -> None:
     """All the time: who counted prompts or outputs alone would serve one of them ever more."""
     half, often = ROOM // 2, 0.9
     habits: list[Habit] = [(often, 1, half), (often, half, 1), (often, 9, 9), (often, half, half)]

@@ -279,7 +279,7 @@ class Run:
 
 @settings(max_examples=examples(120))
 @given(bounds, crowds, events)
-def test_every_sequence_gets_exactly_its_tokens(
+def test_engine_gives_each_sequence_exactly_its_tokens(
     bounds: Limits, crowd: Event, events: list[Event]
 ) -> None:
     check_all(Run(bounds), [crowd, *events])
@@ -287,7 +287,7 @@ def test_every_sequence_gets_exactly_its_tokens(
 
 @settings(max_examples=examples(60))
 @given(bounds, crowds, events)
-def test_the_same_where_steps_are_launched_ahead(
+def test_engine_gives_exact_tokens_when_launching_ahead(
     bounds: Limits, crowd: Event, events: list[Event]
 ) -> None:
     bounds = replace(bounds, speculation=Speculation())
@@ -316,7 +316,7 @@ def check_all(this: Run, events: list[Event]) -> None:
 
 @settings(max_examples=examples(30))
 @given(bounds, crowds, events)
-def test_the_same_log_makes_the_same_plans(
+def test_engine_makes_same_plans_from_same_log(
     bounds: Limits, crowd: Event, events: list[Event]
 ) -> None:
     one, other = Run(bounds), Run(bounds)

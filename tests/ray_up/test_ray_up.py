@@ -169,9 +169,7 @@ class Load:
         return self.done
 
 
-async def test_cluster_scales_with_its_queue_and_survives_its_hosts(
-    address: str, hosts: Hosts
-) -> None:
+async def test_cluster_scales_with_queue_and_survives_host_loss(address: str, hosts: Hosts) -> None:
     async with AsyncClient(address) as client:
         await until_workers(client, 1, _UP_S)
         load = Load(client, at_once=16, tokens=60)
@@ -190,7 +188,7 @@ async def test_cluster_scales_with_its_queue_and_survives_its_hosts(
         assert await load.finish() > 50
 
 
-async def test_who_has_no_token_may_not_speak_to_ray(cluster: Path, hosts: Hosts) -> None:
+async def test_ray_up_rejects_api_client_without_token(cluster: Path, hosts: Hosts) -> None:
     stranger = f"RAY_AUTH_MODE=disabled {Path(sys.executable).with_name('ray')} list nodes"
     with pytest.raises(subprocess.CalledProcessError):
         hosts.all[0].run(f"{stranger} --address http://127.0.0.1:8265")

@@ -102,7 +102,7 @@ class Outcome:
         ]
 
 
-async def test_processes(tmp_path: Path) -> None:
+async def test_process_cluster_survives_random_faults(tmp_path: Path) -> None:
     places = [
         "router.port=0",
         "router.http_port=0",
@@ -117,7 +117,7 @@ async def test_processes(tmp_path: Path) -> None:
     _check(outcome)
 
 
-async def test_worker_kills(tmp_path: Path) -> None:
+async def test_process_cluster_survives_worker_kills(tmp_path: Path) -> None:
     """A worker is killed every two seconds; the ledger is never disturbed."""
     places = [
         "router.port=0",
@@ -137,7 +137,7 @@ async def test_worker_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray and Serve warn of this and that of their own.
-async def test_ray(tmp_path: Path) -> None:
+async def test_ray_cluster_survives_random_faults(tmp_path: Path) -> None:
     # Another replica of a router listens where the first one did.
     places = [
         f"router.port={free_port()}",

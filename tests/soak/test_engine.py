@@ -15,11 +15,11 @@ _EXAMPLES = 500
 @pytest.mark.parametrize(
     "test",
     [
-        properties.test_every_sequence_gets_exactly_its_tokens,
-        properties.test_the_same_log_makes_the_same_plans,
+        properties.test_engine_gives_each_sequence_exactly_its_tokens,
+        properties.test_engine_makes_same_plans_from_same_log,
     ],
 )
-def test_many_histories(test) -> None:  # type: ignore[no-untyped-def]
+def test_engine_properties_hold_in_many_histories(test) -> None:  # type: ignore[no-untyped-def]
     many = settings(
         max_examples=_EXAMPLES,
         database=None,

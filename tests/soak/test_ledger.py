@@ -30,15 +30,15 @@ def search(run: Run, backend: InMemory | OnServer, tries: int = 1) -> None:
     print(f"\n{lived} histories")
 
 
-def test_many_histories_in_memory(run: Run) -> None:
+def test_memory_ledger_matches_model_in_many_histories(run: Run) -> None:
     search(run, InMemory())
 
 
-def test_many_histories_on_a_server(run: Run) -> None:
+def test_valkey_ledger_matches_model_in_many_histories(run: Run) -> None:
     with valkey_server(also="+copy") as url:
         search(run, OnServer(url))
 
 
-def test_many_histories_though_every_answer_is_lost(run: Run) -> None:
+def test_ledger_losing_answers_matches_model_in_many_histories(run: Run) -> None:
     with valkey_server(also="+copy") as url:
         search(run, OnServer(url, loses_answers=True), tries=2)

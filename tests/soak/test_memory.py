@@ -41,7 +41,7 @@ _WARM_UP_MIB = 280
 _KV_CACHE_MIB = 16
 
 
-async def test_memory_per_request(tmp_path: Path) -> None:
+async def test_memory_growth_per_request_is_bounded(tmp_path: Path) -> None:
     settings = [
         # The compiled kernels of bfloat16 have no caches.
         "worker.dtype=float32",

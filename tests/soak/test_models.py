@@ -81,7 +81,9 @@ def random_steps(rng: Random, lengths: list[int]) -> list[Step]:
     return steps
 
 
-def test_random_models_in_random_engines(tmp_path: Path, record_testsuite_property: Record) -> None:
+def test_random_models_match_transformers_in_random_engines(
+    tmp_path: Path, record_testsuite_property: Record
+) -> None:
     torch.set_num_threads(1)
     models = sequences = near_ties = 0
     for number in rounds():

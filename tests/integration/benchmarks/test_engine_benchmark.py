@@ -35,7 +35,7 @@ def requests() -> list[Request]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", SETTINGS)
-def test_each_request_gets_tokens_of_its_own_from_transformers(
+def test_transformers_baseline_returns_tokens_per_request(
     way: str, requests: list[Request]
 ) -> None:
     # A process of its own, as always: continuous batching leaves warnings and a logger behind.
@@ -49,7 +49,7 @@ def test_each_request_gets_tokens_of_its_own_from_transformers(
 
 
 @pytest.mark.long
-def test_everlift_is_measured(tmp_path: Path) -> None:
+def test_engine_benchmark_measures_everlift(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     sizes = ("--models", "tiny", "--systems", "everlift", "--rounds", "1", "--requests", "4")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}

@@ -56,7 +56,7 @@ async def answering(script: Script) -> AsyncIterator[Client]:
         await runner.cleanup()
 
 
-async def test_what_waits_for_a_late_server_counts_from_when_it_was_due() -> None:
+async def test_latency_counts_from_the_due_time() -> None:
     asked: list[dict[str, Any]] = []
     all_came = asyncio.Event()
 
@@ -76,7 +76,7 @@ async def test_what_waits_for_a_late_server_counts_from_when_it_was_due() -> Non
     assert all(body["ignore_eos"] and body["max_tokens"] == 2 for body in asked)
 
 
-async def test_events_may_come_in_any_pieces() -> None:
+async def test_client_reads_events_split_at_any_byte() -> None:
     whole = event("a") + event("b") + event(tokens=2) + DONE
 
     async def byte_by_byte(body: dict[str, Any], write: Write) -> None:
@@ -100,7 +100,7 @@ async def test_events_may_come_in_any_pieces() -> None:
     ],
     ids=["too few", "nobody says how many", "broken off", "an error"],
 )
-async def test_an_answer_that_is_not_whole_is_none(said: bytes) -> None:
+async def test_incomplete_answer_raises_an_error(said: bytes) -> None:
     async def say(body: dict[str, Any], write: Write) -> None:
         await write(said)
 
@@ -110,7 +110,7 @@ async def test_an_answer_that_is_not_whole_is_none(said: bytes) -> None:
 
 
 @pytest.mark.long
-def test_everlift_is_measured_in_small(tmp_path: Path) -> None:
+def test_online_benchmark_measures_everlift(tmp_path: Path) -> None:
     workload = tmp_path / "workload.json"
     request = {"id": 0, "prompt": [1, 2, 3], "max_tokens": 4}
     workload.write_text(json.dumps({"requests": [request]}))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.long
-def test_streams_and_requests_are_measured(tmp_path: Path) -> None:
+def test_router_benchmark_measures_streams_and_requests(tmp_path: Path) -> None:
     out = tmp_path / "router.json"
     sizes = ("--many", "8", "--few", "2", "--seconds", "0.2", "--rounds", "1")
     subprocess.run(
@@ -63,7 +63,7 @@ class Short(inference_pb2_grpc.InferenceServicer):
         yield pb.GenerateResponse(token_ids=[1], finish_reason=pb.FINISH_REASON_LENGTH)
 
 
-async def test_a_stream_that_lacks_a_token_is_not_counted() -> None:
+async def test_incomplete_stream_is_not_counted() -> None:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(Short(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -76,7 +76,7 @@ async def test_a_stream_that_lacks_a_token_is_not_counted() -> None:
     await server.stop(None)
 
 
-def test_cpu_seconds_are_those_of_all_threads_also_of_ended_ones() -> None:
+def test_cpu_seconds_include_ended_threads() -> None:
     spent = []
 
     def work() -> None:

@@ -72,7 +72,7 @@ async def stay_out(cluster: ProcessCluster, key: str) -> None:
 
 
 @pytest.mark.long
-async def test_keys_are_made_shown_replaced_and_revoked(
+async def test_key_command_creates_lists_rotates_and_revokes_keys(
     cluster: ProcessCluster, file: Path
 ) -> None:
     async def key(*arguments: str, **environ: str) -> str:
@@ -97,7 +97,7 @@ async def test_keys_are_made_shown_replaced_and_revoked(
 
 
 @pytest.mark.long
-async def test_commands_show_the_key_of_their_environment(
+async def test_commands_send_the_api_key_of_the_environment(
     cluster: ProcessCluster, file: Path
 ) -> None:
     place = {"EVERLIFT_ADDRESS": ",".join(cluster.addresses)}
@@ -113,7 +113,7 @@ async def test_commands_show_the_key_of_their_environment(
     assert worker in await run("drain", worker[:6], "--wait", **place)
 
 
-async def test_no_log_and_no_metric_has_a_key_a_prompt_or_an_output(
+async def test_logs_and_metrics_contain_no_key_prompt_or_output(
     cluster: ProcessCluster, file: Path, config: Config
 ) -> None:
     keys = [

@@ -87,7 +87,7 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-async def test_a_batch_that_was_killed_goes_on_and_says_the_same(file: Path) -> None:
+async def test_killed_batch_resumes_with_the_same_output(file: Path) -> None:
     arguments = (file, "--local", "--model", "fake")
     async with started(*arguments, *SLOW) as process:
         await until(lambda: num_lines(output(file)) >= 8)
@@ -111,7 +111,7 @@ async def test_a_batch_that_was_killed_goes_on_and_says_the_same(file: Path) -> 
     assert (again.exit_code, again.stdout) == (0, f"{output(file)}: all 60 were done before\n")
 
 
-async def test_ctrl_c_leaves_the_rest_for_another_time(file: Path) -> None:
+async def test_batch_interrupted_by_ctrl_c_can_be_resumed(file: Path) -> None:
     async with started(file, "--local", "--model", "fake", *SLOW) as process:
         await until(lambda: num_lines(output(file)) >= 8)
         process.send_signal(signal.SIGINT)
@@ -122,7 +122,7 @@ async def test_ctrl_c_leaves_the_rest_for_another_time(file: Path) -> None:
     assert 0 < len(texts(output(file))) < LINES
 
 
-async def test_bad_lines_make_the_exit_status_1(tmp_path: Path) -> None:
+async def test_batch_with_malformed_lines_exits_with_status_1(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 2}\n{\n')
     for _ in range(2):
@@ -138,7 +138,7 @@ async def generated(parts: Cluster) -> int:
     return sum(engine.load().output_tokens for engine in engines)
 
 
-async def test_what_a_cluster_has_begun_is_not_begun_again(file: Path) -> None:
+async def test_restarted_batch_generates_no_token_twice(file: Path) -> None:
     """Killed in the middle, and then asked for once more as a whole: every token is made once."""
     slow = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.01))
     async with cluster(worker_config=slow) as parts:
@@ -157,7 +157,7 @@ async def test_what_a_cluster_has_begun_is_not_begun_again(file: Path) -> None:
     assert texts(here) == texts(output(file))
 
 
-async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+async def test_batch_waits_for_a_full_queue(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text('{"id": "a", "prompt": "one two"}\n')
     full = Refuse(QueueFull("full", retry_after_s=0.01))
@@ -174,7 +174,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
         (["--address", "127.0.0.1:1"], "no cluster answers"),
     ],
 )
-async def test_what_keeps_a_batch_from_its_start_is_said(
+async def test_batch_reports_why_it_cannot_start(
     arguments: list[str], cause: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(file.parent)
@@ -184,7 +184,7 @@ async def test_what_keeps_a_batch_from_its_start_is_said(
     assert num_lines(file) == LINES
 
 
-async def test_chats_and_prompts_are_answered_by_a_cluster(tmp_path: Path) -> None:
+async def test_batch_of_chats_and_prompts_is_answered_by_a_cluster(tmp_path: Path) -> None:
     chats: list[dict[str, object]] = [
         {
             "custom_id": f"chat-{word}",

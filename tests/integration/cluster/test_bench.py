@@ -38,7 +38,7 @@ async def bench(tmp_path: Path, *arguments: str, status: int = 0, **environ: str
     return json.loads(texts[1])
 
 
-async def test_completions_with_a_key(tmp_path: Path) -> None:
+async def test_bench_measures_completions_with_an_api_key(tmp_path: Path) -> None:
     server = TimedServer(ttft_s=0.02, gap_s=0.002)
     async with serving(server) as url:
         found = await bench(
@@ -57,7 +57,7 @@ async def test_completions_with_a_key(tmp_path: Path) -> None:
     assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (4, True, True)
 
 
-async def test_chats_whose_tokens_a_tokenizer_counts(tmp_path: Path) -> None:
+async def test_bench_counts_chat_tokens_with_a_tokenizer(tmp_path: Path) -> None:
     server = TimedServer(counts=False)
     async with serving(server) as url:
         found = await bench(
@@ -74,7 +74,7 @@ async def test_chats_whose_tokens_a_tokenizer_counts(tmp_path: Path) -> None:
     assert unsure["total_output_tokens"] == 12 and unsure["everlift"]["marks"]
 
 
-async def test_refusals_are_counted_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_bench_counts_rejected_requests_and_continues(tmp_path: Path) -> None:
     server = TimedServer(refusals=2)
     async with serving(server) as url:
         found = await bench(
@@ -84,7 +84,7 @@ async def test_refusals_are_counted_and_the_rest_goes_on(tmp_path: Path) -> None
     assert found["everlift"]["errors"] == {"429 queue_full": 2}
 
 
-async def test_a_ramp_ends_where_nothing_is_too_much(tmp_path: Path) -> None:
+async def test_bench_ramp_ends_without_saturation(tmp_path: Path) -> None:
     async with serving(TimedServer()) as url:
         found = await bench(
             tmp_path, "--url", url, "--ramp", "20:40", "--duration", "0.5", "--output-tokens", "1"
@@ -93,7 +93,7 @@ async def test_a_ramp_ends_where_nothing_is_too_much(tmp_path: Path) -> None:
     assert [stage["rate"] for stage in found["everlift"]["stages"]] == [20.0, 40.0]
 
 
-async def test_an_endpoint_that_answers_nothing_is_told_before_the_load(tmp_path: Path) -> None:
+async def test_bench_reports_an_unusable_endpoint_before_the_load(tmp_path: Path) -> None:
     async with serving(TimedServer(refusals=100)) as url:
         said = await run("bench", "serve", "--url", url, "--requests", "5", status=1)
     assert "the warm-up was not answered: 429 queue_full" in said
@@ -115,12 +115,12 @@ async def test_an_endpoint_that_answers_nothing_is_told_before_the_load(tmp_path
         (("--trace", "nowhere.csv", "--url", "http://127.0.0.1:1", "--model", "m"), "nowhere.csv"),
     ],
 )
-async def test_what_cannot_be_is_told(arguments: tuple[str, ...], said: str) -> None:
+async def test_bench_rejects_invalid_arguments(arguments: tuple[str, ...], said: str) -> None:
     found = await run("bench", "serve", *arguments, status=1)
     assert said in found and KEY not in found
 
 
-def test_where_an_endpoint_is() -> None:
+def test_base_url_is_normalised() -> None:
     assert base_url("http://h:8000") == base_url("http://h:8000/") == "http://h:8000/v1"
     assert base_url("https://h/openai/v1/") == "https://h/openai/v1"
     with pytest.raises(BenchFailed):
@@ -184,11 +184,13 @@ DONE = b"data: [DONE]\n\n"
         ((b'{"error": "%s"}' % KEY.encode(),), 401, "401"),
     ],
 )
-async def test_what_went_wrong_is_a_word(said: tuple[bytes, ...], status: int, error: str) -> None:
+async def test_outcome_error_is_a_short_code(
+    said: tuple[bytes, ...], status: int, error: str
+) -> None:
     assert (await outcome_of(*said, status=status)).error == error
 
 
-async def test_chunks_without_output_are_no_pieces() -> None:
+async def test_outcome_pieces_exclude_chunks_without_output() -> None:
     role = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
     thought = b'data: {"choices": [{"delta": {"reasoning_content": "h"}}]}\n\n'
     call = b'data: {"choices": [{"delta": {"tool_calls": [{"function": {"arguments": "{"}}]}}]}\n\n'
@@ -199,7 +201,7 @@ async def test_chunks_without_output_are_no_pieces() -> None:
     assert outcome.counted_by is CountedBy.USAGE
 
 
-async def test_a_completions_last_chunk_may_have_no_text() -> None:
+async def test_outcome_pieces_include_tokens_without_text() -> None:
     silent = b'data: {"choices": [{"text": "", "finish_reason": null}]}\n\n'
     end = b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'
     outcome = await outcome_of(TOKEN, silent, end, DONE)
@@ -207,7 +209,7 @@ async def test_a_completions_last_chunk_may_have_no_text() -> None:
 
 
 @pytest.mark.parametrize("choice", [b'"text": ""', b'"delta": {}'])
-async def test_an_answer_of_special_tokens_alone_is_one(choice: bytes) -> None:
+async def test_answer_of_special_tokens_only_counts_as_output(choice: bytes) -> None:
     end = b'data: {"choices": [{%s, "finish_reason": "length"}]}\n\n' % choice
     usage = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}\n\n'
     outcome = await outcome_of(end, usage, DONE)
@@ -225,7 +227,7 @@ async def loaded(parts: Cluster, tmp_path: Path, *arguments: str) -> Any:
     )
 
 
-async def test_the_same_load_by_grpc_and_by_http(tmp_path: Path) -> None:
+async def test_bench_load_is_the_same_over_grpc_and_http(tmp_path: Path) -> None:
     async with cluster(workers=1) as parts:
         by_grpc = await loaded(parts, tmp_path, "--address", parts.address)
         url = f"http://{parts.routers[0].http_address}"
@@ -238,7 +240,7 @@ async def test_the_same_load_by_grpc_and_by_http(tmp_path: Path) -> None:
     assert (by_grpc["backend"], by_http["backend"]) == ("everlift", "openai")
 
 
-async def test_two_reports_beside_each_other(tmp_path: Path) -> None:
+async def test_bench_compare_shows_two_reports(tmp_path: Path) -> None:
     names = [str(tmp_path / name) for name in ("a.json", "b.json", "both.html")]
     async with serving(TimedServer()) as url:
         for name, rate in zip(names, ("50", "60"), strict=False):

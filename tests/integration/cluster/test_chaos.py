@@ -104,7 +104,7 @@ async def during(cluster: ProcessCluster, *commands: tuple[str, ...]) -> list[st
 
 
 @pytest.mark.long
-async def test_a_worker_is_killed_and_there_is_another_one(cluster: ProcessCluster) -> None:
+async def test_chaos_killed_worker_is_replaced(cluster: ProcessCluster) -> None:
     [said] = await during(cluster, ("kill", "any-worker"))
     victim = killed(said)
 
@@ -116,7 +116,7 @@ async def test_a_worker_is_killed_and_there_is_another_one(cluster: ProcessClust
 
 
 @pytest.mark.long
-async def test_a_rank_is_killed_and_its_worker_is_gone(config: Config) -> None:
+async def test_chaos_killed_rank_ends_its_worker(config: Config) -> None:
     config = replace(config, worker=replace(config.worker, tensor_parallel=2))
     async with ProcessCluster(config) as cluster:
         with endpoint.published(config.state_dir, cluster.addresses):
@@ -128,7 +128,7 @@ async def test_a_rank_is_killed_and_its_worker_is_gone(config: Config) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_each_fault_strikes_whom_it_names_and_no_stream_notices(
+async def test_chaos_faults_hit_their_targets_without_harming_streams(
     cluster: ProcessCluster,
 ) -> None:
     async with AsyncClient(cluster.addresses) as client:
@@ -155,7 +155,7 @@ async def test_each_fault_strikes_whom_it_names_and_no_stream_notices(
 
 
 @pytest.mark.long
-async def test_a_leader_is_stopped_and_the_other_router_leads(cluster: ProcessCluster) -> None:
+async def test_paused_leader_is_replaced_by_the_other_router(cluster: ProcessCluster) -> None:
     [said] = await during(cluster, ("pause", "leader", "--seconds", "3"))
     leader = said.removeprefix("paused router ").removesuffix(" for 3 s")
 
@@ -169,7 +169,7 @@ async def test_a_leader_is_stopped_and_the_other_router_leads(cluster: ProcessCl
     await until(is_led_by_another)
 
 
-async def test_a_drained_worker_has_nothing_and_takes_nothing(cluster: ProcessCluster) -> None:
+async def test_drained_worker_is_empty_and_receives_no_requests(cluster: ProcessCluster) -> None:
     worker = min(await alive(cluster))
     result = await run("drain", worker[:6], "--wait")
     assert result.stdout.splitlines()[-1] == f"{worker} is empty"
@@ -184,7 +184,7 @@ async def test_a_drained_worker_has_nothing_and_takes_nothing(cluster: ProcessCl
 
 
 @pytest.mark.long
-async def test_random_faults_are_counted(cluster: ProcessCluster) -> None:
+async def test_chaos_run_reports_the_number_of_faults(cluster: ProcessCluster) -> None:
     result = await run("chaos", "run", "--minutes", "0.005", "--every", "0.1", "--seed", "1")
     assert result.exit_code == 0, result.output
     assert "seed 1" in result.stdout
@@ -192,7 +192,7 @@ async def test_random_faults_are_counted(cluster: ProcessCluster) -> None:
 
 
 @pytest.mark.long
-async def test_a_drained_worker_is_replaced_when_it_is_empty(cluster: ProcessCluster) -> None:
+async def test_drained_worker_is_replaced_once_empty(cluster: ProcessCluster) -> None:
     """By random faults, of which none is made here: there is no time for one."""
     before = await alive(cluster)
     drained = min(before)
@@ -207,7 +207,7 @@ async def test_a_drained_worker_is_replaced_when_it_is_empty(cluster: ProcessClu
     await until(is_replaced)
 
 
-async def test_a_cluster_without_chaos_refuses(config: Config) -> None:
+async def test_chaos_command_is_rejected_without_chaos(config: Config) -> None:
     plain = load(None, {}, [*SETTINGS, "num_routers=1", f"state_dir={config.state_dir}"])
     async with ProcessCluster(plain) as cluster:
         with endpoint.published(plain.state_dir, cluster.addresses):
@@ -216,7 +216,7 @@ async def test_a_cluster_without_chaos_refuses(config: Config) -> None:
     assert "without chaos: everlift up --chaos" in " ".join(result.stderr.split())
 
 
-async def test_the_check_finds_what_somebody_has_broken(cluster: ProcessCluster) -> None:
+async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> None:
     async with AsyncClient(cluster.address) as client:
         for name in ("whole", "broken"):
             await client.generate(PROMPT, max_tokens=3, temperature=0.0, request_id=name).text()
@@ -242,7 +242,7 @@ async def test_the_check_finds_what_somebody_has_broken(cluster: ProcessCluster)
     }
 
 
-async def test_where_no_ledger_has_run_that_is_told(tmp_path: Path) -> None:
+async def test_chaos_check_reports_a_missing_ledger(tmp_path: Path) -> None:
     result = await run("chaos", "check")
     assert (result.exit_code, os.listdir(tmp_path)) == (1, [])
     assert "has no ledger" in " ".join(result.stderr.split())

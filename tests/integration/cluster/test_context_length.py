@@ -40,7 +40,7 @@ async def models(parts: Cluster) -> dict[str, Any]:
 # one number
 
 
-async def test_max_model_len_is_unknown_until_a_worker_announces_it() -> None:
+async def test_max_model_len_is_unknown_until_a_worker_joins() -> None:
     async with (
         cluster(workers=0, worker_config=SMALL) as parts,
         AsyncClient(parts.address) as client,
@@ -59,7 +59,7 @@ async def test_max_model_len_is_unknown_until_a_worker_announces_it() -> None:
         assert (await client.tokenize("abc")).max_model_len == CONTEXT
 
 
-async def test_max_model_len_is_the_ledgers_after_a_restart() -> None:
+async def test_max_model_len_is_restored_from_the_ledger() -> None:
     async with cluster(workers=1, worker_config=SMALL) as parts:
         await parts.kill_router(parts.routers[0])
         await parts.add_router()
@@ -78,7 +78,7 @@ async def test_max_model_len_is_the_ledgers_after_a_restart() -> None:
         ([7] * CONTEXT, None, "prompt_too_long"),
     ],
 )
-async def test_requests_queued_before_a_worker_end_cleanly(
+async def test_requests_queued_before_the_first_worker_end_cleanly(
     prompt: list[int], max_tokens: int | None, slug: str
 ) -> None:
     async with cluster(workers=0, worker_config=SMALL) as parts:
@@ -115,7 +115,7 @@ async def test_queued_request_without_max_tokens_fills_the_context() -> None:
 
 
 @pytest.mark.parametrize("front", [*FRONTS, "GenerateMany"])
-async def test_max_tokens_beyond_the_context_is_refused(front: str) -> None:
+async def test_max_tokens_beyond_the_context_is_rejected(front: str) -> None:
     send = {**FRONTS, "GenerateMany": many}[front]
     async with cluster(workers=1, worker_config=SMALL) as parts:
         for prompt in ({"tokens": [7] * 10}, {"text": "a" * 10}):
@@ -150,7 +150,7 @@ async def test_request_option_clamps_max_tokens() -> None:
         assert len(received.tokens) == CONTEXT - 10
 
 
-async def test_default_of_completions_is_clamped() -> None:
+async def test_completions_default_max_tokens_is_clamped() -> None:
     """A client that sets no max_tokens asks for no more than the context leaves."""
     async with cluster(workers=1, worker_config=SMALL) as parts:
         body = {"prompt": [7] * (CONTEXT - 5)}
@@ -158,7 +158,7 @@ async def test_default_of_completions_is_clamped() -> None:
         assert answer.json["usage"]["completion_tokens"] == 5
 
 
-async def test_chat_names_the_field_that_its_client_set() -> None:
+async def test_chat_error_names_the_field_its_client_set() -> None:
     worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=2, num_threads=1)
     router = replace(ROUTER, model=str(DEMO_MODEL))
     async with cluster(workers=1, router_config=router, worker_config=worker) as parts:
@@ -174,7 +174,7 @@ async def test_chat_names_the_field_that_its_client_set() -> None:
         assert await chat(parts, {"text": "hi", "max_tokens": None}, {}) == Answer()
 
 
-async def test_long_chat_is_refused_before_all_of_it_is_tokenised() -> None:
+async def test_long_chat_is_rejected_before_full_tokenisation() -> None:
     worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=2, num_threads=1)
     router = replace(ROUTER, model=str(DEMO_MODEL))
     async with cluster(workers=1, router_config=router, worker_config=worker) as parts:
@@ -185,7 +185,7 @@ async def test_long_chat_is_refused_before_all_of_it_is_tokenised() -> None:
             assert re.search(r"characters have about \d+ tokens", refused.message)
 
 
-def test_llm_refuses_and_clamps_max_tokens() -> None:
+def test_llm_rejects_or_clamps_excess_max_tokens() -> None:
     with LLM("fake", max_model_len=CONTEXT) as llm:
         with pytest.raises(ContextLengthExceeded, match=f"is {CONTEXT} tokens"):
             llm.generate([[7] * 10], max_tokens=CONTEXT)

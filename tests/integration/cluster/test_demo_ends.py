@@ -61,7 +61,7 @@ def of_others() -> Iterator[None]:
 
 @pytest.mark.usefixtures("of_others")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_and_leaves_no_directory(
+def test_demo_ended_by_a_signal_leaves_no_directory(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Starting:
@@ -107,7 +107,7 @@ class Refusing(inference_pb2_grpc.InferenceServicer):
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
-async def test_who_is_refused_before_a_token_is_counted_as_not_answered(room: int) -> None:
+async def test_demo_load_counts_rejected_requests_as_not_completed(room: int) -> None:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(Refusing(room), server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -71,7 +71,7 @@ def wrong(
         for kind in KINDS
     ],
 )
-def test_held_out_prompts_are_answered_exactly(
+def test_demo_model_answers_held_out_prompts_exactly(
     kind: str, engine: TorchEngine, tokenizer: FastTokenizer
 ) -> None:
     drawn = tasks.examples(kind, seed=7, n=20 if kind == "long_count" else 120, held_out=True)
@@ -80,7 +80,7 @@ def test_held_out_prompts_are_answered_exactly(
     assert len(mistakes) <= (1 - SHARE_RIGHT) * len(asked), mistakes
 
 
-def test_solved_lines_before_the_last_one_change_nothing(
+def test_demo_model_ignores_solved_lines_before_the_last(
     engine: TorchEngine, tokenizer: FastTokenizer
 ) -> None:
     asked = [
@@ -93,7 +93,7 @@ def test_solved_lines_before_the_last_one_change_nothing(
     assert len(mistakes) <= (1 - SHARE_RIGHT) * len(asked), mistakes
 
 
-def test_the_prompts_people_try_first_are_answered(
+def test_demo_model_answers_common_first_prompts(
     engine: TorchEngine, tokenizer: FastTokenizer
 ) -> None:
     asked = [Example("tried", prompt, answer) for prompt, answer in TRIED_FIRST.items()]
@@ -101,7 +101,7 @@ def test_the_prompts_people_try_first_are_answered(
 
 
 @pytest.mark.long
-def test_a_count_stays_right_for_hundreds_of_tokens(
+def test_demo_model_counts_correctly_for_hundreds_of_tokens(
     engine: TorchEngine, tokenizer: FastTokenizer
 ) -> None:
     asked = [
@@ -111,7 +111,7 @@ def test_a_count_stays_right_for_hundreds_of_tokens(
     assert len(tokenizer.encode(asked[-1].answer)) > 600
 
 
-def test_the_checkpoint_stays_small() -> None:
+def test_demo_checkpoint_size_is_bounded() -> None:
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= BYTES_ALLOWED
 
 
@@ -124,7 +124,7 @@ def test_the_checkpoint_stays_small() -> None:
         "".join(map(chr, range(256))),
     ],
 )
-def test_any_text_comes_back_from_its_tokens(text: str, tokenizer: FastTokenizer) -> None:
+def test_demo_tokenizer_round_trips_any_text(text: str, tokenizer: FastTokenizer) -> None:
     plain = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     ids = plain.encode(text).ids
     assert plain.decode(ids) == text
@@ -132,7 +132,7 @@ def test_any_text_comes_back_from_its_tokens(text: str, tokenizer: FastTokenizer
     assert tokenizer.decode(ids) == text
 
 
-def test_a_character_of_several_bytes_is_several_tokens(tokenizer: FastTokenizer) -> None:
+def test_demo_tokenizer_splits_multibyte_characters(tokenizer: FastTokenizer) -> None:
     assert [len(tokenizer.encode(character)) for character in "e東👩"] == [1, 3, 4]
 
 

@@ -206,7 +206,7 @@ def changes_anything(entry: session_pb2.StepLog) -> bool:
         *(("slai", 0), ("magnus", 0)),
     ],
 )
-def test_the_batches_are_those_of_the_live_engine(policy: str, num_at_once: int) -> None:
+def test_forecast_batches_equal_those_of_the_live_engine(policy: str, num_at_once: int) -> None:
     live = Live(replace(LIMITS, scheduling=POLICIES[policy]))
     live.run(seed=num_at_once)
     batches = dict(played_again(live, num_at_once))
@@ -221,7 +221,7 @@ def test_the_batches_are_those_of_the_live_engine(policy: str, num_at_once: int)
 
 
 @pytest.mark.parametrize("num_at_once", [0, 16])
-def test_they_are_where_the_policy_changes_in_between(num_at_once: int) -> None:
+def test_forecast_batches_follow_policy_changes(num_at_once: int) -> None:
     live = Live(replace(LIMITS, scheduling=POLICIES["slai"]))
     policies: list[EnginePolicy] = ["static", "continuous", "magnus", "slai", "continuous"]
     live.run(7, policies)

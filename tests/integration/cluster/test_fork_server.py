@@ -46,7 +46,7 @@ async def rank(fork_server: ForkServer, tmp_path: Path) -> Child:
     return child
 
 
-async def test_what_lies_in_the_working_directory_is_not_run(
+async def test_launchers_import_nothing_from_the_working_directory(
     fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("cluster", "everlift", "router", "uvloop", "worker"):
@@ -72,7 +72,7 @@ def open_files(pid: int) -> set[str]:
     return files
 
 
-async def test_numpys_threads_keep_no_rank_from_its_start(tmp_path: Path) -> None:
+async def test_fork_server_starts_ranks_despite_numpy_threads(tmp_path: Path) -> None:
     """A single worker has all cores, and numpy comes with the model's runner."""
     launch = replace(HALF, worker=replace(HALF.worker, model=str(DEMO_MODEL)))
     fork_server = ForkServer(launch.worker, rank_environment(2), tmp_path / "fork-server.log")
@@ -85,7 +85,7 @@ async def test_numpys_threads_keep_no_rank_from_its_start(tmp_path: Path) -> Non
         fork_server.close()
 
 
-async def test_ranks_are_told_apart_and_have_one_fork_server(
+async def test_ranks_are_separate_children_of_one_fork_server(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     first, second = await rank(fork_server, tmp_path), await rank(fork_server, tmp_path)
@@ -96,7 +96,9 @@ async def test_ranks_are_told_apart_and_have_one_fork_server(
     await second.kill()
 
 
-async def test_a_rank_has_its_own_log_and_session(fork_server: ForkServer, tmp_path: Path) -> None:
+async def test_forked_rank_has_its_own_log_and_session(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     child = await rank(fork_server, tmp_path)
     assert os.getsid(child.pid) == child.pid
     assert os.readlink(f"/proc/{child.pid}/fd/2") == str(tmp_path / "rank.log")
@@ -105,7 +107,9 @@ async def test_a_rank_has_its_own_log_and_session(fork_server: ForkServer, tmp_p
     await child.kill()
 
 
-async def test_the_cause_of_an_end_is_told(fork_server: ForkServer, tmp_path: Path) -> None:
+async def test_forked_rank_reports_the_cause_of_its_failure(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     launch = RankLaunch("worker-0", "info", WorkerConfig(model="/nowhere"))
     child = Child(launch, fork_server, tmp_path / "rank.log")
     await child.start()
@@ -114,9 +118,7 @@ async def test_the_cause_of_an_end_is_told(fork_server: ForkServer, tmp_path: Pa
     await child.wait()
 
 
-async def test_a_rank_is_on_the_gpu_that_it_is_given(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+async def test_forked_rank_uses_its_assigned_gpu(fork_server: ForkServer, tmp_path: Path) -> None:
     child = Child(replace(HALF, gpu="GPU-5a"), fork_server, tmp_path / "rank.log")
     await child.start()
     assert "rendezvous" in await child.report()
@@ -125,7 +127,7 @@ async def test_a_rank_is_on_the_gpu_that_it_is_given(
     assert "GPU assigned" in said
 
 
-async def test_a_killed_rank_is_known_to_be(fork_server: ForkServer, tmp_path: Path) -> None:
+async def test_forked_rank_reports_its_kill_status(fork_server: ForkServer, tmp_path: Path) -> None:
     child = await rank(fork_server, tmp_path)
     os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(ClusterFailed, match="ended with status -9"):
@@ -133,7 +135,7 @@ async def test_a_killed_rank_is_known_to_be(fork_server: ForkServer, tmp_path: P
     await child.stop(1.0)
 
 
-async def test_a_rank_ends_in_good_order_when_it_is_asked_to(
+async def test_forked_rank_stops_cleanly_on_request(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     child = await rank(fork_server, tmp_path)
@@ -142,7 +144,7 @@ async def test_a_rank_ends_in_good_order_when_it_is_asked_to(
         await child.report()
 
 
-async def test_ranks_end_with_the_fork_server_and_the_next_one_has_another(
+async def test_fork_server_death_ends_its_ranks_and_is_recovered(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     child = await rank(fork_server, tmp_path)
@@ -155,9 +157,7 @@ async def test_ranks_end_with_the_fork_server_and_the_next_one_has_another(
     await other.kill()
 
 
-async def test_who_stops_waiting_for_a_rank_leaves_none(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+async def test_cancelled_rank_start_leaves_no_rank(fork_server: ForkServer, tmp_path: Path) -> None:
     await fork_server.load()
     abandoned = asyncio.create_task(fork_server.start(HALF, tmp_path / "rank.log"))
     await asyncio.sleep(0)
@@ -168,9 +168,7 @@ async def test_who_stops_waiting_for_a_rank_leaves_none(
     await child.kill()
 
 
-async def test_a_fork_server_that_is_closed_starts_no_more(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+async def test_closed_fork_server_is_not_restarted(fork_server: ForkServer, tmp_path: Path) -> None:
     before = asyncio.all_tasks()
     starting = [
         asyncio.create_task(fork_server.start(HALF, tmp_path / "rank.log")) for _ in range(3)
@@ -186,7 +184,7 @@ async def test_a_fork_server_that_is_closed_starts_no_more(
     assert fork_server._process is None
 
 
-async def test_a_rank_that_cannot_be_forked_takes_no_other_along() -> None:
+async def test_failed_fork_is_reported_and_closes_its_descriptors() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fork", no_fork)
@@ -201,7 +199,7 @@ def no_fork() -> int:
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
-async def test_a_rank_is_gone_when_the_end_of_its_fork_server_is_noticed(
+async def test_ranks_are_dead_once_fork_server_death_is_noticed(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     children = [await rank(fork_server, tmp_path) for _ in range(3)]
@@ -218,7 +216,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_a_fork_server_that_is_not_alone_in_its_process_says_so(tmp_path: Path) -> None:
+async def test_fork_server_fails_to_load_beside_other_threads(tmp_path: Path) -> None:
     """Of its threads a fork would keep one."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
@@ -231,7 +229,7 @@ async def test_a_fork_server_that_is_not_alone_in_its_process_says_so(tmp_path: 
     assert fork_server._process is None
 
 
-async def test_a_fork_server_that_cannot_start_says_where_its_log_is(tmp_path: Path) -> None:
+async def test_failed_fork_server_start_names_its_log(tmp_path: Path) -> None:
     (tmp_path / "grpc.py").write_text("raise RuntimeError('broken')")
     fork_server = ForkServer(FAKE, {"PYTHONPATH": str(tmp_path)}, tmp_path / "fork-server.log")
     child = Child(HALF, fork_server, tmp_path / "rank.log")

@@ -48,7 +48,7 @@ async def text(cluster: ProcessCluster) -> str:
 
 
 @pytest.mark.long
-async def test_workers_serve_one_commit_also_when_its_branch_has_moved(
+async def test_workers_serve_the_pinned_commit_after_the_branch_moved(
     hub: Hub, tmp_path: Path
 ) -> None:
     async with ProcessCluster(config(tmp_path, NAME)) as cluster:
@@ -67,7 +67,7 @@ async def test_workers_serve_one_commit_also_when_its_branch_has_moved(
         ("/nowhere", "not a GGUF file, and not a hub id"),
     ],
 )
-async def test_up_says_in_a_line_what_cannot_be_served(
+async def test_up_reports_an_unservable_model_in_one_line(
     hub: Hub, tmp_path: Path, model: str, words: str
 ) -> None:
     process = await asyncio.create_subprocess_exec(

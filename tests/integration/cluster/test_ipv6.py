@@ -29,7 +29,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 
 @needs_ipv6
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-async def test_all_of_it_listens_and_is_found_there(tmp_path: Path, host: str) -> None:
+async def test_cluster_listens_and_is_reachable_on_ipv6(tmp_path: Path, host: str) -> None:
     names = ("router.host", "router.internal_host", "router.http_host", "worker.host")
     settings = [f"{name}={host}" for name in (*names, "router.metrics_host")]
     ports = ["router.port=0", "router.http_port=0", "router.drain=0.2"]
@@ -43,7 +43,7 @@ async def test_all_of_it_listens_and_is_found_there(tmp_path: Path, host: str) -
             await answer.read()
 
 
-def test_an_address_has_brackets_beside_a_port_alone() -> None:
+def test_ipv6_address_is_bracketed_only_with_a_port() -> None:
     assert (joined("::1", 4), joined("a.example", 4)) == ("[::1]:4", "a.example:4")
     assert (bare("[::1]"), bare("::1"), bare("127.0.0.1")) == ("::1", "::1", "127.0.0.1")
     assert parse("[::1]:6380") == parse("::1:6380") == ("::1", 6380)

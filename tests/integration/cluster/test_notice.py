@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-async def test_a_signal_is_heard_once_and_outside_the_main_thread_too() -> None:
+async def test_signal_notice_is_delivered_once_outside_the_main_thread() -> None:
     """As in an actor's process, whose event loop has a thread of its own."""
     script = """
 import asyncio, os, signal, threading

@@ -64,7 +64,7 @@ def text(tokens: list[int]) -> str:
     return ByteTokenizer().decode(tokens)
 
 
-def test_completions_come_in_the_order_of_their_prompts(llm: LLM) -> None:
+def test_completions_are_in_prompt_order(llm: LLM) -> None:
     """More than the window holds, of lengths that let them end in another order."""
     asked = prompts(40)
     lengths = [1 + 7 * i % 23 for i in range(40)]
@@ -76,7 +76,7 @@ def test_completions_come_in_the_order_of_their_prompts(llm: LLM) -> None:
         assert (answer.num_prompt_tokens, answer.num_output_tokens) == (3, length)
 
 
-def test_only_a_window_of_the_prompts_is_with_the_engine(
+def test_engine_holds_only_a_window_of_the_prompts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[int] = []
@@ -91,12 +91,12 @@ def test_only_a_window_of_the_prompts_is_with_the_engine(
     assert 4 < max(waiting) <= 4 * 4
 
 
-def test_one_prompt_needs_no_list(llm: LLM) -> None:
+def test_generate_accepts_a_single_prompt(llm: LLM) -> None:
     (answer,) = llm.generate("hello", temperature=0, max_tokens=5)
     assert answer.text == text(expected_tokens(list(b"hello"), 5))
 
 
-def test_every_choice_is_drawn_by_itself(llm: LLM) -> None:
+def test_choices_are_sampled_independently(llm: LLM) -> None:
     sampling = SamplingParams(seed=9)
     (answer,) = llm.generate([[1, 2]], n=3, seed=9, max_tokens=6)
     expected = [expected_tokens([1, 2], 6, sampling=sampling, choice=i) for i in range(3)]
@@ -104,7 +104,7 @@ def test_every_choice_is_drawn_by_itself(llm: LLM) -> None:
     assert len({choice.text for choice in answer.choices}) == 3
 
 
-def test_a_stop_string_ends_one_choice_and_not_the_others(llm: LLM) -> None:
+def test_llm_stop_string_ends_only_its_choice(llm: LLM) -> None:
     sampling = SamplingParams(seed=9)
     first, second = (expected_tokens([1, 2], 9, sampling=sampling, choice=i) for i in range(2))
     stop = text([first[3]])
@@ -117,7 +117,7 @@ def test_a_stop_string_ends_one_choice_and_not_the_others(llm: LLM) -> None:
     assert llm.generate([[1, 2]], seed=9, stop=stop, include_stop=True)[0].text == text(first[:4])
 
 
-def test_log_probabilities_come_with_their_tokens(llm: LLM) -> None:
+def test_log_probabilities_are_returned_with_their_tokens(llm: LLM) -> None:
     plain, (answer,) = (
         llm.generate([[1, 2, 3]], temperature=0, max_tokens=5, **options)  # type: ignore[arg-type]
         for options in ({}, {"logprobs": 2, "prompt_logprobs": 0})
@@ -128,7 +128,7 @@ def test_log_probabilities_come_with_their_tokens(llm: LLM) -> None:
     assert plain[0].choices[0].logprobs == plain[0].prompt_logprobs == ()
 
 
-def test_a_stream_says_what_generate_says(llm: LLM) -> None:
+def test_stream_output_equals_generate(llm: LLM) -> None:
     (whole,) = llm.generate([[1, 2]], n=2, seed=4, max_tokens=20, logprobs=1)
     with llm.stream([1, 2], n=2, seed=4, max_tokens=20, logprobs=1) as stream:
         chunks = list(stream)
@@ -151,7 +151,7 @@ def empty(llm: LLM) -> None:
         time.sleep(0.002)
 
 
-def test_a_closed_stream_leaves_nothing_in_the_engine(llm: LLM) -> None:
+def test_closed_stream_leaves_no_sequence_in_the_engine(llm: LLM) -> None:
     stream = llm.stream("x")
     next(stream)
     stream.close()
@@ -159,9 +159,7 @@ def test_a_closed_stream_leaves_nothing_in_the_engine(llm: LLM) -> None:
     empty(llm)
 
 
-def test_one_prompt_that_cannot_be_keeps_all_from_running(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_prompt_prevents_the_whole_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Background, "submit", lambda *_: pytest.fail("something ran"))
     bad: list[tuple[type[Exception], dict[str, object]]] = [
         (EmptyPrompt, {"prompts": ["fine", ""]}),
@@ -181,7 +179,7 @@ def test_one_prompt_that_cannot_be_keeps_all_from_running(
             llm.generate(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_deadline_costs_its_own_prompt_alone() -> None:
+def test_deadline_fails_only_its_own_prompt() -> None:
     with LLM("fake", fake={"step_time": 0.005}) as llm:
         late, fine = llm.generate(
             [[1, 2], [3]], each=[{"timeout_s": 0.05}, {"max_tokens": 5}], temperature=0
@@ -194,7 +192,7 @@ def test_a_deadline_costs_its_own_prompt_alone() -> None:
     assert fine.text == text(expected_tokens([3], 5))
 
 
-def test_a_failed_step_costs_its_own_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_fails_only_its_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     execute = FakeRunner.execute
 
     def failing(runner: FakeRunner, plan: Plan) -> list[RowResult]:
@@ -210,7 +208,7 @@ def test_a_failed_step_costs_its_own_prompts_alone(monkeypatch: pytest.MonkeyPat
     assert answer.text == text(expected_tokens([1, 2], 5))
 
 
-def test_the_end_of_the_engine_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(runner: FakeRunner, plan: Plan) -> list[RowResult]:
         raise RuntimeError("out of luck")
 
@@ -221,7 +219,7 @@ def test_the_end_of_the_engine_is_raised(monkeypatch: pytest.MonkeyPatch) -> Non
                 llm.generate(prompts(50))
 
 
-def test_closing_ends_what_runs() -> None:
+def test_close_cancels_running_requests() -> None:
     llm = LLM("fake", fake={"step_time": 0.001})
     futures = [llm.submit("x") for _ in range(3)]
     llm.close()
@@ -234,7 +232,7 @@ def test_closing_ends_what_runs() -> None:
         llm.generate("x")
 
 
-def test_a_cancelled_future_leaves_nothing_in_the_engine(llm: LLM) -> None:
+def test_cancelled_future_leaves_no_sequence_in_the_engine(llm: LLM) -> None:
     future = llm.submit("x")
     assert future.cancel()
     (answer,) = llm.generate([[1]], max_tokens=3, temperature=0)
@@ -242,12 +240,12 @@ def test_a_cancelled_future_leaves_nothing_in_the_engine(llm: LLM) -> None:
     empty(llm)
 
 
-def test_what_is_not_closed_is_closed_as_garbage() -> None:
+def test_unclosed_llm_is_closed_by_garbage_collection() -> None:
     assert LLM("fake").generate("x", max_tokens=1)[0].text
     gc.collect()
 
 
-def test_a_model_that_cannot_run_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_llm_construction_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="no such directory"):
         LLM(tmp_path / "none")
     with pytest.raises(SettingsError, match="did you mean max_num_seqs"):
@@ -256,7 +254,7 @@ def test_a_model_that_cannot_run_leaves_nothing(tmp_path: Path) -> None:
         LLM("fake", num_blocks=0)
 
 
-def test_closing_from_another_thread_ends_generate() -> None:
+def test_close_from_another_thread_ends_generate() -> None:
     llm = LLM("fake", fake={"step_time": 0.001})
     closing = threading.Timer(0.05, llm.close)
     closing.start()
@@ -266,7 +264,7 @@ def test_closing_from_another_thread_ends_generate() -> None:
     closing.join()
 
 
-def test_a_rank_that_does_not_start_leaves_nothing(
+def test_failed_rank_start_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -275,7 +273,9 @@ def test_a_rank_that_does_not_start_leaves_nothing(
         LLM("fake", tensor_parallel=2)
 
 
-def test_ctrl_c_ends_generate_and_what_it_began(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_interrupted_by_ctrl_c_aborts_its_sequences(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = Background.submit
 
     def interrupted(background: Background, *arguments: object) -> None:
@@ -288,7 +288,7 @@ def test_ctrl_c_ends_generate_and_what_it_began(llm: LLM, monkeypatch: pytest.Mo
     empty(llm)
 
 
-def test_progress_is_shown_where_it_is_wanted(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_only_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(prompts(3), max_tokens=2)
     assert capsys.readouterr() == ("", "")
     llm.generate(prompts(3), max_tokens=2, progress=True)
@@ -298,7 +298,7 @@ def test_progress_is_shown_where_it_is_wanted(llm: LLM, capsys: pytest.CaptureFi
     assert "tokens/s" in shown.err
 
 
-def test_importing_the_package_imports_nothing_of_it() -> None:
+def test_package_import_is_lazy() -> None:
     script = """
 import sys, cluster
 assert not {"torch", "grpc", "worker", "router"} & sys.modules.keys()

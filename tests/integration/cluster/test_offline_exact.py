@@ -52,13 +52,13 @@ def said_by_transformers(prompt: str) -> str:
     return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_greedy_texts_are_those_of_transformers(llm: LLM) -> None:
+def test_llm_greedy_texts_equal_transformers(llm: LLM) -> None:
     answers = llm.generate(PROMPTS, temperature=0, max_tokens=60)
     assert [answer.text for answer in answers] == list(map(said_by_transformers, PROMPTS))
     assert {answer.choices[0].finish_reason for answer in answers} == {FinishReason.STOP}
 
 
-async def test_a_cluster_says_the_same(llm: LLM) -> None:
+async def test_cluster_outputs_equal_llm_outputs(llm: LLM) -> None:
     """Greedy and sampled, with log probabilities; by its client, and by the command."""
     model = str(DEMO_MODEL)
     router = RouterConfig(model=model, port=0, http_host="", drain=0.2, worker_silence=5.0)
@@ -80,7 +80,7 @@ async def test_a_cluster_says_the_same(llm: LLM) -> None:
     assert printed.stdout == llm.generate(PROMPTS[0], temperature=0)[0].text + "\n"
 
 
-def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path) -> None:
+def test_llm_downloads_a_hub_model_once(tmp_path: Path) -> None:
     with in_use(tmp_path / "cache") as hub:
         hub.push("org/demo", {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir()})
         for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path) -> None:
         assert hub.downloads().count("model.safetensors") == 1
 
 
-def test_a_model_of_another_architecture_runs_too(tmp_path: Path) -> None:
+def test_llm_runs_an_adapted_architecture(tmp_path: Path) -> None:
     config = GPT2Config(
         vocab_size=512, n_positions=96, n_embd=32, n_layer=2, n_head=4, eos_token_id=0
     )
@@ -106,7 +106,7 @@ def test_a_model_of_another_architecture_runs_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_output_has_the_form_that_was_asked_for() -> None:
+def test_llm_output_has_the_requested_form() -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     forms: list[GenerateOptions] = [
         {"json_schema": schema},
@@ -126,7 +126,7 @@ def test_an_output_has_the_form_that_was_asked_for() -> None:
     assert fine.error is None
 
 
-def test_no_grammar_of_many_is_one_too_many() -> None:
+def test_llm_compiles_more_grammars_than_its_queue_holds() -> None:
     grammars = {"max_compiling": 1, "max_queued": 1}
     forms: list[GenerateOptions] = [{"regex": f"a{i}"} for i in range(5)]
     with LLM(DEMO_MODEL, **SETTINGS, grammar=grammars) as llm:
@@ -135,7 +135,7 @@ def test_no_grammar_of_many_is_one_too_many() -> None:
 
 
 @pytest.mark.long
-def test_two_ranks_say_the_same_and_end_together(
+def test_llm_with_two_ranks_equals_one_and_fails_together(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -61,7 +61,7 @@ async def check(address: str, name: str, **environ: str) -> None:
     await run(address, program("python"), "-m", "pytest", *alone, checks, **environ)
 
 
-async def test_openai_and_langchain(tmp_path: Path) -> None:
+async def test_openai_and_langchain_clients_are_served(tmp_path: Path) -> None:
     places = ["router.port=0", "router.http_port=0", f"state_dir={tmp_path}"]
     exact = ["worker.dtype=float32", "worker.num_blocks=512"]
     async with ProcessCluster(load(None, {}, [*places, *exact])) as parts:
@@ -73,13 +73,13 @@ async def test_openai_and_langchain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "form", [pytest.param(it, marks=pytest.mark.long) if it == "llama3" else it for it in TEMPLATES]
 )
-async def test_openai_of_a_model_that_calls_tools(tmp_path: Path, form: str) -> None:
+async def test_openai_client_receives_tool_calls(tmp_path: Path, form: str) -> None:
     async with scripted_cluster(tmp_path / "caller", TEMPLATES[form]) as parts:
         names = {"EVERLIFT_TOOL_FORMAT": form, "EVERLIFT_MODEL": "caller"}
         await check(parts.routers[0].http_address, "tool_checks.py", **names)
 
 
-async def test_openais_client_comes_again_when_it_is_told_to() -> None:
+async def test_openai_client_retries_after_a_full_queue() -> None:
     async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
         address = parts.routers[0].http_address
         async with AsyncClient(parts.address) as client:
@@ -95,7 +95,7 @@ async def test_openais_client_comes_again_when_it_is_told_to() -> None:
 
 
 @pytest.mark.long
-async def test_what_the_document_says_is_so(tmp_path: Path) -> None:
+async def test_openapi_document_matches_the_answers(tmp_path: Path) -> None:
     async with cluster(workers=1) as parts:
         address = parts.routers[0].http_address
         await run(

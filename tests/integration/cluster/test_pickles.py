@@ -52,7 +52,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists()
 
 
-def test_a_pickle_that_is_loaded_leaves_its_mark(tmp_path: Path) -> None:
+def test_marker_pickle_leaves_its_marker_when_loaded(tmp_path: Path) -> None:
     for protocol in PROTOCOLS:
         path = tmp_path / str(protocol)
         pickle.loads(leaving(path, protocol))
@@ -74,7 +74,7 @@ def decoded(address: str) -> tuple[str, int]:
     return name, int(port, 16)
 
 
-async def test_the_ports_are_those_that_are_written_down_and_on_loopback(
+async def test_ports_are_documented_and_on_loopback(
     cluster: ProcessCluster,
 ) -> None:
     router, worker = cluster.routers[0], cluster.workers[0]
@@ -100,7 +100,7 @@ async def worker_address(cluster: ProcessCluster) -> str:
         return worker.address
 
 
-async def test_raw_pickles_at_every_port_run_nowhere(cluster: ProcessCluster, marker: Path) -> None:
+async def test_raw_pickles_are_loaded_at_no_port(cluster: ProcessCluster, marker: Path) -> None:
     ports = sorted(set().union(*addresses(cluster).values()))
     assert len(ports) >= 5
     async with beside_a_good_stream(cluster.address):
@@ -160,7 +160,7 @@ def methods() -> Iterator[str]:
     yield INFER
 
 
-async def test_pickles_as_messages_and_in_their_fields_run_nowhere(
+async def test_pickles_in_messages_and_fields_are_never_loaded(
     cluster: ProcessCluster, marker: Path
 ) -> None:
     places = [cluster.address, cluster.routers[0].internal_address, await worker_address(cluster)]
@@ -197,7 +197,7 @@ async def in_headers_and_bodies(cluster: ProcessCluster, data: bytes) -> None:
                 pass
 
 
-async def test_a_ledger_without_its_password_takes_none(
+async def test_ledger_rejects_pickles_without_its_password(
     cluster: ProcessCluster, marker: Path
 ) -> None:
     [home] = cluster.config.state_dir.glob("ledger")

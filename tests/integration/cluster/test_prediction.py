@@ -22,7 +22,7 @@ FAKE = ServedModel.load("fake")
 STOP = {"stop": ["\x00\x01\x02\x03"]}
 
 
-async def test_a_running_router_takes_a_predictor_and_the_next_one(tmp_path: Path) -> None:
+async def test_router_loads_and_replaces_predictors_while_running(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     config = replace(ROUTER, predictor=str(path))
     async with cluster(workers=1, router_config=config) as parts, AsyncClient(parts.address) as to:
@@ -62,7 +62,7 @@ def coverage(samples: Samples) -> set[str]:
     return set(samples.values("everlift_predictor_coverage_ratio", "quantile"))
 
 
-async def test_what_ended_in_a_ledger_is_learnt_from_without_its_prompts() -> None:
+async def test_predictor_examples_from_a_ledger_contain_no_prompts() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as to:
         await receive(to, [*b"What is a secret?" * 4], 30, n=1, **STOP)
         await receive(to, [*b"And this?"], 12, **STOP)
@@ -77,7 +77,7 @@ async def test_what_ended_in_a_ledger_is_learnt_from_without_its_prompts() -> No
     assert not any("secret" in line for line in kept)
 
 
-async def test_outputs_of_another_model_teach_nothing() -> None:
+async def test_predictor_examples_exclude_other_models() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as to:
         await receive(to, [*b"What is it?"], 12, **STOP)
         other = ServedModel.load("fake")

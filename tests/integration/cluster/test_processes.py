@@ -68,7 +68,7 @@ async def num_alive(address: str) -> int:
         return sum(worker.alive for worker in (await client.status()).workers)
 
 
-async def test_every_router_serves_with_every_worker(config: Config) -> None:
+async def test_routers_all_serve_with_all_workers(config: Config) -> None:
     async with ProcessCluster(replace(config, num_routers=2, num_workers=2)) as cluster:
         assert await asyncio.gather(*map(num_alive, cluster.addresses)) == [2, 2]
         assert len([pid for pid in cluster.pids if is_alive(pid)]) == 5
@@ -80,7 +80,7 @@ async def test_every_router_serves_with_every_worker(config: Config) -> None:
 
 
 @pytest.mark.long
-async def test_a_stream_goes_on_when_its_worker_is_killed(config: Config) -> None:
+async def test_stream_continues_when_its_worker_is_killed(config: Config) -> None:
     async with ProcessCluster(replace(config, num_workers=2)) as cluster:
         expected = await undisturbed(cluster)
         async with AsyncClient(cluster.address) as client:
@@ -102,7 +102,7 @@ async def test_a_stream_goes_on_when_its_worker_is_killed(config: Config) -> Non
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
 )
-async def test_until_a_worker_was_found_dead_or_frozen_is_told(
+async def test_explain_reports_the_time_to_detect_a_lost_worker(
     config: Config, number: signal.Signals
 ) -> None:
     async with ProcessCluster(replace(config, num_workers=2)) as cluster:
@@ -127,7 +127,7 @@ async def test_until_a_worker_was_found_dead_or_frozen_is_told(
     assert spent[pb.SPAN_KIND_RECOMPUTE, 2] > 0
 
 
-async def test_who_waits_for_a_worker_is_told_that_one_starts(config: Config) -> None:
+async def test_explain_reports_waiting_for_a_starting_worker(config: Config) -> None:
     """From its process's beginning on, and not before."""
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
         await cluster.kill_worker(0)
@@ -163,7 +163,7 @@ async def test_stream_resumes_after_a_router_restart(
         assert (text, cluster.address) == (expected, address)
 
 
-async def test_the_ranks_of_a_worker_start_and_end_together(config: Config) -> None:
+async def test_worker_ranks_start_and_end_together(config: Config) -> None:
     config = replace(config, worker=replace(config.worker, tensor_parallel=2))
     async with ProcessCluster(config) as cluster:
         first, second = cluster.workers[0].pids
@@ -177,7 +177,7 @@ async def test_the_ranks_of_a_worker_start_and_end_together(config: Config) -> N
 
 
 @pytest.mark.long
-async def test_what_ends_by_itself_is_started_again_where_that_is_wanted(config: Config) -> None:
+async def test_revive_restarts_killed_routers_and_workers(config: Config) -> None:
     # Of a port that the kernel has given another test may be the next owner while nobody listens.
     router = replace(config.router, port=free_port(), http_port=free_port())
     async with ProcessCluster(replace(config, router=router), revive=True) as cluster:
@@ -189,7 +189,7 @@ async def test_what_ends_by_itself_is_started_again_where_that_is_wanted(config:
         assert len(await undisturbed(cluster)) > 0
 
 
-async def test_the_cause_is_told_when_a_process_does_not_start(tmp_path: Path) -> None:
+async def test_failed_process_start_reports_the_cause(tmp_path: Path) -> None:
     config = load(
         None, {}, ["model=/nowhere", "router.port=0", "router.http_port=0", f"state_dir={tmp_path}"]
     )
@@ -198,7 +198,7 @@ async def test_the_cause_is_told_when_a_process_does_not_start(tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
-async def test_the_fork_server_loads_while_the_routers_start(
+async def test_fork_server_loads_while_routers_start(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits until the other has begun."""
@@ -221,7 +221,7 @@ async def test_the_fork_server_loads_while_the_routers_start(
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
-async def test_without_a_fork_server_workers_start_by_themselves(
+async def test_workers_start_without_a_fork_server(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def crowded(fork_server: ForkServer) -> None:
@@ -237,7 +237,7 @@ async def test_without_a_fork_server_workers_start_by_themselves(
 
 
 @pytest.mark.parametrize("revive", [False, True])
-async def test_a_port_that_is_taken_is_told(config: Config, revive: bool) -> None:
+async def test_router_port_in_use_is_reported(config: Config, revive: bool) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -247,7 +247,7 @@ async def test_a_port_that_is_taken_is_told(config: Config, revive: bool) -> Non
 
 
 @pytest.mark.parametrize("model", ["fake", pytest.param(str(DEMO_MODEL), marks=pytest.mark.long)])
-async def test_nothing_listens_beyond_loopback(tmp_path: Path, model: str) -> None:
+async def test_processes_listen_on_loopback_only(tmp_path: Path, model: str) -> None:
     """Nor do the processes that these have started."""
     settings = [*SETTINGS, f"model={model}", f"state_dir={tmp_path}", "worker.tensor_parallel=2"]
     async with ProcessCluster(load(None, {}, settings)) as cluster:
@@ -311,7 +311,7 @@ def is_written(state_dir: Path, *names: bytes) -> bool:
 
 
 @pytest.mark.long
-async def test_after_a_kill_of_everything_the_next_cluster_goes_on(config: Config) -> None:
+async def test_next_cluster_resumes_after_the_first_is_killed(config: Config) -> None:
     assignments = [*SETTINGS, f"state_dir={config.state_dir}"]
     first = subprocess.Popen(
         [sys.executable, "-c", KILLED, *assignments],

@@ -100,12 +100,12 @@ async def test_replay_reads_finished_requests_without_prompts() -> None:
     assert newest.arrival == replace(second.arrival, at=0.0)
 
 
-async def test_a_ledger_that_knows_nothing_has_no_records() -> None:
+async def test_empty_ledger_has_no_replay_records() -> None:
     async with cluster(workers=1) as parts:
         assert await finished_requests(parts.ledger, limit=10) == []
 
 
-async def test_what_was_stands_beside_what_would_have_been() -> None:
+async def test_comparison_shows_past_and_simulated_results() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         for count in (3, 4):
             await receive(client, [1, 2, 3], count)
@@ -143,7 +143,9 @@ async def test_replay_survives_lost_and_added_workers(
     assert json.loads(to_json.read_text())["all"]["requests"] == 3
 
 
-async def test_a_plan_is_made_of_what_was_served(tmp_path: Path, served: None, kind: str) -> None:
+async def test_plan_sizes_the_cluster_from_served_requests(
+    tmp_path: Path, served: None, kind: str
+) -> None:
     """Each request takes 0.3 s, and two have room on a worker."""
     to_json = tmp_path / "plan.json"
     how = ("--from-ledger", "--kind", kind, "--json", str(to_json))
@@ -152,7 +154,9 @@ async def test_a_plan_is_made_of_what_was_served(tmp_path: Path, served: None, k
     assert {trial["workers"]: trial["is_enough"] for trial in tried}[3] is False
 
 
-async def test_policies_are_compared_with_what_was(tmp_path: Path, served: None, kind: str) -> None:
+async def test_replay_compares_policies_with_the_past(
+    tmp_path: Path, served: None, kind: str
+) -> None:
     to_json = tmp_path / "answers.json"
     how = ("--from-ledger", "--workers", f"{kind}=1", "--json", str(to_json))
     await run("replay", "--policy", "fifo,shortest", *how)

@@ -34,7 +34,7 @@ CONFIG = WorkerConfig(
 )
 
 
-async def test_a_process_with_a_step_that_never_ends_says_so_and_ends() -> None:
+async def test_process_with_a_stuck_step_reports_it_and_exits() -> None:
     async with announced() as router_address, asyncio.timeout(30.0):
         launch = RankLaunch("rank", "error", CONFIG, routers=(router_address,))
         process = await asyncio.create_subprocess_exec(

@@ -48,7 +48,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["processes", "fork server"],
 )
-async def test_of_a_cluster(revive: bool, ranks: int, files: list[str], tmp_path: Path) -> None:
+async def test_cluster_ranks_use_their_threads_and_wait_passively(
+    revive: bool, ranks: int, files: list[str], tmp_path: Path
+) -> None:
     settings = [
         f"state_dir={tmp_path}",
         "router.port=0",
@@ -82,7 +84,7 @@ def llm(before: str, ranks: int, state: Path, **more: str) -> str:
     return done.stderr
 
 
-def test_of_an_llm(tmp_path: Path) -> None:
+def test_llm_ranks_use_their_threads_and_wait_passively(tmp_path: Path) -> None:
     first = llm("", 2, tmp_path)
     other = (tmp_path / "everlift" / "logs" / "offline.1.log").read_text()
     assert (said(first, WAITING), said(other, WAITING)) == (SLEEPS, SLEEPS)
@@ -90,19 +92,19 @@ def test_of_an_llm(tmp_path: Path) -> None:
     assert "torch was imported" not in first
 
 
-def test_who_imported_torch_before_an_llm_is_told(tmp_path: Path) -> None:
+def test_llm_warns_of_an_earlier_torch_import(tmp_path: Path) -> None:
     heard = llm("import torch", 1, tmp_path)
     assert said(heard, WAITING) != SLEEPS
     assert "torch was imported without OMP_WAIT_POLICY=PASSIVE" in heard
 
 
 @pytest.mark.long
-def test_who_has_the_policy_gets_the_rest_and_keeps_what_is_set(tmp_path: Path) -> None:
+def test_llm_keeps_omp_settings_of_the_environment(tmp_path: Path) -> None:
     assert said(llm("", 1, tmp_path, OMP_WAIT_POLICY="PASSIVE"), WAITING) == SLEEPS
     assert said(llm("", 1, tmp_path, GOMP_SPINCOUNT="77"), WAITING) == "77"
 
 
-def test_who_has_decided_how_an_llm_waits_hears_nothing(tmp_path: Path) -> None:
+def test_llm_does_not_warn_if_omp_wait_policy_is_set(tmp_path: Path) -> None:
     heard = llm("import torch", 1, tmp_path, OMP_WAIT_POLICY="ACTIVE")
     assert said(heard, WAITING) != SLEEPS
     assert "torch was imported" not in heard

@@ -101,7 +101,7 @@ async def output_of(process: Process) -> str:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
 )
-async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.Signals) -> None:
+async def test_up_serves_until_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     async with up(tmp_path) as process:
         text = await output(tmp_path, "generate", "hello", "--max-tokens", "9", "--request-id", "r")
         assert len(text) > 9
@@ -114,7 +114,7 @@ async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.S
 
 
 @pytest.mark.long
-async def test_without_ray_there_are_a_cluster_and_an_llm(
+async def test_cluster_and_llm_run_without_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray = tmp_path / "without_ray"
@@ -131,7 +131,7 @@ async def test_without_ray_there_are_a_cluster_and_an_llm(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_ends_it_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
+async def test_up_exits_on_a_signal_during_start(tmp_path: Path, number: signal.Signals) -> None:
     process = await everlift(tmp_path, *UP)
     log = tmp_path / "everlift" / "logs" / "up.log"
     async with asyncio.timeout(30):
@@ -144,7 +144,7 @@ async def test_a_signal_ends_it_while_it_starts(tmp_path: Path, number: signal.S
     assert b"serves" not in out
 
 
-async def test_ctrl_c_cancels_what_is_generated(tmp_path: Path) -> None:
+async def test_generate_is_cancelled_by_ctrl_c(tmp_path: Path) -> None:
     async with up(tmp_path) as process:
         command = ["generate", "hello", "--max-tokens", "4000", "--request-id", "r"]
         generating = await everlift(tmp_path, *command)

@@ -81,7 +81,7 @@ BEST: Cases = {
 
 
 @pytest.mark.parametrize("cases", [MANY, BEST], ids=["n", "best_of"])
-async def test_an_absurd_number_of_outputs_is_refused_before_one_is_made(cases: Cases) -> None:
+async def test_excessive_output_count_is_rejected_before_generation(cases: Cases) -> None:
     async with demo_fronts() as fronts:
         await check(fronts, cases)
 
@@ -104,11 +104,13 @@ EMPTY: Cases = {
 }
 
 
-async def test_an_empty_prompt_is_refused(fronts: Fronts) -> None:
+async def test_empty_prompt_is_rejected(fronts: Fronts) -> None:
     await check(fronts, EMPTY)
 
 
-async def test_embeddings_are_taken_nowhere(fronts: Fronts, tmp_path: Path) -> None:
+async def test_prompt_embeddings_are_rejected_on_every_front(
+    fronts: Fronts, tmp_path: Path
+) -> None:
     """Neither as torch.save writes them, nor sparse, with indices beyond their size."""
     marker = tmp_path / "marker"
     data = saved(marker)
@@ -147,7 +149,7 @@ async def elsewhere() -> AsyncIterator[tuple[str, list[int]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a", asked
 
 
-async def test_nothing_is_fetched_for_a_client() -> None:
+async def test_urls_in_requests_are_never_fetched() -> None:
     async with demo_fronts() as fronts, elsewhere() as (url, asked):
         text = f"![picture]({url}) <img src='{url}'> {url}"
         schema = f'{{"$ref": "{url}"}}'
@@ -177,7 +179,7 @@ async def test_nothing_is_fetched_for_a_client() -> None:
 # heads
 
 
-async def test_huge_headers_are_cut_off_on_every_front(fronts: Fronts) -> None:
+async def test_oversized_headers_are_rejected_on_every_front(fronts: Fronts) -> None:
     large, huge = {"x-forwarded-for": "1" * 17_000}, {"x-forwarded-for": "1" * MIB}
     cases: Cases = {
         "native": (MetadataTooLarge, lambda it: it.native(pb.GenerateRequest(text="a"), large)),
@@ -208,7 +210,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-async def test_a_head_without_end_is_not_kept(fronts: Fronts, case: str) -> None:
+async def test_endless_http_head_is_not_buffered(fronts: Fronts, case: str) -> None:
     """256 MiB of it, were it taken."""
     begin, more = ENDLESS[case]
     more *= MIB // len(more)
@@ -223,7 +225,7 @@ async def test_a_head_without_end_is_not_kept(fronts: Fronts, case: str) -> None
         writer.transport.abort()
 
 
-async def test_version_ranges_are_read_with_any_end(fronts: Fronts) -> None:
+async def test_pipelined_bodies_and_maximum_header_are_served(fronts: Fronts) -> None:
     """Pipelined behind bodies, and of just as many bytes as there may be."""
     body = b'{"prompt": "%s"}' % (b"a" * 100_000)
     post = POST + b"content-length: %d\r\n\r\n%s" % (len(body), body)

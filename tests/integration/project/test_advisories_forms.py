@@ -54,7 +54,7 @@ def over_each(kind: str, texts: dict[str, str]) -> Cases:
     }
 
 
-async def test_a_regex_that_is_none_fails_alone() -> None:
+async def test_malformed_regex_fails_only_its_request() -> None:
     texts = {
         "open": "(a",
         "range": "[z-a]",
@@ -65,7 +65,7 @@ async def test_a_regex_that_is_none_fails_alone() -> None:
         await check(fronts, over_each("regex", texts))
 
 
-async def test_a_schema_that_is_none_fails_alone() -> None:
+async def test_malformed_json_schema_fails_only_its_request() -> None:
     texts = {
         "no JSON": '{"type":',
         "no type": '{"type": "something"}',
@@ -84,7 +84,7 @@ async def test_a_schema_that_is_none_fails_alone() -> None:
         await check(fronts, cases)
 
 
-async def test_a_grammar_that_is_none_or_has_no_end_fails_alone() -> None:
+async def test_malformed_or_endless_ebnf_fails_only_its_request() -> None:
     texts = {
         "itself": "root ::= root",
         "each other": "root ::= a\na ::= b\nb ::= a",
@@ -113,7 +113,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-async def test_a_tool_whose_schema_is_none_fails_alone() -> None:
+async def test_malformed_tool_schema_fails_only_its_request() -> None:
     named = {"type": "function", "function": {"name": "f"}}
     cases: Cases = {
         "no object": (InvalidRequest, called({"type": "something"})),
@@ -132,7 +132,7 @@ async def test_a_tool_whose_schema_is_none_fails_alone() -> None:
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-async def test_chat_template_cannot_come_from_a_client() -> None:
+async def test_chat_template_from_a_client_is_rejected() -> None:
     messages = [said("a")]
     cases: Cases = {}
     for name, value in {
@@ -155,7 +155,7 @@ async def test_chat_template_cannot_come_from_a_client() -> None:
         await check(fronts, cases)
 
 
-async def test_a_long_chat_is_rendered_and_tokenised_off_the_event_loop() -> None:
+async def test_long_chat_does_not_block_the_event_loop() -> None:
     long = [said("count " * 500_000)]
     cases: Cases = {
         "chat": (PromptTextTooLong, chat(messages=long)),
@@ -167,7 +167,7 @@ async def test_a_long_chat_is_rendered_and_tokenised_off_the_event_loop() -> Non
 
 
 @pytest.mark.long
-async def test_a_template_that_never_ends_holds_up_no_stream(tmp_path: Path) -> None:
+async def test_endless_chat_template_delays_no_stream(tmp_path: Path) -> None:
     """The model's own may loop for some chats."""
     directory = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}a"

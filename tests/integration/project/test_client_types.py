@@ -55,7 +55,7 @@ def blocking() -> None:
 """
 
 
-def test_a_strict_program_that_uses_everything_passes(tmp_path: Path) -> None:
+def test_client_types_pass_strict_mypy(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
@@ -68,5 +68,5 @@ def test_a_strict_program_that_uses_everything_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_library_says_that_it_is_typed() -> None:
+def test_client_library_has_py_typed() -> None:
     assert (ROOT / "proto" / "everlift" / "py.typed").exists()

@@ -53,7 +53,7 @@ def change(copy: Path, file: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_what_is_promised_is_kept(copy: Path) -> None:
+def test_current_contract_has_no_breaking_change(copy: Path) -> None:
     assert breaks(copy) == ""
 
 
@@ -71,7 +71,7 @@ def test_what_is_promised_is_kept(copy: Path) -> None:
         ("ledger.proto", "bytes salt = 12;", "uint32 salt = 12;"),
     ],
 )
-def test_what_others_would_not_understand_is_refused(
+def test_incompatible_contract_change_is_reported(
     copy: Path, file: str, old: str, new: str
 ) -> None:
     change(copy, file, old, new)
@@ -92,6 +92,6 @@ def test_what_others_would_not_understand_is_refused(
         ("ledger.proto", "bytes salt = 12;", "bytes cache_salt = 12;"),
     ],
 )
-def test_what_they_do_not_notice_is_not(copy: Path, file: str, old: str, new: str) -> None:
+def test_compatible_contract_change_is_accepted(copy: Path, file: str, old: str, new: str) -> None:
     change(copy, file, old, new)
     assert breaks(copy) == ""

@@ -61,11 +61,11 @@ def protobuf_under(python: Path | str) -> str:
     return done.stdout.strip()
 
 
-def test_the_client_runs_on_protobuf_7() -> None:
+def test_client_runs_on_protobuf_7() -> None:
     assert protobuf_under(sys.executable) == "7"
 
 
-def test_the_client_runs_on_protobuf_6() -> None:
+def test_client_runs_on_protobuf_6() -> None:
     python = OTHER / "bin" / "python"
     if not python.exists():
         reason = f"no environment with protobuf 6 at {OTHER}"

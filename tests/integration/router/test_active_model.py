@@ -68,7 +68,7 @@ async def tokens(client: AsyncClient, number: int, model: str = "") -> list[int]
     return [token async for chunk in stream for token in chunk.token_ids]
 
 
-async def test_clients_are_sent_to_one_model_at_a_time(upgrade: Upgrade) -> None:
+async def test_activation_makes_only_new_model_ready(upgrade: Upgrade) -> None:
     old, new = upgrade.old, upgrade.new
     assert await is_ready(old)
     assert not await is_ready(new)
@@ -88,7 +88,7 @@ async def test_clients_are_sent_to_one_model_at_a_time(upgrade: Upgrade) -> None
             await ask(parts, "other")
 
 
-async def test_connections_to_the_old_model_close_after_their_requests(
+async def test_deactivated_router_closes_connections_after_requests(
     upgrade: Upgrade,
 ) -> None:
     [held] = upgrade.old.hold()
@@ -109,7 +109,7 @@ async def test_connections_to_the_old_model_close_after_their_requests(
         assert len(await running) == 30
 
 
-async def test_a_refused_client_retries_over_a_new_connection(upgrade: Upgrade) -> None:
+async def test_client_retries_refusal_over_new_connection(upgrade: Upgrade) -> None:
     host, port = upgrade.new.address.rsplit(":", 1)
     connections: set[asyncio.Task[None]] = set()
 
@@ -139,7 +139,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-async def test_a_refused_http_client_has_its_connection_closed(upgrade: Upgrade) -> None:
+async def test_inactive_router_closes_refused_http_connection(upgrade: Upgrade) -> None:
     address = upgrade.new.routers[0].http_address
     reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
     body = b'{"model": "other", "prompt": [1, 2]}'

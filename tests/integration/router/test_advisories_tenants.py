@@ -68,7 +68,7 @@ async def tenants(tmp_path: Path) -> AsyncIterator[Tenants]:
         yield Tenants(Fronts.of(parts), keys)
 
 
-async def test_no_tenant_has_a_block_of_anothers_prompt_whatever_it_speaks(
+async def test_prefix_cache_is_isolated_by_tenant_on_every_front(
     tenants: Tenants,
 ) -> None:
     owners = dict(zip(FRONTS, ("acme", "other", "third"), strict=True))
@@ -85,7 +85,7 @@ async def test_no_tenant_has_a_block_of_anothers_prompt_whatever_it_speaks(
         assert await tenants.hits() > before
 
 
-def test_the_name_of_a_block_is_the_sha_256_of_all_that_leads_to_it() -> None:
+def test_block_hash_is_sha256_chained_over_prefix() -> None:
     """Not Python's hash, of which collisions are known: -1 and -2 have one, and so has None."""
     tokens, parent, right = list(range(3 * BLOCK_SIZE)), b"salt", []
     for first in range(0, len(tokens), BLOCK_SIZE):
@@ -109,7 +109,7 @@ class Unequalled(str):
     __hash__ = str.__hash__
 
 
-def test_secrets_are_compared_in_a_time_that_says_nothing() -> None:
+def test_key_secret_comparison_is_constant_time() -> None:
     secret = "s" * 43
     kept = Unequalled(hash_of(secret))
     key = Key("acme", (Scope.INFER,), kept, "2030-01-01T00:00:00Z")
@@ -119,7 +119,7 @@ def test_secrets_are_compared_in_a_time_that_says_nothing() -> None:
         assert kept == hash_of(secret)
 
 
-async def test_every_wrong_key_is_refused_alike_on_every_front(tenants: Tenants) -> None:
+async def test_invalid_keys_get_identical_error_on_every_front(tenants: Tenants) -> None:
     right = tenants.keys["acme"]
     prefix, key_id, secret = right.split("_", 2)
     wrong = {

@@ -15,7 +15,7 @@ from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.support.ledger.ledgers import TIMEOUT_S, valkey_server
 
 
-async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> None:
+async def test_exchange_reads_load_and_publishes_scaling() -> None:
     with valkey_server() as url:
         config = LedgerConfig(url=url, durability_class="memory")
         ledger = await connect(config)
@@ -38,7 +38,7 @@ async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> Non
             await ledger.close()
 
 
-async def test_autoscaler_learns_which_workers_its_cluster_replaces() -> None:
+async def test_exchange_reports_replaced_workers_until_activation() -> None:
     with valkey_server() as url:
         shared: Any = {"url": url, "durability_class": "memory", "active_key": "release-active"}
         old = await connect(LedgerConfig(**shared, key_prefix="release-old"))
@@ -62,7 +62,7 @@ async def test_autoscaler_learns_which_workers_its_cluster_replaces() -> None:
             await new.close()
 
 
-async def test_a_ledger_that_takes_nothing_more_is_read_all_the_same(
+async def test_exchange_reads_load_while_ledger_rejects_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connections: list[LedgerConfig] = []

@@ -215,7 +215,7 @@ def message(fields: dict[str, object]) -> bytes:
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-async def test_a_bad_request_is_answered_and_never_reaches_the_engine(
+async def test_bad_request_is_rejected_before_engine(
     parts: Cluster, client: AsyncClient, case: str
 ) -> None:
     fields, status, slug = BAD_REQUESTS[case]
@@ -246,7 +246,7 @@ def _starts_of(parts: Cluster) -> list[str]:
         (b"\x12\xff", "invalid_request"),
     ],
 )
-async def test_bytes_that_are_no_request_are_named(
+async def test_malformed_message_is_rejected_with_slug(
     parts: Cluster, client: AsyncClient, data: bytes, slug: str
 ) -> None:
     neighbour = asyncio.create_task(receive(client, NEIGHBOUR, 60))
@@ -255,7 +255,7 @@ async def test_bytes_that_are_no_request_are_named(
     assert (await neighbour).tokens == right_tokens(NEIGHBOUR, 60)
 
 
-async def test_a_request_id_with_another_body_is_refused(
+async def test_request_id_reuse_with_different_body_conflicts(
     parts: Cluster, client: AsyncClient
 ) -> None:
     stream = client.generate([1, 2], max_tokens=50, temperature=0, request_id="mine")
@@ -271,7 +271,9 @@ async def test_a_request_id_with_another_body_is_refused(
     assert tokens == right_tokens([1, 2], 50)
 
 
-async def test_unknown_requests_and_offsets_are_named(parts: Cluster, client: AsyncClient) -> None:
+async def test_attach_rejects_unknown_requests_and_bad_offsets(
+    parts: Cluster, client: AsyncClient
+) -> None:
     received = await receive(client, [1, 2], 5)
     for request_id, offsets, status, slug in [
         ("nobody", [], "NOT_FOUND", "unknown_request"),
@@ -286,7 +288,7 @@ async def test_unknown_requests_and_offsets_are_named(parts: Cluster, client: As
         assert answer[:2] == (status, slug)
 
 
-async def test_a_full_queue_refuses_with_resource_exhausted() -> None:
+async def test_full_queue_returns_resource_exhausted() -> None:
     config = replace(ROUTER, max_queued=2)
     async with (
         cluster(workers=0, router_config=config) as parts,
@@ -303,7 +305,7 @@ async def test_a_full_queue_refuses_with_resource_exhausted() -> None:
         assert sum([len(chunk.token_ids) async for chunk in stream]) == 3
 
 
-async def test_a_deadline_ends_with_deadline_exceeded_and_frees_the_blocks(
+async def test_expired_request_gets_deadline_exceeded_and_frees_blocks(
     parts: Cluster, client: AsyncClient
 ) -> None:
     link = parts.routers[0]._sessions.links[0]
@@ -314,7 +316,7 @@ async def test_a_deadline_ends_with_deadline_exceeded_and_frees_the_blocks(
     assert (await client.get_request("late")).state == pb.REQUEST_STATE_EXPIRED
 
 
-async def test_a_grpc_deadline_is_the_requests_deadline(
+async def test_grpc_deadline_sets_request_deadline(
     parts: Cluster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine an answer may be on its way for long.
@@ -335,7 +337,7 @@ async def test_a_grpc_deadline_is_the_requests_deadline(
     assert entry.state.value == "expired"
 
 
-async def test_a_plain_clients_disconnect_frees_its_blocks(
+async def test_grpc_disconnect_cancels_request_and_frees_blocks(
     parts: Cluster, client: AsyncClient
 ) -> None:
     link = parts.routers[0]._sessions.links[0]

@@ -57,7 +57,7 @@ def port(release: Rendered, tmp_path: Path) -> Iterator[int]:
         process.wait()
 
 
-def test_a_router_may_do_what_the_ledgers_readme_says(release: Rendered) -> None:
+def test_chart_router_acl_matches_ledger_readme(release: Rendered) -> None:
     readme = (Path(__file__).parents[3] / "router" / "ledger" / "README.md").read_text()
     [least] = re.findall(r"user everlift on >PASSWORD ~everlift:\* (.*?)\n\n", readme, re.DOTALL)
     script = release.the("ConfigMap")["data"]["start.sh"]
@@ -86,9 +86,7 @@ def wait_for(server: subprocess.Popen[bytes], redis: Any) -> None:
     raise AssertionError("the server ended")
 
 
-async def test_a_router_has_what_it_needs_on_the_keys_of_its_release(
-    release: Rendered, port: int
-) -> None:
+async def test_chart_router_acl_is_limited_to_release_prefix(release: Rendered, port: int) -> None:
     settings = release.settings["ledger"]
     url = f"redis://everlift:{PASSWORDS['EVERLIFT_PASSWORD']}@127.0.0.1:{port}"
     ledger = await connect(LedgerConfig(url=url, **settings))
@@ -107,7 +105,7 @@ async def test_a_router_has_what_it_needs_on_the_keys_of_its_release(
             redis.flushall()
 
 
-def test_ray_has_keys_of_its_own(port: int) -> None:
+def test_chart_ray_user_has_separate_key_space(port: int) -> None:
     with client(port, "ray") as redis:
         redis.delete("DUMMY")
         redis.hset("RAYsome-namespace@KV", "field", "value")
@@ -120,6 +118,6 @@ def test_ray_has_keys_of_its_own(port: int) -> None:
 
 
 @pytest.mark.long
-def test_nobody_else_may_log_in(port: int) -> None:
+def test_chart_ledger_rejects_unauthenticated_clients(port: int) -> None:
     with Redis(port=port) as redis, pytest.raises(AuthenticationError):
         redis.ping()

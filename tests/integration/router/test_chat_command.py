@@ -45,7 +45,7 @@ async def prompts(parts: Cluster) -> list[str]:
     return texts[::-1]
 
 
-async def test_each_line_of_input_is_a_message_of_one_conversation(tmp_path: Path) -> None:
+async def test_cli_chat_sends_piped_lines_as_one_conversation(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
         process = await chat(parts, "--system", "be brief", "--temperature", "0")
         lines = f"{SAY}four\n\n{SAY}five\n/clear\n{SAY}six\n"
@@ -59,7 +59,7 @@ async def test_each_line_of_input_is_a_message_of_one_conversation(tmp_path: Pat
     assert "five" not in third
 
 
-async def test_a_model_without_a_template_is_said_to_have_none() -> None:
+async def test_cli_chat_reports_missing_chat_template() -> None:
     async with in_process.cluster(workers=1) as parts:
         process = await chat(parts)
         out, err = await process.communicate(b"hello\n")
@@ -67,7 +67,7 @@ async def test_a_model_without_a_template_is_said_to_have_none() -> None:
     assert "has no chat template: use `everlift generate`" in err.decode()
 
 
-async def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:
+async def test_cli_chat_ctrl_c_cancels_answer_only(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
         terminal, end = pty.openpty()
         os.set_blocking(terminal, False)

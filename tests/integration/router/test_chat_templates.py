@@ -82,7 +82,7 @@ def saying(content: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_hermes(tmp_path: Path) -> None:
+async def test_hermes_template_renders_tools_and_tool_calls(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.HERMES) as template:
         text = await template.render(
             [
@@ -120,7 +120,7 @@ async def test_hermes(tmp_path: Path) -> None:
         )
 
 
-async def test_llama3(tmp_path: Path) -> None:
+async def test_llama3_template_renders_and_selects_tool_format(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.LLAMA3) as template:
         assert template.tool_format is LLAMA3
         assert await template.render(HELLO, None) == (
@@ -129,7 +129,7 @@ async def test_llama3(tmp_path: Path) -> None:
         )
 
 
-async def test_mistral_and_what_its_template_refuses(tmp_path: Path) -> None:
+async def test_mistral_template_rejects_invalid_conversations(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.MISTRAL) as template:
         assert template.tool_format is None
         answer = {"role": "assistant", "content": "hi"}
@@ -144,7 +144,7 @@ async def test_mistral_and_what_its_template_refuses(tmp_path: Path) -> None:
             await template.render(HELLO, None, more={"chat_template": "mine"})
 
 
-async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(
+async def test_hostile_template_fails_only_its_own_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However slow the machine is, it is not the time that ends a chat here.
@@ -161,7 +161,7 @@ async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(
             await template.render(saying("long"), None)
 
 
-async def test_a_template_without_end_costs_its_own_chat_and_nobody_elses(
+async def test_endless_template_times_out_only_its_own_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy the machine is, it is the CPU time that ends a chat here.
@@ -186,7 +186,7 @@ async def test_a_template_without_end_costs_its_own_chat_and_nobody_elses(
         ("{{ (" * 5000, TemplateFailed, "fails|wrong"),
     ],
 )
-async def test_a_template_that_cannot_even_be_compiled_refuses_every_chat(
+async def test_uncompilable_template_rejects_every_chat(
     tmp_path: Path, text: str, error: type[Exception], words: str
 ) -> None:
     limit_s = 0.5 if error is TemplateTimeout else 30.0
@@ -197,7 +197,7 @@ async def test_a_template_that_cannot_even_be_compiled_refuses_every_chat(
 
 
 @pytest.mark.long
-async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> None:
+async def test_event_loop_runs_during_template_timeout(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:
         await template.render(HELLO, None)
@@ -219,7 +219,7 @@ async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> No
         assert turns > 100 * (time.thread_time() - began)
 
 
-async def test_what_was_started_ahead_renders_the_first_chat(tmp_path: Path) -> None:
+async def test_prestarted_renderer_serves_first_chat(tmp_path: Path) -> None:
     async with serving(tmp_path, HOSTILE) as template:
         template.start()
         await until(lambda: template._processes[0]._process)
@@ -228,7 +228,7 @@ async def test_what_was_started_ahead_renders_the_first_chat(tmp_path: Path) -> 
         assert supervisor(template) is process
 
 
-async def test_a_renderer_that_was_killed_is_started_again(tmp_path: Path) -> None:
+async def test_killed_renderer_is_restarted(tmp_path: Path) -> None:
     async with serving(tmp_path, HOSTILE) as template:
         await template.render(HELLO, None)
         process = supervisor(template)
@@ -245,7 +245,7 @@ async def test_a_renderer_that_was_killed_is_started_again(tmp_path: Path) -> No
         assert await template.render(HELLO, None) == "hello is fine"
 
 
-async def test_a_renderer_that_uses_no_time_and_says_nothing_is_ended(
+async def test_frozen_renderer_is_terminated_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
@@ -261,7 +261,7 @@ async def test_a_renderer_that_uses_no_time_and_says_nothing_is_ended(
         assert await template.render(HELLO, None) == "hello is fine"
 
 
-async def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
+async def test_renderer_start_failure_is_server_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path, HOSTILE) as template:
@@ -274,7 +274,7 @@ async def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
         assert await template.render(HELLO, None) == "hello is fine"
 
 
-async def test_chats_take_turns_and_too_many_are_refused(
+async def test_renderer_queue_serializes_chats_and_rejects_excess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(templates, "_MAX_WAITING", 3)
@@ -291,7 +291,7 @@ async def test_chats_take_turns_and_too_many_are_refused(
         assert template._waiting_bytes == 0
 
 
-async def test_a_client_that_goes_leaves_the_renderer_to_others(tmp_path: Path) -> None:
+async def test_cancelled_render_frees_renderer(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:
         await template.render(HELLO, None)
@@ -303,7 +303,7 @@ async def test_a_client_that_goes_leaves_the_renderer_to_others(tmp_path: Path) 
         assert await template.render(HELLO, None) == "hello is fine"
 
 
-async def test_several_processes_render_at_once(tmp_path: Path) -> None:
+async def test_renderer_processes_run_in_parallel(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=60, template_processes=2)
     async with serving(tmp_path, HOSTILE, config) as template:
         looping = asyncio.create_task(template.render(saying("loop"), None))
@@ -315,7 +315,7 @@ async def test_several_processes_render_at_once(tmp_path: Path) -> None:
             await looping
 
 
-async def test_a_renderer_has_no_secrets_no_torch_and_bounds(
+async def test_renderer_process_is_sandboxed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERLIFT_SECRET", "hush")
@@ -332,7 +332,7 @@ async def test_a_renderer_has_no_secrets_no_torch_and_bounds(
         assert int(soft["Max address space"]) < 1 << 30
 
 
-def test_a_renderer_ends_with_its_router(tmp_path: Path) -> None:
+def test_renderer_exits_with_killed_router(tmp_path: Path) -> None:
     """Also while it renders; who starts it here is killed."""
     program = """
 import asyncio, os, signal, sys
@@ -356,7 +356,7 @@ asyncio.run(main())
     # That nothing is left every test checks.
 
 
-def test_where_templates_are(tmp_path: Path) -> None:
+def test_chat_template_source_precedence(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
 
     config = tmp_path / "tokenizer_config.json"
@@ -378,7 +378,7 @@ def test_where_templates_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", ["{", '{"chat_template": [{"name": "rag", "template": ""}]}', '{"chat_template": 3}']
 )
-def test_files_that_are_no_templates_are_refused(tmp_path: Path, config: str) -> None:
+def test_chat_template_load_rejects_malformed_files(tmp_path: Path, config: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
 
     with pytest.raises(UnknownModel):

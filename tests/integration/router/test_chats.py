@@ -90,7 +90,7 @@ async def test_chat_stops_at_the_end_token(change: Change, tmp_path: Path) -> No
         assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
 
 
-async def test_chat_takes_back_its_own_tool_calls(tmp_path: Path) -> None:
+async def test_chat_accepts_own_tool_calls_as_input(tmp_path: Path) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     async with scripted_cluster(tmp_path / "m", STRICT) as parts:
         address = parts.routers[0].http_address
@@ -107,7 +107,7 @@ async def test_chat_takes_back_its_own_tool_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-async def test_required_call_wins_over_response_format(kind: str, tmp_path: Path) -> None:
+async def test_required_tool_call_overrides_response_format(kind: str, tmp_path: Path) -> None:
     form = {"type": kind, "json_schema": {"schema": {"const": 1}}}
     tools = [{"type": "function", "function": {"name": "search"}}]
     body = {**SAYING, "tools": tools, "tool_choice": "required", "response_format": form}
@@ -121,7 +121,7 @@ async def test_required_call_wins_over_response_format(kind: str, tmp_path: Path
     assert json.loads(call["function"]["arguments"]) == {}
 
 
-async def test_chat_without_tools_in_the_list_is_refused(tmp_path: Path) -> None:
+async def test_chat_with_empty_tools_list_is_rejected(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "m", HERMES) as parts:
         address = parts.routers[0].http_address
         for path in ("/v1/chat/completions", "/tokenize"):
@@ -184,7 +184,7 @@ async def ask_kserve(address: str, name: str, request_id: str, own: Mapping[str,
 
 
 @pytest.mark.parametrize("setting", ["model", "none"])
-async def test_sampling_defaults_on_every_front(setting: Any, tmp_path: Path) -> None:
+async def test_sampling_defaults_apply_on_every_front(setting: Any, tmp_path: Path) -> None:
     model = with_defaults(tmp_path / "m")
     worker = WorkerConfig(model=model, device="cpu", num_blocks=64, num_threads=1)
     router = replace(ROUTER, model=model, sampling_defaults=setting)
@@ -209,7 +209,7 @@ async def test_sampling_defaults_on_every_front(setting: Any, tmp_path: Path) ->
     assert described.sampling_defaults == pb.Sampling(**shown)
 
 
-def test_sampling_defaults_offline(tmp_path: Path) -> None:
+def test_sampling_defaults_apply_to_offline_llm(tmp_path: Path) -> None:
     model = with_defaults(tmp_path / "m")
     with LLM(model, device="cpu", num_blocks=64, num_threads=1) as llm:
         task, own = llm._task("a", {}), llm._task("a", {"temperature": 0})

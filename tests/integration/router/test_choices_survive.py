@@ -62,7 +62,7 @@ def check(stream: Stream, received: Received, prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1, 25, 80])
-async def test_choices_go_on_elsewhere_when_their_worker_is_killed(tokens_before: int) -> None:
+async def test_choices_migrate_from_killed_worker(tokens_before: int) -> None:
     async with cluster() as parts, AsyncClient(parts.address) as client:
         streams = [submit(client, prompt) for prompt in PROMPTS]
         work = [asyncio.create_task(receive(stream)) for stream in streams]
@@ -81,7 +81,7 @@ async def test_choices_go_on_elsewhere_when_their_worker_is_killed(tokens_before
             assert any(len(one.epochs[0]) > 1 for one in received)
 
 
-async def test_choices_are_handed_back_by_a_drained_worker_without_a_loss() -> None:
+async def test_choices_migrate_from_drained_worker_without_loss() -> None:
     async with cluster() as parts, AsyncClient(parts.address) as client:
         streams = [submit(client, prompt) for prompt in PROMPTS]
         work = [asyncio.create_task(receive(stream)) for stream in streams]
@@ -99,7 +99,7 @@ async def losses(parts: Cluster, streams: list[Stream]) -> int:
     return sum(entry.losses for entry in entries)
 
 
-async def test_choices_go_on_when_their_router_dies() -> None:
+async def test_choices_resume_after_router_death() -> None:
     async with cluster(routers=2, workers=2) as parts:
         first, second = parts.routers
         async with AsyncClient([first.address, second.address]) as client:
@@ -113,7 +113,7 @@ async def test_choices_go_on_when_their_router_dies() -> None:
                 check(stream, one, prompt)
 
 
-async def test_more_choices_than_slots_are_made_in_turns() -> None:
+async def test_choices_beyond_slots_are_all_generated() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         await parts.add_worker(max_num_seqs=4)
         stream = client.generate([1, 2, 3], n=10, max_tokens=9, seed=5)

@@ -107,7 +107,7 @@ async def test_console_loads_only_its_own_files(
         assert (await get(address, f"/console/{path}")).status == 404
 
 
-def test_the_page_names_no_other_host_and_has_no_script_within() -> None:
+def test_console_page_has_no_external_urls_or_inline_code() -> None:
     files = [*(Path(console.__file__).parent / "page").iterdir()]
     assert len(files) > 15
     for file in files:
@@ -118,7 +118,7 @@ def test_the_page_names_no_other_host_and_has_no_script_within() -> None:
         assert " style=" not in text and " onclick" not in text, file
 
 
-async def test_where_it_is_switched_off_there_is_nothing(parts: Cluster) -> None:
+async def test_console_disabled_returns_404(parts: Cluster) -> None:
     parts.router_config = replace(ROUTER, console=False)
     address = (await parts.add_router()).http_address
     for path in ("/console", "/console/", "/console/feed"):
@@ -128,7 +128,9 @@ async def test_where_it_is_switched_off_there_is_nothing(parts: Cluster) -> None
 # the feed
 
 
-async def test_any_router_tells_what_all_of_them_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_console_feed_aggregates_counters_of_all_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(console, "_ASK_S", 0.05)
     async with cluster(2, 1) as parts:
         here, there = parts.routers
@@ -151,7 +153,7 @@ async def test_any_router_tells_what_all_of_them_counted(monkeypatch: pytest.Mon
             assert page.told["totals"]["completed"] == 2
 
 
-async def test_a_request_that_loses_its_worker_is_seen_to_go_on(
+async def test_console_feed_reports_migration_after_worker_loss(
     parts: Cluster, address: str
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -170,7 +172,7 @@ async def test_a_request_that_loses_its_worker_is_seen_to_go_on(
         assert (transfer["from"][0], transfer["to"][0]) == (lane, 1 - lane)
 
 
-async def test_any_replica_tells_of_the_whole_cluster(parts: Cluster) -> None:
+async def test_console_feed_of_follower_covers_whole_cluster(parts: Cluster) -> None:
     other = await parts.add_router()
     await until(lambda: other._heartbeat.leader_id)
     async with watching(other.http_address) as page:
@@ -183,7 +185,7 @@ async def test_any_replica_tells_of_the_whole_cluster(parts: Cluster) -> None:
             await page.until()
 
 
-async def test_so_many_may_watch_and_who_goes_makes_room(
+async def test_console_feed_limits_viewers_and_frees_slots(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "MOST_VIEWERS", 1)
@@ -204,7 +206,7 @@ async def _first_status(address: str, path: str, headers: Mapping[str, str] = JS
         return stream.status
 
 
-async def test_a_router_that_stops_leaves_no_feed_open(parts: Cluster) -> None:
+async def test_stopping_router_closes_console_feed(parts: Cluster) -> None:
     router = await parts.add_router()
     async with watching(router.http_address) as page:
         await page.until()
@@ -215,7 +217,7 @@ async def test_a_router_that_stops_leaves_no_feed_open(parts: Cluster) -> None:
                 await page.until()
 
 
-async def test_who_only_asks_whether_there_is_a_feed_does_not_watch(address: str) -> None:
+async def test_console_feed_head_request_opens_no_stream(address: str) -> None:
     answer = await ask(address, "/console/feed", None, JSON, "HEAD")
     assert (answer.status, answer.body) == (200, b"")
 
@@ -223,7 +225,9 @@ async def test_who_only_asks_whether_there_is_a_feed_does_not_watch(address: str
 # requests, and what operators say
 
 
-async def test_a_requests_record_is_told(parts: Cluster, address: str) -> None:
+async def test_console_request_lookup_returns_record_and_events(
+    parts: Cluster, address: str
+) -> None:
     async with AsyncClient(parts.address) as client:
         async for _ in client.generate(PROMPT, max_tokens=3, request_id="r"):
             pass
@@ -234,7 +238,9 @@ async def test_a_requests_record_is_told(parts: Cluster, address: str) -> None:
     assert (unknown.status, unknown.error[0]) == (404, "unknown_request")
 
 
-async def test_operators_drain_set_the_policy_and_make_faults(parts: Cluster, address: str) -> None:
+async def test_console_operator_endpoints_drain_and_set_policy(
+    parts: Cluster, address: str
+) -> None:
     [worker, _] = parts.workers
     drained = await ask(address, "/console/drain", {"worker_id": worker.worker_id})
     assert drained.json == {"worker_id": worker.worker_id, "num_running": 0}
@@ -251,14 +257,14 @@ async def test_operators_drain_set_the_policy_and_make_faults(parts: Cluster, ad
     "body",
     [{"worker": "a"}, {"worker_id": 7}, {"worker_id": None, "x": {}}, b"[]", b"{", b"\xff"],
 )
-async def test_what_is_no_such_message_is_refused(address: str, body: object) -> None:
+async def test_console_rejects_malformed_operator_requests(address: str, body: object) -> None:
     answer = await ask(address, "/console/drain", body)
     assert answer.status in (400, 404)
     assert (await ask(address, "/console/policy", {"order": "none"})).status == 400
     assert (await ask(address, "/console/policy", {"max_queued": "many"})).status == 400
 
 
-async def test_a_page_of_another_site_changes_nothing(parts: Cluster, address: str) -> None:
+async def test_console_rejects_cross_site_requests(parts: Cluster, address: str) -> None:
     port = address.rpartition(":")[2]
     for headers, status in (
         ({}, 415),
@@ -305,7 +311,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
         yield Locked(parts, keyring, headers)
 
 
-async def test_each_path_asks_for_the_scope_that_it_asks_for_over_grpc(locked: Locked) -> None:
+async def test_console_paths_require_same_scopes_as_grpc(locked: Locked) -> None:
     address, held = locked.address, locked.keys
     strange = {**JSON, "authorization": "Bearer ev_no_key"}
     for path in ("/console/", "/console/main.js"):
@@ -327,7 +333,7 @@ async def test_each_path_asks_for_the_scope_that_it_asks_for_over_grpc(locked: L
             assert answer.status == status, (path, name)
 
 
-async def test_a_tenant_sees_its_own_requests_alone(locked: Locked) -> None:
+async def test_console_tenant_sees_only_own_requests(locked: Locked) -> None:
     clients = {
         name: locked.keys[name]["authorization"].removeprefix("Bearer ")
         for name in ("acme", "other")
@@ -370,7 +376,7 @@ async def test_a_tenant_sees_its_own_requests_alone(locked: Locked) -> None:
             assert (await get(locked.address, path, locked.keys["operator"])).status == 200, path
 
 
-async def test_a_key_that_is_revoked_ends_its_feed(locked: Locked) -> None:
+async def test_console_feed_ends_when_key_is_revoked(locked: Locked) -> None:
     async with watching(locked.address, "", locked.keys["watcher"]) as page:
         await page.until()
         shown = locked.keys["watcher"]["authorization"].removeprefix("Bearer ")

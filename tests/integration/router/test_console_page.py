@@ -104,7 +104,7 @@ async def check_readable(page: Page, name: str, part: str = "") -> None:
             await shown(path=path, **({} if part else {"full_page": True}))
 
 
-async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
+async def test_page_shows_migration_of_streamed_request(
     chromium: Browser,
 ) -> None:
     async with cluster(1, 2) as parts, opened(chromium, url_of(parts)) as page:
@@ -158,7 +158,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
 
 
 @pytest.mark.long
-async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> None:
+async def test_page_shows_preempted_request_resuming(chromium: Browser) -> None:
     """The KV cache has room for fewer tokens than its slots come to."""
     crowded = replace(WORKER, max_num_seqs=3, num_blocks=64)
     async with (
@@ -178,7 +178,7 @@ async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> No
         assert await happened.evaluate("list => list.scrollWidth <= list.clientWidth")
 
 
-async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
+async def test_page_is_accessible_in_every_theme_and_width(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     async with Load(parts.address) as load:
@@ -198,7 +198,7 @@ async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
             await check_readable(page, "console")
 
 
-async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
+async def test_page_shows_autoscaler_decisions_with_reasons(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     async with opened(chromium, url) as page:
@@ -214,7 +214,7 @@ async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
 
 
 @pytest.mark.long
-async def test_the_newest_requests_are_listed_and_a_click_shows_one(
+async def test_page_lists_recent_requests_and_opens_clicked_one(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     async with Load(parts.address) as load, opened(chromium, url) as page:
@@ -231,7 +231,7 @@ async def test_the_newest_requests_are_listed_and_a_click_shows_one(
         await expect(page.locator("#request-answer")).to_contain_text("story-1")
 
 
-async def test_a_bar_is_filled_by_its_value(parts: Cluster, url: str, chromium: Browser) -> None:
+async def test_page_bar_width_matches_value(parts: Cluster, url: str, chromium: Browser) -> None:
     async with Load(parts.address) as load:
         for number in range(12):
             await load.begin(f"story-{number}")
@@ -251,7 +251,7 @@ async def test_a_bar_is_filled_by_its_value(parts: Cluster, url: str, chromium: 
             assert width == 0
 
 
-async def test_cards_without_content_are_small(url: str, chromium: Browser) -> None:
+async def test_page_collapses_empty_cards(url: str, chromium: Browser) -> None:
     async with opened(chromium, url) as page:
         await expect(page.locator("#latencies-of")).to_have_text("No requests yet.")
         for part in ("latencies-measured", "queue-chart", "by-class", "scalings-table", "recent"):
@@ -261,7 +261,7 @@ async def test_cards_without_content_are_small(url: str, chromium: Browser) -> N
             assert box is not None and box["height"] < 120
 
 
-async def test_chat_keeps_its_history_and_system_prompt(chromium: Browser, tmp_path: Path) -> None:
+async def test_page_chat_keeps_history_and_system_prompt(chromium: Browser, tmp_path: Path) -> None:
     started = scripted_cluster(tmp_path / "m", HERMES)
     async with started as parts, opened(chromium, url_of(parts)) as page:
         await expect(page.locator("#connection")).to_have_text("live")
@@ -299,7 +299,7 @@ def _note_body(request: Request, sent: list[dict[str, Any]]) -> None:
         sent.append(request.post_data_json)
 
 
-async def test_prompt_without_template_stands_alone_and_stops(
+async def test_page_prompt_without_template_is_single_and_stoppable(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     async with opened(chromium, url) as page:
@@ -324,9 +324,7 @@ async def test_prompt_without_template_stands_alone_and_stops(
         await expect(page.locator("#prompt")).to_have_value("hello")
 
 
-async def test_what_others_say_is_text_and_never_markup(
-    parts: Cluster, url: str, chromium: Browser
-) -> None:
+async def test_page_escapes_untrusted_text(parts: Cluster, url: str, chromium: Browser) -> None:
     markup = "<img src=x onerror=alert(1)>"
     change = ScalingChange(ago_s=1.0, before=1, workers=2, reason=markup)
     await parts.ledger.put_scaling(Scaling(workers=2, reason=markup, changes=[change]))
@@ -340,7 +338,7 @@ async def test_what_others_say_is_text_and_never_markup(
         await check_readable(page, "refused")
 
 
-async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(
+async def test_page_opens_request_from_table_by_keyboard(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     async with Load(parts.address) as load:
@@ -359,9 +357,7 @@ async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(
             await expect(page.locator("#request-answer")).to_contain_text("running")
 
 
-async def test_an_answer_that_comes_late_is_not_taken_for_the_next_ones(
-    url: str, chromium: Browser
-) -> None:
+async def test_page_ignores_late_response_to_earlier_lookup(url: str, chromium: Browser) -> None:
     late = asyncio.Event()
 
     async def hold(route: Route) -> None:
@@ -381,7 +377,7 @@ async def test_an_answer_that_comes_late_is_not_taken_for_the_next_ones(
         await expect(answer).to_contain_text("no request second")
 
 
-async def test_workers_are_chosen_with_the_keyboard_alone(
+async def test_page_selects_workers_by_keyboard(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     first, second = sorted(rank.worker_id for rank in parts.workers)
@@ -400,7 +396,7 @@ async def test_workers_are_chosen_with_the_keyboard_alone(
 
 
 @pytest.mark.long
-async def test_what_is_said_of_a_worker_goes_with_it(
+async def test_page_clears_worker_details_when_worker_leaves(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     first = min(parts.workers, key=lambda rank: rank.worker_id)
@@ -414,9 +410,7 @@ async def test_what_is_said_of_a_worker_goes_with_it(
         await expect(page.locator("#worker-line")).to_have_text("")
 
 
-async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
-    url: str, chromium: Browser
-) -> None:
+async def test_page_policy_reset_discards_unsaved_input(url: str, chromium: Browser) -> None:
     async with opened(chromium, url) as page:
         ageing_factor = page.locator("#policy-ageing_factor")
         held = await ageing_factor.input_value()
@@ -438,7 +432,7 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
 
 
 @pytest.mark.long
-async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Browser) -> None:
+async def test_page_names_missing_workers_without_drain_estimate(chromium: Browser) -> None:
     async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
         parts.routers[0].reconfigure(ROUTER, {}, 1)
         parts.routers[0].place("ray", 1, "no node with 1 GPU is free")
@@ -458,7 +452,7 @@ async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Brow
 
 
 @pytest.mark.long
-async def test_an_operator_drains_sets_the_policy_and_kills(
+async def test_page_operator_sets_policy_drains_and_injects_fault(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
     first, second = sorted(rank.worker_id for rank in parts.workers)
@@ -487,7 +481,7 @@ async def test_an_operator_drains_sets_the_policy_and_kills(
         await check_readable(page, "draining")
 
 
-async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
+async def test_page_requests_key_and_stores_it_in_session_only(
     chromium: Browser, tmp_path: Path
 ) -> None:
     keyring = Keyring(tmp_path / "keys.yaml")
@@ -514,9 +508,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
             await expect(connection).to_have_text("live")
 
 
-async def test_a_feed_that_breaks_is_opened_again(
-    parts: Cluster, url: str, chromium: Browser
-) -> None:
+async def test_page_reopens_broken_feed(parts: Cluster, url: str, chromium: Browser) -> None:
     async with opened(chromium, url) as page:
         connection = page.locator("#connection")
         await expect(connection).to_have_text("live")

@@ -58,7 +58,7 @@ def queries(panel: Any) -> Iterator[str]:
         yield expression
 
 
-async def test_every_query_of_the_dashboard_has_a_result(tmp_path: Path) -> None:
+async def test_dashboard_queries_all_return_results(tmp_path: Path) -> None:
     found("prometheus")
     async with cluster(routers=2, worker_config=replace(WORKER, num_blocks=8)) as parts:
         targets = [router.metrics_address for router in parts.routers]
@@ -88,7 +88,7 @@ def has_result(panel: Any, query: str) -> bool:
     return panel["title"] not in EMPTY and not any(name in query for name in ONLY_IN_TROUBLE)
 
 
-async def test_what_has_no_result_here_is_a_right_query_all_the_same(tmp_path: Path) -> None:
+async def test_dashboard_queries_parse_without_data(tmp_path: Path) -> None:
     async with prometheus(tmp_path, []) as server:
         for panel in panels():
             for query in queries(panel):
@@ -119,20 +119,20 @@ def known() -> set[str]:
     }
 
 
-def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
+def test_dashboard_and_alerts_use_known_metrics() -> None:
     asked_for = {name for panel in panels() for query in queries(panel) for name in names(query)}
     assert len(asked_for) > 40
     assert asked_for | {n for rule in RULES for n in names(rule["expr"])} <= known()
 
 
-def test_what_clients_got_wrong_is_no_failure() -> None:
+def test_dashboard_error_rate_excludes_client_errors() -> None:
     expressions = [each["expr"] for panel in panels() for each in panel["targets"]]
     [listed] = [set(found[1].split("|")) for found in map(FORGIVEN.search, expressions) if found]
     theirs = {slug for slug, cls in BY_SLUG.items() if issubclass(cls, InvalidRequest)}
     assert theirs <= listed <= theirs | {"ok", *OTHERS_DOING}
 
 
-def test_every_panel_says_what_it_shows() -> None:
+def test_dashboard_panels_have_descriptions_and_unique_ids() -> None:
     for panel in panels():
         assert panel["description"].endswith("."), panel["title"]
         assert panel["targets"], panel["title"]
@@ -140,7 +140,7 @@ def test_every_panel_says_what_it_shows() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_every_alert_has_severity_summary_and_runbook_section() -> None:
+def test_alerts_have_severity_summary_and_runbook_section() -> None:
     sections = re.findall(r"^## (Everlift\w+)$", RUNBOOK, re.MULTILINE)
     assert sections == [rule["alert"] for rule in RULES]
     for rule in RULES:
@@ -148,20 +148,20 @@ def test_every_alert_has_severity_summary_and_runbook_section() -> None:
         assert rule["annotations"].keys() == {"summary", "runbook"}, rule["alert"]
 
 
-def test_every_error_has_one_row_in_the_runbook() -> None:
+def test_runbook_has_one_row_per_error() -> None:
     errors = RUNBOOK.partition("\n## Errors\n")[2]
     first_cells = re.findall(r"^\| (`.*?`) \|", errors, re.MULTILINE)
     told = Counter(slug for cell in first_cells for slug in re.findall(r"\w+", cell))
     assert told == Counter(BY_SLUG.keys())
 
 
-def test_the_runbook_and_the_guides_name_alerts_that_there_are() -> None:
+def test_runbook_and_guides_name_only_existing_alerts() -> None:
     texts = [RUNBOOK, *(guide.read_text() for guide in (DEPLOY / "guides").glob("*.md"))]
     named = {name for text in texts for name in re.findall(r"\bEverlift[A-Z]\w+", text)}
     assert named == {rule["alert"] for rule in RULES}
 
 
-def test_every_alert_is_tested_loud_and_silent() -> None:
+def test_alerts_have_firing_and_silent_tests() -> None:
     checks = [check for test in TESTED for check in test["alert_rule_test"]]
     loud = {check["alertname"] for check in checks if check.get("exp_alerts")}
     silent = {check["alertname"] for check in checks if not check.get("exp_alerts")}
@@ -170,7 +170,7 @@ def test_every_alert_is_tested_loud_and_silent() -> None:
 
 
 @pytest.mark.parametrize(("command", "file"), [("check", "alerts"), ("test", "alerts_test")])
-def test_promtool_finds_them_right(command: str, file: str) -> None:
+def test_promtool_accepts_alert_rules_and_tests(command: str, file: str) -> None:
     path = ALERTS.with_name(f"{file}.yaml")
     done = subprocess.run([found("promtool"), command, "rules", path], capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -81,7 +81,7 @@ async def find_two_requests(url: str) -> None:
     await ledger.close()
 
 
-async def test_a_server_that_was_stopped_has_its_data_again(
+async def test_stopped_server_restores_data_on_restart(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     await file_two_requests(server.start(tmp_path))
@@ -89,7 +89,7 @@ async def test_a_server_that_was_stopped_has_its_data_again(
     await find_two_requests(server.start(tmp_path))
 
 
-async def test_a_server_that_was_killed_has_its_data_again(
+async def test_killed_server_restores_data_on_restart(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     await file_two_requests(server.start(tmp_path))
@@ -109,7 +109,7 @@ time.sleep(600)
 """
 
 
-async def test_a_server_ends_with_its_parent_and_is_followed_by_another(
+async def test_server_exits_with_parent_and_successor_takes_data(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
@@ -134,7 +134,7 @@ def url_of(home: Path) -> str:
     return f"unix://everlift:{password}@{home / 'socket'}"
 
 
-async def test_a_server_outlives_the_thread_that_started_it(
+async def test_server_outlives_thread_that_started_it(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     urls: list[str] = []
@@ -145,14 +145,14 @@ async def test_a_server_outlives_the_thread_that_started_it(
     assert runs(server.pid)
 
 
-def test_ctrl_c_does_not_reach_the_server(server: EmbeddedLedger, tmp_path: Path) -> None:
+def test_server_process_group_is_isolated_from_ctrl_c(
+    server: EmbeddedLedger, tmp_path: Path
+) -> None:
     server.start(tmp_path)
     assert os.getpgid(server.pid) != os.getpgid(0)
 
 
-def test_a_stopped_server_leaves_no_process_and_no_socket(
-    server: EmbeddedLedger, tmp_path: Path
-) -> None:
+def test_stopped_server_leaves_no_process_or_socket(server: EmbeddedLedger, tmp_path: Path) -> None:
     server.start(tmp_path)
     pid = server.pid
     server.stop()
@@ -161,9 +161,7 @@ def test_a_stopped_server_leaves_no_process_and_no_socket(
     server.stop()
 
 
-def test_a_second_server_on_the_same_data_is_refused(
-    server: EmbeddedLedger, tmp_path: Path
-) -> None:
+def test_second_server_on_same_data_is_rejected(server: EmbeddedLedger, tmp_path: Path) -> None:
     url = server.start(tmp_path)
     with pytest.raises(LedgerSetupError, match=re.escape(str(tmp_path / "ledger"))):
         EmbeddedLedger().start(tmp_path)
@@ -182,7 +180,9 @@ def network_sockets(pid: int) -> set[str]:
     return own & {f"socket:[{line.split()[9]}]" for line in lines}
 
 
-def test_nobody_else_comes_in(server: EmbeddedLedger, tmp_path: Path) -> None:
+def test_server_rejects_other_users_and_network_access(
+    server: EmbeddedLedger, tmp_path: Path
+) -> None:
     server.start(tmp_path / "state")
     home = tmp_path / "state" / "ledger"
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
@@ -212,7 +212,7 @@ def test_nobody_else_comes_in(server: EmbeddedLedger, tmp_path: Path) -> None:
         ["EVAL", "return 1", "0"],
     ],
 )
-def test_our_user_may_do_no_more_than_the_ledger_does(
+def test_server_acl_denies_commands_ledger_never_uses(
     server: EmbeddedLedger, tmp_path: Path, command: list[str]
 ) -> None:
     with (
@@ -222,7 +222,7 @@ def test_our_user_may_do_no_more_than_the_ledger_does(
         client.execute_command(*command)
 
 
-def test_the_password_stays_the_same_and_differs_between_ledgers(
+def test_server_password_is_stable_and_unique_per_ledger(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     urls = []
@@ -232,7 +232,7 @@ def test_the_password_stays_the_same_and_differs_between_ledgers(
     assert urls[0] == urls[1] != urls[2]
 
 
-def test_a_path_too_long_for_a_socket_has_it_elsewhere(
+def test_socket_moves_to_runtime_dir_for_long_path(
     server: EmbeddedLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = tmp_path / "run"
@@ -249,7 +249,7 @@ def test_a_path_too_long_for_a_socket_has_it_elsewhere(
     assert not list(runtime.iterdir())
 
 
-def test_a_path_may_hold_what_a_configuration_file_would_misread(
+def test_server_config_quotes_special_characters_in_path(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     with Redis.from_url(server.start(tmp_path / 'a "b" #c %20 ä{0}')) as client:
@@ -257,7 +257,7 @@ def test_a_path_may_hold_what_a_configuration_file_would_misread(
 
 
 @pytest.mark.parametrize("name", ["runs[1]", "a*b", "a?b", "{a,b}"])
-def test_a_path_that_is_a_pattern_is_the_path_that_it_says(
+def test_server_path_with_glob_characters_is_literal(
     server: EmbeddedLedger, tmp_path: Path, name: str
 ) -> None:
     with Redis.from_url(server.start(tmp_path / name)) as client:
@@ -265,7 +265,7 @@ def test_a_path_that_is_a_pattern_is_the_path_that_it_says(
     assert not network_sockets(server.pid)
 
 
-def test_a_server_that_cannot_start_says_why(server: EmbeddedLedger, tmp_path: Path) -> None:
+def test_server_start_failure_reports_cause(server: EmbeddedLedger, tmp_path: Path) -> None:
     server.start(tmp_path)
     server.stop()
     [base] = (tmp_path / "ledger" / "appendonlydir").glob("*.base.rdb")
@@ -283,7 +283,7 @@ def test_a_server_that_cannot_start_says_why(server: EmbeddedLedger, tmp_path: P
         ("always", {"appendonly": "yes", "appendfsync": "always"}),
     ],
 )
-async def test_a_server_writes_as_its_durability_class_says(
+async def test_server_settings_follow_durability_class(
     tmp_path: Path, durability_class: DurabilityClass, settings: dict[str, str]
 ) -> None:
     config = LedgerConfig(durability_class=durability_class)
@@ -300,7 +300,7 @@ async def test_a_server_writes_as_its_durability_class_says(
         server.stop()
 
 
-async def test_a_server_that_keeps_nothing_is_empty_again(tmp_path: Path) -> None:
+async def test_memory_server_is_empty_after_restart(tmp_path: Path) -> None:
     server = EmbeddedLedger(LedgerConfig(durability_class="memory"))
     try:
         url = server.start(tmp_path)
@@ -314,7 +314,9 @@ async def test_a_server_that_keeps_nothing_is_empty_again(tmp_path: Path) -> Non
         server.stop()
 
 
-def test_what_was_kept_is_not_passed_over(server: EmbeddedLedger, tmp_path: Path) -> None:
+def test_memory_server_rejects_existing_persistent_data(
+    server: EmbeddedLedger, tmp_path: Path
+) -> None:
     server.start(tmp_path)
     server.stop()
     forgetful = EmbeddedLedger(LedgerConfig(durability_class="memory"))
@@ -322,7 +324,7 @@ def test_what_was_kept_is_not_passed_over(server: EmbeddedLedger, tmp_path: Path
         forgetful.start(tmp_path)
 
 
-def test_the_server_keeps_no_more_than_it_was_told(tmp_path: Path) -> None:
+def test_server_maxmemory_follows_configuration(tmp_path: Path) -> None:
     server = EmbeddedLedger(LedgerConfig(maxmemory_mib=64))
     try:
         with Redis.from_url(server.start(tmp_path)) as client:

@@ -57,7 +57,7 @@ def count(number: int) -> int:
 
 
 @pytest.mark.long
-async def test_policy_change_under_load_keeps_all_tokens() -> None:
+async def test_engine_policy_change_under_load_keeps_all_tokens() -> None:
     async with (
         cluster(2, 2, replace(ROUTER, max_moves=0), SMALL) as parts,
         AsyncClient(parts.address) as client,
@@ -83,7 +83,7 @@ async def test_policy_change_under_load_keeps_all_tokens() -> None:
         assert any(loaded), "each time all were done before the policy changed"
 
 
-async def test_who_comes_later_goes_by_it_and_default_is_each_worker_s_own() -> None:
+async def test_engine_policy_reaches_new_workers_and_resets_to_own() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         await client.set_policy(engine_policy="slai")
         late = await parts.add_worker(scheduling=Scheduling("static"))
@@ -98,7 +98,7 @@ async def test_who_comes_later_goes_by_it_and_default_is_each_worker_s_own() -> 
         await until(lambda: [policy_of(rank) for rank in parts.workers] == [Continuous, Static])
 
 
-async def test_a_name_that_no_policy_has_changes_nothing() -> None:
+async def test_engine_policy_unknown_name_changes_nothing() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         with pytest.raises(InvalidRequest, match="did you mean static"):
             await client.set_policy(engine_policy="statics", max_queued=3)

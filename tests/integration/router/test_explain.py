@@ -78,7 +78,7 @@ def asked(request_id: str, max_tokens: int) -> pb.GenerateRequest:
     )
 
 
-async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
+async def test_explain_accounts_for_all_time_of_real_engine() -> None:
     worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1)
     config = replace(ROUTER, model=str(DEMO_MODEL))
     async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
@@ -113,7 +113,7 @@ async def until_prefilling(client: AsyncClient, request_id: str, tokens: int) ->
             await asyncio.sleep(0.02)
 
 
-async def test_a_prefill_of_many_steps_is_explained_while_it_goes_on() -> None:
+async def test_explain_shows_chunked_prefill_in_progress() -> None:
     worker = replace(
         WORKER, max_num_seqs=8, max_num_batched_tokens=32, fake=FakeModel(token_time=0.002)
     )
@@ -133,7 +133,7 @@ async def test_a_prefill_of_many_steps_is_explained_while_it_goes_on() -> None:
         assert (attempt.prefilled_tokens, attempt.new_tokens) == (0, 2)
 
 
-async def test_a_prefill_in_one_long_step_is_explained_as_prefill() -> None:
+async def test_explain_shows_single_step_prefill_in_progress() -> None:
     worker = replace(WORKER, max_num_batched_tokens=2048, fake=FakeModel(token_time=0.001))
     async with cluster(1, 1, worker_config=worker) as parts, AsyncClient(parts.address) as client:
         going = asyncio.create_task(receive(client, PROMPT * 600, 2, request_id="long"))
@@ -145,7 +145,7 @@ async def test_a_prefill_in_one_long_step_is_explained_as_prefill() -> None:
         await going
 
 
-async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
+async def test_explain_names_requests_ahead_and_queue_order() -> None:
     worker = replace(WORKER, max_num_seqs=1)
     config = replace(ROUTER, local_depth=1)
     async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
@@ -174,7 +174,7 @@ async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
     assert sum(spent.values()) == pytest.approx(explanation.total_s)
 
 
-async def test_who_waits_for_room_is_told_who_has_it() -> None:
+async def test_explain_names_occupants_of_full_worker() -> None:
     worker, config = replace(WORKER, max_num_seqs=1), replace(ROUTER, local_depth=1)
     async with cluster(1, 2, config, worker) as parts, AsyncClient(parts.address) as client:
         first, other = parts.hold()
@@ -204,7 +204,7 @@ async def test_who_waits_for_room_is_told_who_has_it() -> None:
     assert set(attempt.occupants) == at_other and at_other
 
 
-async def test_who_ends_in_the_queue_is_told_what_it_waited_for() -> None:
+async def test_explain_covers_requests_ended_in_queue() -> None:
     worker = replace(WORKER, max_num_seqs=1)
     config = replace(ROUTER, local_depth=1)
     async with cluster(2, 1, config, worker) as parts, AsyncClient(parts.address) as client:
@@ -232,7 +232,7 @@ async def test_who_ends_in_the_queue_is_told_what_it_waited_for() -> None:
         assert sum(spent.values()) == pytest.approx(explanation.total_s)
 
 
-async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster) -> None:
+async def test_explain_has_spans_for_worker_loss_and_absence(parts: Cluster) -> None:
     async with AsyncClient(parts.address) as client:
         [held] = parts.hold()
         work = asyncio.create_task(timed(parts.routers[0], asked("r", 40)))
@@ -264,7 +264,7 @@ async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster)
     assert second.recomputed_tokens == second.known_tokens - 1
 
 
-async def test_what_decodes_is_stalled_by_anothers_prompt() -> None:
+async def test_explain_attributes_decode_stall_to_other_prefill() -> None:
     worker = replace(WORKER, fake=FakeModel(step_time=0.002, token_time=2e-5))
     async with cluster(1, 1, ROUTER, worker) as parts, AsyncClient(parts.address) as client:
         [held] = parts.hold()
@@ -288,7 +288,7 @@ async def test_what_decodes_is_stalled_by_anothers_prompt() -> None:
     assert seconds(prompt)[pb.SPAN_KIND_PREFILL] > 0
 
 
-async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> None:
+async def test_explain_reports_fair_share_wait_without_other_tenant(tmp_path: Path) -> None:
     keyring = Keyring(tmp_path / "keys.yaml")
     keys = [await keyring.key("many"), await keyring.key("few")]
     worker = replace(WORKER, max_num_seqs=1)
@@ -317,7 +317,7 @@ async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> 
     assert other.attempts[0].queue.fair_share == 0
 
 
-async def test_request_without_blocks_waits_and_is_recomputed() -> None:
+async def test_explain_has_spans_for_preemption_and_recompute() -> None:
     """Three of them have room at first, and not to their ends."""
     worker = replace(WORKER, num_blocks=8, watermark=0.0)
     async with cluster(1, 1, ROUTER, worker) as parts, AsyncClient(parts.address) as client:
@@ -332,7 +332,7 @@ async def test_request_without_blocks_waits_and_is_recomputed() -> None:
     assert any(pb.SPAN_KIND_RECOMPUTE in seconds(it) for it in lost)
 
 
-async def test_while_nobody_leads_a_request_waits_for_a_leader() -> None:
+async def test_explain_reports_wait_for_new_leader() -> None:
     worker, config = replace(WORKER, max_num_seqs=1), replace(ROUTER, local_depth=1)
     async with cluster(2, 1, config, worker) as parts:
         [held] = parts.hold()
@@ -354,7 +354,7 @@ async def test_while_nobody_leads_a_request_waits_for_a_leader() -> None:
     assert seconds(explanations[1])[pb.SPAN_KIND_NETWORK] > 0
 
 
-async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None:
+async def test_explain_works_on_any_router_and_from_ledger() -> None:
     config = replace(ROUTER, reassert=3 * ROUTER.heartbeat)
     async with cluster(2, 1, config) as parts:
         async with AsyncClient(parts.routers[0].address) as here:
@@ -376,7 +376,7 @@ async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None
     assert kept.attempts == fresh.attempts
 
 
-async def test_the_short_form_comes_with_the_answer_where_it_is_asked_for(parts: Cluster) -> None:
+async def test_explain_option_adds_spans_to_timing(parts: Cluster) -> None:
     async with AsyncClient(parts.address) as client:
         for explains in (False, True):
             stream = client.generate(PROMPT, max_tokens=4, explain=explains)
@@ -387,7 +387,7 @@ async def test_the_short_form_comes_with_the_answer_where_it_is_asked_for(parts:
         assert kinds == sorted(set(kinds)) and pb.SPAN_KIND_DECODE in kinds
 
 
-async def test_over_http_it_is_json_and_a_header(parts: Cluster) -> None:
+async def test_explain_over_http_returns_json_and_server_timing(parts: Cluster) -> None:
     address = parts.routers[0].http_address
     body = {"prompt": PROMPT, "max_tokens": 4}
     headers = {**JSON, "idempotency-key": "r", "x-explain": "1"}

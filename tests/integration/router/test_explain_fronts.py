@@ -138,7 +138,7 @@ FRONTS = {
 
 
 @pytest.mark.parametrize("front", FRONTS)
-async def test_a_body_that_comes_late_is_time_at_the_door(
+async def test_explain_counts_slow_body_as_receive_time(
     parts: Cluster, rim: Rim, front: str
 ) -> None:
     explanation = await added_up(parts, rim, lambda name: FRONTS[front](parts, rim, name))
@@ -146,7 +146,7 @@ async def test_a_body_that_comes_late_is_time_at_the_door(
     assert explanation.spans[0].seconds > LATE_S
 
 
-async def test_timing_and_metrics_count_from_the_call_too(parts: Cluster, rim: Rim) -> None:
+async def test_timing_and_metrics_start_at_call(parts: Cluster, rim: Rim) -> None:
     async def messages() -> AsyncIterator[bytes]:
         await late(rim, "r")
         yield generate("r").SerializeToString()
@@ -167,7 +167,7 @@ async def test_timing_and_metrics_count_from_the_call_too(parts: Cluster, rim: R
     assert total_s("queue_wait") < explanation.total_s - LATE_S
 
 
-async def test_all_requests_of_one_call_count_from_it(parts: Cluster, rim: Rim) -> None:
+async def test_explain_batch_requests_start_at_shared_call(parts: Cluster, rim: Rim) -> None:
     def many(name: str) -> pb.GenerateManyRequest:
         return pb.GenerateManyRequest(requests=[pb.GenerateRequest(text="a", max_tokens=2)] * 2)
 
@@ -179,7 +179,7 @@ async def test_all_requests_of_one_call_count_from_it(parts: Cluster, rim: Rim) 
         assert explanation.spans[0].seconds > LATE_S
 
 
-async def test_a_request_of_a_stream_counts_from_its_own_message(parts: Cluster, rim: Rim) -> None:
+async def test_explain_streamed_request_starts_at_own_message(parts: Cluster, rim: Rim) -> None:
     """The call that it came over may be an hour old."""
     await over_grpc(STREAM_INFER, lambda _: infer("r"))(parts, rim, "s")
     assert (await told(parts, "r")).total_s < rim.seconds["s"] - LATE_S
@@ -212,7 +212,7 @@ class HeldTemplate:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_whose_template_takes_its_time_is_told_so(
+async def test_explain_counts_template_rendering_as_receive_time(
     chatting: Cluster, rim: Rim, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     router = chatting.routers[0]

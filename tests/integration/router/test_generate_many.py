@@ -81,7 +81,7 @@ async def read(
     return result
 
 
-async def test_each_request_is_answered_as_if_it_were_alone() -> None:
+async def test_generate_many_answers_each_request_independently() -> None:
     async with cluster(workers=2) as parts:
         prompts = [[number, 7] for number in range(60)]
         result = await read(parts.address, [asked(it, 1 + it[0] % 20) for it in prompts])
@@ -91,7 +91,7 @@ async def test_each_request_is_answered_as_if_it_were_alone() -> None:
     assert len(set(result.names.values())) == 60
 
 
-async def test_a_bad_one_is_told_what_is_wrong_and_the_others_go_on() -> None:
+async def test_generate_many_rejects_only_invalid_requests() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         result = await read(
             parts.address,
@@ -113,7 +113,7 @@ async def test_a_bad_one_is_told_what_is_wrong_and_the_others_go_on() -> None:
         assert (await client.get_request("good")).state == pb.REQUEST_STATE_FINISHED
 
 
-async def test_the_log_has_the_name_that_a_mesh_gave_the_call(
+async def test_generate_many_logs_x_request_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "router"):
@@ -144,7 +144,7 @@ async def test_the_log_has_the_name_that_a_mesh_gave_the_call(
     ],
     ids=["none", "too many", "a name twice"],
 )
-async def test_a_call_that_is_wrong_as_a_whole_is_refused(
+async def test_generate_many_rejects_invalid_request_list(
     names: list[str], error: type[EverliftError]
 ) -> None:
     async with cluster(workers=1) as parts:
@@ -154,14 +154,14 @@ async def test_a_call_that_is_wrong_as_a_whole_is_refused(
         assert not len(parts.routers[0]._requests)
 
 
-async def test_as_many_as_may_be_are_served() -> None:
+async def test_generate_many_serves_maximum_number_of_requests() -> None:
     async with cluster(workers=2) as parts:
         prompts = [[number % 1000] for number in range(MAX_REQUESTS)]
         result = await read(parts.address, [asked(prompt, 2) for prompt in prompts])
     assert result.tokens == dict(enumerate(right_tokens(prompt, 2) for prompt in prompts))
 
 
-async def test_asked_again_they_are_the_same_requests() -> None:
+async def test_generate_many_idempotency_key_repeats_requests() -> None:
     requests = [asked([number], 6) for number in range(4)]
     named = {"idempotency-key": "batch"}
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
@@ -174,7 +174,7 @@ async def test_asked_again_they_are_the_same_requests() -> None:
         assert {index: it.slug for index, it in other.failures.items()} == {0: "request_conflict"}
 
 
-async def test_those_that_another_router_has_are_relayed() -> None:
+async def test_generate_many_relays_requests_of_other_router() -> None:
     async with cluster(routers=2, workers=1) as parts:
         [held] = parts.hold()
         here, there = (router.address for router in parts.routers)
@@ -187,7 +187,7 @@ async def test_those_that_another_router_has_are_relayed() -> None:
         assert (await reading).tokens == {0: right_tokens([1, 2], 30)}
 
 
-async def test_who_hangs_up_leaves_each_request_as_it_wants_to_be_left() -> None:
+async def test_generate_many_disconnect_follows_each_on_disconnect() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         [held] = parts.hold()
         async with stub(parts.address) as router:
@@ -209,7 +209,7 @@ async def test_who_hangs_up_leaves_each_request_as_it_wants_to_be_left() -> None
         assert [t async for it in kept for t in it.token_ids] == right_tokens([2], 50)
 
 
-async def test_a_full_queue_refuses_each_and_says_when_to_come_again() -> None:
+async def test_generate_many_full_queue_rejects_each_with_retry_after() -> None:
     config = replace(ROUTER, max_queued=2)
     async with (
         cluster(workers=0, router_config=config) as parts,
@@ -225,7 +225,9 @@ async def test_a_full_queue_refuses_each_and_says_when_to_come_again() -> None:
         await asyncio.gather(*waiting)
 
 
-async def test_a_deadline_of_the_call_is_each_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_generate_many_call_deadline_applies_to_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # A busy machine needs longer until its client has the answer: half of the deadline at most.
     monkeypatch.setattr(handlers, "_TO_ANSWER_S", 1.0)
     async with cluster(workers=1) as parts:
@@ -236,7 +238,7 @@ async def test_a_deadline_of_the_call_is_each_one_s(monkeypatch: pytest.MonkeyPa
     assert len(result.failures) == 2
 
 
-async def test_a_neighbour_does_not_notice_a_thousand() -> None:
+async def test_generate_many_full_batch_does_not_block_other_request() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         many = asyncio.create_task(
             read(parts.address, [asked([number % 900], 3) for number in range(MAX_REQUESTS)])
@@ -253,7 +255,7 @@ async def test_a_neighbour_does_not_notice_a_thousand() -> None:
         pytest.param(b"\x78\x00" * 1_000_000, "out_of_range", id="a million unknown fields"),
     ],
 )
-async def test_a_message_that_is_none_is_refused(data: bytes, slug: str) -> None:
+async def test_generate_many_rejects_malformed_message(data: bytes, slug: str) -> None:
     async with cluster(workers=0) as parts, grpc.aio.insecure_channel(parts.address) as channel:
         call = channel.unary_stream("/everlift.v1.Inference/GenerateMany")(data)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -54,12 +54,12 @@ async def check(stub: HealthStub, service: str) -> int:
 
 
 @pytest.mark.parametrize("service", [*READINESS, "live"])
-async def test_a_router_serves(service: str) -> None:
+async def test_health_check_reports_serving(service: str) -> None:
     async with cluster(workers=0) as parts, probe(parts.address) as stub:
         assert await check(stub, service) == SERVING
 
 
-async def test_probes_that_speak_http_are_answered_where_metrics_are() -> None:
+async def test_http_probes_are_served_on_metrics_port() -> None:
     """Those of Kubernetes speak no gRPC over TLS."""
     async with cluster(workers=0) as parts:
         assert await answered(parts.routers[0], "ready", "live") == ["200", "200"]
@@ -71,7 +71,7 @@ async def answered(router: Router, *paths: str) -> list[str]:
     return [(await fetch(router.metrics_address, each)).split()[1] for each in requests]
 
 
-async def test_a_service_that_is_not_there_is_not_found() -> None:
+async def test_health_check_of_unknown_service_is_not_found() -> None:
     async with cluster(workers=0) as parts, probe(parts.address) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await check(stub, "everlift.v2.Inference")
@@ -81,7 +81,7 @@ async def test_a_service_that_is_not_there_is_not_found() -> None:
         watch.cancel()
 
 
-async def test_bytes_that_are_no_probe_are_refused() -> None:
+async def test_health_check_rejects_malformed_message() -> None:
     async with cluster(workers=0) as parts:
         async with grpc.aio.insecure_channel(parts.address) as channel:
             call = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -90,7 +90,7 @@ async def test_bytes_that_are_no_probe_are_refused() -> None:
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_router_that_stops_takes_nothing_new_and_lives() -> None:
+async def test_stopping_router_is_live_but_not_ready() -> None:
     """While the stream that it has goes on."""
     async with cluster(workers=1, router_config=replace(ROUTER, drain=20.0)) as parts:
         [held] = parts.hold()
@@ -115,7 +115,7 @@ async def test_a_router_that_stops_takes_nothing_new_and_lives() -> None:
         parts.routers.remove(router)
 
 
-async def test_without_its_ledger_a_router_takes_nothing_new_and_lives() -> None:
+async def test_router_without_ledger_is_live_but_not_ready() -> None:
     ledger = AwayLedger(time.monotonic)
     parts = Cluster(ledger=ledger)
     try:

@@ -61,7 +61,7 @@ async def busy(parts: Cluster) -> int:
 # answers
 
 
-async def test_a_completion_is_what_the_model_says(parts: Cluster, address: str) -> None:
+async def test_completion_returns_text_and_usage(parts: Cluster, address: str) -> None:
     answer = await ask(address, "/v1/completions", {**GREEDY, "max_tokens": 20})
     [choice] = answer.json["choices"]
     assert (answer.status, choice["finish_reason"]) == (200, "length")
@@ -76,7 +76,7 @@ async def test_a_completion_is_what_the_model_says(parts: Cluster, address: str)
     assert answer.json["model"] == "fake"
 
 
-async def test_a_stream_says_the_same(parts: Cluster, address: str) -> None:
+async def test_completion_stream_matches_unary_answer(parts: Cluster, address: str) -> None:
     options = {"stream_options": {"include_usage": True}}
     *chunks, usage, done = await events(address, {**GREEDY, "max_tokens": 20, **options})
     assert text_of(chunks) == right_text(parts, PROMPT, 20)
@@ -90,7 +90,7 @@ async def test_a_stream_says_the_same(parts: Cluster, address: str) -> None:
     assert all(event.json["usage"] is None for event in plain[:-1])
 
 
-async def test_usage_has_the_prefix_cache_hits(address: str) -> None:
+async def test_usage_reports_prefix_cache_hits(address: str) -> None:
     body = {"prompt": list(range(100)), "temperature": 0, "max_tokens": 2}
     options = {"stream_options": {"include_usage": True}}
     first = await ask(address, "/v1/completions", body)
@@ -120,7 +120,7 @@ async def test_continuous_usage_is_in_every_chunk(address: str, prompt: Any) -> 
     assert all(chunk.json["usage"] is None and chunk.json["choices"] for chunk in chunks)
 
 
-async def test_stop_reason_is_the_stop_that_the_client_named(parts: Cluster, address: str) -> None:
+async def test_stop_reason_names_matched_stop(parts: Cluster, address: str) -> None:
     tokens = right_tokens(PROMPT, 20)
     text = right_text(parts, PROMPT, 20)
     for fields, reason in (
@@ -137,7 +137,7 @@ async def test_stop_reason_is_the_stop_that_the_client_named(parts: Cluster, add
         assert reasons == [*[None] * (len(chunks) - 1), reason]
 
 
-async def test_prompts_and_choices_are_in_order(parts: Cluster, address: str) -> None:
+async def test_choices_are_ordered_by_prompt_and_index(parts: Cluster, address: str) -> None:
     prompts = [[5], [6, 7], [8]]
     body = {"prompt": prompts, "n": 2, "temperature": 0, "max_tokens": 9}
     right = [right_text(parts, prompt, 9) for prompt in prompts for _ in range(2)]
@@ -149,7 +149,7 @@ async def test_prompts_and_choices_are_in_order(parts: Cluster, address: str) ->
     assert [text_of(chunks, choice) for choice in range(6)] == right
 
 
-async def test_an_echo_begins_with_the_prompt(parts: Cluster, address: str) -> None:
+async def test_echo_prepends_prompt_to_text(parts: Cluster, address: str) -> None:
     body = {"prompt": ["ab", "c"], "temperature": 0, "max_tokens": 3, "echo": True}
     right = ["ab" + right_text(parts, list(b"ab"), 3), "c" + right_text(parts, list(b"c"), 3)]
     answer = await ask(address, "/v1/completions", body)
@@ -158,7 +158,7 @@ async def test_an_echo_begins_with_the_prompt(parts: Cluster, address: str) -> N
     assert [text_of(chunks, choice) for choice in range(2)] == right
 
 
-async def test_models_and_texts(address: str) -> None:
+async def test_models_tokenize_and_detokenize_endpoints(address: str) -> None:
     models = await get(address, "/v1/models")
     [model] = models.json["data"]
     assert (model["id"], model["max_model_len"], model["object"]) == ("fake", 4096, "model")
@@ -173,14 +173,14 @@ async def test_models_and_texts(address: str) -> None:
     assert text.json == {"prompt": "hé"}
 
 
-async def test_a_model_without_a_template_has_no_chats(address: str) -> None:
+async def test_chat_without_template_is_rejected(address: str) -> None:
     messages = {"messages": [{"role": "user", "content": "hi"}]}
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = await ask(address, path, messages)
         assert (answer.status, answer.error[0]) == (400, "no_chat_template")
 
 
-async def test_health_readiness_and_metrics(parts: Cluster, address: str) -> None:
+async def test_health_ready_and_metrics_endpoints(parts: Cluster, address: str) -> None:
     assert (await get(address, "/health")).status == 200
     assert (await ask(address, "/health", method="HEAD")).status == 200
     assert (await get(address, "/ready")).status == 200
@@ -197,7 +197,7 @@ async def test_health_readiness_and_metrics(parts: Cluster, address: str) -> Non
     parts.routers[0]._requests._registry.is_closing = False
 
 
-async def test_status_says_where_it_is(parts: Cluster, address: str) -> None:
+async def test_status_reports_http_address(parts: Cluster, address: str) -> None:
     async with AsyncClient(parts.address) as client:
         assert (await client.status()).http_address == address
 
@@ -205,7 +205,7 @@ async def test_status_says_where_it_is(parts: Cluster, address: str) -> None:
 # names, traces
 
 
-async def test_a_name_makes_it_one_request(parts: Cluster, address: str) -> None:
+async def test_idempotency_key_makes_retry_same_request(parts: Cluster, address: str) -> None:
     headers = {**JSON, "idempotency-key": "mine"}
     body = {"prompt": "a", "temperature": 1, "max_tokens": 9}
     first = await ask(address, "/v1/completions", body, headers)
@@ -218,7 +218,7 @@ async def test_a_name_makes_it_one_request(parts: Cluster, address: str) -> None
     assert (await parts.ledger.get("mine")).num_tokens == (9,)
 
 
-async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own(address: str) -> None:
+async def test_x_request_id_does_not_merge_requests(address: str) -> None:
     headers = {**JSON, "x-request-id": "mesh/1"}
     answers = [
         await ask(address, "/v1/completions", {**GREEDY, "prompt": prompt}, headers)
@@ -231,7 +231,7 @@ async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own(addres
     assert unprintable.headers["x-request-id"] == unprintable.headers["idempotency-key"]
 
 
-async def test_every_answer_has_the_name_that_a_mesh_gave_its_call(address: str) -> None:
+async def test_response_echoes_x_request_id(address: str) -> None:
     headers = {**JSON, "x-request-id": "mesh/1"}
     paths = {"/tokenize": 200, "/v1/completions": 400, "/v1/models": 405, "/nothing": 404}
     for path, status in paths.items():
@@ -239,15 +239,13 @@ async def test_every_answer_has_the_name_that_a_mesh_gave_its_call(address: str)
         assert (answer.status, answer.headers["x-request-id"]) == (status, "mesh/1")
 
 
-async def test_several_prompts_have_their_places_behind_the_name(
-    parts: Cluster, address: str
-) -> None:
+async def test_prompts_of_one_call_get_indexed_request_ids(parts: Cluster, address: str) -> None:
     body = {"prompt": ["a", "b"], "max_tokens": 2}
     await ask(address, "/v1/completions", body, {**JSON, "idempotency-key": "mine"})
     assert [(await parts.ledger.get(f"mine:{i}")).num_tokens for i in range(2)] == [(2,), (2,)]
 
 
-async def test_a_refusal_names_its_request_too(address: str) -> None:
+async def test_error_response_has_idempotency_key(address: str) -> None:
     answer = await ask(address, "/v1/completions", {"prompt": ""})
     assert answer.error == ("empty_prompt", "prompt")
     assert answer.headers["idempotency-key"]
@@ -285,7 +283,7 @@ REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_every_refusal_has_openais_form(address: str, name: str, is_stream: bool) -> None:
+async def test_errors_have_openai_format(address: str, name: str, is_stream: bool) -> None:
     body, status, code, param = REFUSED[name]
     if isinstance(body, dict):
         body = {**body, "stream": is_stream}
@@ -301,14 +299,14 @@ async def test_every_refusal_has_openais_form(address: str, name: str, is_stream
         ({"logprobs": 5}, ("invalid_request", "logprobs")),
     ],
 )
-async def test_a_field_that_is_wrong_in_a_chat_is_named(
+async def test_chat_error_names_invalid_field(
     address: str, asked: dict[str, Any], error: Any
 ) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], **asked}
     assert (await ask(address, "/v1/chat/completions", body)).error == error
 
 
-async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
+async def test_echo_decodes_nothing_for_rejected_prompts(
     parts: Cluster, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
@@ -320,14 +318,14 @@ async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
     assert not decoded
 
 
-async def test_unary_answer_has_bounded_logprobs(address: str) -> None:
+async def test_unary_logprobs_are_bounded(address: str) -> None:
     body = {"prompt": ["a", "b"], "n": 128, "max_tokens": 256, "logprobs": 20}
     answer = await ask(address, "/v1/completions", body)
     assert (answer.status, answer.error) == (400, ("out_of_range", "logprobs"))
     assert b"stream" in answer.body
 
 
-async def test_what_http_itself_refuses(address: str) -> None:
+async def test_http_rejects_unknown_paths_methods_and_media_types(address: str) -> None:
     other = await get(address, "/v1/embeddings")
     assert (other.status, other.error[0]) == (404, "unknown_path")
     wrong = await get(address, "/v1/completions")
@@ -341,7 +339,7 @@ async def test_what_http_itself_refuses(address: str) -> None:
         assert (form.status, form.error[0]) == (415, "unsupported_media_type")
 
 
-async def test_a_body_has_a_bound(parts: Cluster) -> None:
+async def test_body_larger_than_limit_is_rejected(parts: Cluster) -> None:
     parts.router_config = replace(ROUTER, max_body_bytes=2000)
     address = (await parts.add_router()).http_address
     body = json.dumps({"prompt": "a" * 1900, "max_tokens": 1}).encode()
@@ -359,7 +357,7 @@ async def test_a_body_has_a_bound(parts: Cluster) -> None:
     writer.close()
 
 
-async def test_what_is_no_http_is_refused(address: str) -> None:
+async def test_malformed_http_is_rejected(address: str) -> None:
     for hello in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(hello)
@@ -370,14 +368,14 @@ async def test_what_is_no_http_is_refused(address: str) -> None:
     assert (await get(address, "/health")).status == 200
 
 
-async def test_headers_without_end_are_cut_off(address: str) -> None:
+async def test_headers_larger_than_limit_are_rejected(address: str) -> None:
     reader, writer = await asyncio.open_connection(*address.split(":"))
     writer.write(b"GET /health HTTP/1.1\r\n" + b"x: " + b"a" * (1 << 17))
     assert b"431" in await reader.readline()
     writer.close()
 
 
-async def test_headers_without_end_behind_a_body_are_cut_off_too(address: str) -> None:
+async def test_trailers_larger_than_limit_are_rejected(address: str) -> None:
     reader, writer = await asyncio.open_connection(*address.split(":"))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     writer.write(head + b"2\r\n{}\r\n0\r\n")
@@ -391,7 +389,7 @@ async def test_headers_without_end_behind_a_body_are_cut_off_too(address: str) -
     assert (await get(address, "/health")).status == 200
 
 
-async def test_a_body_in_many_small_chunks_is_taken(address: str) -> None:
+async def test_body_in_many_small_chunks_is_accepted(address: str) -> None:
     body = json.dumps({**GREEDY, "user": "u" * 20_000}).encode()
     reader, writer = await asyncio.open_connection(*address.split(":"))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -400,7 +398,7 @@ async def test_a_body_in_many_small_chunks_is_taken(address: str) -> None:
     writer.close()
 
 
-async def test_who_says_nothing_is_hung_up_on(
+async def test_connection_without_complete_headers_times_out(
     parts: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_HEAD_TIMEOUT_S", 0.05)
@@ -421,7 +419,7 @@ async def test_pipelined_requests_are_answered_in_order(address: str) -> None:
     writer.close()
 
 
-async def test_what_takes_too_long_is_ended(address: str) -> None:
+async def test_timeout_ms_ends_request_with_deadline_exceeded(address: str) -> None:
     body = {**GREEDY, "max_tokens": 4000, "timeout_ms": 50}
     answer = await ask(address, "/v1/completions", body)
     assert (answer.status, answer.error[0]) == (504, "deadline_exceeded")
@@ -430,7 +428,7 @@ async def test_what_takes_too_long_is_ended(address: str) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_full_queue_says_when_to_come_again(is_stream: bool) -> None:
+async def test_full_queue_returns_429_with_retry_after(is_stream: bool) -> None:
     async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
         address = parts.routers[0].http_address
         waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
@@ -445,9 +443,7 @@ async def test_a_full_queue_says_when_to_come_again(is_stream: bool) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("room", [0, 1], ids=["none let in", "one let in"])
-async def test_of_several_prompts_that_are_refused_no_name_is_taken(
-    is_stream: bool, room: int
-) -> None:
+async def test_rejected_prompts_leave_no_request_ids_in_ledger(is_stream: bool, room: int) -> None:
     """By this gateway or by the leader: then all of them can come again."""
     router = replace(ROUTER, max_queued=1 + room)
     async with cluster(workers=0, router_config=router) as parts:
@@ -477,7 +473,7 @@ class Keys:
         raise Unauthenticated("no key that is known")
 
 
-async def test_each_path_asks_for_its_scope(parts: Cluster, address: str) -> None:
+async def test_http_paths_require_their_scopes(parts: Cluster, address: str) -> None:
     app = parts.routers[0]._http._config.loaded_app
     for route in app.routes:
         route.endpoint._authenticator = Keys()
@@ -505,7 +501,7 @@ async def test_each_path_asks_for_its_scope(parts: Cluster, address: str) -> Non
         assert await status("GET", path, "") == 200
 
 
-async def test_pages_of_known_origins_may_ask(parts: Cluster) -> None:
+async def test_cors_allows_only_configured_origins(parts: Cluster) -> None:
     origin = {"origin": "https://chat.example.com"}
     plain = await get(parts.routers[0].http_address, "/health", origin)
     assert "access-control-allow-origin" not in plain.headers
@@ -520,7 +516,9 @@ async def test_pages_of_known_origins_may_ask(parts: Cluster) -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
-async def test_it_can_be_nowhere_and_its_port_is_its_own(parts: Cluster, address: str) -> None:
+async def test_http_front_can_be_disabled_and_rejects_used_port(
+    parts: Cluster, address: str
+) -> None:
     parts.router_config = replace(ROUTER, http_host="")
     assert (await parts.add_router()).http_address == ""
     taken = int(address.rpartition(":")[2])
@@ -533,7 +531,7 @@ async def test_it_can_be_nowhere_and_its_port_is_its_own(parts: Cluster, address
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_goes_frees_its_place(is_stream: bool) -> None:
+async def test_http_disconnect_cancels_request(is_stream: bool) -> None:
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(workers=1, worker_config=slow) as parts:
         body = {**GREEDY, "max_tokens": 4000, "stream": is_stream}
@@ -553,7 +551,7 @@ async def test_a_client_that_goes_frees_its_place(is_stream: bool) -> None:
         assert (await parts.ledger.get("mine")).error_slug == "cancelled"
 
 
-async def test_disconnect_frees_all_requests_of_a_client() -> None:
+async def test_http_disconnect_with_pipelined_request_cancels_stream() -> None:
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(workers=1, worker_config=slow) as parts:
         body = json.dumps({**GREEDY, "max_tokens": 4000, "stream": True}).encode()
@@ -579,7 +577,7 @@ async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[st
 
 
 @pytest.mark.parametrize("router", [0, 1])
-async def test_a_stream_goes_on_through_any_router(router: int) -> None:
+async def test_stream_resumes_on_any_router(router: int) -> None:
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(routers=2, workers=1, worker_config=slow) as parts:
         body = {"prompt": [[5], [6]], "n": 2, "temperature": 0, "max_tokens": 60}
@@ -603,7 +601,7 @@ async def test_a_stream_goes_on_through_any_router(router: int) -> None:
 
 
 @pytest.mark.parametrize("router", [0, 1])
-async def test_resume_with_another_body_is_a_conflict(router: int) -> None:
+async def test_resume_with_different_body_is_conflict(router: int) -> None:
     """Whichever router has the request. A field of one try alone may differ."""
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(routers=2, workers=1, worker_config=slow) as parts:
@@ -622,7 +620,7 @@ async def test_resume_with_another_body_is_a_conflict(router: int) -> None:
                 assert again.status == 200
 
 
-async def test_who_knows_nothing_but_data_is_told_nothing_else(address: str) -> None:
+async def test_stream_for_plain_client_has_data_lines_only(address: str) -> None:
     """As many clients do that take each line, or all that is before an empty one, for JSON."""
     body = {**GREEDY, "stream": True}
     async with streamed(address, "/v1/completions", body, {**JSON, "accept": "*/*"}) as stream:
@@ -631,7 +629,7 @@ async def test_who_knows_nothing_but_data_is_told_nothing_else(address: str) -> 
     assert (done, end) == ("data: [DONE]", "")
 
 
-async def test_where_a_stream_is_must_be_right(address: str) -> None:
+async def test_last_event_id_must_be_valid(address: str) -> None:
     body = {**GREEDY, "stream": True}
     for last, status, code in (
         ("nonsense", 400, "invalid_request"),
@@ -645,7 +643,7 @@ async def test_where_a_stream_is_must_be_right(address: str) -> None:
     assert answer.error == ("invalid_request", "last-event-id")
 
 
-async def test_who_had_another_text_is_told_so(address: str) -> None:
+async def test_resume_with_wrong_digest_is_data_loss(address: str) -> None:
     body = {**GREEDY, "max_tokens": 20, "stream": True}
     *seen, _ = await events(address, body, {**JSON, "idempotency-key": "mine"})
     had = EventId.parse(seen[3].id)
@@ -659,7 +657,7 @@ async def test_who_had_another_text_is_told_so(address: str) -> None:
 
 
 @pytest.mark.long
-async def test_a_slow_reader_is_waited_for() -> None:
+async def test_slow_http_reader_pauses_writes_within_bound() -> None:
     """The router writes no more than the connection takes, and others have their tokens."""
     async with cluster(workers=1, worker_config=replace(WORKER, num_blocks=1024)) as parts:
         router = parts.routers[0]
@@ -676,7 +674,7 @@ async def test_a_slow_reader_is_waited_for() -> None:
             assert done.data == "[DONE]"
 
 
-async def test_a_stream_that_fails_ends_with_the_error(parts: Cluster, address: str) -> None:
+async def test_cancelled_stream_ends_with_error_event(parts: Cluster, address: str) -> None:
     [held] = parts.hold()
     body = {**GREEDY, "max_tokens": 4000, "stream": True}
     headers = {**JSON, "idempotency-key": "mine"}
@@ -691,7 +689,7 @@ async def test_a_stream_that_fails_ends_with_the_error(parts: Cluster, address: 
     assert chunks and error.json["error"]["code"] == "cancelled"
 
 
-async def test_a_router_that_stops_sends_its_streams_elsewhere() -> None:
+async def test_stopping_router_lets_streams_resume_on_another() -> None:
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(routers=2, workers=1, worker_config=slow) as parts:
         leaving, other = parts.routers

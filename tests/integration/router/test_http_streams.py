@@ -117,7 +117,7 @@ async def test_comments_go_to_clients_that_accept_them(
     assert all(line.startswith(("data: ", "id: ")) for line in lines if line)
 
 
-async def test_keep_alive_zero_sends_nothing_before_the_first_token() -> None:
+async def test_keep_alive_zero_sends_nothing_before_first_token() -> None:
     async with idle_stream(NAMED, keep_alive=0.0) as idle:
         await asyncio.sleep(0.2)
         assert not idle.began.done()
@@ -127,7 +127,7 @@ async def test_keep_alive_zero_sends_nothing_before_the_first_token() -> None:
     assert COMMENT not in idle.read
 
 
-async def test_stream_without_a_pause_has_no_comments() -> None:
+async def test_stream_without_pause_has_no_comments() -> None:
     async with cluster(workers=1, router_config=replace(ROUTER, keep_alive=5.0)) as parts:
         address = parts.routers[0].http_address
         async with streamed(address, "/v1/completions", BODY) as stream:
@@ -137,7 +137,7 @@ async def test_stream_without_a_pause_has_no_comments() -> None:
 
 
 @pytest.mark.parametrize("keep_alive", [0.1, 0.0])
-async def test_late_refusal_is_an_event_and_an_early_one_a_status(keep_alive: float) -> None:
+async def test_rejection_is_event_after_headers_and_status_before(keep_alive: float) -> None:
     """A request that waits longer than queue_ttl is refused with 429, or after its headers."""
     config = replace(ROUTER, queue_ttl=0.5, keep_alive=keep_alive, local_depth=0)
     slow = replace(WORKER, max_num_seqs=1)
@@ -164,7 +164,7 @@ async def test_late_refusal_is_an_event_and_an_early_one_a_status(keep_alive: fl
         await first
 
 
-async def test_late_failure_that_is_final_says_not_to_retry() -> None:
+async def test_final_error_event_has_should_retry_false() -> None:
     async with idle_stream(NAMED) as idle:
         await asyncio.wait_for(idle.began, 5)
         async with AsyncClient(idle.parts.address) as client:
@@ -176,7 +176,7 @@ async def test_late_failure_that_is_final_says_not_to_retry() -> None:
         assert (error["retry_after"], error["should_retry"]) == (None, False)
 
 
-async def test_grpc_stream_sends_its_head_before_the_first_token() -> None:
+async def test_grpc_stream_sends_metadata_before_first_token() -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         async with grpc.aio.insecure_channel(parts.address) as channel:
@@ -200,7 +200,7 @@ def last_event(name: str, *tokens: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("router", [0, 1])
-async def test_unknown_request_with_an_offset_is_data_loss(router: int) -> None:
+async def test_resume_of_unknown_request_with_offset_is_data_loss(router: int) -> None:
     async with cluster(routers=2, workers=1) as parts:
         address = parts.routers[router].http_address
         for headers, prompts, status, code in (
@@ -219,7 +219,7 @@ async def test_unknown_request_with_an_offset_is_data_loss(router: int) -> None:
 
 
 @pytest.mark.parametrize("router", [0, 1])
-async def test_forgotten_request_with_an_offset_is_no_data_loss(router: int) -> None:
+async def test_resume_of_forgotten_request_is_not_data_loss(router: int) -> None:
     config = replace(ROUTER, reassert=0.0)
     async with cluster(routers=2, workers=1, router_config=config) as parts:
         assert (await ask(parts.routers[0].http_address, "/v1/completions", BODY, NAMED)).status
@@ -234,7 +234,7 @@ async def test_forgotten_request_with_an_offset_is_no_data_loss(router: int) -> 
                 await client.attach("mine", 3).text()
 
 
-async def test_emptied_ledger_and_lost_router_are_data_loss() -> None:
+async def test_resume_after_ledger_and_router_loss_is_data_loss() -> None:
     """An SSE client that resumes learns the same as a gRPC client."""
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(routers=1, workers=1, worker_config=slow) as parts:
@@ -351,7 +351,7 @@ async def test_kserve_stream_follows_its_request() -> None:
             assert tokens == right_tokens(PROMPT, 60)
 
 
-async def test_several_prompts_follow_each_request() -> None:
+async def test_stream_of_several_prompts_follows_each_request() -> None:
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         body = {**BODY, "prompt": [[5], [6]], "n": 2, "max_tokens": 60}
         address = parts.routers[0].http_address
@@ -367,7 +367,7 @@ async def test_several_prompts_follow_each_request() -> None:
             assert text_of(seen, choice) == right_text(parts, [5 + choice // 2], 60)
 
 
-async def test_answer_that_is_not_streamed_follows_its_request() -> None:
+async def test_unary_answer_follows_its_request() -> None:
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         address = parts.routers[0].http_address
         body = {**BODY, "stream": False}
@@ -380,7 +380,7 @@ async def test_answer_that_is_not_streamed_follows_its_request() -> None:
         assert answer.json["choices"][0]["text"] == right_text(parts, PROMPT, 40)
 
 
-async def test_stream_survives_the_death_of_the_router_it_relays() -> None:
+async def test_relayed_stream_survives_death_of_owning_router() -> None:
     """The request belongs to another router, which dies: this router takes it over."""
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         here, other = parts.routers
@@ -398,7 +398,7 @@ async def test_stream_survives_the_death_of_the_router_it_relays() -> None:
         assert (await parts.ledger.get("mine")).gateway == here.router_id
 
 
-async def test_relayed_stream_follows_a_router_that_stops() -> None:
+async def test_relayed_stream_survives_stop_of_owning_router() -> None:
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         here, other = parts.routers
         body = {**BODY, "max_tokens": 200, "on_disconnect": "continue"}
@@ -418,7 +418,7 @@ async def test_relayed_stream_follows_a_router_that_stops() -> None:
         assert text_of(seen) == right_text(parts, PROMPT, 200)
 
 
-async def test_stopping_router_ends_the_streams_that_it_relays() -> None:
+async def test_stopping_router_ends_relayed_streams_resumably() -> None:
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         owner, leaving = parts.routers
         body = {**BODY, "max_tokens": 300}
@@ -469,7 +469,7 @@ async def test_grpc_calls_follow_their_requests() -> None:
             assert pieces[-1].HasField("usage")
 
 
-async def test_leaving_router_says_how_to_resume() -> None:
+async def test_stopping_router_sends_resume_headers() -> None:
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         leaving, other = parts.routers
         body = {**BODY, "max_tokens": 100}

@@ -68,7 +68,7 @@ async def read_all(call: grpc.aio.StreamStreamCall) -> list[pb.ModelStreamInferR
     return [answer async for answer in call]
 
 
-async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own() -> None:
+async def test_kserve_x_request_id_does_not_merge_requests() -> None:
     metadata = (("x-request-id", "mesh/1"),)
     async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
         for prompt in ([1], [2]):
@@ -82,7 +82,7 @@ async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own() -> N
         assert dict(await stream.initial_metadata())["x-request-id"] == "mesh/1"
 
 
-async def test_the_same_id_and_body_is_the_same_request() -> None:
+async def test_kserve_repeated_id_and_body_is_same_request() -> None:
     async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
         request = asking("mine", [1, 2], 6)
         del request.parameters["temperature"]
@@ -98,7 +98,7 @@ async def test_the_same_id_and_body_is_the_same_request() -> None:
         assert statistics.model_stats[0].inference_count == 1
 
 
-async def test_a_request_without_an_id_is_told_which_it_is() -> None:
+async def test_kserve_response_has_generated_or_given_id() -> None:
     async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
         made = (await stub.ModelInfer(asking("", [1], 2))).id
         assert (await parts.ledger.get(made)).state is State.FINISHED
@@ -107,7 +107,7 @@ async def test_a_request_without_an_id_is_told_which_it_is() -> None:
         assert [(await stub.ModelInfer(again)).id for _ in range(2)] == ["so odd!"] * 2
 
 
-async def test_the_last_response_of_a_request_says_so() -> None:
+async def test_kserve_final_response_is_flagged() -> None:
     async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
         for flags, num_empty in (
             ({}, 0),
@@ -147,7 +147,7 @@ def malformed(number: int) -> bytes:
     return request.SerializeToString()
 
 
-async def test_two_hundred_malformed_requests_disturb_no_stream() -> None:
+async def test_kserve_malformed_requests_do_not_disturb_stream() -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         async with grpc.aio.insecure_channel(parts.address) as channel:
@@ -182,7 +182,7 @@ async def test_two_hundred_malformed_requests_disturb_no_stream() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "channel closed"])
-async def test_what_a_closed_stream_was_making_is_cancelled(how: str) -> None:
+async def test_kserve_closed_stream_cancels_its_requests(how: str) -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         async with stub_of(parts.address) as stub:
@@ -196,7 +196,7 @@ async def test_what_a_closed_stream_was_making_is_cancelled(how: str) -> None:
         await until_cancelled(parts, "a", "b")
 
 
-async def test_a_cancelled_call_cancels_its_request() -> None:
+async def test_kserve_cancelled_call_cancels_its_request() -> None:
     async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
         [held] = parts.hold()
         call = stub.ModelInfer(asking("a", [1], 100))
@@ -213,20 +213,20 @@ async def until_cancelled(parts: Cluster, *request_ids: str) -> None:
                 await asyncio.sleep(0.002)
 
 
-async def test_a_timeout_in_microseconds_holds() -> None:
+async def test_kserve_timeout_is_in_microseconds() -> None:
     async with cluster(workers=0) as parts, stub_of(parts.address) as stub:
         request = asking("late", [1], 5)
         request.parameters["timeout"].int64_param = 50_000
         assert await refused(stub.ModelInfer(request)) == ("DEADLINE_EXCEEDED", "deadline_exceeded")
 
 
-async def test_a_whole_answer_is_not_streamed() -> None:
+async def test_kserve_model_infer_rejects_stream_parameter() -> None:
     async with cluster(workers=0) as parts, stub_of(parts.address) as stub:
         call = stub.ModelInfer(asking("", [1], 5, stream=True))
         assert await refused(call) == ("INVALID_ARGUMENT", "invalid_request")
 
 
-async def test_versions_and_models_that_are_not_there() -> None:
+async def test_kserve_unknown_models_and_versions_are_not_found() -> None:
     async with cluster(workers=0) as parts, stub_of(parts.address) as stub:
         for name, version, is_there in (
             ("fake", "", True),
@@ -246,7 +246,7 @@ async def test_versions_and_models_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     "method", ["RepositoryModelLoad", "CudaSharedMemoryRegister", "TraceSetting", "LogSettings"]
 )
-async def test_what_is_not_served_is_refused_with_its_cause(method: str) -> None:
+async def test_kserve_unsupported_methods_are_unimplemented(method: str) -> None:
     async with cluster(workers=0) as parts:
         async with grpc.aio.insecure_channel(parts.address) as channel:
             call = channel.unary_unary(f"/{SERVICE}/{method}")(b"")
@@ -263,7 +263,7 @@ class _ByName(Authenticator):
         return Caller("acme", frozenset({scope}))
 
 
-async def test_only_probes_need_no_credential() -> None:
+async def test_kserve_requires_credentials_except_for_probes() -> None:
     async with started_gateway() as gateway:
         server = grpc.aio.server()
         inference = Inference(gateway.requests, gateway.model, GRPC)

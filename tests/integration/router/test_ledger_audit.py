@@ -69,7 +69,7 @@ async def findings(ledger: RedisLedger) -> set[Finding]:
     return set((await check(ledger, timeout_s=0.0)).findings)
 
 
-async def test_every_request_is_seen_once_and_nothing_is_wrong(ledger: RedisLedger) -> None:
+async def test_audit_of_sound_ledger_finds_nothing(ledger: RedisLedger) -> None:
     items = await everything(ledger)
     audited = sorted(
         (item for item in items if isinstance(item, Audited)), key=lambda it: it.request_id
@@ -87,7 +87,7 @@ async def test_every_request_is_seen_once_and_nothing_is_wrong(ledger: RedisLedg
     assert result.states == {State.FINISHED: 1, State.RUNNING: 1, State.QUEUED: 1}
 
 
-async def test_a_request_whose_record_is_gone_leaves_strays_and_a_claim(
+async def test_audit_reports_orphaned_keys_of_deleted_record(
     ledger: RedisLedger,
 ) -> None:
     await command(ledger, "b", "DEL", "{}r:b")
@@ -98,7 +98,7 @@ async def test_a_request_whose_record_is_gone_leaves_strays_and_a_claim(
     }
 
 
-async def test_keys_that_would_stay_for_ever_are_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_keys_without_expiry(ledger: RedisLedger) -> None:
     shards = ledger._shards
     tokens, record = shards.key("t:a:1", shards.of("a")), shards.key("r:c", shards.of("c"))
     # What is written anew has no end.
@@ -115,22 +115,22 @@ async def test_keys_that_would_stay_for_ever_are_found(ledger: RedisLedger) -> N
     }
 
 
-async def test_tokens_that_are_gone_are_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_missing_tokens(ledger: RedisLedger) -> None:
     await command(ledger, "b", "DEL", "{}t:b:0")
     assert await findings(ledger) == {Finding(Kind.LOST, "b", "its t:b:0 is missing")}
 
 
-async def test_a_request_that_nobody_owns_is_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_request_without_owner(ledger: RedisLedger) -> None:
     await command(ledger, "c", "SREM", "{}owned:g", "c")
     assert await findings(ledger) == {Finding(Kind.LOST, "c", "gateway g does not own it")}
 
 
-async def test_a_worker_that_is_gone_is_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_request_on_missing_worker(ledger: RedisLedger) -> None:
     await ledger.drop_worker("w")
     assert await findings(ledger) == {Finding(Kind.LOST, "b", "it runs on worker w, which is gone")}
 
 
-async def test_a_forged_event_is_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_forged_event(ledger: RedisLedger) -> None:
     await command(ledger, "b", "RPUSH", "{}e:b", "1 dispatch v")
     assert Event(1e-6, "dispatch", "v") in await ledger.events("b")
     assert await findings(ledger) == {
@@ -138,7 +138,7 @@ async def test_a_forged_event_is_found(ledger: RedisLedger) -> None:
     }
 
 
-async def test_a_request_that_is_not_listed_is_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_request_not_listed_at_arrival(ledger: RedisLedger) -> None:
     await ledger.open(make_request("t/r"), "g")
     await ledger.open(make_request("t/s"), "g")
     await command(ledger, "c", "ZREM", "{}arrivals", "c")
@@ -149,7 +149,7 @@ async def test_a_request_that_is_not_listed_is_found(ledger: RedisLedger) -> Non
     }
 
 
-async def test_a_listing_that_no_sweep_clears_is_found(ledger: RedisLedger) -> None:
+async def test_audit_reports_stale_tenant_listing(ledger: RedisLedger) -> None:
     await command(ledger, "t/gone", "ZADD", "{}arrivals:t", "5", "t/gone")
     # The sweep would take this one out of both, and that one is no tenant's.
     await command(ledger, "t/expired", "ZADD", "{}arrivals:t", "5", "t/expired")
@@ -162,7 +162,7 @@ async def test_a_listing_that_no_sweep_clears_is_found(ledger: RedisLedger) -> N
     }
 
 
-async def test_an_audit_changes_nothing(ledger: RedisLedger) -> None:
+async def test_audit_leaves_ledger_unchanged(ledger: RedisLedger) -> None:
     before = [await ledger.read(name) for name in "abc"]
     await check(ledger)
     after = [await ledger.read(name) for name in "abc"]

@@ -64,7 +64,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(b"$%d\r\n%s\r\n" % (len(words[-1]), words[-1]))
 
 
-async def test_what_cannot_be_written_takes_nobody_elses_answer(tmp_path: Path) -> None:
+async def test_channel_unencodable_call_leaves_other_replies_intact(tmp_path: Path) -> None:
     async with talking(echo, tmp_path) as (channel, _):
         with pytest.raises(UnicodeEncodeError):
             await channel.send([("ECHO", "well"), ("ECHO", "a lone \ud800")])
@@ -73,7 +73,7 @@ async def test_what_cannot_be_written_takes_nobody_elses_answer(tmp_path: Path) 
         assert answers == [[it] for it in asked]
 
 
-async def test_calls_of_a_turn_leave_in_one_write(
+async def test_channel_batches_concurrent_calls_into_one_write(
     tmp_path: Path,
 ) -> None:
     reads = []
@@ -94,7 +94,7 @@ async def test_calls_of_a_turn_leave_in_one_write(
         assert server.connections == 1
 
 
-async def test_who_gives_up_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+async def test_channel_cancelled_call_leaves_no_stray_reply(tmp_path: Path) -> None:
     async with talking(echo, tmp_path) as (channel, server):
         await channel.send([("ECHO", "first")])
         for n in range(50):
@@ -107,7 +107,7 @@ async def test_who_gives_up_leaves_no_answer_for_the_next(tmp_path: Path) -> Non
         assert server.connections == 1
 
 
-async def test_a_refusal_is_an_answer_of_its_own_kind(tmp_path: Path) -> None:
+async def test_channel_error_reply_affects_only_its_command(tmp_path: Path) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
         writer.write(b"-NOSCRIPT No matching script.\r\n:7\r\n")
@@ -129,9 +129,7 @@ async def test_a_refusal_is_an_answer_of_its_own_kind(tmp_path: Path) -> None:
         pytest.param(b":1\r\n:2\r\n:3\r\n", id="more-than-was-asked"),
     ],
 )
-async def test_call_fails_with_its_connection_and_the_next_reconnects(
-    tmp_path: Path, said: bytes
-) -> None:
+async def test_channel_reconnects_after_broken_connection(tmp_path: Path, said: bytes) -> None:
     connections = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -158,7 +156,7 @@ async def test_call_fails_with_its_connection_and_the_next_reconnects(
                 await asyncio.sleep(0)
 
 
-async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
+async def test_channel_times_out_on_silent_server(tmp_path: Path) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -167,7 +165,7 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
             await channel.send([("PING",)])
 
 
-async def test_a_server_that_is_slow_but_speaks_is_not_given_up(tmp_path: Path) -> None:
+async def test_channel_timeout_restarts_with_each_reply(tmp_path: Path) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
         for n in range(6):
@@ -179,7 +177,7 @@ async def test_a_server_that_is_slow_but_speaks_is_not_given_up(tmp_path: Path) 
         assert await channel.send([("PING",)] * 6) == [*range(6)]
 
 
-async def test_who_is_under_way_ends_on_a_connection_that_is_retired(tmp_path: Path) -> None:
+async def test_channel_retire_completes_pending_calls(tmp_path: Path) -> None:
     may_answer = asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,7 +198,7 @@ async def test_who_is_under_way_ends_on_a_connection_that_is_retired(tmp_path: P
         assert await asyncio.gather(first, second) == [[1], [1]]
 
 
-async def test_what_is_under_way_fails_when_another_server_is_to_be_asked(tmp_path: Path) -> None:
+async def test_channel_drop_fails_pending_calls(tmp_path: Path) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -214,7 +212,7 @@ async def test_what_is_under_way_fails_when_another_server_is_to_be_asked(tmp_pa
             await asking
 
 
-async def test_a_server_that_is_not_there_is_an_error_for_all_who_ask(tmp_path: Path) -> None:
+async def test_channel_connect_failure_fails_all_callers(tmp_path: Path) -> None:
     async with talking(echo, tmp_path) as (channel, _):
         (tmp_path / "server").unlink()
         answers = await asyncio.gather(
@@ -233,7 +231,7 @@ def answer_late(server: socket.socket, after_s: float) -> None:
         connection.recv(1)
 
 
-async def test_an_answer_that_waits_unread_in_a_stall_is_taken(tmp_path: Path) -> None:
+async def test_channel_reads_buffered_reply_after_loop_stall(tmp_path: Path) -> None:
     path = str(tmp_path / "server")
 
     def make() -> UnixDomainSocketConnection:

@@ -95,7 +95,7 @@ async def lossy_way(url: str, directory: Path) -> AsyncIterator[tuple[LossyWay, 
             await asyncio.sleep(0.001)
 
 
-async def test_every_move_whose_answer_was_lost_is_made_once(
+async def test_moves_with_lost_replies_take_effect_exactly_once(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with lossy_way(redis_url, tmp_path) as (way, ledger):
@@ -138,7 +138,7 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
 
 
 @pytest.mark.parametrize("owner", ["first heir", "heir"])
-async def test_repeated_takeover_keeps_the_dispatch_between(
+async def test_retried_takeover_preserves_intermediate_dispatch(
     redis_url: str, tmp_path: Path, owner: str
 ) -> None:
     """The one retry that meets another state than the try before it."""
@@ -157,7 +157,7 @@ async def test_repeated_takeover_keeps_the_dispatch_between(
         assert (await ledger.get("r")).epoch == EPOCH
 
 
-async def test_a_server_that_restarts_is_met_again_with_its_scripts_gone(
+async def test_ledger_reconnects_and_reloads_scripts_after_restart(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     url = server.start(tmp_path)
@@ -173,7 +173,7 @@ async def test_a_server_that_restarts_is_met_again_with_its_scripts_gone(
         assert not (await ledger.open(make_request(), "gateway")).created
 
 
-async def test_scripts_that_are_flushed_are_loaded_again(redis_url: str) -> None:
+async def test_ledger_reloads_flushed_scripts(redis_url: str) -> None:
     async with connected(redis_url, shards=3) as ledger:
         await ledger.lead("router", "address", TERM, 60.0)
         ids = [f"r{n}" for n in range(10)]
@@ -186,7 +186,7 @@ async def test_scripts_that_are_flushed_are_loaded_again(redis_url: str) -> None
         assert await ledger.append(appends) == [Appended.OK] * 10
 
 
-async def test_a_server_that_is_gone_is_an_error_in_time(
+async def test_ledger_stopped_server_raises_unavailable_in_time(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     async with connected(server.start(tmp_path), timeout=0.5) as ledger:
@@ -198,7 +198,7 @@ async def test_a_server_that_is_gone_is_an_error_in_time(
         assert error.value.__cause__ is not None
 
 
-async def test_a_frozen_server_is_an_error_in_time_and_no_harm_afterwards(
+async def test_ledger_frozen_server_times_out_and_recovers(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
     async with connected(server.start(tmp_path), timeout=0.4) as ledger:
@@ -220,7 +220,7 @@ async def test_a_frozen_server_is_an_error_in_time_and_no_harm_afterwards(
         assert await tokens_of(ledger, "r") == (0, 1, 2, 3)
 
 
-async def test_a_call_that_is_given_up_leaves_no_answer_for_the_next(redis_url: str) -> None:
+async def test_ledger_cancelled_call_leaves_no_stray_reply(redis_url: str) -> None:
     async with connected(redis_url) as ledger:
         for request_id in ("a", "b"):
             await ledger.open(make_request(request_id), "gateway")
@@ -233,7 +233,7 @@ async def test_a_call_that_is_given_up_leaves_no_answer_for_the_next(redis_url: 
             assert (await ledger.read("b")).request.request_id == "b"
 
 
-async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_url: str) -> None:
+async def test_full_ledger_rejects_growth_and_allows_release(redis_url: str) -> None:
     async with connected(redis_url) as ledger:
         await ledger.lead("router", "address", TERM, 60.0)
         for request_id in ("queued", "running", "failing", "moving"):
@@ -265,7 +265,7 @@ async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_
         assert (await ledger.open(make_request("new"), "gateway")).created
 
 
-async def test_who_lives_and_who_leads_is_said_to_a_full_server_too(redis_url: str) -> None:
+async def test_full_ledger_accepts_heartbeats_and_leadership(redis_url: str) -> None:
     """Else it would be as if nobody were there: no router would be ready, and none could read."""
     async with connected(redis_url) as ledger:
         assert await ledger.lead("router", "address", TERM, 60.0)
@@ -298,7 +298,7 @@ def full(url: str) -> Iterator[None]:
             client.config_set("maxmemory", 0)
 
 
-async def test_a_full_server_takes_nothing_for_what_expired_either(redis_url: str) -> None:
+async def test_full_ledger_rejects_open_after_expired_record(redis_url: str) -> None:
     async with connected(redis_url) as ledger:
         await ledger.open(make_request("expired"), "gateway")
         await ledger.open(make_request("kept"), "gateway")
@@ -310,7 +310,7 @@ async def test_a_full_server_takes_nothing_for_what_expired_either(redis_url: st
         assert [entry.request_id for entry in page.entries] == ["kept"]
 
 
-async def test_errors_hold_no_secret(redis_url: str) -> None:
+async def test_ledger_errors_contain_no_password(redis_url: str) -> None:
     url = redis_url.replace("unix://", "unix://user:hunter2@")
     with pytest.raises(LedgerSetupError) as error:
         await connect(LedgerConfig(url=url))
@@ -321,7 +321,7 @@ async def test_errors_hold_no_secret(redis_url: str) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
-async def test_a_server_that_would_evict_is_refused() -> None:
+async def test_ledger_rejects_server_with_eviction_policy() -> None:
     with (
         redis_server("--maxmemory-policy", "allkeys-lru") as url,
         pytest.raises(LedgerSetupError, match="allkeys-lru"),
@@ -329,7 +329,7 @@ async def test_a_server_that_would_evict_is_refused() -> None:
         await connect(url)
 
 
-async def test_a_ledger_of_another_layout_is_refused(redis_url: str) -> None:
+async def test_ledger_rejects_different_shards_or_schema(redis_url: str) -> None:
     config = LedgerConfig(url=redis_url, key_prefix="layout", shards=2)
     ledger = await connect(config)
     cluster_id = await ledger.cluster_id()
@@ -346,7 +346,7 @@ async def test_a_ledger_of_another_layout_is_refused(redis_url: str) -> None:
     await again.close()
 
 
-async def test_a_ledger_that_forgot_everything_keeps_its_cluster_id(redis_url: str) -> None:
+async def test_flushed_ledger_keeps_cluster_id(redis_url: str) -> None:
     """A worker of this cluster would refuse a router with another one."""
     config = LedgerConfig(url=redis_url, key_prefix="forgetful", shards=2)
     async with connected(redis_url, key_prefix="forgetful", shards=2) as ledger:
@@ -360,14 +360,14 @@ async def test_a_ledger_that_forgot_everything_keeps_its_cluster_id(redis_url: s
             await connect(LedgerConfig(url=redis_url, key_prefix="forgetful"))
 
 
-async def test_clusters_with_their_own_prefix_share_a_server(redis_url: str) -> None:
+async def test_ledger_prefixes_isolate_clusters_on_one_server(redis_url: str) -> None:
     async with connected(redis_url) as one, connected(redis_url) as other:
         await one.open(make_request(), "gateway")
         assert (await other.open(make_request(body=b"other"), "gateway")).created
         assert await one.cluster_id() != await other.cluster_id()
 
 
-async def test_the_fence_of_an_older_leader_that_comes_late_is_not_heard(redis_url: str) -> None:
+async def test_fence_of_older_leader_arriving_late_is_ignored(redis_url: str) -> None:
     config = LedgerConfig(url=redis_url, key_prefix="late", shards=2)
     ledger, shards = await connect(config), Shards(config)
     newest = await shards.run(scripts.LEAD, 0, "new", "address", 2, 60_000_000)
@@ -383,7 +383,7 @@ async def test_the_fence_of_an_older_leader_that_comes_late_is_not_heard(redis_u
     await ledger.close()
 
 
-async def test_a_request_that_expired_unfinished_is_no_orphan_for_ever(redis_url: str) -> None:
+async def test_expired_request_is_removed_from_orphans(redis_url: str) -> None:
     async with connected(redis_url, key_prefix="expired") as ledger:
         for request_id in ("expired", "kept"):
             await ledger.open(make_request(request_id), "dead")
@@ -399,7 +399,7 @@ async def test_a_request_that_expired_unfinished_is_no_orphan_for_ever(redis_url
             assert client.pttl(f"expired:{SCHEMA}:{{0}}:r:kept") > 7 * 24 * 3600 * 1000
 
 
-async def test_a_worker_that_is_gone_leaves_no_address_behind(redis_url: str) -> None:
+async def test_dropped_worker_leaves_no_address(redis_url: str) -> None:
     async with connected(redis_url, key_prefix="gone") as ledger:
         for worker_id, address in (("replaced", "h:1"), ("kept", "h:1"), ("dropped", "h:2")):
             await ledger.put_worker(WorkerInfo(worker_id=worker_id, address=address))
@@ -408,7 +408,7 @@ async def test_a_worker_that_is_gone_leaves_no_address_behind(redis_url: str) ->
             assert client.hgetall(f"gone:{SCHEMA}:{{0}}:worker_addresses") == {b"kept": b"h:1"}
 
 
-async def test_an_embedded_ledger_is_reached_by_its_url() -> None:
+async def test_embedded_ledger_connects_by_url_only() -> None:
     with pytest.raises(ValueError, match="embedded"):
         await connect(LedgerConfig())
     with valkey_server() as url:

@@ -91,7 +91,7 @@ SUBSCRIBE,a
 REFUSED = re.compile("permission|not allowed|can.t run")
 
 
-def test_the_user_may_do_nothing_but_the_ledgers_commands(url: str) -> None:
+def test_ledger_user_is_limited_to_ledger_commands(url: str) -> None:
     with Redis.from_url(url) as redis:
         for line in NOT_FOR_US:
             with pytest.raises(ResponseError, match=REFUSED):
@@ -104,13 +104,13 @@ def test_the_user_may_do_nothing_but_the_ledgers_commands(url: str) -> None:
                 redis.evalsha(sha, 0)
 
 
-def test_the_embedded_servers_user_is_the_readmes_and_an_audits() -> None:
+def test_embedded_acl_is_readme_acl_plus_audit_commands() -> None:
     readme, ours = (set(re.findall(r"\+[\w|]+", it)) for it in (readme_rule(), embedded._COMMANDS))
     assert ours - readme == {"+config|get", "+ping", "+scan", "+sscan", "+zscan"}
     assert readme <= ours
 
 
-def test_the_ledgers_scripts_make_no_scripts() -> None:
+def test_ledger_scripts_load_no_code() -> None:
     assert len(SCRIPTS) > 20
     for each in SCRIPTS:
         assert each.sha == hashlib.sha1(each.source.encode()).hexdigest()
@@ -124,7 +124,7 @@ HOSTILE = "']]\" .. redis.call('SET', 'owned', 1) .. \"\r\n*1\r\n$8\r\nFLUSHALL\
 LABEL = "redis.call"
 
 
-async def test_nothing_that_a_client_writes_becomes_a_script() -> None:
+async def test_client_input_is_never_run_as_script() -> None:
     with server(*DURABLE, f"user {USER} on >secret {readme_rule()}") as one:
         async with connected(f"redis://{LOGIN}{one.address}") as ledger:
             parts = Cluster(ledger=ledger, router_config=replace(ROUTER, drain=0.1))

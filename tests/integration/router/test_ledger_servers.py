@@ -105,7 +105,7 @@ def primary_of(servers: list[Server]) -> Server:
 
 
 @pytest.mark.long
-async def test_deposed_primary_gets_no_more_calls(
+async def test_deposed_primary_receives_no_more_calls(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     """The sentinels tell it ten seconds after everybody else."""
@@ -148,7 +148,7 @@ async def append_on(ledger: RedisLedger, offset: int) -> int:
     return offset + 1
 
 
-async def test_a_primary_that_is_killed_is_followed_by_its_replica(
+async def test_ledger_fails_over_from_killed_primary_to_replica(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     servers, three = watched
@@ -171,7 +171,7 @@ async def test_a_primary_that_is_killed_is_followed_by_its_replica(
 
 
 @pytest.mark.long
-async def test_new_primary_is_checked_until_it_is_durable(
+async def test_new_primary_is_unfit_until_durable(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     servers, three = watched
@@ -199,7 +199,7 @@ def nodes() -> Iterator[list[Server]]:
         yield nodes
 
 
-async def test_a_node_that_is_gone_takes_its_shards_along_and_no_others() -> None:
+async def test_lost_cluster_node_affects_only_its_shards() -> None:
     # Nothing may be lost by the way that they end.
     with cluster(3, "appendfsync always") as nodes:
         async with connected(cluster_url(nodes), shards=8, timeout=1.0) as ledger:
@@ -235,7 +235,7 @@ def is_covered(node: Server) -> bool:
     return bool(node.ask("CLUSTER INFO")["cluster_state"] == "ok")
 
 
-async def test_a_slot_that_moves_is_waited_for_and_found(nodes: list[Server]) -> None:
+async def test_migrating_slot_is_retried_and_followed(nodes: list[Server]) -> None:
     """Half of the shard's keys on either node: no script may see one half."""
     async with connected(cluster_url(nodes), key_prefix="slot", timeout=0.5) as ledger:
         await running(ledger)
@@ -271,7 +271,7 @@ def moving(slot: int, source: Server, target: Server) -> Iterator[None]:
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", there)
 
 
-async def test_a_frame_reaches_shards_on_every_node(nodes: list[Server]) -> None:
+async def test_append_frame_reaches_shards_on_every_node(nodes: list[Server]) -> None:
     async with connected(cluster_url(nodes), shards=8) as ledger:
         ids = [f"r{number}" for number in range(24)]
         for number, request_id in enumerate(ids):
@@ -284,7 +284,7 @@ async def test_a_frame_reaches_shards_on_every_node(nodes: list[Server]) -> None
         assert len(await ledger.orphans(100)) == 24
 
 
-async def test_a_user_needs_little_more_in_a_cluster(nodes: list[Server]) -> None:
+async def test_cluster_user_needs_two_rights_beyond_readme(nodes: list[Server]) -> None:
     rule = f"on >secret {readme_rule()} +command +cluster|slots"
     for node in nodes:
         node.ask("ACL", "SETUSER", USER, *rule.split())
@@ -295,7 +295,7 @@ async def test_a_user_needs_little_more_in_a_cluster(nodes: list[Server]) -> Non
         await connect(cluster_url(nodes, f"{USER}:wrong@"))
 
 
-async def test_a_url_must_say_whether_there_is_a_cluster(nodes: list[Server]) -> None:
+async def test_ledger_url_scheme_must_match_cluster_mode(nodes: list[Server]) -> None:
     with pytest.raises(LedgerSetupError, match=r"redis\+cluster://"):
         await connect(f"redis://{nodes[0].address}")
     with server(*DURABLE) as one, pytest.raises(LedgerSetupError, match="no cluster"):
@@ -311,7 +311,7 @@ def guarded() -> Iterator[tuple[Server, dict[str, str]]]:
         yield one, {"tls_ca": str(cert), "tls_cert": str(cert), "tls_key": str(key)}
 
 
-async def test_a_wrong_password_is_said_and_not_shown(
+async def test_wrong_password_is_reported_without_being_shown(
     guarded: tuple[Server, dict[str, str]],
 ) -> None:
     one, files = guarded
@@ -328,7 +328,7 @@ def everything_said(error: BaseException) -> str:
     return said
 
 
-async def test_a_certificate_that_nobody_trusts_is_refused(
+async def test_untrusted_ledger_certificate_is_rejected(
     guarded: tuple[Server, dict[str, str]],
 ) -> None:
     one, files = guarded
@@ -340,7 +340,7 @@ async def test_a_certificate_that_nobody_trusts_is_refused(
     assert PASSWORD not in everything_said(error.value)
 
 
-async def test_a_certificate_of_another_host_is_refused() -> None:
+async def test_ledger_certificate_for_other_host_is_rejected() -> None:
     with (
         certificate("DNS:elsewhere") as (cert, key),
         tls_server(cert, key, readme_rule(), "tls-auth-clients no") as one,
@@ -349,7 +349,7 @@ async def test_a_certificate_of_another_host_is_refused() -> None:
         await connect(LedgerConfig(url=tls_url(one), tls_ca=str(cert)))
 
 
-async def test_a_server_that_asks_for_our_certificate_gets_it(
+async def test_ledger_client_certificate_is_required_by_server(
     guarded: tuple[Server, dict[str, str]],
 ) -> None:
     one, files = guarded
@@ -360,7 +360,7 @@ async def test_a_server_that_asks_for_our_certificate_gets_it(
         await connect(LedgerConfig(url=tls_url(one), **(files | {"tls_ca": "/nowhere"})))
 
 
-async def test_files_that_break_keep_nobody_from_the_ledger(
+async def test_broken_tls_files_keep_last_valid_ones_in_use(
     guarded: tuple[Server, dict[str, str]], tmp_path: Path
 ) -> None:
     one, files = guarded
@@ -374,7 +374,7 @@ async def test_files_that_break_keep_nobody_from_the_ledger(
         await running(ledger)
 
 
-async def test_sentinels_and_clusters_are_reached_over_tls_too() -> None:
+async def test_sentinel_and_cluster_connect_over_tls() -> None:
     with certificate() as (cert, key), tls_sentinel(cert, key) as sentinel:
         url = sentinel_url([sentinel]).replace("redis+", "rediss+")
         async with connected(url, tls_ca=str(cert)) as ledger:
@@ -387,7 +387,7 @@ async def test_sentinels_and_clusters_are_reached_over_tls_too() -> None:
                 await connect(LedgerConfig(url=url, tls_ca=str(other)))
 
 
-async def test_a_right_that_is_missing_is_named() -> None:
+async def test_missing_acl_right_is_named() -> None:
     rule = f"user {USER} on >secret ~* +@all"
     with server(*DURABLE, f"{rule} -info") as one:
         with pytest.raises(LedgerSetupError, match="may not call INFO"):
@@ -401,7 +401,7 @@ async def test_a_right_that_is_missing_is_named() -> None:
                 await generation(ledger)
 
 
-async def test_a_password_that_changes_ends_calls_at_once() -> None:
+async def test_changed_password_fails_calls_immediately() -> None:
     with server(*DURABLE, ACL_USER) as one:
         async with connected(f"redis://{LOGIN}{one.address}", timeout=60.0) as ledger:
             await ledger.open(make_request(), "gateway")
@@ -423,7 +423,7 @@ async def test_a_password_that_changes_ends_calls_at_once() -> None:
         ("replicated", ["appendonly no"]),
     ],
 )
-async def test_a_server_that_promises_less_than_is_demanded_is_refused(
+async def test_server_below_durability_class_is_rejected(
     demanded: str, settings: list[str]
 ) -> None:
     with server("maxmemory-policy noeviction", *settings) as one:
@@ -433,7 +433,7 @@ async def test_a_server_that_promises_less_than_is_demanded_is_refused(
             assert ledger.durability_class == "memory"
 
 
-async def test_a_server_that_does_not_let_us_look_is_taken_at_its_word() -> None:
+async def test_server_with_hidden_config_is_accepted() -> None:
     hidden = f"{ACL_USER} -config|get"
     with server(*DURABLE, hidden) as one:
         async with connected(f"redis://{LOGIN}{one.address}", durability_class="always") as ledger:
@@ -441,7 +441,7 @@ async def test_a_server_that_does_not_let_us_look_is_taken_at_its_word() -> None
 
 
 @pytest.mark.parametrize("kind", ["Redis", "Valkey"])
-async def test_what_is_replicated_waits_for_the_replica(kind: str) -> None:
+async def test_replicated_class_waits_for_replica(kind: str) -> None:
     """Redis 7.0 asks it with WAIT, Valkey with WAITAOF."""
     binary = "" if kind == "Redis" else str(find_binary())
     rights = "+wait" if kind == "Redis" else "+wait +waitaof"
@@ -478,7 +478,7 @@ async def check_nothing_settles(ledger: RedisLedger) -> None:
 # lives and memory
 
 
-async def test_a_restart_between_two_beats_is_another_generation() -> None:
+async def test_server_restart_changes_generation() -> None:
     with server(*DURABLE) as one:
         async with connected(f"redis://{one.address}") as ledger:
             before = await generation(ledger)
@@ -488,7 +488,7 @@ async def test_a_restart_between_two_beats_is_another_generation() -> None:
             assert await generation(ledger) != before
 
 
-async def test_a_beat_says_how_full_the_server_is() -> None:
+async def test_heartbeat_reports_memory_used() -> None:
     with server(*DURABLE) as one:
         async with connected(f"redis://{one.address}") as ledger:
             assert (await ledger.heartbeat("gateway", "address", 60.0)).memory_used == 0.0
@@ -509,7 +509,7 @@ async def on_one_server(*settings: str) -> AsyncIterator[tuple[Server, RedisLedg
             yield one, ledger
 
 
-async def test_a_disk_that_is_full_is_waited_for() -> None:
+async def test_append_is_retried_until_disk_has_space() -> None:
     async with on_one_server() as (one, ledger):
         [data] = one.directory.glob("appendonlydir/*.incr.aof")
         _, most = resource.prlimit(one.pid, resource.RLIMIT_FSIZE)
@@ -536,7 +536,7 @@ async def test_a_disk_that_is_full_is_waited_for() -> None:
         assert await tokens_of(ledger) == (*tokens, 99)
 
 
-async def test_a_server_that_runs_a_long_script_is_waited_for() -> None:
+async def test_append_is_retried_while_server_is_busy() -> None:
     async with on_one_server("busy-reply-threshold 10") as (one, ledger):
         loop = asyncio.get_running_loop()
         endless = loop.run_in_executor(None, one.ask, "EVAL", "while true do end", 0)
@@ -557,7 +557,7 @@ def is_busy(one: Server) -> bool:
     return False
 
 
-async def test_a_server_that_only_reads_is_waited_for() -> None:
+async def test_append_is_retried_while_server_is_read_only() -> None:
     async with on_one_server() as (one, ledger):
         one.ask("REPLICAOF", "127.0.0.1", 1)
         waiting = asyncio.create_task(ledger.append([Append("r", EPOCH, 0, (1,))]))
@@ -567,7 +567,7 @@ async def test_a_server_that_only_reads_is_waited_for() -> None:
         assert await waiting == [Appended.OK]
 
 
-async def test_a_server_that_only_reads_for_long_is_an_error_that_says_so() -> None:
+async def test_append_to_read_only_server_times_out_with_cause() -> None:
     with server(*DURABLE) as one:
         async with connected(f"redis://{one.address}", timeout=0.3) as ledger:
             await running(ledger)
@@ -588,7 +588,7 @@ async def by_a_way(**settings: object) -> AsyncIterator[tuple[Proxy, RedisLedger
                 yield way, ledger
 
 
-async def test_a_slow_server_is_asked_many_things_at_once() -> None:
+async def test_ledger_pipelines_calls_to_slow_server() -> None:
     async with by_a_way() as (way, ledger):
         # One after another they would take longer than a call may.
         way.delay_s = 0.25
@@ -597,7 +597,7 @@ async def test_a_slow_server_is_asked_many_things_at_once() -> None:
         assert await tokens_of(ledger) == tuple(range(16))
 
 
-async def test_answers_that_break_off_are_asked_for_again() -> None:
+async def test_truncated_replies_are_retried() -> None:
     async with by_a_way() as (way, ledger):
         for offset, after in enumerate((0, 1, 5, 7)):
             way.reset_after = after
@@ -607,7 +607,7 @@ async def test_answers_that_break_off_are_asked_for_again() -> None:
         assert way.resets == 5
 
 
-async def test_an_answer_that_never_comes_is_an_error_in_time() -> None:
+async def test_unanswered_call_raises_unavailable_in_time() -> None:
     async with by_a_way(timeout=0.4) as (way, ledger):
         assert await ledger.append([Append("r", EPOCH, 0, (0,))]) == [Appended.OK]
         with way.deaf(), pytest.raises(LedgerUnavailable, match=r"within 0\.4 s"):
@@ -615,7 +615,7 @@ async def test_an_answer_that_never_comes_is_an_error_in_time() -> None:
         assert await tokens_of(ledger) == (0, 1)
 
 
-async def test_a_call_is_disturbed_on_purpose_for_so_long() -> None:
+async def test_injected_ledger_delay_is_bounded() -> None:
     async with by_a_way(timeout=0.4) as (_, ledger):
         ledger.disturb(60.0, float("inf"))
         with pytest.raises(LedgerUnavailable, match=r"get: no answer within 0\.4 s"):

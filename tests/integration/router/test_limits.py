@@ -113,7 +113,7 @@ async def parts() -> AsyncIterator[Cluster]:
 
 
 @pytest.mark.parametrize(("name", "front"), CASES)
-async def test_so_much_passes_and_more_has_its_own_error(
+async def test_limit_accepts_maximum_and_rejects_excess(
     parts: Cluster, name: str, front: str
 ) -> None:
     limit = LIMITS[name]
@@ -126,7 +126,9 @@ async def test_so_much_passes_and_more_has_its_own_error(
 
 
 @pytest.mark.parametrize("front", FRONTS)
-async def test_a_text_that_cannot_fit_is_not_read(parts: Cluster, front: str) -> None:
+async def test_prompt_text_beyond_context_is_rejected_untokenized(
+    parts: Cluster, front: str
+) -> None:
     refused = await FRONTS[front](parts, {"text": "a" * (CHARACTERS + 1)}, {})
     assert refused.slug == "prompt_text_too_long" and "worker.max_model_len" in refused.message
 
@@ -139,7 +141,7 @@ async def test_a_text_that_cannot_fit_is_not_read(parts: Cluster, front: str) ->
         ("HTTP", "router.max_body_bytes"),
     ],
 )
-async def test_the_size_of_a_message(front: str, setting: str) -> None:
+async def test_message_size_limit_is_enforced_and_names_setting(front: str, setting: str) -> None:
     config = replace(ROUTER, max_message_bytes=MESSAGE, max_body_bytes=MESSAGE)
     async with cluster(workers=1, router_config=config) as parts:
         stops = ["x" * 1000] * (MESSAGE // 1000 - 1)
@@ -152,13 +154,13 @@ async def test_the_size_of_a_message(front: str, setting: str) -> None:
     ("front", "most"),
     [("native", METADATA), ("KServe", METADATA), ("HTTP", connection._MAX_HEAD_BYTES)],
 )
-async def test_the_size_of_metadata(parts: Cluster, front: str, most: int) -> None:
+async def test_metadata_size_limit_is_enforced(parts: Cluster, front: str, most: int) -> None:
     assert await FRONTS[front](parts, ASKED, {"x-note": "x" * (most - 500)}) == Answer()
     refused = await FRONTS[front](parts, ASKED, {"x-note": "x" * most})
     assert refused.slug == "metadata_too_large" and str(most) in refused.message
 
 
-async def test_the_number_of_requests_of_a_call(parts: Cluster) -> None:
+async def test_requests_per_call_limit_is_enforced(parts: Cluster) -> None:
     for count, slug in ((MAX_REQUESTS, ""), (MAX_REQUESTS + 1, "too_many_requests")):
         each = pb.GenerateRequest(text="a", max_tokens=1)
         async with grpc.aio.insecure_channel(parts.address) as channel:
@@ -169,7 +171,7 @@ async def test_the_number_of_requests_of_a_call(parts: Cluster) -> None:
         assert (await http(parts, {"tokens": [[1]] * count}, {})).slug == slug
 
 
-async def test_connections_over_http_beyond_the_most_are_told_so(
+async def test_http_connections_beyond_limit_get_503(
     parts: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_MAX_CONNECTIONS", 2)
@@ -185,7 +187,7 @@ async def test_connections_over_http_beyond_the_most_are_told_so(
         writer.close()
 
 
-async def test_a_connection_over_http_without_requests_is_closed(
+async def test_idle_http_connection_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "_IDLE_S", 0.05)

@@ -66,7 +66,7 @@ async def cancelled(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-async def test_every_metric_of_the_catalogue_and_nothing_else_is_there(accept: str) -> None:
+async def test_metrics_match_catalogue(accept: str) -> None:
     async with cluster() as parts:
         await served(parts)
         families = await scraped(parts.routers[0].metrics_address, accept)
@@ -83,7 +83,7 @@ def family_name(metric: Metric) -> str:
     return metric.name.removesuffix("_total")
 
 
-async def test_what_was_served_is_counted_once() -> None:
+async def test_metrics_count_each_request_once() -> None:
     async with cluster() as parts:
         answers = await served(parts)
         samples = (await scraped(parts.routers[0].metrics_address)).samples
@@ -114,7 +114,7 @@ async def test_what_was_served_is_counted_once() -> None:
     assert samples.total("everlift_worker_output_tokens_total") >= num_tokens
 
 
-async def test_what_workers_do_is_told_by_part() -> None:
+async def test_worker_metrics_are_split_by_part() -> None:
     async with cluster(workers=1) as parts:
         async with AsyncClient(parts.address) as client:
             await receive(client, [7] * 64, 40)
@@ -133,7 +133,7 @@ async def test_what_workers_do_is_told_by_part() -> None:
     assert samples.total("everlift_worker_slot_steps_total") == 80
 
 
-async def test_a_worker_that_is_gone_takes_its_series_along_and_is_counted() -> None:
+async def test_lost_worker_series_are_removed_and_loss_is_counted() -> None:
     async with cluster() as parts:
         await parts.drain_worker(parts.workers[0])
         await parts.add_worker()
@@ -146,7 +146,7 @@ async def test_a_worker_that_is_gone_takes_its_series_along_and_is_counted() -> 
     assert samples["everlift_worker_losses_total",] == 1
 
 
-async def test_of_the_cluster_its_leader_speaks_alone() -> None:
+async def test_cluster_metrics_are_exported_by_leader_only() -> None:
     async with cluster(routers=2) as parts:
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         everybody = [(await scraped(router.metrics_address)).samples for router in parts.routers]
@@ -163,7 +163,7 @@ async def test_of_the_cluster_its_leader_speaks_alone() -> None:
     assert "everlift_queue_requests" not in names
 
 
-async def test_what_the_full_queue_refuses_is_counted_too() -> None:
+async def test_metrics_count_queue_full_rejections() -> None:
     config = replace(ROUTER, max_queued=1)
     async with cluster(workers=0, router_config=config) as parts:
         async with AsyncClient(parts.address, retry_s=0.0) as client:
@@ -179,7 +179,7 @@ async def test_what_the_full_queue_refuses_is_counted_too() -> None:
     assert samples["everlift_queue_requests",] == 1
 
 
-async def test_what_goes_on_elsewhere_is_no_second_first_token() -> None:
+async def test_ttft_is_not_recorded_again_after_takeover() -> None:
     """A gateway dies; the other one has its request, whose first token was read there."""
     config = replace(ROUTER, lease=0.5, heartbeat=0.1)
     async with cluster(routers=2, router_config=config, worker_config=WORKER) as parts:
@@ -212,13 +212,15 @@ async def test_what_goes_on_elsewhere_is_no_second_first_token() -> None:
         ("GET /metrics HTTP/1.1\r\nX: " + 9000 * "x", 431),
     ],
 )
-async def test_what_else_is_asked_for_is_answered(request_line: str, status: int) -> None:
+async def test_metrics_server_answers_other_requests_with_status(
+    request_line: str, status: int
+) -> None:
     async with cluster(workers=0) as parts:
         answer = await fetch(parts.routers[0].metrics_address, request_line)
     assert answer.startswith(f"HTTP/1.1 {status} ")
 
 
-async def test_who_never_asks_keeps_no_router_from_stopping() -> None:
+async def test_silent_metrics_connections_do_not_block_router_stop() -> None:
     async with cluster(workers=0) as parts:
         host, port = parts.routers[0].metrics_address.rsplit(":", 1)
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
@@ -230,14 +232,14 @@ async def test_who_never_asks_keeps_no_router_from_stopping() -> None:
         await writer.wait_closed()
 
 
-async def test_an_empty_host_serves_none() -> None:
+async def test_metrics_empty_host_disables_endpoint() -> None:
     async with cluster(workers=0, router_config=replace(ROUTER, metrics_host="")) as parts:
         assert parts.routers[0].metrics_address == ""
         async with AsyncClient(parts.address) as client:
             assert (await client.status()).metrics_address == ""
 
 
-async def test_a_port_that_is_taken_is_said_at_the_start() -> None:
+async def test_metrics_used_port_fails_router_start() -> None:
     async with cluster(workers=0) as parts:
         taken = int(parts.routers[0].metrics_address.rsplit(":", 1)[1])
         parts.router_config = replace(ROUTER, metrics_port=taken)
@@ -245,12 +247,12 @@ async def test_a_port_that_is_taken_is_said_at_the_start() -> None:
             await parts.add_router()
 
 
-async def test_the_status_says_where_metrics_are() -> None:
+async def test_status_reports_metrics_address() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         assert (await client.status()).metrics_address == parts.routers[0].metrics_address
 
 
-def test_names_say_units() -> None:
+def test_metric_names_end_with_unit() -> None:
     for metric in CATALOGUE.values():
         stem = metric.name.removesuffix("_total")
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
@@ -261,7 +263,7 @@ def test_names_say_units() -> None:
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
 
 
-def test_the_readme_lists_the_catalogue() -> None:
+def test_metrics_readme_lists_catalogue() -> None:
     readme = (Path(__file__).parents[3] / "router/observability/metrics/README.md").read_text()
     listed = re.findall(r"^\| `everlift_[a-z_]+` .*$", readme, re.MULTILINE)
     assert listed == list(rows(CATALOGUE.values()))
@@ -273,7 +275,7 @@ def rows(metrics: Iterable[Metric]) -> Iterable[str]:
         yield f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {metric.help} |"
 
 
-def test_samples_are_read_by_their_labels() -> None:
+def test_samples_total_and_select_by_labels() -> None:
     samples = Samples({("a", "x=1"): 2.0, ("a", "x=2"): 3.0, ("b",): 1.0})
     assert samples.total("a") == 5.0
     assert samples.values("a", "x") == {"1": 2.0, "2": 3.0}

@@ -29,7 +29,7 @@ async def until_said(client: AsyncClient, begins: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_status_and_metrics_say_which_workers_are_missing() -> None:
+async def test_status_and_metrics_report_missing_workers() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         [router] = parts.routers
         await until(lambda: router._leader.is_leading)
@@ -58,7 +58,7 @@ async def test_status_and_metrics_say_which_workers_are_missing() -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_the_autoscalers_number_is_what_there_is_to_be() -> None:
+async def test_missing_workers_count_from_autoscaler_target() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         await until(lambda: parts.routers[0]._leader.is_leading)
         assert await missing(client) == ""
@@ -66,7 +66,7 @@ async def test_the_autoscalers_number_is_what_there_is_to_be() -> None:
         await until_said(client, "0 of 3 ready; 3 not started")
 
 
-async def test_two_clusters_on_one_ledger_are_added_up_during_an_upgrade() -> None:
+async def test_missing_workers_sum_over_clusters_during_upgrade() -> None:
     async with cluster(routers=2, workers=1) as parts, AsyncClient(parts.address) as client:
         old, new = parts.routers
         old.place("old", 0, "")
@@ -80,7 +80,7 @@ async def test_two_clusters_on_one_ledger_are_added_up_during_an_upgrade() -> No
                 await asyncio.sleep(0.02)
 
 
-async def test_explanation_names_missing_workers() -> None:
+async def test_explain_names_missing_workers() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         [router] = parts.routers
         router.reconfigure(ROUTER, {}, 1)
@@ -98,7 +98,7 @@ async def test_explanation_names_missing_workers() -> None:
     assert spent[pb.SPAN_KIND_NO_WORKER] > 0.0
 
 
-async def test_requests_that_find_no_worker_wait_for_one(
+async def test_requests_without_worker_wait_past_idle_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream gets comments meanwhile, and no idle limit ends an answer that has none."""

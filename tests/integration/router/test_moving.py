@@ -18,7 +18,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[dice.randrange(1, 255) for _ in range(dice.randrange(20, 40))] for _ in range(count)]
 
 
-async def test_what_a_starved_worker_gives_up_goes_on_where_there_is_room() -> None:
+async def test_preempted_requests_move_to_worker_with_free_blocks() -> None:
     asked = prompts(6)
     async with (
         cluster(workers=0, worker_config=SLOW) as parts,
@@ -39,7 +39,7 @@ async def test_what_a_starved_worker_gives_up_goes_on_where_there_is_room() -> N
     assert sum(entry.losses for entry in entries) == 0
 
 
-async def test_higher_class_is_on_time_and_the_lower_resumes() -> None:
+async def test_preemption_meets_higher_class_ttft_and_lower_resumes() -> None:
     asked = prompts(4)
     async with (
         cluster(workers=0, worker_config=SLOW) as parts,

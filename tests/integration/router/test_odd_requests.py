@@ -44,20 +44,20 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("case", TEXTS)
-async def test_a_text_of_any_characters_is_a_prompt(client: AsyncClient, case: str) -> None:
+async def test_prompt_text_accepts_any_characters(client: AsyncClient, case: str) -> None:
     stream = client.generate(TEXTS[case], max_tokens=3, temperature=0.0)
     tokens = [token async for chunk in stream for token in chunk.token_ids]
     assert tokens == right_tokens(list(TEXTS[case].encode()), 3)
 
 
-async def test_a_prompt_may_leave_room_for_one_token_and_not_for_none(client: AsyncClient) -> None:
+async def test_prompt_must_leave_room_for_one_token(client: AsyncClient) -> None:
     longest = [7] * (CONTEXT - 1)
     assert (await receive(client, longest, 1)).tokens == right_tokens(longest, 1)
     with pytest.raises(PromptTooLong):
         await receive(client, [*longest, 7], 1)
 
 
-async def test_a_prompt_larger_than_the_whole_cache_is_refused() -> None:
+async def test_prompt_larger_than_kv_cache_is_rejected() -> None:
     async with (
         cluster(workers=1, worker_config=replace(WORKER, num_blocks=4)) as parts,
         AsyncClient(parts.address) as client,
@@ -79,7 +79,9 @@ ODD_BUT_LEGAL = {
 
 
 @pytest.mark.parametrize("case", ODD_BUT_LEGAL)
-async def test_what_is_odd_but_legal_is_served_or_named(client: AsyncClient, case: str) -> None:
+async def test_unusual_options_are_served_or_rejected_with_cause(
+    client: AsyncClient, case: str
+) -> None:
     options = {"max_tokens": 3} | ODD_BUT_LEGAL[case]
     prompt = [1] * (CONTEXT - 10)
     try:
@@ -91,7 +93,7 @@ async def test_what_is_odd_but_legal_is_served_or_named(client: AsyncClient, cas
 
 
 @pytest.mark.parametrize("priority", [-11, 11, 2**31 - 1])
-async def test_a_priority_beyond_the_classes_is_refused(client: AsyncClient, priority: int) -> None:
+async def test_priority_out_of_range_is_rejected(client: AsyncClient, priority: int) -> None:
     with pytest.raises(InvalidRequest, match="priority"):
         await client.generate("a", priority=priority).text()
 
@@ -103,7 +105,7 @@ def varint(value: int) -> bytes:
 
 
 @pytest.mark.parametrize("token", [2**31, 2**32 - 1, 2**63, 2**64 - 1])
-async def test_token_outside_the_vocabulary_is_refused_in_any_form(
+async def test_token_outside_vocabulary_is_rejected(
     parts: Cluster, client: AsyncClient, token: int
 ) -> None:
     """-1 is 2^64 - 1 on the wire. Field 3 holds the tokens, packed in its field 1."""
@@ -117,7 +119,7 @@ async def test_token_outside_the_vocabulary_is_refused_in_any_form(
     assert code == wanted
 
 
-async def test_fields_that_nobody_knows_are_passed_over(parts: Cluster) -> None:
+async def test_unknown_message_fields_are_ignored(parts: Cluster) -> None:
     request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1]), max_tokens=2)
     unknown = varint(2000 << 3 | 2) + b"\x03abc"
     assert await answer_to(parts, request.SerializeToString() + unknown) == (None, "")
@@ -149,7 +151,7 @@ TOO_MUCH: dict[str, tuple[int, dict[str, object], grpc.StatusCode]] = {
 
 
 @pytest.mark.parametrize("case", TOO_MUCH)
-async def test_too_much_is_refused_and_a_neighbour_notices_nothing(
+async def test_oversized_call_does_not_disturb_other_stream(
     parts: Cluster, client: AsyncClient, case: str
 ) -> None:
     size, call, status = TOO_MUCH[case]
@@ -160,7 +162,7 @@ async def test_too_much_is_refused_and_a_neighbour_notices_nothing(
 
 
 @pytest.mark.parametrize("method", ["Generate", "Attach", "Cancel", "GetRequest", "GetStatus"])
-async def test_a_call_that_ends_before_its_message_is_answered(parts: Cluster, method: str) -> None:
+async def test_call_without_message_is_invalid_argument(parts: Cluster, method: str) -> None:
     async with grpc.aio.insecure_channel(parts.address) as channel:
         call = channel.stream_stream(f"/everlift.v1.Inference/{method}")(timeout=10)
         await call.done_writing()

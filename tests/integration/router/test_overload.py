@@ -21,7 +21,7 @@ async def refusal(client: AsyncClient, request_id: str, priority: int = 0) -> Ev
     return None
 
 
-async def test_higher_class_takes_the_place_of_a_lower_at_any_router() -> None:
+async def test_higher_class_sheds_lower_class_of_any_router() -> None:
     config = replace(ROUTER, max_queued=2)
     async with (
         cluster(routers=2, workers=0, router_config=config) as parts,
@@ -47,7 +47,7 @@ async def test_higher_class_takes_the_place_of_a_lower_at_any_router() -> None:
         assert [await low[0], await high] == [None, None]
 
 
-async def test_who_has_waited_for_as_long_as_it_may_is_told_so() -> None:
+async def test_queue_ttl_ends_wait_with_queue_timeout() -> None:
     config = replace(ROUTER, queue_ttl=0.3)
     async with (
         cluster(workers=0, router_config=config) as parts,
@@ -58,7 +58,7 @@ async def test_who_has_waited_for_as_long_as_it_may_is_told_so() -> None:
         assert await refusal(client, "a") is None, "its name is free"
 
 
-async def test_who_was_refused_in_the_queue_comes_again_and_is_served() -> None:
+async def test_client_retries_queue_timeout_until_served() -> None:
     config = replace(ROUTER, queue_ttl=0.3)
     async with cluster(workers=0, router_config=config) as parts:
         counters = parts.routers[0]._requests.counters

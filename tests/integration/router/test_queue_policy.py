@@ -37,7 +37,7 @@ async def submit(parts: Cluster, request_id: str, timeout_s: float | None) -> as
     return task
 
 
-async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None:
+async def test_queue_policy_holds_on_all_routers_and_next_leader() -> None:
     async with cluster(routers=3, workers=0) as parts:
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         async with AsyncClient(parts.routers[-1].address) as client:
@@ -66,7 +66,7 @@ async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None
         assert {entry.request_id for entry in listed.entries} == timeouts.keys()
 
 
-async def test_a_router_that_starts_later_goes_by_it() -> None:
+async def test_queue_policy_reaches_later_router() -> None:
     async with cluster(routers=1, workers=0) as parts:
         async with AsyncClient(parts.address) as client:
             await client.set_policy(max_queued=5)

@@ -85,7 +85,7 @@ def test_client_and_llm_state_the_range_of_the_field(field: str, value: float) -
 
 
 @pytest.mark.parametrize("front", ["KServe", "HTTP"])
-async def test_seed_beyond_64_bits_is_refused(front: str) -> None:
+async def test_seed_beyond_64_bits_is_rejected(front: str) -> None:
     async with cluster(workers=1) as parts:
         for value in (10**20 - 1, 1 - 10**20, 2**64, -(2**63) - 1):
             answer = await FRONTS[front](parts, {"text": "a", "seed": value}, {})
@@ -103,7 +103,7 @@ async def test_seed_within_64_bits_is_served() -> None:
             submission_message("a", {"seed": seed})
 
 
-def test_llm_takes_negative_seeds() -> None:
+def test_llm_accepts_negative_seeds() -> None:
     with LLM("fake") as llm:
         [one] = llm.generate("a", max_tokens=2, seed=-1)
         [other] = llm.generate("a", max_tokens=2, seed=2**64 - 1)

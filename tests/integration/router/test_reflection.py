@@ -59,7 +59,7 @@ async def conversation(address: str, version: str) -> AsyncIterator[Conversation
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_every_service_is_told_with_all_that_it_needs(version: str) -> None:
+async def test_reflection_returns_services_with_dependencies(version: str) -> None:
     async with cluster(workers=0) as parts, conversation(parts.address, version) as talk:
         answer = await talk.ask(list_services="")
         assert [it.name for it in answer.list_services_response.service] == SERVICES
@@ -76,7 +76,7 @@ async def test_every_service_is_told_with_all_that_it_needs(version: str) -> Non
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_unknown_symbol_leaves_the_stream_open(
+async def test_reflection_unknown_symbol_leaves_stream_open(
     version: str,
 ) -> None:
     async with cluster(workers=0) as parts, conversation(parts.address, version) as talk:
@@ -92,7 +92,7 @@ async def test_unknown_symbol_leaves_the_stream_open(
         assert answer.file_descriptor_response.file_descriptor_proto
 
 
-async def test_bytes_that_are_no_question_end_their_own_call() -> None:
+async def test_reflection_malformed_request_ends_only_its_call() -> None:
     async with cluster(workers=0) as parts, grpc.aio.insecure_channel(parts.address) as channel:
         for data in (b"\xff\xff", *(os.urandom(64) for _ in range(50))):
             method = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
@@ -108,7 +108,7 @@ async def test_bytes_that_are_no_question_end_their_own_call() -> None:
             assert (await talk.ask(list_services="")).list_services_response.service
 
 
-async def test_a_client_that_knows_nothing_but_the_address_generates() -> None:
+async def test_reflection_suffices_for_generic_client_to_generate() -> None:
     """As grpcurl: the service, its method and their messages are the router's own words."""
     request = {"tokens": {"ids": [1, 2]}, "maxTokens": 5, "sampling": {"temperature": 0}}
     async with cluster(workers=1) as parts:

@@ -175,19 +175,19 @@ async def send(parts: Cluster, case: Case, headers: Mapping[str, str]) -> Answer
     return await ask(parts.routers[0].http_address, case.path, case.body, {**JSON, **headers})
 
 
-def test_every_refusal_has_an_example() -> None:
+def test_refusal_table_rows_have_examples() -> None:
     shown = [*(case.row for case in CASES), *ELSEWHERE]
     assert {row_of(prefix) for prefix in shown} == set(rows())
 
 
-def test_every_example_has_the_answer_of_its_row() -> None:
+def test_refusal_examples_match_code_and_status_of_row() -> None:
     for case in CASES:
         stated = rows()[row_of(case.row)]
         assert f"`{case.code}`" in stated, case
         assert (str(case.status) in stated) == (case.status != 400), case
 
 
-async def test_every_example_is_refused(tmp_path: Path) -> None:
+async def test_refusal_examples_are_rejected_as_stated(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "m", HERMES) as parts:
         for name in ("taken", "erased"):
             answer = await send(parts, completion("", ""), {"idempotency-key": name})

@@ -68,7 +68,9 @@ async def tokens_of_all(parts: Cluster, at_least: int) -> None:
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("kept", ["nothing", "some"])
-async def test_streams_do_not_notice(ledger: ForgetfulLedger, kept: str, tells: bool) -> None:
+async def test_streams_are_unaffected_by_ledger_rollback(
+    ledger: ForgetfulLedger, kept: str, tells: bool
+) -> None:
     ledger.tells = tells
     async with cluster(ledger, routers=2) as parts:
         known = saved(ledger)
@@ -96,7 +98,7 @@ async def test_streams_do_not_notice(ledger: ForgetfulLedger, kept: str, tells: 
             await client.close()
 
 
-async def test_without_the_router_too_tokens_are_made_again_and_compared(
+async def test_tokens_are_regenerated_after_rollback_and_router_loss(
     ledger: ForgetfulLedger,
 ) -> None:
     """Nobody is left who knows what the clients have; they do."""
@@ -115,7 +117,7 @@ async def test_without_the_router_too_tokens_are_made_again_and_compared(
             assert one.is_contiguous
 
 
-async def test_what_is_made_again_otherwise_is_data_loss_never_other_text(
+async def test_regeneration_mismatch_raises_data_loss(
     ledger: ForgetfulLedger,
 ) -> None:
     async with cluster(ledger, routers=2) as parts:
@@ -138,7 +140,7 @@ async def test_what_is_made_again_otherwise_is_data_loss_never_other_text(
                     assert chunk.token_ids[0] == right_tokens(PROMPTS[0], COUNT)[chunk.offset]
 
 
-async def test_forgetting_goes_to_the_router_that_has_it(ledger: ForgetfulLedger) -> None:
+async def test_forget_is_forwarded_to_owning_router(ledger: ForgetfulLedger) -> None:
     async with cluster(ledger, routers=2) as parts:
         first, second = (AsyncClient(router.address) for router in parts.routers)
         done = await receive(first, PROMPTS[0], 5)
@@ -158,7 +160,7 @@ async def test_forgetting_goes_to_the_router_that_has_it(ledger: ForgetfulLedger
             await client.close()
 
 
-async def test_relaying_router_dies_without_the_request(
+async def test_relaying_router_death_does_not_cancel_request(
     ledger: ForgetfulLedger,
 ) -> None:
     """Although its client asked that a disconnect should cancel it."""

@@ -43,7 +43,7 @@ def check(received: list[Received], asked: list[list[int]], count: int) -> None:
         assert one.is_contiguous
 
 
-async def test_many_requests_at_once_are_complete_and_right() -> None:
+async def test_concurrent_requests_return_exact_tokens() -> None:
     asked = prompts(60)
     async with cluster() as parts, AsyncClient(parts.address) as client:
         received = await asyncio.gather(*(receive(client, p, 40) for p in asked))
@@ -55,7 +55,7 @@ async def test_many_requests_at_once_are_complete_and_right() -> None:
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1, 7, 60, 119])
-async def test_a_killed_workers_streams_go_on_elsewhere(tokens_before: int) -> None:
+async def test_killed_worker_streams_migrate(tokens_before: int) -> None:
     asked = prompts(24, seed=tokens_before)
     async with cluster() as parts, AsyncClient(parts.address) as client:
         held, other = parts.hold()
@@ -89,7 +89,7 @@ async def take_steps(parts: Cluster, held: Held, steps: int) -> WorkerLink:
     return link
 
 
-async def test_a_drained_worker_hands_everything_back() -> None:
+async def test_drained_worker_returns_all_requests() -> None:
     asked = prompts(24)
     async with cluster() as parts, AsyncClient(parts.address) as client:
         leaving = parts.workers[0]
@@ -110,7 +110,7 @@ async def test_a_drained_worker_hands_everything_back() -> None:
     assert sum(entry.losses for entry in entries) == 0
 
 
-async def test_requests_wait_until_the_first_worker_comes() -> None:
+async def test_requests_wait_for_first_worker() -> None:
     asked = prompts(5)
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         work = [asyncio.create_task(receive(client, p, 10)) for p in asked]
@@ -119,7 +119,7 @@ async def test_requests_wait_until_the_first_worker_comes() -> None:
         check(await asyncio.gather(*work), asked, 10)
 
 
-async def test_requests_without_a_worker_end_finally() -> None:
+async def test_requests_without_worker_fail_after_worker_wait() -> None:
     impatient = replace(ROUTER, worker_wait=0.3)
     async with (
         cluster(workers=0, router_config=impatient) as parts,
@@ -134,7 +134,7 @@ async def test_requests_without_a_worker_end_finally() -> None:
         check([await receive(client, [1, 2, 3], 10)], [[1, 2, 3]], 10)
 
 
-async def test_without_workers_the_last_ones_limits_hold() -> None:
+async def test_context_limit_persists_after_last_worker_is_lost() -> None:
     small = replace(WORKER, max_model_len=64)
     too_long = list(range(100))
     async with cluster(workers=0, worker_config=small) as parts:
@@ -148,7 +148,7 @@ async def test_without_workers_the_last_ones_limits_hold() -> None:
                     await receive(client, too_long, 10)
 
 
-async def test_a_tiny_cache_preempts_and_changes_nothing() -> None:
+async def test_preemption_in_small_cache_keeps_tokens_exact() -> None:
     asked = prompts(30)
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         await parts.add_worker(num_blocks=16, max_num_seqs=8)
@@ -160,7 +160,7 @@ async def test_a_tiny_cache_preempts_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("ending", ["cancel", "disconnect", "deadline"])
-async def test_an_ended_request_frees_its_blocks_within_two_steps(ending: str) -> None:
+async def test_ended_request_frees_blocks_within_two_steps(ending: str) -> None:
     """Steps are slow here, so that the way of an abort takes a small part of one."""
     slow = replace(WORKER, fake=FakeModel(step_time=0.1))
     async with (
@@ -189,7 +189,7 @@ async def test_an_ended_request_frees_its_blocks_within_two_steps(ending: str) -
         assert (await neighbour).tokens == right_tokens([7, 8, 9], 30)
 
 
-async def test_a_router_that_dies_is_replaced_and_its_clients_go_on() -> None:
+async def test_dead_router_requests_are_taken_over() -> None:
     asked = prompts(12)
     async with cluster(routers=2, workers=2) as parts:
         first, second = parts.routers
@@ -200,7 +200,7 @@ async def test_a_router_that_dies_is_replaced_and_its_clients_go_on() -> None:
             check(await asyncio.gather(*work), asked, 200)
 
 
-async def test_stopping_router_sends_clients_to_another() -> None:
+async def test_stopping_router_redirects_clients_to_another() -> None:
     asked = prompts(12)
     async with cluster(routers=2, workers=2) as parts:
         first, second = parts.routers
@@ -221,7 +221,7 @@ async def test_stopping_router_sends_clients_to_another() -> None:
         assert second.router_id in {entry.gateway for entry in entries}
 
 
-async def test_leader_that_stops_finishes_streams_and_hands_over() -> None:
+async def test_stopping_leader_finishes_streams_and_hands_over() -> None:
     """That leads before it has left, and does not wait for the end of its lease."""
     config = replace(ROUTER, drain=20.0, lease=20.0)
     async with cluster(routers=2, workers=1, router_config=config) as parts:
@@ -253,7 +253,7 @@ async def submitted(address: str) -> None:
         await wire.read(stub.Generate(submission_message([1], {})))
 
 
-async def test_a_restarted_router_knows_what_was_waiting() -> None:
+async def test_restarted_router_recovers_queued_requests() -> None:
     asked = prompts(6)
     async with cluster(routers=1, workers=0) as parts:
         old = parts.routers[0]
@@ -277,7 +277,7 @@ async def test_a_restarted_router_knows_what_was_waiting() -> None:
                 assert tokens == right_tokens(prompt, 9)
 
 
-async def test_two_routers_share_one_queue_and_its_order() -> None:
+async def test_routers_share_one_queue() -> None:
     async with cluster(routers=2, workers=0) as parts:
         await until(lambda: all(router._heartbeat.leader_id for router in parts.routers))
         leading = [router for router in parts.routers if router._leader.is_leading]

@@ -115,7 +115,7 @@ async def sessions(worker: Worker, heard: Heard) -> AsyncIterator[Sessions]:
     await sessions.close()
 
 
-async def test_a_large_batch_leaves_others_their_turn(
+async def test_session_yields_to_event_loop_during_large_batch(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     worker.progress = [session_pb2.Progress(epoch=n) for n in range(1, 201)]
@@ -131,7 +131,7 @@ def policies(worker: Worker) -> list[tuple[bool, int, str]]:
     return [(it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in told]
 
 
-async def test_workers_get_their_policy_at_every_connection(
+async def test_session_sends_engine_policy_on_every_connection(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     sessions.set_policy(session_pb2.EnginePolicy(version=1, name="slai"))
@@ -149,15 +149,13 @@ async def test_workers_get_their_policy_at_every_connection(
     await later.stop()
 
 
-async def test_of_policies_that_wait_for_the_stream_the_last_one_is_told(
-    sessions: Sessions, worker: Worker
-) -> None:
+async def test_session_sends_only_latest_pending_policy(sessions: Sessions, worker: Worker) -> None:
     for version, name in ((1, "slai"), (2, "magnus"), (3, "default")):
         sessions.set_policy(session_pb2.EnginePolicy(version=version, name=name))
     await until(lambda: policies(worker) == [(False, 3, "default")])
 
 
-async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
+async def test_silent_worker_is_declared_lost_and_stream_closed(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     worker.moving.clear()
@@ -168,7 +166,7 @@ async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
 
 
 @pytest.mark.parametrize(("quiet", "is_lost"), [(0.8, False), (0.86, True)])
-async def test_a_worker_is_lost_well_before_its_time_is_up(
+async def test_worker_is_declared_lost_before_full_silence(
     sessions: Sessions, heard: Heard, quiet: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the beats that come five times a second it has missed four by then."""
@@ -178,7 +176,7 @@ async def test_a_worker_is_lost_well_before_its_time_is_up(
     assert (heard.words == ["up w", "lost w"]) == is_lost
 
 
-async def test_a_worker_that_speaks_again_was_a_false_alarm(
+async def test_worker_recovery_counts_as_false_alarm(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     worker.moving.clear()
@@ -190,7 +188,7 @@ async def test_a_worker_that_speaks_again_was_a_false_alarm(
     assert sessions.false_alarms == 1
 
 
-async def test_new_worker_at_an_old_address_is_another(
+async def test_worker_at_reused_address_is_not_taken_for_old_one(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     await worker.stop()
@@ -202,7 +200,7 @@ async def test_new_worker_at_an_old_address_is_another(
     assert heard.words == ["up w", "lost w"] and sessions.false_alarms == 0
 
 
-async def test_a_router_that_was_held_up_itself_takes_nobody_for_lost(
+async def test_stalled_router_declares_no_worker_lost(
     sessions: Sessions, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It wakes late, and has not read yet what came meanwhile."""
@@ -216,7 +214,7 @@ async def test_a_router_that_was_held_up_itself_takes_nobody_for_lost(
     assert not checks and heard.words == ["up w"]
 
 
-async def test_after_a_freeze_workers_have_their_time_from_then_on(
+async def test_worker_silence_restarts_after_router_freeze(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     worker.moving.clear()
@@ -227,7 +225,7 @@ async def test_after_a_freeze_workers_have_their_time_from_then_on(
     await until(lambda: heard.words == ["up w", "lost w"])
 
 
-async def test_a_held_line_brings_nothing_and_heals(
+async def test_held_link_loses_worker_and_recovers(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     sessions.links[0].hold(1.0)
@@ -237,7 +235,7 @@ async def test_a_held_line_brings_nothing_and_heals(
     assert sessions.false_alarms == 1
 
 
-async def test_a_worker_is_told_to_drain_and_of_faults(sessions: Sessions, worker: Worker) -> None:
+async def test_session_sends_drain_and_faults_to_worker(sessions: Sessions, worker: Worker) -> None:
     await until(lambda: sessions.links[0].state.num_running)
     assert sessions.drain("w") == 4
     sessions.inject("w", chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=9.0))
@@ -245,7 +243,7 @@ async def test_a_worker_is_told_to_drain_and_of_faults(sessions: Sessions, worke
     await until(lambda: any(frame.fault.factor == 9.0 for frame in worker.frames))
 
 
-async def test_nobody_else_can_be_told_anything(sessions: Sessions) -> None:
+async def test_session_rejects_commands_for_unknown_worker(sessions: Sessions) -> None:
     with pytest.raises(UnknownWorker):
         sessions.drain("stranger")
     with pytest.raises(UnknownWorker):

@@ -190,7 +190,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return error.value.code()
 
 
-async def test_messages_do_not_wait_for_acknowledgements() -> None:
+async def test_rpc_server_sets_tcp_nodelay() -> None:
     async with bench() as it:
         await it.channel.channel_ready()
         [connection] = it.server._connections
@@ -198,7 +198,7 @@ async def test_messages_do_not_wait_for_acknowledgements() -> None:
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_each_kind_of_method() -> None:
+async def test_rpc_server_serves_all_four_method_kinds() -> None:
     async with bench() as it:
         assert await it.unary("Echo")(b"hello") == b"hello"
         assert await it.unary("Echo")(b"") == b""
@@ -215,7 +215,7 @@ async def test_each_kind_of_method() -> None:
         assert await talk.read() is grpc.aio.EOF
 
 
-async def test_metadata_both_ways() -> None:
+async def test_rpc_metadata_is_passed_both_ways() -> None:
     async with bench() as it:
         call = it.unary("Echo")(b"", metadata=(("initial", "i"),))
         await call
@@ -228,7 +228,9 @@ async def test_metadata_both_ways() -> None:
         assert (trailing["slug"], trailing["it-bin"]) == ("gone", b"\1\2")
 
 
-async def test_what_a_handler_fails_with_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+async def test_handler_exception_is_logged_and_hidden_from_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with bench() as it:
         call = it.unary("Crash")(b"")
         assert await code_of(call) is grpc.StatusCode.UNKNOWN
@@ -237,12 +239,12 @@ async def test_what_a_handler_fails_with_is_not_shown(caplog: pytest.LogCaptureF
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_a_method_that_is_not_there() -> None:
+async def test_unknown_rpc_method_is_unimplemented() -> None:
     async with bench() as it:
         assert await code_of(it.unary("Nothing")(b"")) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_large_messages_and_too_large_ones() -> None:
+async def test_rpc_message_size_limit_is_enforced() -> None:
     async with bench(Limits(max_message_bytes=3 << 20)) as it:
         large = bytes(range(256)) * (12 << 10)
         options = [("grpc.max_receive_message_length", -1)]
@@ -259,7 +261,7 @@ async def test_large_messages_and_too_large_ones() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_compressed_calls(algorithm: grpc.Compression) -> None:
+async def test_rpc_server_accepts_compressed_calls(algorithm: grpc.Compression) -> None:
     async with bench() as it:
         text = b"again and again " * 1000
         call = it.unary("Echo")(text, compression=algorithm)
@@ -267,7 +269,7 @@ async def test_compressed_calls(algorithm: grpc.Compression) -> None:
         assert await it.unary("Echo")(b"short", compression=algorithm) == b"short"
 
 
-async def test_deadlines() -> None:
+async def test_rpc_deadline_reaches_and_cancels_handler() -> None:
     async with bench() as it:
         assert await it.unary("Left")(b"") == b"none"
         assert await it.unary("Left")(b"", timeout=30) == b"some"
@@ -277,7 +279,7 @@ async def test_deadlines() -> None:
             await it.service.cancelled.wait()
 
 
-async def test_a_call_that_is_cancelled_ends_its_handler() -> None:
+async def test_cancelled_rpc_call_cancels_handler() -> None:
     async with bench() as it:
         call = it.unary("Hang")(b"")
         async with asyncio.timeout(10):
@@ -288,7 +290,7 @@ async def test_a_call_that_is_cancelled_ends_its_handler() -> None:
 
 @pytest.mark.parametrize("way", [b"write", b"source"])
 @pytest.mark.parametrize("timeout_s", [None, 0.05], ids=["cancelled", "too late"])
-async def test_who_does_not_hear_of_the_end_hears_it_when_it_answers(
+async def test_handler_ignoring_cancellation_is_cancelled_on_write(
     way: bytes, timeout_s: float | None
 ) -> None:
     async with bench() as it:
@@ -300,7 +302,7 @@ async def test_who_does_not_hear_of_the_end_hears_it_when_it_answers(
             await it.service.cancelled.wait()
 
 
-async def test_a_connection_that_breaks_ends_its_handlers() -> None:
+async def test_broken_connection_cancels_handlers() -> None:
     async with bench() as it:
         call = asyncio.ensure_future(it.unary("Hang")(b""))
         async with asyncio.timeout(10):
@@ -311,7 +313,7 @@ async def test_a_connection_that_breaks_ends_its_handlers() -> None:
             await call
 
 
-async def test_who_does_not_read_holds_its_handler_up() -> None:
+async def test_flow_control_blocks_handler_of_slow_reader() -> None:
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Flood")
         client.http2.send_data(stream_id, bytes(5), end_stream=True)
@@ -329,7 +331,7 @@ async def test_who_does_not_read_holds_its_handler_up() -> None:
         assert it.service.sent > sent
 
 
-async def test_many_streams_at_once_on_one_connection() -> None:
+async def test_connection_serves_many_concurrent_streams() -> None:
     async with bench() as it:
         streams = [it.streaming("Count")(b"20") for _ in range(500)]
 
@@ -343,7 +345,7 @@ async def test_many_streams_at_once_on_one_connection() -> None:
         assert len(connection._http2.streams) == 0
 
 
-async def test_a_stop_lets_calls_end_and_says_so() -> None:
+async def test_rpc_server_stop_ends_calls_as_unavailable() -> None:
     async with bench() as it:
         stream = it.streaming("Flood")(b"")
         await stream.read()
@@ -356,13 +358,13 @@ async def test_a_stop_lets_calls_end_and_says_so() -> None:
         assert it.service.cancelled.is_set()
 
 
-async def test_a_port_that_is_taken() -> None:
+async def test_rpc_server_used_port_raises_error() -> None:
     async with bench() as it:
         with pytest.raises(RuntimeError, match="cannot listen"):
             Server().add_insecure_port(f"127.0.0.1:{it.port}")
 
 
-async def test_tls(tmp_path: Path) -> None:
+async def test_rpc_server_serves_only_tls_on_secure_port(tmp_path: Path) -> None:
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
@@ -473,7 +475,9 @@ def status_of(event: Any) -> tuple[str, str]:
         ((":path", ""), ("200", "12")),
     ],
 )
-async def test_heads_that_are_refused(header: tuple[str, str], status: tuple[str, str]) -> None:
+async def test_invalid_rpc_headers_are_rejected(
+    header: tuple[str, str], status: tuple[str, str]
+) -> None:
     async with bench() as it, raw(it.port) as client:
         if header == (":path", ""):
             pytest.skip("h2 does not let it through")
@@ -482,7 +486,7 @@ async def test_heads_that_are_refused(header: tuple[str, str], status: tuple[str
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_a_refusal_begins_with_the_name_that_a_mesh_gave_its_call() -> None:
+async def test_rpc_error_sends_x_request_id_in_initial_metadata() -> None:
     """grpc's own clients may forget what came just before an error."""
     path = (":path", "/everlift.v1.Inference/Generate")
     async with cluster(workers=0) as parts:
@@ -495,14 +499,14 @@ async def test_a_refusal_begins_with_the_name_that_a_mesh_gave_its_call() -> Non
 
 
 @pytest.mark.long
-async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
+async def test_oversized_headers_close_only_their_connection() -> None:
     async with bench() as it, raw(it.port) as client:
         client.call("Echo", ("x-long", "x" * 200_000))
         assert await client.until(h2.events.ConnectionTerminated) is not None
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_what_a_client_began_before_it_leaves_is_answered() -> None:
+async def test_goaway_from_client_lets_open_calls_finish() -> None:
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Join")
         client.writer.write(GoAwayFrame(0, last_stream_id=0).serialize())
@@ -514,7 +518,7 @@ async def test_what_a_client_began_before_it_leaves_is_answered() -> None:
         assert await client.until(h2.events.ConnectionTerminated) is None
 
 
-async def test_frames_that_break_http2_leave_nothing_to_be_said(
+async def test_invalid_http2_frame_closes_connection_without_error_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with bench() as it, raw(it.port) as client:
@@ -526,7 +530,7 @@ async def test_frames_that_break_http2_leave_nothing_to_be_said(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
+async def test_oversized_frame_is_rejected_by_its_header() -> None:
     async with bench() as it, raw(it.port) as client:
         client.writer.write(b"\xff\xff\xff\0\0\0\0\0\1")
         ended = await client.until(h2.events.ConnectionTerminated)
@@ -534,7 +538,7 @@ async def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_calls_that_are_given_up_by_the_thousand() -> None:
+async def test_rapid_resets_close_connection() -> None:
     async with bench(Limits(resets_per_s=50)) as it, raw(it.port) as client:
         for _ in range(200):
             stream_id = client.call("Hang")
@@ -545,7 +549,7 @@ async def test_calls_that_are_given_up_by_the_thousand() -> None:
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_refused_and_cancelled_call_ends_no_other() -> None:
+async def test_rejected_and_reset_call_affects_no_other_call() -> None:
     async with bench() as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         client.call("Hoard")
@@ -559,7 +563,7 @@ async def test_refused_and_cancelled_call_ends_no_other() -> None:
         assert connection.num_calls == 1
 
 
-async def test_settings_without_end() -> None:
+async def test_settings_flood_closes_connection() -> None:
     async with bench() as it, raw(it.port) as client:
         for size in range(1000):
             client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: size})
@@ -569,7 +573,7 @@ async def test_settings_without_end() -> None:
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_who_is_silent_is_asked_and_then_hung_up_on() -> None:
+async def test_keepalive_closes_unresponsive_connection() -> None:
     async with bench(Limits(keepalive=0.1)) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         http2 = h2.connection.H2Connection()
@@ -581,14 +585,14 @@ async def test_who_is_silent_is_asked_and_then_hung_up_on() -> None:
         writer.close()
 
 
-async def test_an_idle_connection_is_closed() -> None:
+async def test_idle_rpc_connection_is_closed() -> None:
     async with bench(Limits(keepalive=0.05, idle=0.2)) as it, raw(it.port) as client:
         ended = await client.until(h2.events.ConnectionTerminated)
         assert ended.error_code == ErrorCodes.NO_ERROR
         assert await client.until(h2.events.ConnectionTerminated) is None
 
 
-async def test_more_connections_than_are_taken() -> None:
+async def test_rpc_connections_beyond_limit_are_rejected() -> None:
     async with bench(Limits(max_connections=2)) as it, raw(it.port) as first, raw(it.port):
         await first.until(h2.events.RemoteSettingsChanged)
         async with raw(it.port) as third:
@@ -598,7 +602,7 @@ async def test_more_connections_than_are_taken() -> None:
         assert len(it.server._connections) == 2
 
 
-async def test_excess_calls_wait_at_their_client() -> None:
+async def test_calls_beyond_max_streams_wait_at_client() -> None:
     async with bench(Limits(max_streams=2)) as it:
         talks = [it.channel.stream_stream(f"/{SERVICE}/Talk")() for _ in range(2)]
         for talk in talks:
@@ -630,7 +634,7 @@ def calls_of(it: Bench) -> list[Call]:
 
 
 @pytest.mark.parametrize("by_client", [True, False], ids=["given up", "answered"])
-async def test_a_call_that_ends_gives_back_what_it_did_not_read(by_client: bool) -> None:
+async def test_ended_call_returns_unread_bytes_to_window(by_client: bool) -> None:
     async with bench(Limits(max_unread_bytes=1 << 10)) as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         [connection] = it.server._connections
@@ -659,7 +663,7 @@ async def test_a_call_that_ends_gives_back_what_it_did_not_read(by_client: bool)
 @pytest.mark.parametrize(
     "header", [(":path", "/"), ("content-type", "text/plain"), ("grpc-timeout", "soon")]
 )
-async def test_what_comes_for_a_call_that_is_over_counts_once(header: tuple[str, str]) -> None:
+async def test_window_counts_late_data_of_ended_call_once(header: tuple[str, str]) -> None:
     async with bench() as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         [connection] = it.server._connections
@@ -674,7 +678,7 @@ async def test_what_comes_for_a_call_that_is_over_counts_once(header: tuple[str,
         assert window(connection) == WINDOW
 
 
-async def test_what_calls_gave_back_is_told_while_others_hold_the_rest() -> None:
+async def test_window_update_is_sent_while_other_calls_hold_window() -> None:
     """Less than half of the window is told of when the window is shut."""
     async with bench(Limits(max_unread_bytes=0)) as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
@@ -725,7 +729,7 @@ async def test_window_updates_wake_only_held_streams(
         assert pumps.calls == [flooding]
 
 
-async def test_an_open_window_does_not_begin_an_answer_before_its_handler() -> None:
+async def test_window_update_does_not_start_response_before_handler() -> None:
     """What the handler would say first came too late."""
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Echo", ("initial", "first"))
@@ -740,7 +744,7 @@ async def test_an_open_window_does_not_begin_an_answer_before_its_handler() -> N
         assert (b"got", b"first") in begun.headers
 
 
-async def test_what_a_source_has_leaves_as_far_as_the_windows_are_open() -> None:
+async def test_source_data_is_sent_up_to_open_windows() -> None:
     """Though neither the source nor the client says anything more."""
     async with bench() as it, raw(it.port) as client:
         client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20})
@@ -752,7 +756,7 @@ async def test_what_a_source_has_leaves_as_far_as_the_windows_are_open() -> None
 @pytest.mark.parametrize(
     "message", [framed(bytes(64 << 10), "gzip"), framed(b"")], ids=["compressed", "empty"]
 )
-async def test_unread_call_buffers_are_bounded(
+async def test_call_inbox_of_unread_messages_is_bounded(
     message: bytes,
 ) -> None:
     limits = Limits(max_unread_bytes=32 << 10)
@@ -769,7 +773,7 @@ async def test_unread_call_buffers_are_bounded(
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000])
-async def test_what_waited_for_room_is_read_in_its_order(size: int) -> None:
+async def test_buffered_messages_are_read_in_order(size: int) -> None:
     messages = [b"%d" % number + bytes(size) for number in range(1000)]
     data = b"".join(framed(message, "gzip") for message in messages)
     limits = Limits(max_unread_bytes=0)
@@ -788,7 +792,7 @@ async def test_what_waited_for_room_is_read_in_its_order(size: int) -> None:
 BROKEN = b"\0\xff\xff\xff\xff"
 
 
-async def test_a_handler_that_reads_no_more_ends_where_a_message_is_broken() -> None:
+async def test_malformed_message_ends_call_of_non_reading_handler() -> None:
     async with bench() as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         stream_id = client.call("Hoard")
@@ -802,7 +806,7 @@ async def test_a_handler_that_reads_no_more_ends_where_a_message_is_broken() -> 
         assert (await client.until(h2.events.StreamReset)).error_code == ErrorCodes.NO_ERROR
 
 
-async def test_bytes_after_a_broken_message_are_dropped() -> None:
+async def test_bytes_after_malformed_message_are_dropped() -> None:
     async with bench() as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         [connection] = it.server._connections
@@ -823,7 +827,7 @@ async def test_bytes_after_a_broken_message_are_dropped() -> None:
         assert window(connection) == WINDOW
 
 
-async def test_what_was_whole_before_a_broken_message_is_answered() -> None:
+async def test_messages_before_malformed_one_are_answered() -> None:
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Talk")
         client.write(stream_id, framed(b"on"))
@@ -834,7 +838,7 @@ async def test_what_was_whole_before_a_broken_message_is_answered() -> None:
         assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "8")
 
 
-async def test_messages_that_do_not_become_whole_have_a_bound_together() -> None:
+async def test_unfinished_messages_of_connection_are_bounded() -> None:
     limits = Limits(max_message_bytes=520 << 10, max_unfinished_bytes=1500 << 10)
     whole = framed(bytes(520 << 10))
     begun = whole[: 500 << 10]
@@ -861,7 +865,7 @@ async def test_messages_that_do_not_become_whole_have_a_bound_together() -> None
         await until(lambda: connection._unfinished_bytes == 2 * len(begun))
 
 
-async def test_who_reads_on_after_the_end_hears_of_it() -> None:
+async def test_reading_after_reset_raises_cancelled_error() -> None:
     """What was sent is not taken for all that there was to be sent."""
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Join")
@@ -879,7 +883,7 @@ async def test_who_reads_on_after_the_end_hears_of_it() -> None:
 @pytest.mark.parametrize(
     "data", [b"GET / HTTP/1.1\r\n\r\n", bytes(300), b"\x16\x03\x01" + bytes(200), b"PRI * HTTP/2"]
 )
-async def test_what_is_no_http2(data: bytes) -> None:
+async def test_rpc_server_survives_non_http2_input(data: bytes) -> None:
     async with bench() as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(data)
@@ -890,7 +894,7 @@ async def test_what_is_no_http2(data: bytes) -> None:
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_tiny_windows_of_the_client() -> None:
+async def test_response_is_split_to_fit_tiny_client_window() -> None:
     """What it may be sent comes in as many parts as it likes."""
     async with bench() as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)

@@ -83,7 +83,7 @@ async def make(gateway: Gateway, epoch: int, first: int, until: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_is_not_read_does_not_pile_up_and_holds_nobody_up() -> None:
+async def test_slow_reader_backlog_is_bounded_and_delays_no_other() -> None:
     async with started_gateway() as gateway:
         requests = Counting(gateway.requests)
         async with (
@@ -107,7 +107,7 @@ async def test_what_is_not_read_does_not_pile_up_and_holds_nobody_up() -> None:
             assert await read(slow) == NUM_TOKENS
 
 
-async def test_that_a_client_does_not_read_is_told_while_its_request_runs() -> None:
+async def test_explain_reports_unread_tokens_of_slow_reader() -> None:
     async with started_gateway() as gateway:
         requests = Counting(gateway.requests)
         async with (

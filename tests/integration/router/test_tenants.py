@@ -105,7 +105,7 @@ async def failure(asked: Awaitable[object]) -> tuple[type[EverliftError], str]:
 
 @pytest.mark.parametrize("at", ["other", "other elsewhere"])
 @pytest.mark.parametrize("ask", ASKS)
-async def test_another_tenants_request_is_an_unknown_one(parts: Parts, ask: str, at: str) -> None:
+async def test_request_of_other_tenant_is_reported_unknown(parts: Parts, ask: str, at: str) -> None:
     await parts.began("acme")
     theirs, nobodys = [await failure(ASKS[ask](parts[at], request_id)) for request_id in ("r", "s")]
     assert theirs[0] is nobodys[0] is UnknownRequest
@@ -114,14 +114,14 @@ async def test_another_tenants_request_is_an_unknown_one(parts: Parts, ask: str,
 
 
 @pytest.mark.parametrize("ask", ["cancel", "forget", "get_request", "explain"])
-async def test_nobody_but_an_administrator_names_another_tenant(parts: Parts, ask: str) -> None:
+async def test_tenant_prefix_in_request_id_requires_admin(parts: Parts, ask: str) -> None:
     await parts.began("acme")
     kind, cause = await failure(ASKS[ask](parts["other"], "acme/r"))
     assert (kind.slug, "acme" in cause) == ("invalid_request", False)
     await ASKS[ask](parts["operator"], "acme/r")
 
 
-async def test_who_administers_makes_no_requests_and_sees_everybodys(parts: Parts) -> None:
+async def test_admin_sees_all_requests_and_cannot_generate(parts: Parts) -> None:
     await parts.began("acme")
     operator = parts["operator"]
     assert (await failure(operator.generate(PROMPT).text()))[0] is Forbidden
@@ -132,7 +132,7 @@ async def test_who_administers_makes_no_requests_and_sees_everybodys(parts: Part
     assert (await operator.capacity()).workers == 1
 
 
-async def test_another_tenants_stream_is_not_resumed_over_http(parts: Parts) -> None:
+async def test_http_resume_of_other_tenant_stream_is_rejected(parts: Parts) -> None:
     await parts.began("acme")
     address = parts.cluster.routers[0].http_address
     body = {"prompt": PROMPT, "max_tokens": LONG, "stream": True}
@@ -145,12 +145,12 @@ async def test_another_tenants_stream_is_not_resumed_over_http(parts: Parts) -> 
 
 
 @pytest.mark.parametrize("ask", ASKS)
-async def test_a_tenant_reaches_its_own_through_every_router(parts: Parts, ask: str) -> None:
+async def test_tenant_reaches_own_request_through_every_router(parts: Parts, ask: str) -> None:
     await parts.began("acme")
     await ASKS[ask](parts["acme elsewhere"], "r")
 
 
-async def test_the_same_id_of_two_tenants_is_two_requests(parts: Parts) -> None:
+async def test_request_id_is_scoped_to_tenant(parts: Parts) -> None:
     prompts = {"acme": [1] * 40, "other": [2] * 40}
     for name, prompt in prompts.items():
         received = await receive(parts[name], prompt, 20, request_id="r")
@@ -166,7 +166,7 @@ async def test_the_same_id_of_two_tenants_is_two_requests(parts: Parts) -> None:
     assert (await parts["other"].get_request("r")).request_id == "r"
 
 
-async def test_equal_prompts_of_two_tenants_share_no_block(parts: Parts) -> None:
+async def test_prefix_cache_blocks_are_not_shared_between_tenants(parts: Parts) -> None:
     """Who shared one would be told by the time that it takes what the other one has asked."""
     for name in ("acme", "other"):
         await receive(parts[name], PROMPT, 4, request_id="r")
@@ -188,7 +188,7 @@ async def status(parts: Parts) -> pb.GetStatusResponse:
     return await parts["admin"].status()
 
 
-async def test_only_an_administrator_sees_whose_requests_run(parts: Parts) -> None:
+async def test_status_shows_running_request_ids_to_admin_only(parts: Parts) -> None:
     await parts.began("acme")
     seen = {}
     for name in ("admin", "watcher"):
@@ -197,7 +197,7 @@ async def test_only_an_administrator_sees_whose_requests_run(parts: Parts) -> No
     assert seen == {"admin": ["acme/r"], "watcher": [""]}
 
 
-async def test_scopes_hold(parts: Parts) -> None:
+async def test_scopes_are_enforced_per_method(parts: Parts) -> None:
     assert (await parts["watcher"].status()).model == "fake"
     for name in ("acme", "stranger"):
         wanted = Forbidden if name == "acme" else Unauthenticated
@@ -209,7 +209,7 @@ async def test_scopes_hold(parts: Parts) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-api-key", "api-key", "authorization"])
-async def test_a_key_may_come_in_each_header(parts: Parts, header: str) -> None:
+async def test_api_key_is_accepted_in_each_header(parts: Parts, header: str) -> None:
     key = parts["acme"]._routers.metadata[0][1].removeprefix("Bearer ")
     value = f"Bearer {key}" if header == "authorization" else key
     async with grpc.aio.insecure_channel(parts.cluster.address) as channel:
@@ -220,7 +220,7 @@ async def test_a_key_may_come_in_each_header(parts: Parts, header: str) -> None:
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_probes_need_no_key(parts: Parts) -> None:
+async def test_health_probe_needs_no_key(parts: Parts) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with grpc.aio.insecure_channel(parts.cluster.address) as channel:
@@ -228,7 +228,7 @@ async def test_probes_need_no_key(parts: Parts) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_revoked_key_opens_nothing_and_a_new_one_does(parts: Parts) -> None:
+async def test_revoked_key_is_rejected_and_new_key_accepted(parts: Parts) -> None:
     parts.keyring.path.unlink()
     await parts.keyring.key("nobody")
     accesses = [router._access for router in parts.cluster.routers]
@@ -245,7 +245,7 @@ async def test_a_revoked_key_opens_nothing_and_a_new_one_does(parts: Parts) -> N
             await asyncio.sleep(0.01)
 
 
-async def test_limits_hold_across_routers(parts: Parts) -> None:
+async def test_tenant_limits_hold_across_routers(parts: Parts) -> None:
     assert len((await receive(parts["limited"], PROMPT, 8)).tokens) == 8
     assert (await failure(parts["limited"].generate("x", max_tokens=9).text()))[0] is OutOfRange
     assert (await failure(parts["limited"].generate("x", priority=1).text()))[0] is OutOfRange

@@ -45,7 +45,7 @@ async def content(address: str, **fields: Any) -> tuple[str, list[Any]]:
 @pytest.mark.parametrize(
     ("fields", "expected"), [({}, TEXT), ({"stop": [" caf"]}, TEXT.partition(" caf")[0])]
 )
-async def test_chat_bytes_are_the_text(address: str, fields: Any, expected: str) -> None:
+async def test_chat_logprobs_bytes_join_to_text(address: str, fields: Any, expected: str) -> None:
     text, entries = await content(address, **fields)
     assert text == expected
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
@@ -53,7 +53,7 @@ async def test_chat_bytes_are_the_text(address: str, fields: Any, expected: str)
     assert any(entry["token"] == "\N{REPLACEMENT CHARACTER}" for entry in entries)
 
 
-async def test_completion_offsets_point_into_the_text(address: str) -> None:
+async def test_completion_logprobs_offsets_index_text(address: str) -> None:
     body = {
         "prompt": f"{SAY}{TEXT}<|im_end|>",
         "temperature": 0,

@@ -83,7 +83,7 @@ async def reason(address: str, tls: Tls | None) -> str:
 # clients and routers
 
 
-async def test_clients_come_in_over_tls_and_no_other_way(files: Files) -> None:
+async def test_router_accepts_only_trusted_tls_clients(files: Files) -> None:
     async with cluster(workers=1, router_config=files.router()) as parts:
         trusting = Tls(ca=str(files.ours.ca))
         assert await tokens(parts.address, trusting) == right_tokens(PROMPT, 8)
@@ -99,7 +99,7 @@ async def test_clients_come_in_over_tls_and_no_other_way(files: Files) -> None:
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-async def test_openais_api_is_behind_the_same_certificate(files: Files, mutual: bool) -> None:
+async def test_http_front_uses_router_certificate(files: Files, mutual: bool) -> None:
     async with cluster(workers=0, router_config=files.router(mutual=mutual)) as parts:
         address = parts.routers[0].http_address
         context = ssl.create_default_context(cafile=str(files.ours.ca))
@@ -124,7 +124,7 @@ async def said(address: str, context: ssl.SSLContext | None) -> bytes:
             await writer.wait_closed()
 
 
-async def test_client_certificate_of_another_authority_is_refused(
+async def test_client_certificate_of_other_authority_is_rejected(
     files: Files,
 ) -> None:
     foreign = files.others.issue("foreign")
@@ -137,7 +137,7 @@ async def test_client_certificate_of_another_authority_is_refused(
         assert "or a client certificate" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
 
 
-async def test_expired_certificate_and_plain_router_are_told_apart(
+async def test_client_error_distinguishes_expired_from_plaintext(
     files: Files,
 ) -> None:
     expired = files.ours.issue("expired", days=-1)
@@ -148,7 +148,7 @@ async def test_expired_certificate_and_plain_router_are_told_apart(
         assert "does not use TLS" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
 
 
-async def test_the_blocking_client_speaks_tls_too(files: Files) -> None:
+async def test_blocking_client_connects_over_tls(files: Files) -> None:
     async with cluster(workers=1, router_config=files.router(mutual=True)) as parts:
 
         def ask() -> str:
@@ -158,12 +158,12 @@ async def test_the_blocking_client_speaks_tls_too(files: Files) -> None:
         assert await asyncio.to_thread(ask)
 
 
-def test_a_client_with_a_file_of_no_use_is_not_made(files: Files) -> None:
+def test_client_rejects_unreadable_tls_file(files: Files) -> None:
     with pytest.raises(SettingsError, match="/nowhere: cannot be read"):
         AsyncClient("127.0.0.1:1", tls=Tls(ca="/nowhere"))
 
 
-async def test_a_stream_goes_on_while_certificates_change(files: Files, tmp_path: Path) -> None:
+async def test_stream_continues_during_certificate_renewal(files: Files, tmp_path: Path) -> None:
     secret = Secret(tmp_path / "secret")
     secret.hold(files.server, files.ours.ca)
     config = replace(ROUTER, tls_cert=str(secret.cert), tls_key=str(secret.key))
@@ -195,9 +195,7 @@ def shown(address: str, authority: Authority) -> str:
     return dict(field for [field] in certificate["subject"])["commonName"]
 
 
-async def test_a_client_shows_its_new_certificate_when_it_has_one(
-    files: Files, tmp_path: Path
-) -> None:
+async def test_client_presents_renewed_certificate(files: Files, tmp_path: Path) -> None:
     """The router trusts another authority by then: what the client had would not let it in."""
     theirs, ours = Secret(tmp_path / "theirs"), Secret(tmp_path / "ours")
     theirs.hold(files.server, files.ours.ca)
@@ -240,7 +238,7 @@ async def closed_cluster(internal: InternalTls, routers: int = 1) -> AsyncIterat
         yield parts
 
 
-async def test_routers_and_workers_know_each_other_by_their_certificates(files: Files) -> None:
+async def test_routers_and_workers_connect_over_mutual_tls(files: Files) -> None:
     async with closed_cluster(files.internal, routers=2) as parts:
         for router in parts.routers:
             assert await tokens(router.address, None) == right_tokens(PROMPT, 8)
@@ -261,7 +259,7 @@ def strangers(files: Files) -> dict[str, Transport]:
     }
 
 
-async def test_a_stranger_is_nobody_inside(files: Files) -> None:
+async def test_internal_ports_reject_foreign_certificates(files: Files) -> None:
     async with closed_cluster(files.internal) as parts:
         router = parts.routers[0].internal_address
         worker = parts.routers[0]._sessions.links[0].info.address
@@ -297,7 +295,7 @@ async def is_refused_by_worker(address: str, transport: Transport) -> bool:
     return False
 
 
-async def test_parts_dial_with_what_the_files_hold_by_then(files: Files, tmp_path: Path) -> None:
+async def test_internal_tls_rotates_authority_without_outage(files: Files, tmp_path: Path) -> None:
     """From one authority to another: first both are trusted, then certificates change, and at the
     end the old authority goes."""
     secret = Secret(tmp_path / "secret")
@@ -318,7 +316,7 @@ async def test_parts_dial_with_what_the_files_hold_by_then(files: Files, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["tls_cert", "tls_client_ca", "internal_tls"])
-async def test_a_router_whose_files_are_of_no_use_does_not_start(
+async def test_router_with_invalid_tls_files_fails_to_start(
     files: Files, tmp_path: Path, name: str
 ) -> None:
     bad = tmp_path / "bad.pem"
@@ -332,7 +330,7 @@ async def test_a_router_whose_files_are_of_no_use_does_not_start(
         await Router.start(config, KeptLedger(asyncio.get_running_loop().time))
 
 
-async def test_a_worker_whose_files_are_of_no_use_does_not_start(files: Files) -> None:
+async def test_worker_with_invalid_tls_files_fails_to_start(files: Files) -> None:
     internal = replace(files.internal, key=str(files.client.key))
     rank = Rank(replace(WORKER, internal_tls=internal))
     with pytest.raises(SettingsError, match=r"client\.key: must hold"):
@@ -357,7 +355,7 @@ def made(directory: Path) -> tuple[RouterConfig, InternalTls, Tls]:
 CERTIFICATES = Path(__file__).parents[3] / "deploy" / "certificates.sh"
 
 
-async def test_what_the_script_makes_is_taken_and_renewed(tmp_path: Path) -> None:
+async def test_certificate_script_output_is_accepted_and_renewed(tmp_path: Path) -> None:
     router, internal, client = made(tmp_path)
     router = replace(router, internal_tls=internal)
     async with cluster(1, 1, router, replace(WORKER, internal_tls=internal)) as parts:
@@ -403,7 +401,7 @@ async def command(*arguments: str, **environ: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-async def test_every_command_reaches_a_cluster_behind_tls(files: Files, tmp_path: Path) -> None:
+async def test_cli_commands_reach_cluster_over_tls(files: Files, tmp_path: Path) -> None:
     config = settings_of(
         files, tmp_path, "num_routers=2", "num_workers=2", "worker.tensor_parallel=2"
     )
@@ -428,13 +426,13 @@ async def test_every_command_reaches_a_cluster_behind_tls(files: Files, tmp_path
         assert "EVERLIFT_TLS_CERT must be set together with EVERLIFT_TLS_KEY" in err
 
 
-async def test_a_cluster_says_which_file_is_of_no_use(files: Files, tmp_path: Path) -> None:
+async def test_cluster_start_names_unreadable_tls_file(files: Files, tmp_path: Path) -> None:
     for setting in ("router.tls_cert", "internal_tls.ca"):
         with pytest.raises((ClusterFailed, SettingsError), match="/nowhere: cannot be read"):
             await ProcessCluster(settings_of(files, tmp_path, f"{setting}=/nowhere")).start()
 
 
-def test_parts_have_the_clusters_tls(files: Files, tmp_path: Path) -> None:
+def test_internal_tls_is_set_cluster_wide(files: Files, tmp_path: Path) -> None:
     config = settings_of(files, tmp_path)
     assert config.router.internal_tls == config.worker.internal_tls == files.internal
     with pytest.raises(SettingsError, match="internal_tls is set for the whole cluster"):

@@ -40,7 +40,7 @@ def model() -> ServedModel:
     return ServedModel.load(str(DEMO_MODEL))
 
 
-async def test_a_text_is_read_as_a_prompt_is(model: ServedModel) -> None:
+async def test_tokenize_matches_prompt_encoding(model: ServedModel) -> None:
     async with stub() as router:
         for text in TEXTS:
             answer = await router.Tokenize(pb.TokenizeRequest(text=text))
@@ -48,7 +48,7 @@ async def test_a_text_is_read_as_a_prompt_is(model: ServedModel) -> None:
             assert answer.max_model_len == 0  # no worker has announced it
 
 
-async def test_tokens_are_the_text_again(model: ServedModel) -> None:
+async def test_detokenize_matches_tokenizer_decode(model: ServedModel) -> None:
     async with stub() as router:
         for text in TEXTS:
             ids = model.encode(text)[: model.context]
@@ -59,7 +59,7 @@ async def test_tokens_are_the_text_again(model: ServedModel) -> None:
         assert answer.text.strip() == "count from 17 to 30:"
 
 
-async def test_the_served_model_is_listed(model: ServedModel) -> None:
+async def test_list_models_returns_served_model(model: ServedModel) -> None:
     async with stub() as router:
         [only] = (await router.ListModels(pb.ListModelsRequest())).models
     assert only == pb.Model(
@@ -70,7 +70,7 @@ async def test_the_served_model_is_listed(model: ServedModel) -> None:
     )
 
 
-async def test_what_cannot_be_is_refused_by_name(model: ServedModel) -> None:
+async def test_tokenize_and_detokenize_errors_name_field(model: ServedModel) -> None:
     length, size = model.context, model.vocab_size
     cases: list[tuple[pb.TokenizeRequest | pb.DetokenizeRequest, type[EverliftError], str]] = [
         (pb.TokenizeRequest(text="a", model="gpt-9"), UnknownModel, "model"),
@@ -103,7 +103,7 @@ class Patient(ByteTokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-async def test_while_a_long_prompt_is_read_others_are_served() -> None:
+async def test_long_prompt_tokenization_does_not_block_other_requests() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         model = parts.routers[0]._model
         model.tokenizer = patient = Patient()
@@ -117,7 +117,7 @@ async def test_while_a_long_prompt_is_read_others_are_served() -> None:
             await long
 
 
-async def test_while_a_long_text_is_tokenised_the_event_loop_goes_on(model: ServedModel) -> None:
+async def test_tokenizer_releases_gil_for_long_text(model: ServedModel) -> None:
     """Python's lock is let go of, in a thread of its own: else no turn would come between."""
     text = "the quick brown fox counts from 17 to 30 and again, " * 20_000
     turns = 0

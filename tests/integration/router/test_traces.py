@@ -78,7 +78,7 @@ def is_within(inner: Span, outer: Span) -> bool:
     )
 
 
-async def test_a_request_is_one_trace_under_its_callers_span() -> None:
+async def test_trace_nests_request_spans_under_caller_span() -> None:
     prompt = list(b"any prompt")
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         received = await receive(client, prompt, 20, traceparent=PARENT)
@@ -103,7 +103,7 @@ async def test_a_request_is_one_trace_under_its_callers_span() -> None:
     assert [event.name for event in root.events] == ["first_token"]
 
 
-async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
+async def test_traceresponse_names_new_trace_for_untraced_caller() -> None:
     message = pb.GenerateRequest(text="hi", max_tokens=3)
     async with traced() as (parts, collecting):
         async with grpc.aio.insecure_channel(parts.address) as channel:
@@ -121,7 +121,7 @@ async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
     assert (root.span_id.hex(), root.parent_span_id, flags) == (span_id, b"", "01")
 
 
-async def test_session_share_and_call_come_from_the_headers() -> None:
+async def test_trace_attributes_come_from_request_headers() -> None:
     headers = (
         ("traceparent", PARENT),
         ("x-session-id", "talk-7"),
@@ -142,7 +142,7 @@ async def test_session_share_and_call_come_from_the_headers() -> None:
 
 
 @pytest.mark.parametrize("traceparent, sample", [(f"00-{TRACE}-{SPAN}-00", 1.0), ("", 0.0)])
-async def test_what_is_not_sampled_is_not_told(traceparent: str, sample: float) -> None:
+async def test_trace_not_sampled_is_not_exported(traceparent: str, sample: float) -> None:
     async with traced(sample=sample) as (parts, collecting):
         async with AsyncClient(parts.address) as client:
             await receive(client, [1], 3, traceparent=traceparent)
@@ -152,7 +152,7 @@ async def test_what_is_not_sampled_is_not_told(traceparent: str, sample: float) 
     assert {span.trace_id.hex() for span in collecting.spans} == {"f" * 32}
 
 
-async def test_a_lost_worker_is_an_attempt_that_failed() -> None:
+async def test_trace_marks_attempt_on_lost_worker_as_error() -> None:
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         parts.hold()
         work = asyncio.create_task(receive(client, [7], 60, traceparent=PARENT))
@@ -182,7 +182,7 @@ async def test_a_lost_worker_is_an_attempt_that_failed() -> None:
     assert root.status.code == Status.STATUS_CODE_UNSET
 
 
-async def test_the_trace_goes_on_when_its_gateway_is_lost() -> None:
+async def test_trace_continues_after_gateway_loss() -> None:
     async with traced(routers=2, workers=1) as (parts, collecting):
         [held] = parts.hold()
         first, second = parts.routers
@@ -207,7 +207,7 @@ async def test_the_trace_goes_on_when_its_gateway_is_lost() -> None:
     assert all(is_within(span, root) for span in spans["everlift.attempt"])
 
 
-async def test_a_refusal_is_told_with_its_cause() -> None:
+async def test_trace_of_rejected_request_has_error_type() -> None:
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         with pytest.raises(UnknownModel):
             await client.generate("hi", traceparent=PARENT, model="marker" * 100_000).text()
@@ -222,7 +222,7 @@ async def test_a_refusal_is_told_with_its_cause() -> None:
     assert attributes(other)["error.type"] == TooManyStops.slug
 
 
-async def test_a_refusal_has_the_name_that_a_mesh_gave_its_call() -> None:
+async def test_trace_of_rejected_request_has_x_request_id() -> None:
     headers = (("traceparent", PARENT), ("x-request-id", "mesh/1"))
     async with traced() as (parts, collecting):
         async with grpc.aio.insecure_channel(parts.address) as channel:
@@ -234,7 +234,7 @@ async def test_a_refusal_has_the_name_that_a_mesh_gave_its_call() -> None:
     assert attributes(refused)["http.request.header.x-request-id"] == ["mesh/1"]
 
 
-async def test_who_is_refused_by_the_leader_is_told_too() -> None:
+async def test_trace_of_queue_full_rejection_is_exported() -> None:
     async with collector() as collecting:
         config = replace(ROUTER, trace_endpoint=collecting.endpoint, max_queued=1)
         async with cluster(workers=0, router_config=config) as parts:
@@ -252,7 +252,7 @@ async def test_who_is_refused_by_the_leader_is_told_too() -> None:
     assert slugs.count(QueueFull.slug) == refused >= 4
 
 
-async def test_what_ends_as_the_router_stops_is_told() -> None:
+async def test_trace_ending_during_router_stop_is_exported() -> None:
     class Slow(KeptLedger):
         async def events(self, request_id: str) -> tuple[Event, ...]:
             await asyncio.sleep(0.05)
@@ -274,7 +274,7 @@ async def test_what_ends_as_the_router_stops_is_told() -> None:
 
 
 @pytest.mark.parametrize("traceparent", ["ä", "abc\n", "x" * 20_000])
-async def test_a_client_is_told_at_once_what_is_no_traceparent(traceparent: str) -> None:
+async def test_client_rejects_malformed_traceparent(traceparent: str) -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(InvalidRequest, match="traceparent"):
             client.generate("hi", traceparent=traceparent)
@@ -283,7 +283,7 @@ async def test_a_client_is_told_at_once_what_is_no_traceparent(traceparent: str)
 @pytest.mark.parametrize(
     "state, kept", [(("a=1", "b=2"), "a=1,b=2"), (("SECRET token",), ""), (("a=1", "B"), "")]
 )
-async def test_a_tracestate_goes_along_if_it_is_one(
+async def test_tracestate_is_propagated_only_if_valid(
     state: tuple[str, ...], kept: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     metadata = (("traceparent", PARENT), *(("tracestate", each) for each in state))
@@ -297,7 +297,7 @@ async def test_a_tracestate_goes_along_if_it_is_one(
     assert "SECRET" not in caplog.text
 
 
-async def test_a_cancelled_request_is_told_as_such() -> None:
+async def test_trace_of_cancelled_request_has_cancelled_state() -> None:
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         parts.hold()
         stream = client.generate("hi", max_tokens=50, traceparent=PARENT)
@@ -311,7 +311,7 @@ async def test_a_cancelled_request_is_told_as_such() -> None:
     assert attributes(root)["everlift.state"] == "cancelled"
 
 
-async def test_a_collector_that_is_away_costs_no_stream() -> None:
+async def test_trace_collector_outage_does_not_affect_streams() -> None:
     config = replace(ROUTER, trace_endpoint=f"http://127.0.0.1:{free_port()}")
     loop = asyncio.get_running_loop()
     async with cluster(router_config=config) as parts, AsyncClient(parts.address) as client:
@@ -321,7 +321,7 @@ async def test_a_collector_that_is_away_costs_no_stream() -> None:
     assert loop.time() - stopping < 4 * CLOSE_S
 
 
-async def test_headers_are_the_operators_and_no_secret_is_logged(
+async def test_trace_exporter_headers_come_from_env_and_are_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20s3cret")
@@ -335,7 +335,7 @@ async def test_headers_are_the_operators_and_no_secret_is_logged(
     assert "s3cret" not in caplog.text
 
 
-async def test_a_router_without_the_exporter_says_what_to_install(
+async def test_router_without_trace_exporter_names_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
@@ -344,7 +344,7 @@ async def test_a_router_without_the_exporter_says_what_to_install(
         await Router.start(config, KeptLedger(time.monotonic))
 
 
-async def test_without_a_collector_a_callers_trace_is_still_kept() -> None:
+async def test_trace_id_of_caller_is_stored_without_collector() -> None:
     async with cluster() as parts, AsyncClient(parts.address) as client:
         received = await receive(client, [1], 3, traceparent=PARENT)
         assert (await client.get_request(received.request_id)).trace_id == TRACE

@@ -26,7 +26,7 @@ async def made(parts: Cluster, what: str) -> Any:
     return json.loads(out)
 
 
-async def test_a_server_and_its_model_describe_themselves() -> None:
+async def test_tritonclient_reads_server_and_model_metadata() -> None:
     async with cluster(workers=0) as parts:
         found = await made(parts, "describe")
     assert (found["live"], found["ready"], found["models"]) == (True, True, [True, False])
@@ -44,7 +44,7 @@ async def test_a_server_and_its_model_describe_themselves() -> None:
     assert found["index"] == {"models": [{"name": "fake", "version": "1", "state": "READY"}]}
 
 
-async def test_a_prompt_is_answered_whole() -> None:
+async def test_tritonclient_infer_returns_complete_answer() -> None:
     async with cluster(workers=1) as parts:
         found = await made(parts, "infer")
     right = right_tokens([5, 6], 8)
@@ -61,7 +61,7 @@ async def test_a_prompt_is_answered_whole() -> None:
     assert len(found["choices"]["output_ids"]) == 12
 
 
-async def test_what_is_refused_says_why() -> None:
+async def test_tritonclient_infer_errors_state_cause() -> None:
     async with cluster(workers=0) as parts:
         found = await made(parts, "refused")
     assert [status for status, _ in found] == ["StatusCode.INVALID_ARGUMENT"] * 4
@@ -79,7 +79,7 @@ def tokens(answers: list[Any], name: str) -> list[int]:
     ]
 
 
-async def test_stream_error_ends_only_its_request() -> None:
+async def test_tritonclient_stream_error_ends_only_its_request() -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         making = asyncio.create_task(made(parts, "stream"))
@@ -95,7 +95,7 @@ async def test_stream_error_ends_only_its_request() -> None:
     assert [it["id"] for it in final if not it["outputs"]] == ["r0"]
 
 
-async def test_a_stream_that_its_client_cancels_leaves_nothing_running() -> None:
+async def test_tritonclient_stream_cancel_cancels_all_requests() -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         making = asyncio.create_task(made(parts, "cancel"))
@@ -108,7 +108,7 @@ async def test_a_stream_that_its_client_cancels_leaves_nothing_running() -> None
                     await asyncio.sleep(0.01)
 
 
-async def test_the_asynchronous_client_does_the_same() -> None:
+async def test_tritonclient_aio_infers_and_streams() -> None:
     async with cluster(workers=1) as parts:
         found = await made(parts, "by_aio")
     assert found["live"]

@@ -27,7 +27,7 @@ DASHBOARD = """
 """.split()
 
 
-async def test_they_are_there_only_when_they_are_asked_for() -> None:
+async def test_vllm_metrics_are_off_by_default() -> None:
     async with cluster(workers=0) as parts:
         assert not any(
             name.startswith("vllm")
@@ -35,7 +35,7 @@ async def test_they_are_there_only_when_they_are_asked_for() -> None:
         )
 
 
-async def test_they_say_the_same() -> None:
+async def test_vllm_metrics_match_everlift_metrics() -> None:
     async with cluster(router_config=CONFIG) as parts:
         async with AsyncClient(parts.address) as client:
             await asyncio.gather(
@@ -77,7 +77,7 @@ async def test_they_say_the_same() -> None:
     }
 
 
-async def test_what_runs_and_what_waits_is_told_of_each_engine() -> None:
+async def test_vllm_metrics_report_running_and_waiting_per_engine() -> None:
     async with cluster(workers=1, router_config=CONFIG) as parts:
         [held], [worker] = parts.hold(), parts.workers
         async with AsyncClient(parts.address) as client:

@@ -29,7 +29,7 @@ async def stub(
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, GZIP])
-async def test_a_message_may_be_as_large_as_configured(compression: grpc.Compression) -> None:
+async def test_grpc_message_size_limit_is_configurable(compression: grpc.Compression) -> None:
     config = replace(ROUTER, max_message_bytes=MIB)
     async with (
         cluster(workers=0, router_config=config) as parts,
@@ -41,7 +41,7 @@ async def test_a_message_may_be_as_large_as_configured(compression: grpc.Compres
                 await wire.read(call)
 
 
-async def test_metadata_have_an_end_that_clients_are_told() -> None:
+async def test_grpc_metadata_beyond_limit_is_rejected() -> None:
     async with cluster(workers=0) as parts, stub(parts.address) as router:
         for _ in range(10):
             await router.ListModels(
@@ -54,7 +54,7 @@ async def test_metadata_have_an_end_that_clients_are_told() -> None:
                 await wire.answer(call, call)
 
 
-async def test_a_method_that_is_not_there_is_named_with_a_slug() -> None:
+async def test_grpc_unknown_method_is_unimplemented_with_name() -> None:
     async with cluster(workers=0) as parts, grpc.aio.insecure_channel(parts.address) as channel:
         call = channel.unary_unary("/everlift.v1.Inference/Guess")(b"")
         with pytest.raises(Unimplemented, match="Guess"):
@@ -62,7 +62,7 @@ async def test_a_method_that_is_not_there_is_named_with_a_slug() -> None:
 
 
 @pytest.mark.parametrize("compression", [GZIP, grpc.Compression.Deflate])
-async def test_what_comes_compressed_is_read(compression: grpc.Compression) -> None:
+async def test_grpc_compressed_request_is_decompressed(compression: grpc.Compression) -> None:
     async with cluster(workers=0) as parts, stub(parts.address, compression) as router:
         text = "again and " * 1000
         answer = await router.Tokenize(pb.TokenizeRequest(text=text))
@@ -70,7 +70,7 @@ async def test_what_comes_compressed_is_read(compression: grpc.Compression) -> N
 
 
 @pytest.mark.parametrize("compression", [GZIP, grpc.Compression.Deflate])
-async def test_who_writes_compressed_is_answered_so(compression: grpc.Compression) -> None:
+async def test_grpc_response_uses_compression_of_request(compression: grpc.Compression) -> None:
     request = pb.TokenizeRequest(text="again and " * 1000)
     answers, sizes = [], []
     async with cluster(workers=0) as parts, counting(parts.address) as (address, counts):
@@ -83,7 +83,7 @@ async def test_who_writes_compressed_is_answered_so(compression: grpc.Compressio
     assert sizes[1] < 1000 < 10_000 < sizes[0]
 
 
-async def test_the_pieces_of_a_stream_are_compressed_too() -> None:
+async def test_grpc_stream_messages_are_compressed() -> None:
     request = pb.GenerateRequest(
         text="a" * 400, max_tokens=3, sampling=pb.Sampling(prompt_logprobs=20, logprobs=20)
     )

@@ -92,7 +92,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("called")
-def test_all_ranks_capture_the_same_collectives_in_order(model: Path) -> None:
+def test_capture_records_the_same_collectives_on_all_ranks(model: Path) -> None:
     def act(group: Group) -> list[tuple[Any, ...]]:
         noted = Noted(group)
         assert capture(model, noted, Looking()) is not None
@@ -115,7 +115,7 @@ def test_all_ranks_capture_the_same_collectives_in_order(model: Path) -> None:
     [(False, [Looking(), Looking()]), (True, [Looking(), object()]), (True, [object(), Looking()])],
     ids=["through the host", "rank 1 cannot", "rank 0 cannot"],
 )
-def test_none_captures_where_one_cannot(
+def test_capture_is_skipped_on_all_ranks_if_one_cannot(
     model: Path, on_device: bool, attentions: list[object]
 ) -> None:
     def act(group: Group) -> tuple[object, int]:
@@ -126,5 +126,5 @@ def test_none_captures_where_one_cannot(
 
 
 @pytest.mark.usefixtures("called")
-def test_who_is_alone_captures(model: Path) -> None:
+def test_capture_runs_on_a_single_rank(model: Path) -> None:
     assert capture(model, Group.single(), Looking()) is not None

@@ -74,7 +74,7 @@ def close(*ends: Collectives | None) -> None:
 # how they come to it
 
 
-def test_shared_file_is_private_and_unlinked() -> None:
+def test_shared_memory_file_is_private_and_unlinked() -> None:
     modes = []
 
     class WatchingStore(DictStore):
@@ -89,7 +89,7 @@ def test_shared_file_is_private_and_unlinked() -> None:
     assert not Path(store.get("everlift/collectives/file").decode()).exists()
 
 
-def test_ranks_of_several_hosts_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_unused_across_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = map(str, count())
     monkeypatch.setattr(collectives, "_host", lambda: next(hosts))
     store = DictStore()
@@ -97,7 +97,7 @@ def test_ranks_of_several_hosts_share_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(key.endswith("/file") for key in store.values), "none is made"
 
 
-def test_without_a_compiler_on_one_of_them_they_share_none(
+def test_shared_memory_is_unused_if_one_rank_has_no_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     libraries = iter([None, collectives._library()])
@@ -105,7 +105,7 @@ def test_without_a_compiler_on_one_of_them_they_share_none(
     assert meet_all(DictStore()) == [None, None]
 
 
-def test_a_file_that_is_another_one_is_not_used(
+def test_shared_memory_rejects_a_foreign_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "other").write_bytes(bytes(8 << 20))
@@ -114,7 +114,7 @@ def test_a_file_that_is_another_one_is_not_used(
     assert "shared memory with the other ranks unavailable" in caplog.text
 
 
-def test_where_there_is_no_room_they_share_none(
+def test_shared_memory_is_unused_without_free_space(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(*_: int) -> None:
@@ -126,7 +126,7 @@ def test_where_there_is_no_room_they_share_none(
 
 
 @pytest.mark.parametrize("way", ["shared memory", "gloo"])
-def test_the_log_says_what_the_ranks_use(
+def test_collectives_backend_is_logged(
     way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if way == "gloo":
@@ -151,7 +151,7 @@ def said(caplog: pytest.LogCaptureFixture, field: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "sums"), [(2, 0), (2, 50), (3, 50)])
-def test_a_rank_that_is_killed_is_an_error_for_all_others(size: int, sums: int) -> None:
+def test_killed_rank_raises_an_error_on_all_other_ranks(size: int, sums: int) -> None:
     with processes(size) as (group, others):
         assert sum_up(group, sums) == (size if sums else 0)
         others[0].kill()
@@ -163,7 +163,7 @@ def test_a_rank_that_is_killed_is_an_error_for_all_others(size: int, sums: int) 
             assert other.wait() == 3
 
 
-def test_a_rank_that_is_killed_while_it_waits_is_an_error() -> None:
+def test_rank_killed_while_waiting_raises_an_error() -> None:
     with processes(2) as (group, (other,)):
         sum_up(group, 1)
         until_asleep(other)
@@ -173,7 +173,7 @@ def test_a_rank_that_is_killed_while_it_waits_is_an_error() -> None:
             sum_up(group, 2)
 
 
-def test_a_frozen_rank_is_waited_for_without_taking_a_core() -> None:
+def test_wait_for_a_frozen_rank_uses_little_cpu() -> None:
     with processes(2) as (group, (other,)), ThreadPoolExecutor(1) as thread:
         sum_up(group, 1)
         other.send_signal(signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_a_frozen_rank_is_waited_for_without_taking_a_core() -> None:
         assert cpu_s < 0.2 * elapsed_s
 
 
-def test_a_rank_that_does_not_come_in_time_is_an_error() -> None:
+def test_barrier_timeout_raises_an_error() -> None:
     first, second = meet_all(DictStore(), timeout=timedelta(milliseconds=1))
     assert first is not None and second is not None
     with pytest.raises(RuntimeError, match="in time"):

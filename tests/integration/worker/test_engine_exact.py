@@ -79,7 +79,7 @@ def near_ties_with_generate(
 
 
 @pytest.mark.parametrize("overrides", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_greedy_tokens_are_those_of_generate(
+def test_engine_greedy_tokens_match_generate(
     overrides: dict[str, Any], tmp_path: Path, record_testsuite_property: Record
 ) -> None:
     directory = save_llama(tmp_path, **overrides)
@@ -96,7 +96,7 @@ def test_greedy_tokens_are_those_of_generate(
 
 
 @under_each_policy
-def test_greedy_text_of_the_demo_model_is_that_of_generate(scheduling: Scheduling) -> None:
+def test_demo_model_greedy_tokens_match_generate(scheduling: Scheduling) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in DEMO_PROMPTS]
     jobs = greedy_jobs(prompts, max_tokens=60)
@@ -107,7 +107,7 @@ def test_greedy_text_of_the_demo_model_is_that_of_generate(scheduling: Schedulin
     assert near_ties_with_generate(DEMO_MODEL, jobs, outputs) == 0
 
 
-def test_a_cached_prefix_is_not_computed_again(tmp_path: Path) -> None:
+def test_cached_prefix_is_not_recomputed(tmp_path: Path) -> None:
     directory = save_llama(tmp_path)
     prompt = random_prompts()[0]
     jobs = greedy_jobs([prompt, prompt[:100] + prompt[:9]], max_tokens=20)
@@ -172,7 +172,9 @@ def poisoned(engine: TorchEngine) -> TorchEngine:
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, TINY])
-def test_what_freed_blocks_hold_reaches_no_other_sequence(tmp_path: Path, num_blocks: int) -> None:
+def test_freed_block_contents_do_not_leak_between_sequences(
+    tmp_path: Path, num_blocks: int
+) -> None:
     directory = save_llama(tmp_path)
     jobs = greedy_jobs(random_prompts(), max_tokens=40)
     clean = TorchEngine(directory, num_blocks).serve(jobs)

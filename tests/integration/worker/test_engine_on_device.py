@@ -104,7 +104,7 @@ def serve(runner: TorchRunner, directory: Path, jobs: Sequence[Job]) -> list[lis
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, FEW])
-def test_blocks_that_change_hands_with_nan_in_them_change_nothing(
+def test_reused_blocks_filled_with_nan_do_not_affect_tokens(
     directory: Path, num_blocks: int
 ) -> None:
     jobs = random_jobs((33, 2, 20, 64, 7, 100), 40)
@@ -128,7 +128,7 @@ def poison_what_is_begun(runner: TorchRunner) -> None:
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_blocks_come_back_from_the_host_as_they_were(
+def test_swapped_blocks_return_from_the_host_unchanged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:
     monkeypatch.setattr(SwapCost, "pays", property(lambda _: True))
@@ -147,7 +147,7 @@ def test_blocks_come_back_from_the_host_as_they_were(
 # ranks
 
 
-def test_two_ranks_on_one_device_make_the_tokens_of_one(
+def test_ranks_sharing_a_device_make_the_tokens_of_one_rank(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over gloo, which a GPU may be shared under, as it may not under NCCL."""
@@ -222,7 +222,7 @@ def test_captured_decoding_in_half_precision_is_near_fp32(monkeypatch: pytest.Mo
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_captured_decoding_in_half_precision_makes_the_same_tokens(
+def test_captured_decoding_in_half_precision_equals_eager_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     jobs = demo_jobs(60 if ON_GPU else 3)
@@ -252,7 +252,7 @@ class Even:
         pass
 
 
-def test_steps_with_sampling_options_never_wait_for_the_device(
+def test_sampling_steps_never_synchronise_with_the_device(
     directory: Path,
 ) -> None:
     """But for what the step before it drew, by an event, which torch does not count."""

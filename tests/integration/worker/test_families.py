@@ -83,7 +83,7 @@ def mixed() -> list[Step]:
 
 @pytest.mark.parametrize("attention", [choose_attention, ReferenceAttention])
 @pytest.mark.parametrize("steps", [whole, chunked, decoded, mixed])
-def test_logits_are_those_of_transformers(
+def test_family_logits_match_transformers(
     steps: Callable[[], list[Step]],
     attention: Callable[[KVCache], AttentionBackend],
     directory: Path,
@@ -96,7 +96,7 @@ def test_logits_are_those_of_transformers(
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-def test_half_precision_strays_no_further_than_transformers(
+def test_family_bf16_error_is_near_that_of_transformers(
     directory: Path, expected: list[Tensor]
 ) -> None:
     theirs = all_logits(load_family(directory, torch.bfloat16), sequences()[0])

@@ -35,7 +35,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_greedy_tokens_are_those_of_transformers(
+def test_family_greedy_tokens_match_transformers(
     checkpoint: Checkpoint, tmp_path: Path, record_testsuite_property: Record
 ) -> None:
     directory = save_family(tmp_path, checkpoint)

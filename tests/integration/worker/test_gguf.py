@@ -90,7 +90,7 @@ def expected_logits(model: PreTrainedModel, kind: GgufModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+def test_gguf_logits_match_the_dequantised_model(name: str, tmp_path: Path) -> None:
     kind = MODELS[name]
     model = random_model(kind)
     directory = directory_for(write_gguf(tmp_path / "m.gguf", kind, model))
@@ -99,7 +99,7 @@ def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", [name for name, kind in MODELS.items() if kind.transformers_reads])
-def test_logits_are_those_of_transformers_with_the_file(name: str, tmp_path: Path) -> None:
+def test_gguf_logits_match_transformers_with_the_same_file(name: str, tmp_path: Path) -> None:
     kind = MODELS[name]
     path = write_gguf(tmp_path / "m.gguf", kind, random_model(kind))
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -111,7 +111,7 @@ def test_logits_are_those_of_transformers_with_the_file(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Type if kind.name.endswith("_K")])
-def test_k_quants_are_dequantised_as_by_the_library(kind: Type, tmp_path: Path) -> None:
+def test_k_quants_are_dequantised_like_the_gguf_library(kind: Type, tmp_path: Path) -> None:
     """Which cannot make them: here are random bits in their place."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows, columns = 6, 2 * block
@@ -153,7 +153,9 @@ def _close(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-async def test_directory_is_reused_until_the_file_changes(path: Path, cache: Path) -> None:
+async def test_converted_directory_is_reused_until_the_file_changes(
+    path: Path, cache: Path
+) -> None:
     await fetch(str(path), weights=False)
     directory = locate(str(path), weights=True)
     assert [directory] == list(cache.iterdir()) and directory.name.startswith("plain-")
@@ -165,7 +167,7 @@ async def test_directory_is_reused_until_the_file_changes(path: Path, cache: Pat
     assert changed != directory and model_fingerprint(changed) != before
 
 
-def test_tokenizer_and_template_are_those_of_the_file(path: Path) -> None:
+def test_tokenizer_and_chat_template_come_from_the_gguf_file(path: Path) -> None:
     directory = directory_for(path)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     templates = Templates.read(directory)
@@ -179,7 +181,7 @@ def test_tokenizer_and_template_are_those_of_the_file(path: Path) -> None:
     assert named.name == "plain"
 
 
-def test_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_gguf_architecture_is_rejected_by_name(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     _close(writer)
     with pytest.raises(
@@ -188,7 +190,7 @@ def test_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
         locate(str(tmp_path / "m.gguf"), weights=True)
 
 
-def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+def test_mixture_of_experts_gguf_is_rejected(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_expert_count(8)
     _close(writer)
@@ -196,7 +198,7 @@ def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "m.gguf", tmp_path)
 
 
-def test_unsupported_tensor_type_is_refused_by_name(path: Path) -> None:
+def test_unsupported_gguf_tensor_type_is_rejected_by_name(path: Path) -> None:
     header = read_gguf_header(path)
     data = bytearray(path.read_bytes())
     name = b"blk.0.attn_q.weight"
@@ -211,7 +213,7 @@ def test_unsupported_tensor_type_is_refused_by_name(path: Path) -> None:
     assert header.tensors
 
 
-def test_truncated_file_is_refused(path: Path) -> None:
+def test_truncated_gguf_file_is_rejected(path: Path) -> None:
     data = path.read_bytes()
     end_of_header = read_gguf_header(path).size
     rng = Random(1)
@@ -266,7 +268,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_header_is_refused(case: str, tmp_path: Path) -> None:
+def test_hostile_gguf_header_is_rejected(case: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(HOSTILE[case])
     with pytest.raises(BadGguf, match=r"m\.gguf (is|has)"):
@@ -287,7 +289,7 @@ def test_corrupt_header_raises_only_bad_checkpoint(path: Path) -> None:
             pass
 
 
-def test_overlapping_tensors_are_refused(path: Path) -> None:
+def test_overlapping_gguf_tensors_are_rejected(path: Path) -> None:
     _edit_offset(path, lambda offset: 0)
     with pytest.raises(BadCheckpoint, match="overlap"):
         read_gguf_tensors(path)
@@ -304,7 +306,7 @@ def _edit_offset(path: Path, change: Callable[[int], int]) -> None:
     path.write_bytes(data)
 
 
-def test_file_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_gguf_file_without_tokenizer_is_rejected(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
     _add_sizes(writer)
     writer.add_tensor("token_embd.weight", numpy.zeros((6, 512), numpy.float32))
@@ -313,7 +315,7 @@ def test_file_without_tokenizer_is_refused(tmp_path: Path) -> None:
         locate(str(tmp_path / "m.gguf"), weights=True)
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_gguf_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="no such file"):
         locate(str(tmp_path / "m.gguf"), weights=True)
     with pytest.raises(FileNotFoundError):

@@ -32,7 +32,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, TINY])
-def test_greedy_tokens_are_the_same_launched_ahead(num_blocks: int) -> None:
+def test_launch_ahead_keeps_greedy_tokens(num_blocks: int) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     texts = [f"count from {n} to {n + 24}:" for n in range(17, 900, 80)]
     jobs = greedy_jobs([tokenizer.encode(text).ids for text in texts], max_tokens=60)
@@ -43,9 +43,7 @@ def test_greedy_tokens_are_the_same_launched_ahead(num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, TINY])
-def test_whatever_was_asked_of_the_sampler_is_done_launched_ahead(
-    tmp_path: Path, num_blocks: int
-) -> None:
+def test_launch_ahead_keeps_sampled_tokens_and_logprobs(tmp_path: Path, num_blocks: int) -> None:
     directory = save_llama(tmp_path)
     jobs = sampled_jobs(SIZES["vocab_size"], SIZES["eos_token_id"])
     plain = TorchEngine(directory, num_blocks).collect(jobs)
@@ -61,7 +59,7 @@ def test_whatever_was_asked_of_the_sampler_is_done_launched_ahead(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on a CPU alone")
 # Rows that pad have whatever was in their memory.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_kernels_and_replayed_decoding_make_the_same_tokens(
+def test_kernels_and_replayed_decoding_keep_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = save_llama(tmp_path)

@@ -49,7 +49,7 @@ async def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-async def test_weights_that_are_pickles_are_not_read(directory: Path, marker: Path) -> None:
+async def test_pickled_weights_are_never_loaded(directory: Path, marker: Path) -> None:
     (directory / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "adapter_model.bin"):
         (directory / name).write_bytes(saved(marker))
@@ -61,7 +61,9 @@ async def test_weights_that_are_pickles_are_not_read(directory: Path, marker: Pa
     assert not marker.exists()
 
 
-async def test_an_index_cannot_name_a_pickle(directory: Path, marker: Path) -> None:
+async def test_safetensors_index_naming_another_file_is_rejected(
+    directory: Path, marker: Path
+) -> None:
     (directory / "model.safetensors").unlink()
     (directory / "pytorch_model.bin").write_bytes(saved(marker))
     for name in ("pytorch_model.bin", "../model.safetensors", "/etc/passwd"):
@@ -71,7 +73,7 @@ async def test_an_index_cannot_name_a_pickle(directory: Path, marker: Path) -> N
     assert not marker.exists()
 
 
-async def test_gguf_in_a_directory_is_not_read(directory: Path) -> None:
+async def test_gguf_inside_a_model_directory_is_not_read(directory: Path) -> None:
     """GGUF files are read only where they are named. These counts overflow when multiplied."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, 2**63, 2**63)
     (directory / "model.safetensors").unlink()
@@ -94,7 +96,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-async def test_sizes_that_are_not_true_are_refused(directory: Path, case: str) -> None:
+async def test_safetensors_with_false_sizes_is_rejected(directory: Path, case: str) -> None:
     path = directory / "model.safetensors"
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -106,7 +108,7 @@ async def test_sizes_that_are_not_true_are_refused(directory: Path, case: str) -
     assert name in await refusal(directory)
 
 
-async def test_a_header_longer_than_the_file_is_refused(directory: Path) -> None:
+async def test_safetensors_header_longer_than_the_file_is_rejected(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
     assert "safetensors" in await refusal(directory)
 
@@ -123,7 +125,9 @@ def with_code(directory: Path, marker: Path, **changes: object) -> None:
         path.write_text(json.dumps(settings))
 
 
-async def test_code_that_comes_with_a_model_is_not_run(directory: Path, marker: Path) -> None:
+async def test_model_code_of_a_supported_architecture_is_not_run(
+    directory: Path, marker: Path
+) -> None:
     with_code(directory, marker)
     await served(directory)
     assert ServedModel.load(str(directory)).encode("a")
@@ -134,7 +138,7 @@ async def test_code_that_comes_with_a_model_is_not_run(directory: Path, marker: 
     assert not marker.exists()
 
 
-async def test_a_model_that_needs_its_own_code_is_refused(directory: Path, marker: Path) -> None:
+async def test_model_that_requires_its_own_code_is_rejected(directory: Path, marker: Path) -> None:
     with_code(directory, marker, architectures=["MineForCausalLM"], model_type="mine")
     assert "MineForCausalLM" in await refusal(directory)
     assert not marker.exists()

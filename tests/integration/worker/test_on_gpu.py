@@ -76,7 +76,7 @@ def serve(runner: TorchRunner, directory: Path, jobs: Sequence[Job]) -> list[lis
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, FEW])
 @pytest.mark.parametrize("replays", [True, False])
-def test_tokens_are_those_of_a_cpu(
+def test_gpu_tokens_equal_cpu_tokens(
     directory: Path,
     jobs: list[Job],
     expected: list[list[int]],
@@ -89,7 +89,7 @@ def test_tokens_are_those_of_a_cpu(
     assert serve(runner, directory, jobs) == expected
 
 
-def test_what_nobody_has_written_changes_nothing(
+def test_unwritten_cache_blocks_do_not_affect_tokens(
     directory: Path, jobs: list[Job], expected: list[list[int]]
 ) -> None:
     runner = runner_on_gpu(directory, "float32", FEW)
@@ -97,14 +97,14 @@ def test_what_nobody_has_written_changes_nothing(
     assert serve(runner, directory, jobs) == expected
 
 
-def test_no_step_waits_for_the_device(directory: Path, jobs: list[Job]) -> None:
+def test_gpu_steps_never_synchronise_with_the_device(directory: Path, jobs: list[Job]) -> None:
     """But for the tokens of the step before it, by an event."""
     runner = runner_on_gpu(directory, "float32", FEW)
     with no_waits():
         serve(runner, directory, [*jobs[:3], *(replace(job, sampling=DRAWN) for job in jobs[3:])])
 
 
-def test_logits_in_bfloat16_are_near_those_in_float32() -> None:
+def test_gpu_bfloat16_logits_are_near_float32() -> None:
     """Of the same weights, which were trained, by transformers on a CPU."""
     runner = runner_on_gpu(DEMO_MODEL, "bfloat16")
     model = load_llama(DEMO_MODEL).bfloat16().float()

@@ -93,7 +93,7 @@ def mixed() -> list[Step]:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_logits_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_adapted_model_logits_match_transformers(model_type: str, tmp_path: Path) -> None:
     directory = save_other(tmp_path, model_type)
     decoder = load(directory)
     stepped = SteppedModel(
@@ -109,7 +109,7 @@ def test_logits_are_those_of_transformers(model_type: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_greedy_tokens_are_those_of_transformers(
+def test_adapted_model_greedy_tokens_match_transformers(
     model_type: str, tmp_path: Path, record_testsuite_property: Record
 ) -> None:
     directory = save_other(tmp_path, model_type)
@@ -137,7 +137,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss", "deepseek_v3"])
-def test_half_precision_strays_no_further_than_transformers(
+def test_adapted_model_bf16_error_is_near_that_of_transformers(
     model_type: str, tmp_path: Path
 ) -> None:
     directory = save_other(tmp_path, model_type)
@@ -158,12 +158,12 @@ def distance(logits: Tensor, wanted: Tensor) -> float:
     return (logits - wanted).square().mean().sqrt().item()
 
 
-def test_latent_attention_pads_values_to_the_keys(tmp_path: Path) -> None:
+def test_latent_attention_pads_values_to_the_key_width(tmp_path: Path) -> None:
     decoder = load(save_other(tmp_path, "deepseek_v3"))
     assert decoder.layers.kv_shape == (3, 4, 12 + 4)
 
 
-def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(tmp_path: Path) -> None:
+def test_adapted_model_sets_runner_sizes(tmp_path: Path) -> None:
     save_other(tmp_path, "opt")
     config = WorkerConfig(str(tmp_path), device="cpu", dtype="float32", num_threads=1)
     runner = build_runner(config, Group.single())
@@ -173,13 +173,13 @@ def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(tmp_path: Path)
 
 
 @pytest.mark.parametrize("one_kv_head", [True, False])
-def test_falcons_of_either_older_kind_pass_their_probe(one_kv_head: bool, tmp_path: Path) -> None:
+def test_falcon_old_decoder_architectures_pass_the_probe(one_kv_head: bool, tmp_path: Path) -> None:
     kind = {"new_decoder_architecture": False, "num_kv_heads": None, "multi_query": one_kv_head}
     decoder = load(save_other(tmp_path, "falcon", **kind))
     assert decoder.layers.kv_shape == (3, 1 if one_kv_head else 4, 12)
 
 
-def test_a_dummy_has_the_same_weights_each_time(tmp_path: Path) -> None:
+def test_dummy_weights_are_deterministic(tmp_path: Path) -> None:
     save_config(tmp_path, "olmo2", "Olmo2ForCausalLM")
     random_before = torch.get_rng_state()
     first, second = (load(tmp_path, dummy=True) for _ in range(2))
@@ -219,7 +219,7 @@ def test_a_dummy_has_the_same_weights_each_time(tmp_path: Path) -> None:
         ("gpt2", "GPT2LMHeadModel", {"quantization_config": {"bits": 4}}, "are quantized"),
     ],
 )
-def test_what_cannot_run_over_a_paged_cache_is_refused_by_name(
+def test_unpageable_architecture_is_rejected_by_name(
     model_type: str, architecture: str, config: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     save_config(tmp_path, model_type, architecture, **config)
@@ -228,7 +228,7 @@ def test_what_cannot_run_over_a_paged_cache_is_refused_by_name(
     assert "supported: Gemma2ForCausalLM, " in str(refusal.value)
 
 
-def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+def test_custom_model_code_is_rejected_without_running(tmp_path: Path) -> None:
     config = {
         "architectures": ["OwnForCausalLM"],
         "model_type": "own",
@@ -240,7 +240,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
+def test_adapted_model_rejects_several_ranks(tmp_path: Path) -> None:
     class Two(Group):
         size = 2
 
@@ -250,7 +250,7 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
         load_decoder(directory, place, True, None, choose_attention)
 
 
-def test_dynamic_rope_needs_a_shorter_context(
+def test_dynamic_rope_requires_a_shorter_context(
     tmp_path: Path,
 ) -> None:
     rope = {
@@ -266,7 +266,7 @@ def test_dynamic_rope_needs_a_shorter_context(
     assert load(tmp_path, max_model_len=128).max_position == MAX_POSITION
 
 
-def test_a_model_that_mixes_neighbouring_tokens_is_refused(
+def test_model_that_mixes_neighbouring_tokens_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = gpt_neox.GPTNeoXMLP.forward
@@ -278,7 +278,7 @@ def test_a_model_that_mixes_neighbouring_tokens_is_refused(
     refuses_to_page(save_other(tmp_path, "gpt_neox"))
 
 
-def test_a_model_that_does_not_heed_positions_is_refused(
+def test_model_that_ignores_position_ids_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = gpt_neox.GPTNeoXRotaryEmbedding.forward
@@ -290,7 +290,7 @@ def test_a_model_that_does_not_heed_positions_is_refused(
     refuses_to_page(save_other(tmp_path, "gpt_neox"))
 
 
-def test_a_model_whose_own_attention_is_another_is_refused(
+def test_model_with_nonstandard_attention_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = gpt_neox.eager_attention_forward
@@ -314,7 +314,7 @@ def sees(mask: Callable[[Tensor, Tensor], Tensor]) -> MaskFunction:
     return lambda batch, head, query, key: mask(query, key)
 
 
-def test_a_window_is_read_off_a_mask() -> None:
+def test_sliding_window_is_derived_from_the_mask() -> None:
     assert window_of(sees(lambda query, key: key <= query)) is None
     for width in (1, 20, 4096):
         narrow = sees(lambda query, key, w=width: (key <= query) & (key > query - w))
@@ -333,7 +333,7 @@ def test_a_window_is_read_off_a_mask() -> None:
     ],
     ids=["both ways", "not itself", "chunks", "prefix", "window and first", "every other"],
 )
-def test_any_other_mask_is_refused(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_nonstandard_attention_mask_is_rejected(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(Unservable, match="a token sees something else"):
         window_of(sees(mask))
 
@@ -341,7 +341,7 @@ def test_any_other_mask_is_refused(mask: Callable[[Tensor, Tensor], Tensor]) -> 
 # bad checkpoints
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_a_missing_tensor_is_rejected(tmp_path: Path) -> None:
     path = save_other(tmp_path, "olmo2") / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, b"", b"no tensors at all"])
-def test_a_checkpoint_without_readable_safetensors_is_refused(
+def test_checkpoint_without_readable_safetensors_is_rejected(
     weights: bytes | None, tmp_path: Path
 ) -> None:
     path = save_other(tmp_path, "olmo2") / "model.safetensors"

@@ -72,7 +72,7 @@ def numbers(rank: int, dtype: torch.dtype, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_sum_over_ranks_replaces_the_tensor(size: int, way: str) -> None:
+def test_reduction_over_ranks_sums_in_place(size: int, way: str) -> None:
     def act(group: Group) -> Tensor:
         tensor = torch.full((2, 3), 10.0**group.rank)
         assert group.all_reduce(tensor) is tensor
@@ -84,7 +84,7 @@ def test_a_sum_over_ranks_replaces_the_tensor(size: int, way: str) -> None:
 
 @pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_bitwise_equal_on_all_ranks(size: int, dtype: torch.dtype, way: str) -> None:
+def test_reduction_is_bitwise_equal_on_all_ranks(size: int, dtype: torch.dtype, way: str) -> None:
     rng = Random(size)
     counts = [0, 1, 2, 1023, 1024, 1025, LONG, *(rng.randrange(5000) for _ in range(8))]
 
@@ -102,7 +102,7 @@ def test_sums_are_bitwise_equal_on_all_ranks(size: int, dtype: torch.dtype, way:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_shared_memory_rounds_a_sum_of_half_precision_once(dtype: torch.dtype) -> None:
+def test_shared_memory_all_reduce_rounds_half_precision_once(dtype: torch.dtype) -> None:
     """As torch rounds, also where it is to be infinite, a NaN or next to nothing."""
     special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6e-8, -6e-8, 1e-39, 65504.0]
     pairs = torch.tensor([[a, b] for a in special for b in special]).to(dtype)
@@ -119,7 +119,7 @@ def test_shared_memory_rounds_a_sum_of_half_precision_once(dtype: torch.dtype) -
         assert torch.equal(got.view(torch.int16)[~is_nan], expected.view(torch.int16)[~is_nan])
 
 
-def test_shared_memory_sums_what_does_not_lie_in_one_piece() -> None:
+def test_shared_memory_all_reduce_supports_strided_tensors() -> None:
     def act(group: Group) -> list[list[float]]:
         tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T
         assert group.all_reduce(tensor) is tensor
@@ -130,7 +130,7 @@ def test_shared_memory_sums_what_does_not_lie_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_shards_come_side_by_side_to_the_first_rank(size: int, way: str) -> None:
+def test_gather_concatenates_shards_on_the_first_rank(size: int, way: str) -> None:
     def act(group: Group) -> Tensor | None:
         return group.gather_to_first(torch.tensor([[group.rank, 7], [group.rank, 8]]))
 
@@ -141,7 +141,7 @@ def test_shards_come_side_by_side_to_the_first_rank(size: int, way: str) -> None
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (7, 1001), (2, 3, 5), (3, LONG // 2)])
-def test_shards_of_any_shape_come_whole(shape: tuple[int, ...], way: str) -> None:
+def test_gather_supports_shards_of_any_shape(shape: tuple[int, ...], way: str) -> None:
     def shard(rank: int) -> Tensor:
         count = torch.Size(shape).numel()
         return numbers(rank, torch.bfloat16, count).view(shape)
@@ -153,7 +153,7 @@ def test_shards_of_any_shape_come_whole(shape: tuple[int, ...], way: str) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_first_ranks_tensor_replaces_the_others(size: int, way: str) -> None:
+def test_broadcast_copies_the_tensor_of_rank_0(size: int, way: str) -> None:
     def act(group: Group) -> list[list[int]]:
         long = torch.full((LONG,), group.rank)
         tensors = [torch.tensor([group.rank, 40 + group.rank]), long, torch.zeros(0)]
@@ -163,7 +163,7 @@ def test_the_first_ranks_tensor_replaces_the_others(size: int, way: str) -> None
     assert on_ranks(size, act) == [[[0, 40], [0], []]] * size
 
 
-def test_calls_of_all_kinds_follow_each_other_whoever_is_ahead(way: str) -> None:
+def test_mixed_collectives_stay_in_order_across_ranks(way: str) -> None:
     """A broadcast waits for nobody on rank 0, a gather for nobody elsewhere."""
 
     def act(group: Group) -> None:
@@ -187,7 +187,7 @@ def test_calls_of_all_kinds_follow_each_other_whoever_is_ahead(way: str) -> None
     on_ranks(3, act)
 
 
-def test_two_groups_of_one_process_are_none_of_each_others_business(way: str) -> None:
+def test_groups_of_one_process_are_independent(way: str) -> None:
     def act(factor: int, group: Group) -> float:
         for _ in range(50):
             total = group.all_reduce(torch.full((3000,), float(factor)))
@@ -201,7 +201,7 @@ def test_two_groups_of_one_process_are_none_of_each_others_business(way: str) ->
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "gather_to_first", "barrier"])
-def test_a_lost_peer_is_an_error_and_no_hang(call: str, way: str) -> None:
+def test_collective_raises_an_error_when_a_peer_is_lost(call: str, way: str) -> None:
     def act(group: Group) -> None:
         if group.rank == 0:
             arguments = () if call == "barrier" else (torch.zeros(4),)
@@ -211,7 +211,7 @@ def test_a_lost_peer_is_an_error_and_no_hang(call: str, way: str) -> None:
     on_ranks(2, act)
 
 
-def test_a_rank_0_that_is_lost_is_an_error_of_the_one_that_listens(way: str) -> None:
+def test_broadcast_raises_an_error_when_rank_0_is_lost(way: str) -> None:
     def act(group: Group) -> None:
         if group.rank == 1:
             with pytest.raises(RuntimeError):
@@ -220,7 +220,7 @@ def test_a_rank_0_that_is_lost_is_an_error_of_the_one_that_listens(way: str) -> 
     on_ranks(2, act)
 
 
-def test_what_a_rank_says_before_it_leaves_is_heard() -> None:
+def test_broadcast_is_delivered_after_the_sender_closed() -> None:
     has_left = Event()
 
     def act(group: Group) -> int:
@@ -257,7 +257,7 @@ def test_gloo_listens_on_loopback(hosts: list[str] | None, addresses: list[str])
         assert sorted(address for address, _ in found - before) == sorted(of_store_and_ranks)
 
 
-def test_nothing_is_left_of_a_group_that_is_closed(way: str) -> None:
+def test_closed_group_releases_sockets_and_shared_memory(way: str) -> None:
     before = listening()
     own, address = create_store()
     other = join_store(address)
@@ -279,7 +279,7 @@ def segments() -> Iterator[str]:
             yield line[line.index("/dev/shm/") + len("/dev/shm/everlift-") + 32 :]
 
 
-def test_a_closed_group_says_so() -> None:
+def test_closed_group_rejects_collectives() -> None:
     def act(group: Group) -> None:
         group.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -309,7 +309,7 @@ def expected_of(rank: int, on_device: bool) -> list[object]:
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_gather_needs_no_memory_on_ranks_without_a_result(absent: int, way: str) -> None:
+def test_gather_completes_when_one_rank_only_attends(absent: int, way: str) -> None:
     def act(group: Group) -> object:
         shard = torch.full((2, 3), float(group.rank))
         if group.rank == absent:
@@ -324,7 +324,7 @@ def test_gather_needs_no_memory_on_ranks_without_a_result(absent: int, way: str)
     assert on_ranks(2, act) == [(2, 2.0, None if absent == 0 else whole), (2, 2.0, None)]
 
 
-def test_ranks_that_share_a_gpu_go_through_the_host(
+def test_ranks_that_share_a_gpu_communicate_over_the_host(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(group_module, "_name_of", lambda device: "GPU-1")
@@ -332,7 +332,7 @@ def test_ranks_that_share_a_gpu_go_through_the_host(
     assert told == [expected_of(rank, on_device=False) for rank in (0, 1)]
 
 
-def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_separate_gpus_communicate_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     names = count_from()
     monkeypatch.setattr(group_module, "_name_of", lambda device: f"GPU-{next(names)}")
     aborted: list[int] = []
@@ -356,6 +356,6 @@ def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPa
     assert sorted(aborted) == [0, 1]
 
 
-def test_gather_stays_on_the_device_of_a_single_rank(way: str) -> None:
+def test_collectives_stay_on_the_device_only_for_a_single_rank(way: str) -> None:
     assert on_ranks(1, lambda group: group.on_device) == [True]
     assert on_ranks(2, lambda group: group.on_device) == [False, False]

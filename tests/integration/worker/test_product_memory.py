@@ -49,7 +49,7 @@ def test_packed_products_take_bounded_memory() -> None:
 
 
 @pytest.mark.long
-def test_other_products_of_onednn_take_bounded_memory() -> None:
+def test_onednn_linear_products_take_bounded_memory() -> None:
     # The caches hold 256 products. Freed code fragments the heap.
     product = 'torch.ops.mkldnn._linear_pointwise(x, weight._packed, None, "none", [], "")'
     assert grown_mib(product) < 300

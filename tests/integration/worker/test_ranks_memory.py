@@ -179,7 +179,7 @@ def test_memory_shortage_on_a_rank_keeps_all_tokens(
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
 @pytest.mark.parametrize("seed", range(3))
-def test_repeated_memory_shortage_is_the_same_on_all_ranks(
+def test_repeated_memory_shortage_keeps_ranks_consistent(
     seed: int, ahead: bool, model: Path, shortage: Shortage
 ) -> None:
     drafts = {} if ahead else {"speculation": Speculation(num_draft_tokens=2)}
@@ -222,7 +222,9 @@ class Noted(Group):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", CHECKPOINTS)
-def test_a_decoder_exchanges_what_it_says(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_decoder_collectives_match_its_declared_exchange(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     spec, group = read_spec(save_family(tmp_path, CHECKPOINTS[family])), Noted()
     decoder = Decoder(spec, 64, Placement(group, dtype, torch.device("cpu")))
     dummy.fill(decoder)

@@ -35,25 +35,25 @@ async def test_rank_is_ready_from_start_to_stop(rank: Rank, ready: Path) -> None
     assert not ready.exists()
 
 
-async def test_rank_that_drains_is_not_ready(rank: Rank, ready: Path) -> None:
+async def test_draining_rank_is_not_ready(rank: Rank, ready: Path) -> None:
     await rank.start()
     await rank.drain()
     assert not ready.exists()
 
 
-async def test_rank_of_a_reclaimed_machine_is_not_ready(rank: Rank, ready: Path) -> None:
+async def test_reclaimed_rank_is_not_ready(rank: Rank, ready: Path) -> None:
     await rank.start()
     rank.reclaim()
     assert not ready.exists()
 
 
-async def test_rank_reclaimed_before_its_start_never_becomes_ready(rank: Rank, ready: Path) -> None:
+async def test_rank_reclaimed_before_start_never_becomes_ready(rank: Rank, ready: Path) -> None:
     rank.reclaim()
     await rank.start()
     assert not ready.exists()
 
 
-async def test_rank_that_failed_is_not_ready(rank: Rank, ready: Path) -> None:
+async def test_failed_rank_is_not_ready(rank: Rank, ready: Path) -> None:
     await rank.start()
     rank._fail("a cause")
     with pytest.raises(RankFailed):

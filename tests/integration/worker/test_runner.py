@@ -66,14 +66,14 @@ def whole(config: WorkerConfig, prompt: Sequence[int]) -> RowResult:
     return result
 
 
-def test_a_chunk_that_does_not_sample_has_no_token(config: WorkerConfig) -> None:
+def test_prefill_chunk_without_sampling_returns_no_token(config: WorkerConfig) -> None:
     runner = build(config)
     chunk = Plan(1, Rows.of([row(PROMPT[:5], samples=False)]), admitted(PROMPT))
     assert runner.execute(chunk) == [RowResult()]
     assert runner.execute(Plan(2, Rows.of([row(PROMPT[5:], start=5)]))) == [whole(config, PROMPT)]
 
 
-def test_tokens_stand_with_their_rows(config: WorkerConfig) -> None:
+def test_results_are_in_the_order_of_their_rows(config: WorkerConfig) -> None:
     prompts = ([7], [50, 60], PROMPT, [12, 11])
     rows = [row(prompt, slot=slot, samples=slot != 1) for slot, prompt in enumerate(prompts)]
     results = build(config).execute(Plan(1, Rows.of(rows), admitted(*prompts)))
@@ -82,7 +82,7 @@ def test_tokens_stand_with_their_rows(config: WorkerConfig) -> None:
     assert results == expected
 
 
-def test_bfloat16_makes_the_tokens_of_float32_where_they_are_clear(config: WorkerConfig) -> None:
+def test_bfloat16_matches_float32_tokens_with_clear_margins(config: WorkerConfig) -> None:
     reference = generate(load_llama(Path(config.model)), PROMPT, max_tokens=1)
     assert reference.margins[0] > 0.5
     assert whole(replace(config, dtype="bfloat16"), PROMPT).tokens == tuple(reference.tokens)
@@ -105,7 +105,7 @@ def test_nonfinite_logits_fail_only_their_row(
     assert runner.execute(Plan(2, Rows.of([row(PROMPT)]), admitted(PROMPT))) == [expected]
 
 
-def test_right_drafts_make_several_tokens_in_one_step(config: WorkerConfig) -> None:
+def test_accepted_drafts_yield_several_tokens_in_one_step(config: WorkerConfig) -> None:
     reference = generate(load_llama(Path(config.model)), PROMPT, max_tokens=7).tokens
     wrong = (reference[3] + 1) % SIZES["vocab_size"]
     for drafts, count in [(reference[1:5], 5), ([*reference[1:3], wrong, reference[4]], 3)]:
@@ -119,7 +119,7 @@ def test_right_drafts_make_several_tokens_in_one_step(config: WorkerConfig) -> N
         assert result.tokens == tuple(reference[1 + count : 2 + count])
 
 
-def test_log_probabilities_are_those_of_transformers(config: WorkerConfig) -> None:
+def test_runner_log_probabilities_match_transformers(config: WorkerConfig) -> None:
     rng = Random(3)
     prompts = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in (30, 1, 2, 17)]
     sampling = SamplingParams(temperature=0.8, logprobs=4, prompt_logprobs=3)
@@ -142,7 +142,7 @@ def test_log_probabilities_are_those_of_transformers(config: WorkerConfig) -> No
         assert is_close(drawn[slot].logprobs, [own_logprobs(logits[-1], token, 4)])
 
 
-def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(config: WorkerConfig) -> None:
+def test_runner_sizes_are_derived_from_model_and_config(config: WorkerConfig) -> None:
     runner = build(config)
     assert runner.num_blocks == 8
     assert runner.vocab_size == SIZES["vocab_size"]
@@ -151,12 +151,12 @@ def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(config: WorkerC
     assert build(replace(config, max_model_len=100)).max_model_len == 100
 
 
-def test_a_longer_context_than_the_models_is_refused(config: WorkerConfig) -> None:
+def test_max_model_len_beyond_the_models_is_rejected(config: WorkerConfig) -> None:
     with pytest.raises(UnsupportedModel, match="max_model_len 513 is more than the model's 512"):
         build(replace(config, max_model_len=513))
 
 
-def test_the_cache_is_as_large_as_its_mib(config: WorkerConfig) -> None:
+def test_kv_cache_mib_determines_the_number_of_blocks(config: WorkerConfig) -> None:
     # 3 layers, keys and values, 2 heads of 12, 32 positions, 4 bytes
     block_bytes = 3 * 2 * 2 * 12 * 32 * 4
     runner = build(replace(config, num_blocks=None, kv_cache_mib=3))
@@ -165,14 +165,14 @@ def test_the_cache_is_as_large_as_its_mib(config: WorkerConfig) -> None:
     assert half.num_blocks == 3 * 2**20 // (block_bytes // 2)
 
 
-def test_a_cache_that_holds_no_block_is_refused(tmp_path: Path) -> None:
+def test_kv_cache_smaller_than_one_block_is_rejected(tmp_path: Path) -> None:
     save_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=6, head_dim=1400)
     config = WorkerConfig(str(tmp_path), device="cpu", dtype="float32", kv_cache_mib=1)
     with pytest.raises(ValueError, match="kv_cache_mib 1 holds not one block"):
         build(config)
 
 
-def test_building_a_runner_leaves_torchs_defaults_alone(config: WorkerConfig) -> None:
+def test_runner_leaves_torch_defaults_unchanged(config: WorkerConfig) -> None:
     before = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device()
     whole(config, PROMPT)
     after = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device()

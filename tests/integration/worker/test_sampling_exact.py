@@ -94,7 +94,7 @@ def near_ties(model: LlamaForCausalLM, jobs: Sequence[Job], *runs: Sequence[Sequ
     return found
 
 
-def test_tokens_do_not_depend_on_batch_preemption_or_drafts(
+def test_sampled_tokens_are_independent_of_the_schedule(
     directory: Path, model: LlamaForCausalLM, record_testsuite_property: Record
 ) -> None:
     jobs = sampled_jobs(SIZES["vocab_size"], EOS)
@@ -143,7 +143,7 @@ def expected_logprobs(
 
 
 @pytest.mark.long
-def test_two_ranks_sample_the_tokens_of_one(
+def test_ranks_sample_the_tokens_of_one_rank(
     directory: Path, model: LlamaForCausalLM, record_testsuite_property: Record
 ) -> None:
     first, second = run_two_ranks(directory)

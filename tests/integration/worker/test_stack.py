@@ -69,7 +69,9 @@ def assert_bits_of_layer_by_layer(model: SteppedDecoder, steps: list[Step]) -> N
 
 @every_type
 @pytest.mark.parametrize("name", [*CHECKPOINTS])
-def test_its_bits_are_those_of_layer_by_layer(name: str, types: Types, tmp_path: Path) -> None:
+def test_compiled_stack_is_bit_identical_to_layer_by_layer(
+    name: str, types: Types, tmp_path: Path
+) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path, types)
     assert isinstance(model.decoder.stack, CompiledStack)
     at_once, in_steps = (model.logits(SEQUENCES, steps) for steps in (WHOLE, MIXED))
@@ -83,7 +85,7 @@ def test_its_bits_are_those_of_layer_by_layer(name: str, types: Types, tmp_path:
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS])
-def test_hidden_states_of_some_tokens_are_those_among_all(name: str, tmp_path: Path) -> None:
+def test_hidden_states_of_a_subset_equal_those_of_all_tokens(name: str, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path)
     ends = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
     of_all = model.hidden(SEQUENCES, None)
@@ -93,7 +95,7 @@ def test_hidden_states_of_some_tokens_are_those_among_all(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("sites", [None, [0, 7, 8], [9], []], ids=str)
-def test_the_last_layer_computes_no_mlp_for_tokens_that_nobody_wants(
+def test_last_layer_skips_the_mlp_of_unrequested_tokens(
     sites: list[int] | None, tmp_path: Path
 ) -> None:
     """It is the only layer here: rows of its memory that it did not compute are as they were."""
@@ -114,20 +116,20 @@ def test_the_last_layer_computes_no_mlp_for_tokens_that_nobody_wants(
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
-def test_a_token_that_there_is_not(token: int, tmp_path: Path) -> None:
+def test_compiled_stack_rejects_token_outside_the_vocabulary(token: int, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS["mistral, window"], tmp_path)
     with pytest.raises(IndexError):
         model.hidden([[5, token, 6]], None)
 
 
-def test_a_position_that_there_is_not(tmp_path: Path) -> None:
+def test_compiled_stack_rejects_position_beyond_the_maximum(tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS["mistral, window"], tmp_path)
     with pytest.raises(IndexError):
         model.hidden([[5] * (MAX_POSITION + 1)], None)
 
 
 @every_type
-def test_the_error_function_as_activation(types: Types, tmp_path: Path) -> None:
+def test_gelu_stack_is_bit_identical_to_layer_by_layer(types: Types, tmp_path: Path) -> None:
     checkpoint = CHECKPOINTS["mistral, window"]
     checkpoint = replace(checkpoint, sizes=checkpoint.sizes | {"hidden_act": "gelu"})
     model = stepped(checkpoint, tmp_path, types)
@@ -136,20 +138,20 @@ def test_the_error_function_as_activation(types: Types, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS])
-def test_weights_of_int8_make_the_bits_of_layer_by_layer(name: str, tmp_path: Path) -> None:
+def test_int8_stack_is_bit_identical_to_layer_by_layer(name: str, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path, packed=torch.int8)
     assert isinstance(model.decoder.stack, CompiledStack)
     assert_bits_of_layer_by_layer(model, MIXED)
 
 
-def test_weights_of_fp16_go_layer_by_layer(tmp_path: Path) -> None:
+def test_fp16_weights_run_layer_by_layer(tmp_path: Path) -> None:
     directory = save_family(tmp_path, CHECKPOINTS["mistral, window"])
     model = SteppedDecoder(directory, MAX_POSITION, dtype=torch.float16)
     assert isinstance(model.decoder.stack, LayerByLayer)
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS])
-def test_weights_of_bf16_are_multiplied_in_fp32(name: str, tmp_path: Path) -> None:
+def test_bf16_weights_are_multiplied_in_fp32(name: str, tmp_path: Path) -> None:
     """The same bits as those weights make when they are stored as fp32."""
     exact = stepped(CHECKPOINTS[name], tmp_path / "fp32", (FP32, BF16))
     rounded = tmp_path / "rounded"
@@ -163,7 +165,7 @@ def test_weights_of_bf16_are_multiplied_in_fp32(name: str, tmp_path: Path) -> No
     assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
 
 
-def test_over_another_attention_it_goes_layer_by_layer(tmp_path: Path) -> None:
+def test_compiled_stack_supports_reference_attention(tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS["mistral, window"], tmp_path, attention_over=ReferenceAttention)
     assert isinstance(model.decoder.stack, CompiledStack)
     assert_bits_of_layer_by_layer(model, WHOLE)

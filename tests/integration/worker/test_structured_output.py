@@ -159,7 +159,7 @@ QUICK = settings(
 
 @QUICK
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
-def test_any_output_fits_its_schema(service: Service, schema: Any, seed: int) -> None:
+def test_schema_grammar_yields_only_valid_json(service: Service, schema: Any, seed: int) -> None:
     grammar = service.compile(JSON_SCHEMA, json.dumps(schema))
     text = ended(walk(grammar.matcher(frozenset({EOS}), ()), seed))
     value = json.loads(text)
@@ -187,7 +187,7 @@ UNION: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_output_is_one_of_a_union(service: Service, seed: int) -> None:
+def test_union_schema_grammar_yields_only_valid_json(service: Service, seed: int) -> None:
     grammar = service.compile(JSON_SCHEMA, json.dumps(UNION))
     value = json.loads(ended(walk(grammar.matcher(frozenset({EOS}), ()), seed)))
     Draft202012Validator(UNION).validate(value)
@@ -203,7 +203,7 @@ REGEXES = st.lists(
 
 @QUICK
 @given(pattern=REGEXES, seed=st.integers(0, 99))
-def test_any_output_matches_its_regex(service: Service, pattern: str, seed: int) -> None:
+def test_regex_grammar_yields_only_matching_text(service: Service, pattern: str, seed: int) -> None:
     grammar = service.compile(REGEX, pattern)
     text = ended(walk(grammar.matcher(frozenset({EOS}), ()), seed))
     # A walk may write the bytes of a surrogate, which a text has none of.
@@ -211,7 +211,7 @@ def test_any_output_matches_its_regex(service: Service, pattern: str, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_output_is_one_of_its_choices(service: Service, seed: int) -> None:
+def test_choice_grammar_yields_only_its_choices(service: Service, seed: int) -> None:
     choices = ("yes", "no", 'a "quoted" \\ one', "東京\n", "null\0", "yes, of course")
     grammar = service.compile(CHOICE, *choices)
     text = ended(walk(grammar.matcher(frozenset({EOS}), ()), seed))
@@ -219,7 +219,7 @@ def test_any_output_is_one_of_its_choices(service: Service, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_output_can_be_derived_from_its_ebnf(service: Service, seed: int) -> None:
+def test_ebnf_grammar_yields_only_derivable_text(service: Service, seed: int) -> None:
     ebnf = 'root ::= sum\nsum ::= term ("+" term){0,3}\nterm ::= [0-9]{1,2} | "(" sum ")"'
     grammar = service.compile(EBNF, ebnf)
     text = text_of(walk(grammar.matcher(frozenset({EOS}), ()), seed, max_tokens=60)).decode()
@@ -227,13 +227,13 @@ def test_any_output_can_be_derived_from_its_ebnf(service: Service, seed: int) ->
     assert not any(f"{one}{two}" in ("++", ")(", "()", "(+", "+)") for one, two in pairwise(text))
 
 
-def test_json_object_stands_for_any_object(service: Service) -> None:
+def test_object_schema_accepts_any_object(service: Service) -> None:
     grammar = service.compile(JSON_SCHEMA, '{"type": "object"}')
     matcher = grammar.matcher(frozenset({EOS}), ids_of('{"a": [1, {"b": null}], "c": "d"}'))
     assert allowed(matcher) == [[EOS]]
 
 
-def test_only_a_stop_token_ends_what_is_complete(service: Service) -> None:
+def test_matcher_requires_a_stop_token_after_complete_output(service: Service) -> None:
     b, c = ids_of("bc")
     grammar = service.compile(REGEX, "a[b-d]?")
     matcher = grammar.matcher(frozenset({EOS, c}), ids_of("a"))
@@ -243,13 +243,13 @@ def test_only_a_stop_token_ends_what_is_complete(service: Service) -> None:
     assert allowed(matcher) == [sorted([EOS, c])]
 
 
-def test_an_output_that_is_not_of_the_grammar_cannot_go_on(service: Service) -> None:
+def test_matcher_rejects_output_that_violates_the_grammar(service: Service) -> None:
     matcher = service.compile(REGEX, "ab").matcher(frozenset({EOS}), ids_of("ax"))
     with pytest.raises(EngineFailed, match="the grammar does not allow token"):
         allowed(matcher)
 
 
-def test_drafts_are_allowed_up_to_the_first_that_breaks_the_grammar(service: Service) -> None:
+def test_drafts_are_allowed_up_to_the_first_grammar_violation(service: Service) -> None:
     grammar = service.compile(REGEX, "abcd")
     matcher = grammar.matcher(frozenset({EOS}), ())
     a, b, c, d = ids_of("abcd")
@@ -263,7 +263,7 @@ def test_drafts_are_allowed_up_to_the_first_that_breaks_the_grammar(service: Ser
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT])
-def test_the_model_writes_what_the_grammar_wants(
+def test_engine_output_follows_the_grammar(
     service: Service, engine: GrammarEngine, sampling: SamplingParams
 ) -> None:
     person, numbers, plain = (
@@ -279,7 +279,7 @@ def test_the_model_writes_what_the_grammar_wants(
         assert json.loads(ended(outputs[0])) == {"name": "ann", "age": 31, "city": "rome"}
 
 
-def test_choices_of_one_request_share_a_grammar_and_nothing_else(
+def test_choices_of_one_request_share_only_the_grammar(
     service: Service, engine: GrammarEngine
 ) -> None:
     one = job(service, REGEX, NUMBERS, sampling=HOT)
@@ -290,7 +290,7 @@ def test_choices_of_one_request_share_a_grammar_and_nothing_else(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT])
-def test_a_continuation_from_any_token_is_the_undisturbed_run(
+def test_grammar_continuation_equals_the_uninterrupted_run(
     service: Service, engine: GrammarEngine, sampling: SamplingParams
 ) -> None:
     whole = job(service, JSON_SCHEMA, json.dumps(PERSON), sampling=sampling)
@@ -303,7 +303,9 @@ def test_a_continuation_from_any_token_is_the_undisturbed_run(
     )
 
 
-def test_preemption_changes_nothing(service: Service, engine: GrammarEngine) -> None:
+def test_preemption_does_not_change_constrained_output(
+    service: Service, engine: GrammarEngine
+) -> None:
     long = job(service, REGEX, "([0-9]{1,3} ){20,30}", sampling=HOT, max_tokens=80)
     jobs = [replace(long, sampling=replace(long.sampling, seed=seed)) for seed in range(4)]
     undisturbed = engine.tokens(jobs)
@@ -313,7 +315,7 @@ def test_preemption_changes_nothing(service: Service, engine: GrammarEngine) -> 
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(HOT, temperature=0.7)])
-def test_drafts_change_nothing(
+def test_drafts_do_not_change_constrained_output(
     service: Service, engine: GrammarEngine, sampling: SamplingParams
 ) -> None:
     again = job(
@@ -352,7 +354,7 @@ LINKS = {f"d{at}": of_next(f"d{at + 1}") for at in range(900)} | {"d900": NULL}
          + '\nr3500 ::= "a"'),
     ],
 )  # fmt: skip
-def test_long_chains_of_rules_compile(service: Service, kind: GrammarKind, grammar: Any) -> None:
+def test_large_grammars_compile(service: Service, kind: GrammarKind, grammar: Any) -> None:
     text = grammar if isinstance(grammar, str) else json.dumps(grammar, separators=(",", ":"))
     assert isinstance(service.compile(kind, text), CompiledGrammar)
 
@@ -380,7 +382,7 @@ def test_long_chains_of_rules_compile(service: Service, kind: GrammarKind, gramm
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_cause(
+def test_uncompilable_grammar_is_rejected_with_the_cause(
     service: Service, kind: GrammarKind, text: str, cause: str
 ) -> None:
     error = service.refusal(kind, text)
@@ -397,7 +399,7 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_cause(
         (EBNF, "root ::= s\ns ::= s s s | s s | w\nw ::= [a-zA-Z0-9 ]+", "a "),
     ],
 )
-def test_a_grammar_that_cannot_be_followed_is_cut_off(
+def test_matcher_times_out_on_an_explosive_grammar(
     service: Service, kind: GrammarKind, text: str, word: str
 ) -> None:
     grammar = service.compile(kind, text)
@@ -409,7 +411,7 @@ def test_a_grammar_that_cannot_be_followed_is_cut_off(
     assert allowed(service.compile(REGEX, "ab").matcher(frozenset({EOS}), ())) == [ids_of("a")]
 
 
-def test_neighbours_of_a_grammar_that_is_cut_off_notice_nothing(
+def test_grammar_timeout_does_not_affect_other_sequences(
     service: Service, engine: GrammarEngine
 ) -> None:
     hostile = job(service, EBNF, EXPLODES, max_tokens=400, sampling=HOT)
@@ -421,9 +423,7 @@ def test_neighbours_of_a_grammar_that_is_cut_off_notice_nothing(
     assert errors[:2] == ["", ""] and "takes too long" in errors[2]
 
 
-def test_steps_that_are_launched_ahead_obey_as_well(
-    service: Service, engine: GrammarEngine
-) -> None:
+def test_steps_launched_ahead_follow_the_grammar(service: Service, engine: GrammarEngine) -> None:
     jobs = [
         job(service, REGEX, NUMBERS, sampling=HOT),
         job(service, REGEX, NUMBERS),
@@ -432,7 +432,7 @@ def test_steps_that_are_launched_ahead_obey_as_well(
     assert engine.tokens(jobs, ahead=True) == engine.tokens(jobs)
 
 
-def test_grammars_that_take_long_do_not_hold_up_the_others(service: Service) -> None:
+def test_slow_grammar_compilation_delays_no_other_grammar(service: Service) -> None:
     slow = [service.order(JSON_SCHEMA, takes_long(name)) for name in "bc"]
     assert isinstance(service.order(REGEX, "ab").result(60), CompiledGrammar)
     assert not any(future.done() for future in slow)
@@ -443,7 +443,7 @@ def test_grammars_that_take_long_do_not_hold_up_the_others(service: Service) -> 
 # processes
 
 
-def test_grammar_is_recompiled_after_its_process_was_killed(service: Service) -> None:
+def test_grammar_is_recompiled_after_its_process_is_killed(service: Service) -> None:
     grammar = service.compile(REGEX, "abcde")
     process = service.fork_server._process
     assert process is not None
@@ -455,7 +455,7 @@ def test_grammar_is_recompiled_after_its_process_was_killed(service: Service) ->
     assert allowed(again.matcher(frozenset({EOS}), ())) == [ids_of("a")]
 
 
-def test_the_next_grammar_works_after_the_fork_server_was_killed() -> None:
+def test_grammars_compile_after_the_fork_server_is_killed() -> None:
     with grammar_service() as service:
         survivor = service.compile(REGEX, "abc").matcher(frozenset({EOS}), ())
         process = service.fork_server._process
@@ -467,7 +467,7 @@ def test_the_next_grammar_works_after_the_fork_server_was_killed() -> None:
         assert allowed(survivor) == [ids_of("b")]
 
 
-async def test_a_worker_starts_its_fork_server_ahead_of_the_first_grammar() -> None:
+async def test_worker_starts_the_grammar_fork_server_in_advance() -> None:
     rank = Rank(WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1))
     await rank.start()
     try:
@@ -483,7 +483,7 @@ async def test_a_worker_starts_its_fork_server_ahead_of_the_first_grammar() -> N
     assert begun is not None and begun.poll() is not None
 
 
-async def test_a_worker_answers_with_the_form_or_with_the_cause() -> None:
+async def test_worker_returns_constrained_output_or_the_cause() -> None:
     config = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1)
     rank = Rank(config)
     info = await rank.start()

@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
     return [*made, made[0][:64] + made[1], made[0][:70]]
 
 
-def test_tokens_are_those_of_generate_with_swap_and_drafts(
+def test_swap_and_drafts_keep_the_tokens_of_transformers(
     tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     directory = save_llama(tmp_path)

@@ -53,7 +53,7 @@ def neighbours() -> Iterator[None]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 2 * (os.cpu_count() or 1) + 1])
 @pytest.mark.parametrize(("number", "together"), [(1, 1), (2, 4), (7, 2), (40, 1), (64, 8)])
-def test_each_part_is_done_once_in_its_loop(threads: int, number: int, together: int) -> None:
+def test_team_runs_every_part_once_per_loop(threads: int, number: int, together: int) -> None:
     assert wrong_loops()(threads, _LOOPS, number, together) == 0
 
 

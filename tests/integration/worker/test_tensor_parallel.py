@@ -126,7 +126,7 @@ def rank_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_make_the_tokens_of_one(model: str, ranks: Ranks) -> None:
+def test_tensor_parallel_tokens_equal_those_of_one_rank(model: str, ranks: Ranks) -> None:
     directory = ranks.models[model]
     alone = TorchEngine(Path(directory), NUM_BLOCKS).serve(greedy_jobs(prompts(), 24))
     for result in ranks.results:
@@ -141,7 +141,7 @@ def test_ranks_agree_on_sampling_launched_ahead(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("family", CHECKPOINTS)
-def test_ranks_make_the_logits_of_one(family: str, ranks: Ranks) -> None:
+def test_tensor_parallel_logits_match_those_of_one_rank(family: str, ranks: Ranks) -> None:
     directory = Path(ranks.families[family])
     alone = SteppedDecoder(directory, MAX_POSITION).logits(prompts(), steps(prompts()))
     assert alone is not None
@@ -153,7 +153,7 @@ def test_ranks_make_the_logits_of_one(family: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("model", [*MODELS, *CHECKPOINTS])
-def test_a_rank_holds_its_share_of_the_parameters(model: str, ranks: Ranks) -> None:
+def test_rank_holds_its_share_of_the_parameters(model: str, ranks: Ranks) -> None:
     directory = (ranks.models | ranks.families)[model]
     whole = parameter_bytes(directory, Group.single())
     held = [result["parameter_bytes"][directory] for result in ranks.results]
@@ -171,7 +171,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("shortage", [(), ("37",)], ids=["", "though one lacks memory at times"])
-async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(
+async def test_worker_of_two_ranks_serves_the_tokens_of_one_rank(
     shortage: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = str(save_llama(tmp_path))
@@ -193,7 +193,7 @@ async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(
 
 
 @pytest.mark.usefixtures("ahead")
-async def test_a_rank_that_dies_in_a_step_ends_the_other_with_the_cause(tmp_path: Path) -> None:
+async def test_rank_killed_in_a_step_fails_the_worker_with_the_cause(tmp_path: Path) -> None:
     model = str(save_llama(tmp_path))
     rank = Rank(config(model))
     with rank_process(WORKER, model, await rank.open(), str(os.getpid())) as other:

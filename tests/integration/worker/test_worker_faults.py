@@ -59,7 +59,7 @@ async def inject(router: Router, kind: chaos_pb2.FaultKind, **fields: object) ->
     await router.ended(77)
 
 
-async def test_a_router_that_is_cut_off_hears_afterwards_what_it_missed() -> None:
+async def test_partitioned_router_receives_missed_progress_afterwards() -> None:
     async with two_routers() as (near, far):
         await far.start(start(1, prompt(10), max_tokens=40))
         await far.until(lambda: far.tokens.get(1))
@@ -76,7 +76,7 @@ async def test_a_router_that_is_cut_off_hears_afterwards_what_it_missed() -> Non
         assert told <= 5, "some that were under way, and one with all the others"
 
 
-async def test_worker_notices_a_router_end_after_the_partition() -> None:
+async def test_router_disconnect_is_detected_after_the_partition() -> None:
     async with two_routers() as (near, far):
         await far.start(start(1, prompt(10), max_tokens=2000))
         await far.until(lambda: far.tokens.get(1))
@@ -89,7 +89,7 @@ async def test_worker_notices_a_router_end_after_the_partition() -> None:
         assert near.state.output_tokens < 2000
 
 
-async def test_a_slow_worker_takes_longer_for_each_step() -> None:
+async def test_slow_fault_lengthens_each_step() -> None:
     async with two_routers() as (near, _):
         await inject(near, chaos_pb2.FAULT_KIND_SLOW, factor=20, seconds=600)
         before = near.state
@@ -99,7 +99,7 @@ async def test_a_slow_worker_takes_longer_for_each_step() -> None:
         assert near.state.busy_s - before.busy_s >= 20 * steps * STEP_S
 
 
-async def test_faults_are_ignored_where_chaos_is_not_allowed() -> None:
+async def test_faults_are_ignored_without_chaos() -> None:
     async with two_routers(replace(CONFIG, chaos=False)) as (near, far):
         for kind in (chaos_pb2.FAULT_KIND_PARTITION, chaos_pb2.FAULT_KIND_SLOW):
             await inject(far, kind, seconds=600, factor=1e6)
@@ -125,17 +125,17 @@ print("goes on")
     return out, process.returncode
 
 
-async def test_a_process_that_kills_itself_is_gone_at_once() -> None:
+async def test_kill_fault_ends_the_process_at_once() -> None:
     fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL)
     assert await struck(fault) == (b"", -signal.SIGKILL)
 
 
-async def test_a_process_that_pauses_goes_on_by_itself() -> None:
+async def test_pause_fault_resumes_by_itself() -> None:
     fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_PAUSE, seconds=0.3)
     assert await struck(fault) == (b"goes on\n", 0)
 
 
-async def test_a_step_that_does_not_end_is_the_end_of_the_worker() -> None:
+async def test_step_timeout_ends_the_worker() -> None:
     config = replace(CONFIG, step_timeout=0.02, fake=FakeModel(step_time=1.5))
     rank = Rank(config)
     info = await rank.start()

@@ -79,7 +79,7 @@ async def router_of(address: str) -> AsyncIterator[Router]:
 
 
 @in_steps_and_ahead
-async def test_two_ranks_serve_as_one_and_end_together(config: WorkerConfig) -> None:
+async def test_ranks_serve_as_one_worker_and_stop_together(config: WorkerConfig) -> None:
     """With more sequences than the pool holds, and aborts: the ranks would part if they could."""
     async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(20 + e, e), 60) for e in range(1, 16)))
@@ -96,7 +96,7 @@ async def test_two_ranks_serve_as_one_and_end_together(config: WorkerConfig) -> 
 
 
 @in_steps_and_ahead
-async def test_two_ranks_go_over_to_other_policies_together(config: WorkerConfig) -> None:
+async def test_policy_changes_apply_to_both_ranks_together(config: WorkerConfig) -> None:
     """Which of their sequences wait and which run is another matter each time."""
     async with two_ranks(config=config) as (_, _, address), router_of(address) as router:
         for version, name in enumerate(("static", "slai", "magnus", "default"), 1):
@@ -110,7 +110,7 @@ async def test_two_ranks_go_over_to_other_policies_together(config: WorkerConfig
 
 
 @in_steps_and_ahead
-async def test_two_ranks_drain(config: WorkerConfig) -> None:
+async def test_drain_stops_both_ranks(config: WorkerConfig) -> None:
     async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(20), 200) for e in range(1, 9)))
         await router.until(lambda: router.tokens.get(1))
@@ -122,7 +122,7 @@ async def test_two_ranks_drain(config: WorkerConfig) -> None:
         assert await process.wait() == 0
 
 
-async def test_stopped_ranks_return_all_sequences() -> None:
+async def test_drain_of_both_ranks_returns_all_sequences() -> None:
     first = Rank(CONFIG)
     second = Rank(CONFIG, 1, await first.open())
     info, _ = await asyncio.gather(first.start(), second.start())
@@ -141,13 +141,13 @@ async def test_stopped_ranks_return_all_sequences() -> None:
         await leaving
 
 
-async def test_a_rank_0_that_is_never_started_leaves_nothing_open() -> None:
+async def test_rank_0_opened_but_never_started_closes_cleanly() -> None:
     rank = Rank(CONFIG)
     await rank.open()
     await rank.stop()
 
 
-async def test_an_idle_pair_notices_within_a_moment_that_rank_1_is_gone() -> None:
+async def test_idle_worker_detects_a_killed_rank_promptly() -> None:
     async with two_ranks() as (rank, process, address), router_of(address) as router:
         await router.read()
         process.kill()
@@ -158,7 +158,7 @@ async def test_an_idle_pair_notices_within_a_moment_that_rank_1_is_gone() -> Non
 
 
 @in_steps_and_ahead
-async def test_dead_rank_ends_the_other_with_the_cause(
+async def test_killed_rank_ends_the_worker_with_the_cause(
     config: WorkerConfig,
 ) -> None:
     async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
@@ -184,7 +184,7 @@ async def test_frozen_rank_ends_the_worker() -> None:
 
 
 @pytest.mark.long
-async def test_a_rank_that_is_busy_all_the_time_beats() -> None:
+async def test_busy_rank_keeps_sending_heartbeats() -> None:
     async with two_ranks() as (rank, _, address), router_of(address) as router:
         waiting = asyncio.create_task(rank.wait())
         for epoch in range(1, 40, 4):
@@ -201,9 +201,7 @@ async def test_a_rank_that_is_busy_all_the_time_beats() -> None:
         (chaos_pb2.FAULT_KIND_PAUSE, "rank 1 was silent"),
     ],
 )
-async def test_a_fault_on_purpose_strikes_the_rank_that_it_names(
-    kind: chaos_pb2.FaultKind, cause: str
-) -> None:
+async def test_injected_fault_hits_the_named_rank(kind: chaos_pb2.FaultKind, cause: str) -> None:
     chaotic = replace(CONFIG, chaos=True)
     async with two_ranks(config=chaotic) as (rank, process, address), router_of(address) as router:
         fault = chaos_pb2.Fault(kind=kind, rank=1, seconds=2.5)
@@ -220,7 +218,7 @@ async def router_is_cut_off(router: Router) -> None:
         await router.until(lambda: False)
 
 
-async def test_rank_1_ends_when_rank_0_is_gone() -> None:
+async def test_rank_1_exits_when_rank_0_is_gone() -> None:
     listener = StepLogListener("127.0.0.1", "fake 0 0 0")
     process = await child(listener.address)
     writer = await asyncio.to_thread(listener.accept, 2, 10.0)
@@ -232,7 +230,7 @@ async def test_rank_1_ends_when_rank_0_is_gone() -> None:
 
 
 @in_steps_and_ahead
-async def test_ranks_that_disagree_end_loudly(config: WorkerConfig) -> None:
+async def test_diverging_ranks_fail_with_an_error(config: WorkerConfig) -> None:
     """Rank 1 has a smaller pool, and so preempts where rank 0 does not."""
     two = two_ranks(5, config)
     async with two as (rank, process, address), router_of(address) as router:
@@ -243,7 +241,7 @@ async def test_ranks_that_disagree_end_loudly(config: WorkerConfig) -> None:
             await rank.wait()
 
 
-async def test_a_rank_dies_with_the_process_that_started_it() -> None:
+async def test_rank_exits_with_its_parent_process() -> None:
     listener = StepLogListener("127.0.0.1", "fake 0 0 0")
     middle = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", MIDDLE, str(CHILD), listener.address),
@@ -270,7 +268,7 @@ subprocess.run([sys.executable, sys.argv[1], "1", sys.argv[2], str(os.getpid()),
 """
 
 
-async def test_strangers_do_not_become_ranks() -> None:
+async def test_step_log_rejects_connections_that_are_no_rank() -> None:
     listener = StepLogListener("127.0.0.1", "model")
     host, port = listener.address.partition("/")[0].split(":")
     accepting = asyncio.create_task(asyncio.to_thread(listener.accept, 2, 10.0))
@@ -291,7 +289,7 @@ async def test_strangers_do_not_become_ranks() -> None:
         end.close()
 
 
-async def test_a_rank_with_another_model_is_refused() -> None:
+async def test_step_log_rejects_a_rank_with_another_model() -> None:
     listener = StepLogListener("127.0.0.1", "model")
     other = StepLogReader.connect(listener.address, 1, "another model")
     with pytest.raises(ChannelBroken, match="rank 1 has another model"):
@@ -300,7 +298,7 @@ async def test_a_rank_with_another_model_is_refused() -> None:
     listener.close()
 
 
-async def test_a_rank_that_does_not_come_is_an_error() -> None:
+async def test_step_log_accept_times_out_for_a_missing_rank() -> None:
     listener = StepLogListener("127.0.0.1", "model")
     with pytest.raises(ChannelBroken, match="not all ranks"):
         await asyncio.to_thread(listener.accept, 2, 0.05)

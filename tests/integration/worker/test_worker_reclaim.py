@@ -62,7 +62,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaim, "_POLL_S", 0.01)
 
 
-async def test_anything_but_200_is_no_notice(quick: None) -> None:
+async def test_reclaim_notice_requires_status_200(quick: None) -> None:
     answers = [
         http("404 Not Found"),
         http("500 No"),
@@ -78,7 +78,7 @@ async def test_anything_but_200_is_no_notice(quick: None) -> None:
     assert cloud.asked == len(answers)
 
 
-async def test_an_address_where_nobody_is_gives_no_notice(quick: None) -> None:
+async def test_unreachable_reclaim_address_gives_no_notice(quick: None) -> None:
     async with Cloud(b"").open() as url:
         pass
     asking = asyncio.create_task(notice_at(url))
@@ -111,7 +111,7 @@ async def busy_router(address: str, epochs: range) -> AsyncIterator[Router]:
         await router.close()
 
 
-async def test_a_notice_at_the_address_hands_everything_back(quick: None) -> None:
+async def test_reclaim_notice_returns_all_sequences(quick: None) -> None:
     cloud = Cloud(http("404 Not Found"))
     async with cloud.open() as url:
         rank = Rank(replace(CONFIG, reclaim_url=url))
@@ -123,7 +123,7 @@ async def test_a_notice_at_the_address_hands_everything_back(quick: None) -> Non
         await rank.wait()
 
 
-async def test_a_notice_before_the_worker_serves_is_not_lost() -> None:
+async def test_reclaim_notice_before_start_is_not_lost() -> None:
     rank = Rank(CONFIG)
     rank.reclaim()
     info = await rank.start()
@@ -135,7 +135,7 @@ async def test_a_notice_before_the_worker_serves_is_not_lost() -> None:
     await rank.stop()
 
 
-async def test_a_process_that_is_signalled_hands_everything_back_and_stays() -> None:
+async def test_reclaim_signal_returns_all_sequences_without_exit() -> None:
     async with announced() as router_address:
         launch = RankLaunch("rank", "error", CONFIG, routers=(router_address,))
         process = await asyncio.create_subprocess_exec(

@@ -67,7 +67,7 @@ async def idle(router: Router) -> None:
     )
 
 
-async def test_a_router_is_greeted_with_who_the_worker_is(worker: str) -> None:
+async def test_worker_hello_describes_the_worker(worker: str) -> None:
     async with connected(worker) as router:
         hello = router.frames[0].hello
     assert hello.address == worker
@@ -77,7 +77,7 @@ async def test_a_router_is_greeted_with_who_the_worker_is(worker: str) -> None:
     assert len(hello.worker_id) == 16 and len(hello.fingerprint) == 64 and hello.pid
 
 
-async def test_a_start_brings_its_tokens_and_its_end(worker: str) -> None:
+async def test_start_returns_tokens_and_stop_reason(worker: str) -> None:
     async with connected(worker) as router:
         await router.start(start(1, prompt(40), max_tokens=20))
         await router.ended(1)
@@ -86,7 +86,7 @@ async def test_a_start_brings_its_tokens_and_its_end(worker: str) -> None:
         await idle(router)
 
 
-async def test_with_its_end_comes_where_its_time_went(slow_worker: tuple[Rank, str]) -> None:
+async def test_breakdown_is_sent_with_the_end_of_a_sequence(slow_worker: tuple[Rank, str]) -> None:
     _, address = slow_worker
     async with connected(address) as router:
         began = time.monotonic()
@@ -101,7 +101,7 @@ async def test_with_its_end_comes_where_its_time_went(slow_worker: tuple[Rank, s
     assert breakdown.prefill_interference_s and breakdowns[2].steps == 9
 
 
-async def test_starts_may_come_with_the_hello(worker: str) -> None:
+async def test_starts_are_accepted_with_the_hello(worker: str) -> None:
     router = Router(worker)
     await router.hello(start(1, prompt(3), max_tokens=2))
     await router.ended(1)
@@ -110,7 +110,7 @@ async def test_starts_may_come_with_the_hello(worker: str) -> None:
 
 
 @pytest.mark.parametrize("done", [1, 7, 19])
-async def test_a_continuation_goes_on_at_its_offset(worker: str, done: int) -> None:
+async def test_continuation_resumes_at_its_offset(worker: str, done: int) -> None:
     whole = expected_tokens(prompt(40), 20)
     async with connected(worker) as router:
         await router.start(start(1, prompt(40), max_tokens=20, output=whole[:done]))
@@ -119,7 +119,7 @@ async def test_a_continuation_goes_on_at_its_offset(worker: str, done: int) -> N
         assert router.tokens[1] == whole[done:]
 
 
-async def test_a_continuation_of_something_complete_ends_at_once(worker: str) -> None:
+async def test_continuation_of_a_complete_output_ends_at_once(worker: str) -> None:
     whole = expected_tokens(prompt(4), 6)
     async with connected(worker) as router:
         await router.start(
@@ -131,7 +131,7 @@ async def test_a_continuation_of_something_complete_ends_at_once(worker: str) ->
     assert router.stops == {1: "LENGTH", 2: "EOS"}
 
 
-async def test_a_stop_token_ends_a_sequence_and_is_its_last(worker: str) -> None:
+async def test_stop_token_ends_the_sequence_and_is_included(worker: str) -> None:
     whole = expected_tokens(prompt(4), 6)
     async with connected(worker) as router:
         await router.start(start(1, prompt(4), max_tokens=100, stop_token_ids=[whole[3]]))
@@ -140,7 +140,7 @@ async def test_a_stop_token_ends_a_sequence_and_is_its_last(worker: str) -> None
     assert router.stops[1] == "EOS"
 
 
-async def test_many_sequences_of_two_routers_each_get_theirs(worker: str) -> None:
+async def test_routers_receive_only_the_tokens_of_their_sequences(worker: str) -> None:
     async with connected(worker, "a") as a, connected(worker, "b") as b:
         prompts = {epoch: prompt(5 + 11 * epoch, first=epoch % 3) for epoch in range(1, 25)}
         for router, parity in ((a, 0), (b, 1)):
@@ -152,7 +152,7 @@ async def test_many_sequences_of_two_routers_each_get_theirs(worker: str) -> Non
         assert not a.tokens.keys() & b.tokens.keys()
 
 
-async def test_every_router_hears_what_was_accepted(worker: str) -> None:
+async def test_accepted_starts_are_reported_to_all_routers(worker: str) -> None:
     async with connected(worker, "a") as a, connected(worker, "b") as b:
         await a.start(start(1, prompt(3)), start(2, []))
         await a.until(lambda: len(a.accepted) == 2)
@@ -160,7 +160,7 @@ async def test_every_router_hears_what_was_accepted(worker: str) -> None:
         assert a.accepted == b.accepted == [1, 2]
 
 
-async def test_an_acknowledged_start_is_counted_in_the_same_frame() -> None:
+async def test_accepted_start_is_counted_in_the_same_frame() -> None:
     """However long the engine's step takes."""
     config = replace(CONFIG, fake=FakeModel(step_time=0.5))
     async with serving(config) as (_, address), connected(address) as router:
@@ -173,7 +173,7 @@ async def test_an_acknowledged_start_is_counted_in_the_same_frame() -> None:
         assert state.committed_tokens >= 60 and state.pending_prefill_tokens >= 50
 
 
-async def test_bad_starts_are_refused_with_the_reason_and_disturb_nobody(worker: str) -> None:
+async def test_invalid_starts_are_rejected_with_the_reason(worker: str) -> None:
     good = start(1, prompt(10), max_tokens=30)
     bad = {
         2: (start(2, []), "no tokens"),
@@ -193,7 +193,7 @@ async def test_bad_starts_are_refused_with_the_reason_and_disturb_nobody(worker:
         assert router.stops[epoch] == "REFUSED" and reason in router.errors[epoch]
 
 
-async def test_an_epoch_of_another_router_is_refused_and_goes_on(
+async def test_epoch_held_by_another_router_is_rejected(
     slow_worker: tuple[Rank, str],
 ) -> None:
     _, address = slow_worker
@@ -208,7 +208,7 @@ async def test_an_epoch_of_another_router_is_refused_and_goes_on(
         assert a.tokens[1] == expected_tokens(prompt(10), 40)
 
 
-async def test_a_repeated_start_changes_nothing(slow_worker: tuple[Rank, str]) -> None:
+async def test_duplicate_start_is_ignored(slow_worker: tuple[Rank, str]) -> None:
     _, address = slow_worker
     async with connected(address) as router:
         for _ in range(3):
@@ -219,7 +219,7 @@ async def test_a_repeated_start_changes_nothing(slow_worker: tuple[Rank, str]) -
         assert router.state.output_tokens == 20
 
 
-async def test_an_abort_frees_the_blocks_within_two_steps(slow_worker: tuple[Rank, str]) -> None:
+async def test_abort_frees_blocks_within_two_steps(slow_worker: tuple[Rank, str]) -> None:
     _, address = slow_worker
     async with connected(address) as router:
         await router.start(start(1, prompt(100), max_tokens=500), start(2, prompt(5), 500))
@@ -234,7 +234,7 @@ async def test_an_abort_frees_the_blocks_within_two_steps(slow_worker: tuple[Ran
         assert 1 not in router.stops
 
 
-async def test_a_router_that_goes_takes_its_sequences_along(slow_worker: tuple[Rank, str]) -> None:
+async def test_router_disconnect_aborts_its_sequences(slow_worker: tuple[Rank, str]) -> None:
     _, address = slow_worker
     async with connected(address, "stays") as stays:
         async with connected(address, "goes") as goes:
@@ -247,7 +247,7 @@ async def test_a_router_that_goes_takes_its_sequences_along(slow_worker: tuple[R
         assert stays.state.output_tokens < 60 + 5 * 100
 
 
-async def test_a_half_closed_stream_ends_the_session(slow_worker: tuple[Rank, str]) -> None:
+async def test_half_closed_stream_ends_the_session(slow_worker: tuple[Rank, str]) -> None:
     _, address = slow_worker
     async with connected(address, "stays") as stays, connected(address, "goes") as goes:
         await goes.start(start(1, prompt(60), 500))
@@ -258,7 +258,7 @@ async def test_a_half_closed_stream_ends_the_session(slow_worker: tuple[Rank, st
         await idle(stays)
 
 
-async def test_a_router_that_connects_again_replaces_its_stream(
+async def test_router_reconnect_replaces_its_stream(
     slow_worker: tuple[Rank, str],
 ) -> None:
     _, address = slow_worker
@@ -273,7 +273,7 @@ async def test_a_router_that_connects_again_replaces_its_stream(
             await idle(new)
 
 
-async def test_what_was_freed_is_found_again(worker: str) -> None:
+async def test_prefix_cache_hits_freed_blocks(worker: str) -> None:
     async with connected(worker) as router:
         await router.start(start(1, prompt(321), max_tokens=1))
         await router.ended(1)
@@ -284,7 +284,9 @@ async def test_what_was_freed_is_found_again(worker: str) -> None:
         assert router.tokens[2] == router.tokens[1]
 
 
-async def test_an_idle_router_hears_five_times_a_second(slow_worker: tuple[Rank, str]) -> None:
+async def test_heartbeats_reach_an_idle_router_five_times_a_second(
+    slow_worker: tuple[Rank, str],
+) -> None:
     _, address = slow_worker
     async with connected(address) as router:
         begin, count = time.monotonic(), len(router.frames)
@@ -294,7 +296,7 @@ async def test_an_idle_router_hears_five_times_a_second(slow_worker: tuple[Rank,
         assert numbers == sorted({*numbers})
 
 
-async def test_beats_go_on_through_a_long_step() -> None:
+async def test_heartbeats_continue_during_a_long_step() -> None:
     config = replace(CONFIG, fake=FakeModel(step_time=1.5))
     async with serving(config) as (_, address), connected(address) as router:
         await router.start(start(1, prompt(3), max_tokens=1))
@@ -304,7 +306,7 @@ async def test_beats_go_on_through_a_long_step() -> None:
         assert len(router.frames) - count >= 5
 
 
-async def test_who_has_which_slot_is_told_a_few_times_a_second(
+async def test_running_slots_are_reported_a_few_times_a_second(
     slow_worker: tuple[Rank, str],
 ) -> None:
     _, address = slow_worker
@@ -321,7 +323,7 @@ async def test_who_has_which_slot_is_told_a_few_times_a_second(
 FLOOD = [start(epoch, []) for epoch in range(1000, 11_000)]
 
 
-async def test_a_slow_reader_holds_up_nobody_and_gets_everything() -> None:
+async def test_slow_reader_delays_no_other_router_and_loses_no_token() -> None:
     """Its tokens merge while it does not read, so that it has few frames to catch up with."""
     async with serving(CONFIG) as (_, address), connected(address, "quick") as quick:
         async with connected(address, "slow") as slow:
@@ -338,7 +340,9 @@ async def test_a_slow_reader_holds_up_nobody_and_gets_everything() -> None:
             assert len(slow.frames) - before < 10
 
 
-async def test_a_drain_hands_everything_back_in_order(slow_worker: tuple[Rank, str]) -> None:
+async def test_drain_returns_all_sequences_with_intact_tokens(
+    slow_worker: tuple[Rank, str],
+) -> None:
     _, address = slow_worker
     async with connected(address, "a") as a, connected(address, "b") as b:
         await a.start(*(start(epoch, prompt(30, epoch), 500) for epoch in range(1, 13)))
@@ -355,7 +359,7 @@ async def test_a_drain_hands_everything_back_in_order(slow_worker: tuple[Rank, s
         assert a.state.draining and not a.state.blocks_used
 
 
-async def test_a_draining_rank_ends_its_streams_after_the_last_token(
+async def test_drain_ends_streams_after_the_last_token(
     slow_worker: tuple[Rank, str],
 ) -> None:
     rank, address = slow_worker
@@ -369,7 +373,7 @@ async def test_a_draining_rank_ends_its_streams_after_the_last_token(
         await draining
 
 
-async def test_a_start_that_was_under_way_when_the_drain_began_comes_back() -> None:
+async def test_start_received_during_a_drain_is_returned() -> None:
     async with serving(CONFIG) as (rank, address), connected(address) as router:
         draining = asyncio.create_task(rank.drain())
         await router.until(lambda: router.state.draining)
@@ -379,7 +383,7 @@ async def test_a_start_that_was_under_way_when_the_drain_began_comes_back() -> N
         assert router.stops == {1: "RETURNED"}
 
 
-async def test_a_drain_ends_a_stream_only_when_all_is_sent() -> None:
+async def test_drain_ends_a_stream_only_after_all_is_sent() -> None:
     """The router begins to read when the drain has ended its session in the middle of a write."""
     async with serving(SLOW) as (rank, address), connected(address, "quick") as quick:
         async with connected(address, "slow") as slow:
@@ -395,7 +399,7 @@ async def test_a_drain_ends_a_stream_only_when_all_is_sent() -> None:
             assert slow.tokens[1] == expected_tokens(prompt(30), len(slow.tokens[1]))
 
 
-async def test_a_drain_does_not_wait_for_a_router_that_does_not_read() -> None:
+async def test_drain_times_out_for_a_router_that_does_not_read() -> None:
     config = replace(SLOW, drain_timeout=0.3)
     async with serving(config) as (rank, address), connected(address) as router:
         await router.start(start(1, prompt(30), 500))
@@ -409,14 +413,14 @@ async def test_a_drain_does_not_wait_for_a_router_that_does_not_read() -> None:
         assert time.monotonic() - begin >= 0.3, "the time was up"
 
 
-async def test_a_router_of_another_cluster_is_refused(worker: str) -> None:
+async def test_router_of_another_cluster_is_rejected(worker: str) -> None:
     router = Router(worker, cluster="elsewhere")
     await router.hello()
     assert await router.refusal() is grpc.StatusCode.FAILED_PRECONDITION
     await router.close()
 
 
-async def test_a_stream_without_a_hello_is_refused(worker: str) -> None:
+async def test_stream_without_a_hello_is_rejected(worker: str) -> None:
     router = Router(worker)
     await router.start(start(1, prompt(3)))
     assert await router.refusal() is grpc.StatusCode.INVALID_ARGUMENT
@@ -424,7 +428,7 @@ async def test_a_stream_without_a_hello_is_refused(worker: str) -> None:
 
 
 @pytest.mark.parametrize("greeted", [False, True])
-async def test_bytes_that_are_no_frame_end_their_stream_only(worker: str, greeted: bool) -> None:
+async def test_malformed_frame_ends_only_its_stream(worker: str, greeted: bool) -> None:
     hello = session_pb2.RouterFrame(
         hello=session_pb2.RouterHello(router_id="broken", cluster_id="here"),
         starts=[start(1, prompt(30), 2000)],
@@ -445,7 +449,7 @@ async def test_bytes_that_are_no_frame_end_their_stream_only(worker: str, greete
         await idle(router)
 
 
-async def test_two_workers_do_not_share_a_port(worker: str) -> None:
+async def test_worker_start_fails_on_a_port_in_use(worker: str) -> None:
     port = int(worker.rpartition(":")[2])
     other = Rank(replace(CONFIG, port=port))
     with pytest.raises(OSError, match="cannot listen"):

@@ -25,7 +25,7 @@ def play(requests: Sequence[Request], scheduling: Scheduling, enough: int | None
     return Player(runner, bounds, runner.clock, runner.sleep).play(requests, enough)
 
 
-def test_a_static_batch_wastes_what_its_shorter_outputs_leave() -> None:
+def test_static_batch_wastes_slots_of_shorter_outputs() -> None:
     requests = [Request(3, output) for output in (2, 8) * 6]
     static = play(requests, batching.STATIC, enough=20)
     assert (static.steps, static.output_tokens, static.useful_share) == (16, 20, 20 / 32)
@@ -34,7 +34,7 @@ def test_a_static_batch_wastes_what_its_shorter_outputs_leave() -> None:
     assert continuous.tokens_per_s / static.tokens_per_s == 1.6
 
 
-def test_tokens_have_the_times_of_the_steps_that_drew_them() -> None:
+def test_token_times_are_the_ends_of_their_steps() -> None:
     played = play([Request(3, 3, at=5.0), Request(3, 2, at=6.5)], batching.CONTINUOUS)
     first, second = played.streams
     assert (first.times, second.times) == ([6.0, 7.0, 8.0], [8.0, 9.0])
@@ -43,7 +43,7 @@ def test_tokens_have_the_times_of_the_steps_that_drew_them() -> None:
     assert played.seconds == 9.0
 
 
-def test_continuous_batching_does_more_the_more_lengths_differ() -> None:
+def test_continuous_batching_gain_grows_with_length_variance() -> None:
     bench = Virtual()
     config = bench.config(8)
     ratio = {}
@@ -64,7 +64,7 @@ def test_slai_improves_ttft_and_misses_no_deadline() -> None:
     assert policies["slai"]["missed_share"] == 0
 
 
-def test_no_token_waits_for_a_whole_prompt_where_it_comes_in_chunks() -> None:
+def test_chunked_prefill_halves_p999_time_between_tokens() -> None:
     scale = batching.Scale(requests=200, chunk=256)
     found = batching.chunks(Virtual(), scale, rounds=1)
     assert found["on"]["tbt_p999_s"] < 0.5 * found["off"]["tbt_p999_s"]
@@ -83,14 +83,14 @@ def figures(ttft: float, missed: float = 0.0) -> dict[str, float]:
         ([figures(0.1)] * 3, 1.1),
     ],
 )
-def test_capacity_is_the_largest_load_that_meets_the_slo(
+def test_capacity_is_the_largest_load_within_the_slo(
     served: Sequence[dict[str, float]], expected: float
 ) -> None:
     found = {str(load): {"slai": each} for load, each in zip((0.7, 0.9, 1.1), served, strict=True)}
     assert batching.capacity(found, "slai") == expected
 
 
-def test_bench_scheduling_has_the_virtual_half_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_scheduling_includes_virtual_batching_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = batching.Scale(sizes=(4,), output=8, requests=60, loads=(0.7,), chunk=512, slots=32)
     monkeypatch.setattr(batching, "VIRTUAL", tiny)
     part = scheduling.PARTS["batching_virtual"](Namespace())

@@ -29,7 +29,7 @@ def _figures(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_a_token_is_multiplied_with(tied: bool, tmp_path: Path) -> None:
+def test_multiplied_bytes_count_only_a_tied_embedding(tied: bool, tmp_path: Path) -> None:
     # A tied embedding is the head; one that is only looked up is not multiplied with.
     directory = checkpoints.ensure("tiny", tmp_path)
     layer = 256 * 256 * 2 + 256 * 128 * 2 + 256 * 688 * 3
@@ -38,14 +38,14 @@ def test_what_a_token_is_multiplied_with(tied: bool, tmp_path: Path) -> None:
     assert checkpoints.multiplied_bytes(directory) == 2 * (4 * layer + tied * 256 * 32000)
 
 
-def test_a_checkpoint_that_was_changed_is_made_again(tmp_path: Path) -> None:
+def test_checkpoint_with_changed_files_is_regenerated(tmp_path: Path) -> None:
     directory = checkpoints.ensure("tiny", tmp_path)
     (directory / "config.json").write_text("{}")
     assert checkpoints.ensure("tiny", tmp_path) == directory
     assert checkpoints.digest(directory) == checkpoints.CHECKPOINTS["tiny"].digest
 
 
-def test_ratios_are_against_the_best_ways_and_of_what_has_run(
+def test_engine_ratios_use_the_best_baselines_that_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checkpoints, "find", Path)
@@ -73,7 +73,7 @@ def test_ratios_are_against_the_best_ways_and_of_what_has_run(
     assert own == {"own_batch1_of_bandwidth_bound": 0.6}
 
 
-def test_the_workload_is_whole_and_warm_up_shares_no_prompt_with_it() -> None:
+def test_engine_workload_is_complete_and_disjoint_from_warm_up() -> None:
     batch = engine.requests()
     assert sum(len(request.prompt) for request in batch) == 12_244
     assert sum(request.max_tokens for request in batch) == 8_478
@@ -117,7 +117,7 @@ def test_batch_seconds_and_single_token_time_are_separate(
     assert system.is_closed
 
 
-def test_figures_are_medians_but_the_most_that_others_took() -> None:
+def test_engine_figures_are_medians_with_maximum_others_share() -> None:
     def result(seconds: float, others: float) -> Result:
         return Result(seconds, [[0] * 6], [seconds], 1 << 20, 1.0, others)
 
@@ -127,7 +127,7 @@ def test_figures_are_medians_but_the_most_that_others_took() -> None:
     assert found["others"] == 0.3
 
 
-def test_a_system_that_fails_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_run_failure_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "LOGS", tmp_path)
     job = Job("tiny", 1, {}, [], [], [])
     with pytest.raises(RuntimeError, match=r"nobody ended with status 1: see .*tiny-nobody.log"):
@@ -135,7 +135,7 @@ def test_a_system_that_fails_names_its_log(tmp_path: Path, monkeypatch: pytest.M
     assert "no_such_engine" in (tmp_path / "tiny-nobody.log").read_text()
 
 
-def test_what_a_system_starts_ends_with_it(tmp_path: Path) -> None:
+def test_engine_run_ends_descendant_processes(tmp_path: Path) -> None:
     script = "import subprocess as s; print(s.Popen(['sleep', '1000']).pid, flush=True)"
     log = tmp_path / "log"
     with log.open("w") as output:
@@ -145,5 +145,5 @@ def test_what_a_system_starts_ends_with_it(tmp_path: Path) -> None:
         assert ended
 
 
-def test_the_share_of_equal_sequences() -> None:
+def test_equal_share_counts_identical_sequences() -> None:
     assert equal_share([[1, 2], [3]], [[1, 2], [4]]) == 0.5

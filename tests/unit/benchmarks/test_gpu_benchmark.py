@@ -25,13 +25,13 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_llama_of_8_billion_parameters_is_one() -> None:
+def test_llama_shape_has_8_billion_parameters() -> None:
     embedding = LLAMA.vocab * LLAMA.hidden
     assert 8.0e9 < LLAMA.multiplied + embedding < 8.1e9
     assert LLAMA.kv_bytes == 128 << 10
 
 
-def test_bounds_on_an_h200_are_those_that_were_published() -> None:
+def test_decode_bounds_match_published_h200_times() -> None:
     """At 4.3 TB/s and 790 TF/s: 3.52 ms, 5.44 ms and 12.7 ms."""
     ceiling = Ceiling(4.3e12, 790e12)
     bounds = [LLAMA.decode_bound_s(batch, 1024, ceiling) * 1e3 for batch in (1, 64, 256)]
@@ -39,11 +39,11 @@ def test_bounds_on_an_h200_are_those_that_were_published() -> None:
     assert LLAMA.prefill_flops(1024) / 1024 == pytest.approx(14.2e9, rel=0.01)
 
 
-def test_spans_that_overlap_are_covered_once() -> None:
+def test_covered_counts_overlapping_spans_once() -> None:
     assert gpu_parts.covered([(0, 3), (1, 2), (2, 5), (7, 8)]) == 6
 
 
-def test_ratios_are_shares_of_the_bound() -> None:
+def test_gpu_ratios_are_shares_of_the_bound() -> None:
     ceiling = {"bandwidth": 4e12, "flops": 8e14}
     bound = LLAMA.decode_bound_s(8, 1000, Ceiling(**ceiling))
     engine = {
@@ -72,7 +72,7 @@ def test_ratios_are_shares_of_the_bound() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
-def test_the_engine_and_the_kernels_are_measured_in_small() -> None:
+def test_gpu_engine_part_measures_decode_mix_and_idle_shares() -> None:
     first, *_, found = map(json.dumps, gpu_parts.engine(TINY))
     assert json.loads(first)["decode_s"].keys() == {"1"}, "each figure is told when it is there"
     assert {*json.loads(found)["decode_s"]} == {"1", "4"} and json.loads(found)["mix_tok_s"] > 0
@@ -81,7 +81,7 @@ def test_the_engine_and_the_kernels_are_measured_in_small() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
-def test_each_kernel_is_measured_beside_torchs_in_small() -> None:
+def test_kernels_part_measures_every_kernel_against_torch() -> None:
     *_, found = gpu_kernels.kernels(TINY)
     kinds = ("attention", "sum_and_norm", "turn_and_place", "gate_and_multiply", "draw_rows")
     assert {name.split(",")[0].split()[0] for name in found} == {*kinds}
@@ -91,7 +91,7 @@ def test_each_kernel_is_measured_beside_torchs_in_small() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
-def test_a_kernel_that_fails_costs_no_others_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_failure_keeps_figures_of_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel image")
 
@@ -106,12 +106,12 @@ def test_a_kernel_that_fails_costs_no_others_figures(monkeypatch: pytest.MonkeyP
     assert norms and shares.keys() == {f"bandwidth, {name}" for name in others}
 
 
-def test_a_kernels_share_is_of_what_a_copy_reads_and_writes() -> None:
+def test_kernel_share_is_relative_to_copy_bandwidth() -> None:
     found = {"sum_and_norm 1": {"ours_s": 2e-6, "torch_s": 1.0, "bytes": 4e6}}
     assert gpu_kernels.shares(found, 4e12) == {"bandwidth, sum_and_norm 1": pytest.approx(0.5)}
 
 
-def test_lengths_have_the_mean_that_is_asked_for_and_a_tail() -> None:
+def test_lengths_have_the_requested_mean_and_are_bounded() -> None:
     lengths = gpu_parts.lengths(Random(1), 20)
     assert sum(lengths) / len(lengths) == pytest.approx(20, rel=0.1)
     assert 1 <= min(lengths) and max(lengths) <= gpu_parts.MOST
@@ -119,7 +119,7 @@ def test_lengths_have_the_mean_that_is_asked_for_and_a_tail() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
-def test_what_transformers_has_chosen_is_told_beside_its_rate(
+def test_transformers_part_reports_attention_and_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It keeps that in a copy of the configuration that it is given."""
@@ -160,7 +160,7 @@ def test_gpu_benchmark_part_fails_alone_with_its_cause(
     assert gpu.ratios(found.raw, LLAMA, TINY) == {}
 
 
-def test_what_a_part_had_before_it_failed_has_its_ratios() -> None:
+def test_gpu_ratios_include_partial_results_of_a_failed_part() -> None:
     ceilings = {"bandwidth": 4e12, "flops": 8e14}
     engine = {"context": 1000, "decode_s": {"1": 1.0}, "prefill_s": {}}
     idle = {"1": {"idle": 0.1, "busy_s": 0.9}, "8": {"idle": 0.02, "busy_s": 1.9}}

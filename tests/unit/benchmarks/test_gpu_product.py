@@ -35,14 +35,12 @@ RIGHT = Text(
         ([5, 6], "different"),
     ],
 )
-def test_a_text_that_departs_between_two_likely_tokens_is_a_near_tie(
-    tokens: list[int], kind: str
-) -> None:
+def test_compare_classifies_close_divergence_as_near_tie(tokens: list[int], kind: str) -> None:
     assert compare(Text(tokens), RIGHT, near=0.1) == kind
     assert compare(Text(tokens), RIGHT, near=0.0) == ("same" if kind == "same" else "different")
 
 
-def test_a_phase_says_what_came_of_its_texts() -> None:
+def test_phase_comparison_counts_texts_rate_and_moves() -> None:
     texts = [Text([5, 6, 7], migrations=1), Text([5, 8, 1], preemptions=2)]
     assert Phase(texts, seconds=2.0).compared(Phase([RIGHT, RIGHT], 1.0), near=0.1) == {
         "same": 1,
@@ -88,7 +86,7 @@ def test_gpu_product_type_fails_alone(
 
 
 @pytest.mark.parametrize(("moved", "tries"), [([0, 1], 2), ([0, 0, 0], 3)])
-def test_a_worker_is_killed_again_where_nobody_was_there_to_be_moved(
+def test_killed_phase_is_retried_without_a_migration(
     moved: list[int], tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Load:

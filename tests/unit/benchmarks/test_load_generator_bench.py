@@ -9,7 +9,7 @@ from benchmarks.load_generator import Plan, medians, of_everlift, of_guidellm, r
 PLAN = Plan(ttft=100.0, gap=10.0, tokens=11, rate=5.0, requests=20)
 
 
-def test_figures_of_the_same_thing_stand_beside_each_other() -> None:
+def test_reports_of_both_generators_yield_comparable_figures() -> None:
     ours = of_everlift(
         {
             "median_ttft_ms": 101.0,
@@ -51,5 +51,5 @@ def test_figures_of_the_same_thing_stand_beside_each_other() -> None:
         assert found[f"e2el_p99_ms by {who}"] == pytest.approx(1.1)
 
 
-def test_rounds_are_summed_up_by_their_medians() -> None:
+def test_rounds_are_summarised_by_medians() -> None:
     assert medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}]) == {"a": 2.0}

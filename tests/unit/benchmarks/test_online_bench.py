@@ -29,27 +29,27 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_longer_load_begins_again(workload: Path) -> None:
+def test_load_longer_than_its_workload_repeats_it(workload: Path) -> None:
     asks = load(workload, 5, 0.0, seed=0, vocab_size=10)
     assert [ask.max_tokens for ask in asks] == [3, 5, 3, 5, 3]
     assert [len(ask.prompt) for ask in asks] == [3, 1, 3, 1, 3]
     assert all(ask.due == 0.0 for ask in asks)
 
 
-def test_prompts_keep_their_pattern_and_are_others_each_time(workload: Path) -> None:
+def test_prompts_keep_repetition_pattern_with_new_tokens(workload: Path) -> None:
     asks = load(workload, 400, 0.0, seed=0, vocab_size=1000)
     long = [ask.prompt for ask in asks if len(ask.prompt) == 3]
     assert all(first == last and 0 < first < 1000 for first, _, last in long)
     assert len({prompt[0] for prompt in long}) > 150
 
 
-def test_the_same_seed_is_the_same_load(workload: Path) -> None:
+def test_online_load_is_reproducible_by_seed(workload: Path) -> None:
     same = load(workload, 20, 4.0, seed=3, vocab_size=1000)
     assert load(workload, 20, 4.0, seed=3, vocab_size=1000) == same
     assert load(workload, 20, 4.0, seed=4, vocab_size=1000) != same
 
 
-def test_arrivals_are_as_many_as_were_asked_for(workload: Path) -> None:
+def test_arrival_gaps_are_exponential_at_the_requested_rate(workload: Path) -> None:
     asks = load(workload, 4000, 8.0, seed=0, vocab_size=10)
     gaps = [after.due - before.due for before, after in itertools.pairwise(asks)]
     mean = sum(gaps) / len(gaps)
@@ -58,7 +58,7 @@ def test_arrivals_are_as_many_as_were_asked_for(workload: Path) -> None:
     assert spread == pytest.approx(1 / 8, rel=0.1), "as wide as its mean: exponential"
 
 
-def test_percentiles_are_values_that_occurred() -> None:
+def test_percentile_is_an_observed_value() -> None:
     values = [float(value) for value in range(100, 0, -1)]
     assert percentile(values, 99) == 99.0
     assert percentile(values, 100) == 100.0
@@ -66,7 +66,7 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([1.0, 2.0], 50) == 1.0
 
 
-def test_figures_of_answers() -> None:
+def test_figures_of_answers_have_rates_and_percentiles() -> None:
     answers = [
         Answer(due=1.0, first_token=1.5, last_token=3.5, tokens=5),
         Answer(due=2.0, first_token=3.0, last_token=4.0, tokens=2),
@@ -100,11 +100,11 @@ def _system(
     return {"saturation": {"tokens_per_s": tokens_per_s}, **loads}
 
 
-def test_the_workload_is_there() -> None:
+def test_workload_file_exists() -> None:
     assert WORKLOAD.is_file()
 
 
-def test_ratios_are_those_of_the_worse_rate() -> None:
+def test_online_ratios_are_those_of_the_worse_rate() -> None:
     found = {
         "vllm": _system(800.0, (100.0, 200.0), (10.0, 40.0)),
         "everlift": _system(1000.0, (50.0, 150.0), (9.0, 20.0)),
@@ -124,7 +124,7 @@ def test_ratios_are_those_of_the_worse_rate() -> None:
     assert ratios(found)["ttft_p50_vs_ray_serve_llm_best"] == 0.5
 
 
-def test_what_serving_adds_is_time_of_cores() -> None:
+def test_serving_overhead_is_core_time_per_token() -> None:
     found = {
         "offline": {"saturation": {"core_ms": 2.0}},
         "everlift": {"saturation": {"core_ms": 2.25}},
@@ -149,7 +149,7 @@ child.communicate()
 """
 
 
-def test_time_is_found_by_process_and_thread() -> None:
+def test_cpu_time_is_attributed_by_process_and_thread() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

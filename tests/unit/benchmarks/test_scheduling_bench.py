@@ -33,7 +33,7 @@ def answer(request: Request, ttft_s: float, e2e_s: float) -> Answer:
     return Answer(request.due, request.due + ttft_s, request.due + e2e_s, request.tokens)
 
 
-def test_a_mix_is_the_same_each_time_and_has_its_shares() -> None:
+def test_mix_is_reproducible_and_keeps_application_shares() -> None:
     requests = mix(4000, 8.0, seed=1)
     assert mix(4000, 8.0, seed=1) == requests
     for application in APPLICATIONS:
@@ -45,21 +45,21 @@ def test_a_mix_is_the_same_each_time_and_has_its_shares() -> None:
     assert len({it.prompt[:12] for it in requests}) == 4000
 
 
-def test_the_server_is_not_told_how_long_an_output_becomes() -> None:
+def test_ask_max_tokens_hides_the_output_length() -> None:
     ask = request(0.0, 7).ask(priority=5)
     assert (ask.max_tokens, ask.tokens) == (MAX_TOKENS, 7)
     assert ask.fields["min_tokens"] == 6
     assert ask.fields["priority"] == 5
 
 
-def test_saturation_leaves_out_the_begin_and_the_end() -> None:
+def test_saturation_excludes_ramp_up_and_tail() -> None:
     slow_begin = [answer(request(0.0, 10), 1.0, 50.0 + i) for i in range(20)]
     middle = [answer(request(0.0, 10), 1.0, 70.0 + i / 2) for i in range(61)]
     slow_end = [answer(request(0.0, 10), 1.0, 120.0 + 9 * i) for i in range(19)]
     assert saturation([*slow_end, *middle, *slow_begin]) == pytest.approx(20.0)
 
 
-def test_figures_of_live_answers() -> None:
+def test_figures_of_live_answers_include_the_high_class() -> None:
     requests = [request(1.0, 10), request(2.0, 20, is_high=True)]
     found = figures(requests, [answer(requests[0], 1.0, 2.0), answer(requests[1], 3.0, 8.0)])
     assert found["tokens_per_s"] == pytest.approx(30 / 10)
@@ -68,7 +68,7 @@ def test_figures_of_live_answers() -> None:
     assert found["ttft_mean_s"] == 2.0
 
 
-def test_ratios_are_of_fifo() -> None:
+def test_admission_ratios_are_relative_to_fifo() -> None:
     fifo = {"normalised_latency_mean_ms": 10.0, "ttft_p99_s": 4.0, "high_ttft_p99_s": 4.0}
     shortest = {"normalised_latency_mean_ms": 5.0, "ttft_p99_s": 6.0, "high_ttft_p99_s": 6.0}
     classes = {"normalised_latency_mean_ms": 11.0, "ttft_p99_s": 5.0, "high_ttft_p99_s": 0.2}
@@ -79,7 +79,7 @@ def test_ratios_are_of_fifo() -> None:
     }
 
 
-def test_all_parts_together_have_the_ratios_that_the_readme_tells_of() -> None:
+def test_scheduling_parts_yield_every_ratio_of_the_readme() -> None:
     latencies = {"normalised_latency_mean_ms": 9.0, "ttft_p99_s": 2.0, "high_ttft_p99_s": 1.0}
     errors = dict.fromkeys(
         ("ttft_p50_s", "ttft_p90_s", "latency_p50_s", "latency_p90_s", "tokens_per_s"), -0.05
@@ -114,13 +114,13 @@ def test_all_parts_together_have_the_ratios_that_the_readme_tells_of() -> None:
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
-def test_fair_order_keeps_tenants_within_the_bound() -> None:
+def test_fair_order_keeps_tenant_gap_within_the_bound() -> None:
     steps = 3000
     assert scheduling_turns.gap("fifo", is_fair=True, steps=steps) <= scheduling_turns.bound()
     assert scheduling_turns.gap("fifo", is_fair=False, steps=steps) > scheduling_turns.bound()
 
 
-def test_each_choice_takes_whom_its_name_says_of_the_lowest_class() -> None:
+def test_victim_choice_takes_its_sequence_of_the_lowest_class() -> None:
     there = [running(1, 3), running(2, 1), running(3, 4), running(4, 2), running(5, 0, priority=1)]
     first = {
         name: min(there, key=choice).key.epoch
@@ -138,7 +138,7 @@ def running(epoch: int, num_blocks: int, priority: int = 0) -> Sequence:
     return there
 
 
-def test_victims_are_compared_and_the_product_has_its_choice_back() -> None:
+def test_victims_benchmark_restores_the_scheduler_choice() -> None:
     chosen = scheduler._by_worth
     found = scheduling_victims.measure(scheduling_victims.SMALLEST)
     assert scheduler._by_worth is chosen
@@ -156,7 +156,7 @@ def test_victims_are_compared_and_the_product_has_its_choice_back() -> None:
     assert "victims_least_computed_no_moves_vs_product_0.9_ttft_p99_s" in ratios
 
 
-def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
+def test_picture_is_drawn_only_for_measured_parts(tmp_path: Path) -> None:
     figures = {"normalised_latency_mean_ms": 9.0, "ttft_p99_s": 2.0, "high_ttft_p99_s": 1.0}
     names = ["fifo", *(f"{order} tau 0.6" for order in ("shortest", "ranked", "hrrn"))]
     orders = {load: dict.fromkeys(names, figures) for load in ("0.9", "1.1")}

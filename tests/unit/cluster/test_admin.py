@@ -120,9 +120,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
         yield
 
 
-async def test_a_worker_is_drained_by_a_beginning_of_its_id(
-    router: Router, operator: AsyncClient
-) -> None:
+async def test_drain_accepts_a_unique_id_prefix(router: Router, operator: AsyncClient) -> None:
     answer = await operator.drain("abc")
     assert (answer.worker_id, answer.num_running) == ("abc", 3)
     assert router.sessions.drained == ["abc"]
@@ -131,14 +129,14 @@ async def test_a_worker_is_drained_by_a_beginning_of_its_id(
 @pytest.mark.parametrize(
     ("name", "why"), [("ab", "may mean abc, abd"), ("x", "no worker with the id 'x' is connected")]
 )
-async def test_one_that_is_not_known_or_not_the_only_one_is_told(
+async def test_drain_rejects_unknown_and_ambiguous_workers(
     operator: AsyncClient, name: str, why: str
 ) -> None:
     with pytest.raises(UnknownWorker, match=why):
         await operator.drain(name)
 
 
-async def test_where_no_router_answers_that_is_told() -> None:
+async def test_drain_reports_unreachable_routers() -> None:
     async with AsyncClient([GONE], retry_s=0) as operator:
         with pytest.raises(Unreachable):
             await operator.drain("abc")
@@ -148,13 +146,13 @@ async def run(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, arguments)
 
 
-async def test_the_command_waits_until_the_worker_has_nothing(router: Router) -> None:
+async def test_drain_command_waits_until_the_worker_is_empty(router: Router) -> None:
     result = await run("drain", "abc", "--wait", "--address", router.address)
     assert result.stdout == "abc hands back 3 sequences\nabc is empty\n"
     assert router.status.left == 0
 
 
-async def test_the_command_says_what_went_wrong(router: Router) -> None:
+async def test_drain_command_prints_the_error(router: Router) -> None:
     result = await run("drain", "ab", "--address", router.address)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "may mean" in result.stderr
@@ -163,7 +161,7 @@ async def test_the_command_says_what_went_wrong(router: Router) -> None:
 # the policy of queue and engines
 
 
-async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
+async def test_policy_command_sets_shows_and_resets_values(router: Router) -> None:
     async def policy(*options: str) -> str:
         result = await run("policy", *options, "--address", router.address)
         assert result.exit_code == 0, result.output
@@ -217,7 +215,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         ({"max_queued": 5, "reset": ["heartbeat"]}, "heartbeat: must be one of order, max_queued"),
     ],
 )
-async def test_what_cannot_be_set_is_told(
+async def test_set_policy_rejects_invalid_values(
     router: Router, operator: AsyncClient, changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=why):
@@ -228,7 +226,9 @@ async def test_what_cannot_be_set_is_told(
 @pytest.mark.parametrize(
     "option", ["--max-queued=-5", "--ageing-factor=long", "--order=lifo", "--engine-policy=lifo"]
 )
-async def test_the_command_says_what_no_setting_can_be(router: Router, option: str) -> None:
+async def test_policy_command_rejects_invalid_options_in_one_line(
+    router: Router, option: str
+) -> None:
     result = await run("policy", option, "--address", router.address)
     assert (result.exit_code, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1
@@ -246,14 +246,14 @@ async def lead(router: Router) -> None:
     await router.ledger.put_load(load)
 
 
-async def test_step_times_are_unknown_before_any_request(router: Router, tmp_path: Path) -> None:
+async def test_measure_running_needs_earlier_requests(router: Router, tmp_path: Path) -> None:
     file = tmp_path / "ours.json"
     result = await run("measure", str(file), "--running", "--address", router.address)
     assert (result.exit_code, file.exists()) == (1, False)
     assert "send some requests" in result.stderr
 
 
-async def test_capacity_is_that_of_the_workers_and_of_the_leaders_queue(router: Router) -> None:
+async def test_capacity_command_shows_workers_and_the_leaders_queue(router: Router) -> None:
     await lead(router)
     result = await run("capacity", "--json", "--address", router.address)
     answer = json.loads(result.stdout)
@@ -284,7 +284,7 @@ async def test_capacity_is_that_of_the_workers_and_of_the_leaders_queue(router: 
         assert row in rows
 
 
-async def test_without_its_ledger_a_router_says_what_the_workers_can_hold(router: Router) -> None:
+async def test_capacity_without_a_ledger_shows_only_workers(router: Router) -> None:
     await lead(router)
     router.ledger.is_away = True
     answer = json.loads((await run("capacity", "--json", "--address", router.address)).stdout)
@@ -292,7 +292,7 @@ async def test_without_its_ledger_a_router_says_what_the_workers_can_hold(router
     assert "wait_s" not in answer
 
 
-async def test_what_a_leader_said_long_ago_says_nothing(router: Router) -> None:
+async def test_capacity_ignores_stale_leader_figures(router: Router) -> None:
     await lead(router)
     router.clock.now += 10
     result = await run("capacity", "--json", "--address", router.address)

@@ -52,12 +52,12 @@ async def failure(*arguments: str, **environ: str) -> str:
     return line.removeprefix("error: ")
 
 
-async def test_the_version_is_shown() -> None:
+async def test_cli_version_is_printed() -> None:
     result = await run("--version")
     assert (result.exit_code, result.stdout) == (0, f"everlift {version('everlift')}\n")
 
 
-def test_every_command_is_in_a_group_of_the_help() -> None:
+def test_cli_help_groups_every_command() -> None:
     commands = [*app.registered_commands, *app.registered_groups]
     groups = ["Serve", "Ask", "Look", "Operate", "Forecast", "Bench"]
     assert {command.rich_help_panel for command in commands} == set(groups)
@@ -72,7 +72,7 @@ assert not others & sys.modules.keys(), others & sys.modules.keys()
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-async def test_a_file_that_is_no_picture_is_refused_at_the_door(tmp_path: Path) -> None:
+async def test_cli_rejects_picture_paths_with_other_suffixes(tmp_path: Path) -> None:
     for command in (("demo", "--picture"), ("explain", "r", "--png")):
         for name in ("x.foo", "x"):
             told = await failure(*command, str(tmp_path / name))
@@ -80,17 +80,17 @@ async def test_a_file_that_is_no_picture_is_refused_at_the_door(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_routers_are_separated_by_commas_with_or_without_spaces() -> None:
+def test_addresses_are_split_at_commas_ignoring_spaces() -> None:
     assert addresses("a:1,b:2") == addresses(" a:1, b:2 ") == ["a:1", "b:2"]
 
 
-async def test_generate_streams_the_text_and_nothing_else() -> None:
+async def test_generate_prints_only_the_text() -> None:
     async with FakeRouter(faults=[Break(1)]) as router:
         result = await run("generate", "one two three", "--address", router.address)
     assert (result.exit_code, result.output) == (0, "one two three\n")
 
 
-async def test_generates_options_reach_the_router() -> None:
+async def test_generate_options_reach_the_router() -> None:
     async with FakeRouter() as router:
         options = "--max-tokens 2 --temperature 0.5 --top-p 0.25 --top-k 3 --min-p 0.125 --seed 9"
         more = "--stop x --stop y --timeout 60 --request-id r --priority -3 --ttft-target 1.5"
@@ -106,7 +106,7 @@ async def test_generates_options_reach_the_router() -> None:
     assert (sampling.min_p, sampling.seed) == (0.125, 9)
 
 
-async def test_what_an_output_is_to_be_reaches_the_router(tmp_path: Path) -> None:
+async def test_generate_output_constraints_reach_the_router(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     sampling = "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5"
     biases = "--logit-bias 5=-1.5 --logit-bias 7=2 --min-tokens 2 --logprobs 3 --prompt-logprobs 0"
@@ -141,19 +141,19 @@ async def test_what_an_output_is_to_be_reaches_the_router(tmp_path: Path) -> Non
     }
 
 
-def test_every_option_of_the_client_has_its_flag() -> None:
+def test_generate_has_a_flag_for_every_client_option() -> None:
     """But for those that a command settles itself."""
     settled = {"model", "on_disconnect", "explain"}
     assert OPTIONS.keys() == GenerateOptions.__annotations__.keys() - settled
 
 
-async def test_several_choices_come_one_after_the_other() -> None:
+async def test_generate_prints_choices_in_sequence() -> None:
     async with FakeRouter() as router:
         result = await run("generate", "one two", "--n", "2", "--address", router.address)
     assert result.stdout == "--- choice 0 (stop)\none two\n--- choice 1 (stop)\none two\n"
 
 
-async def test_choices_come_as_json_where_that_is_wanted() -> None:
+async def test_generate_prints_choices_as_json() -> None:
     async with FakeRouter() as router:
         command = ["generate", "one é", "--n", "2", "--json", "--address", router.address]
         result = await run(*command)
@@ -165,7 +165,7 @@ async def test_choices_come_as_json_where_that_is_wanted() -> None:
 HERE = ("--local", "--model", "fake")
 
 
-async def test_a_prompt_is_answered_without_a_cluster() -> None:
+async def test_generate_local_answers_without_a_cluster() -> None:
     result = await run("generate", "hello", *HERE, "--temperature", "0", "--max-tokens", "5")
     expected = ByteTokenizer().decode(expected_tokens(list(b"hello"), 5))
     assert (result.exit_code, result.stdout, result.stderr) == (0, expected + "\n", "")
@@ -173,7 +173,7 @@ async def test_a_prompt_is_answered_without_a_cluster() -> None:
     assert [json.loads(line)["choice"] for line in more.stdout.splitlines()] == [0, 1]
 
 
-async def test_an_empty_output_is_explained() -> None:
+async def test_generate_explains_an_empty_output() -> None:
     options = ["--temperature", "0", "--max-tokens", "5"]
     first = (await run("generate", "hello", *HERE, *options)).stdout[0]
     result = await run("generate", "hello", *HERE, *options, "--stop", first)
@@ -181,7 +181,7 @@ async def test_an_empty_output_is_explained() -> None:
     assert result.stderr.startswith("the output is empty: the model ended it at once")
 
 
-async def test_log_probabilities_are_printed_a_line_a_token() -> None:
+async def test_generate_prints_logprobs_one_line_per_token() -> None:
     options = ["--logprobs", "1", "--prompt-logprobs", "0", "--temperature", "0"]
     result = await run("generate", "abc", *HERE, "--max-tokens", "2", *options)
     tokens = expected_tokens(list(b"abc"), 2)
@@ -200,7 +200,7 @@ async def test_log_probabilities_are_printed_a_line_a_token() -> None:
     assert len(fields["prompt_logprobs"]) == 2
 
 
-async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
+async def test_generate_reports_invalid_options_in_one_line(tmp_path: Path) -> None:
     said = await failure("generate", "x", "--model", "fake")
     assert said.startswith("--model needs --local: model and settings of a cluster")
     assert "--set needs --local" in await failure("generate", "x", "--set", "worker.heartbeat=1")
@@ -214,7 +214,7 @@ async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
 
 
-async def test_a_schema_in_a_file_is_text(tmp_path: Path) -> None:
+async def test_generate_json_schema_file_must_be_readable_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     schema = ("generate", "x", "--json-schema")
     assert await failure(*schema, f"@{tmp_path}/binary") == f"{tmp_path}/binary is not UTF-8"
@@ -238,7 +238,7 @@ NO_TEXT = "\udcff"
         ("chaos", "partition", "any-router", "--peer", NO_TEXT),
     ],
 )
-async def test_what_is_no_text_is_refused_in_one_line(command: tuple[str, ...]) -> None:
+async def test_cli_rejects_non_utf8_text_in_one_line(command: tuple[str, ...]) -> None:
     async with FakeRouter() as router:
         said = await failure(*command, "--address", router.address)
     assert said == "a text contains characters that UTF-8 cannot encode"
@@ -254,28 +254,28 @@ async def test_what_is_no_text_is_refused_in_one_line(command: tuple[str, ...]) 
         ("chaos pause leader --rank", 99_999_999_999),
     ],
 )
-async def test_a_number_that_no_message_can_hold_is_refused_in_one_line(
-    command: str, number: int
-) -> None:
+async def test_cli_rejects_out_of_range_numbers_in_one_line(command: str, number: int) -> None:
     async with FakeRouter() as router:
         said = await failure(*command.split(), str(number), "--address", router.address)
     assert said == f"Value out of range: {number}"
 
 
-async def test_a_load_of_what_no_message_can_hold_is_refused_in_one_line() -> None:
+async def test_bench_serve_rejects_out_of_range_numbers_in_one_line() -> None:
     load = ("bench", "serve", "--requests", "3", "--output-tokens", "99999999999")
     async with FakeRouter() as router:
         said = await failure(*load, "--address", router.address)
     assert "out_of_range" in said
 
 
-async def test_what_is_no_url_of_a_ledger_is_said_in_one_line(tmp_path: Path) -> None:
+async def test_cli_rejects_an_invalid_ledger_url_in_one_line(tmp_path: Path) -> None:
     for command in ("chaos check", f"train-predictor {tmp_path}/out --set model=fake"):
         said = await failure(*command.split(), "--ledger", "foo")
         assert said.startswith("--ledger: url must be embedded, or begin with one of unix://")
 
 
-async def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cli_without_a_home_directory_names_state_dir(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr("os.getuid", lambda: 4711)
@@ -284,7 +284,7 @@ async def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     assert said == "state_dir: must be set, or HOME: user 4711 has no home directory"
 
 
-async def test_a_request_can_be_attached_to_cancelled_and_forgotten() -> None:
+async def test_cli_attaches_to_cancels_and_forgets_a_request() -> None:
     async with FakeRouter() as router:
         place = ("--address", router.address)
         await run("generate", "one two three", "--request-id", "r", *place)
@@ -295,7 +295,7 @@ async def test_a_request_can_be_attached_to_cancelled_and_forgotten() -> None:
         assert await failure("attach", "other", *place) == "no request other"
 
 
-async def test_models_and_tokens_are_shown() -> None:
+async def test_cli_shows_models_and_tokens() -> None:
     async with FakeRouter() as router:
         place = ("--address", router.address)
         assert "fake" in (await run("models", *place)).stdout
@@ -330,14 +330,14 @@ async def test_status_shows_the_cluster() -> None:
     assert "completed 1" in result.stdout
 
 
-async def test_the_cluster_on_this_machine_is_found(tmp_path: Path) -> None:
+async def test_cli_finds_the_cluster_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "everlift").mkdir()
     async with FakeRouter() as router:
         with endpoint.published(tmp_path / "everlift", [router.address]):
             assert (await run("generate", "one two")).stdout == "one two\n"
 
 
-async def test_a_routers_error_is_said_in_one_line() -> None:
+async def test_cli_prints_a_router_error_in_one_line() -> None:
     async with FakeRouter(faults=[Refuse(RequestConflict("r is [another]"))]) as router:
         place = ("--address", router.address)
         assert await failure("generate", "x", *place) == "r is [another]"
@@ -357,12 +357,12 @@ async def test_a_routers_error_is_said_in_one_line() -> None:
         "chaos run --minutes 0",
     ],
 )
-async def test_without_a_cluster_a_command_says_how_to_start_one(command: str) -> None:
+async def test_cli_without_a_cluster_suggests_everlift_up(command: str) -> None:
     said = await failure(*command.split(), "--address", "127.0.0.1:1")
     assert said == "no cluster answers at 127.0.0.1:1: start one with `everlift up`"
 
 
-async def test_random_faults_do_not_begin_without_a_key_that_is_for_them() -> None:
+async def test_chaos_run_needs_a_key_with_its_scope() -> None:
     chaos = ("chaos", "run", "--minutes", "0")
     async with FakeRouter(api_key="ev_1_secret") as router:
         said = await failure(*chaos, "--address", router.address)
@@ -373,7 +373,7 @@ async def test_random_faults_do_not_begin_without_a_key_that_is_for_them() -> No
         assert await failure(*chaos, "--address", router.address) == "the key is for inference"
 
 
-async def test_a_setting_that_does_not_exist_is_said_with_the_nearest() -> None:
+async def test_cli_unknown_setting_suggests_the_nearest() -> None:
     said = await failure("up", "--set", "worker.max_num_seq=3")
     assert said == "worker.max_num_seq: unknown key; did you mean worker.max_num_seqs?"
     said = await failure("status", EVERLIFT_LEDGER__URI="x")
@@ -382,20 +382,20 @@ async def test_a_setting_that_does_not_exist_is_said_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-async def test_help_shows_an_example(command: str) -> None:
+async def test_cli_help_shows_an_example(command: str) -> None:
     result = await run(command, "--help", COLUMNS="200")
     assert result.exit_code == 0
     assert f"everlift {command}" in result.stdout
 
 
-def test_a_terminal_that_has_not_every_character_shows_the_others() -> None:
+def test_cli_help_replaces_unencodable_characters() -> None:
     command = [sys.executable, "-m", "cluster.cli", "attach", "--help"]
     environ = os.environ | {"PYTHONIOENCODING": "latin-1"}
     shown = subprocess.run(command, env=environ, check=True, capture_output=True).stdout
     assert b"everlift attach 3f2a?" in shown
 
 
-def test_settings_are_utf_8_whatever_the_terminal_is(tmp_path: Path) -> None:
+def test_config_file_is_utf8_in_any_locale(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_bytes("state_dir: /srv/f\u00fcr_alle".encode())
     script = "import sys, cluster.config as c; print(ascii(c.load(c.Path(sys.argv[1]), {})))"
@@ -406,12 +406,12 @@ def test_settings_are_utf_8_whatever_the_terminal_is(tmp_path: Path) -> None:
     assert rb"/srv/f\xfcr_alle" in shown
 
 
-async def test_every_command_stands_in_the_help() -> None:
+async def test_cli_help_lists_every_command() -> None:
     shown = (await run("--help")).stdout
     assert all(command in shown for command in COMMANDS)
 
 
-async def test_a_misspelt_command_names_the_right_one() -> None:
+async def test_cli_misspelt_command_suggests_the_nearest() -> None:
     result = await run("generat", "x")
     assert result.exit_code == 2
     assert "generate" in result.stderr

@@ -9,13 +9,13 @@ from everlift import settings
 from everlift.errors import SettingsError
 
 
-def test_without_anything_it_serves_the_demo_model() -> None:
+def test_config_defaults_to_the_demo_model() -> None:
     config = load(None, {})
     assert config == Config()
     assert config.model == config.router.model == config.worker.model == str(DEMO_MODEL)
 
 
-def test_yaml_environment_flags_and_options_lie_over_each_other(tmp_path: Path) -> None:
+def test_config_layers_file_environment_flags_and_options(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
         """
@@ -34,7 +34,7 @@ def test_yaml_environment_flags_and_options_lie_over_each_other(tmp_path: Path) 
     assert (config.worker.max_num_seqs, config.worker.num_blocks) == (2, 4)
 
 
-def test_the_model_is_one_for_all_and_its_path_absolute(
+def test_config_model_is_shared_with_an_absolute_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -45,7 +45,7 @@ def test_the_model_is_one_for_all_and_its_path_absolute(
         assert config.model == config.router.model == config.worker.model == path
 
 
-def test_what_is_no_directory_may_be_a_hub_id() -> None:
+def test_config_model_accepts_a_hub_id() -> None:
     config = Config(model="org/llama", model_revision="v1")
     assert config.model == config.router.model == config.worker.model == "org/llama"
     assert config.model_revision == "v1"
@@ -53,7 +53,7 @@ def test_what_is_no_directory_may_be_a_hub_id() -> None:
     assert config.worker.name == "org/llama"
 
 
-def test_a_commit_takes_the_place_of_a_revision_everywhere() -> None:
+def test_config_at_commit_replaces_every_revision() -> None:
     config = Config(model="org/llama", model_revision="v1", num_workers=2)
     assert config.at_commit("abc") == Config(model="org/llama", model_revision="abc", num_workers=2)
 
@@ -76,7 +76,7 @@ def test_a_commit_takes_the_place_of_a_revision_everywhere() -> None:
         ("log_level=loud", "log_level: must be one of debug, info, warning, error, not 'loud'"),
     ],
 )
-def test_a_setting_that_cannot_be_is_explained(assignment: str, message: str) -> None:
+def test_config_rejects_invalid_settings_without_secrets(assignment: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load(None, {}, [assignment])
     assert message in str(caught.value)
@@ -92,7 +92,7 @@ def test_a_setting_that_cannot_be_is_explained(assignment: str, message: str) ->
         ("1: 2", "1: unknown key"),
     ],
 )
-def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: str) -> None:
+def test_config_rejects_a_malformed_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
     with pytest.raises(SettingsError, match=message):
@@ -122,12 +122,12 @@ def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: 
         ("template_processes=0", "template_processes must be at least 1, not 0"),
     ],
 )
-def test_wrong_router_setting_is_named_once_with_its_section(setting: str, message: str) -> None:
+def test_config_names_a_wrong_router_setting_once(setting: str, message: str) -> None:
     with pytest.raises(SettingsError, match=rf"^router\.{message}$"):
         load(None, {}, [f"router.{setting}"])
 
 
-def test_an_empty_file_says_nothing_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+def test_config_accepts_an_empty_file_and_rejects_a_missing_one(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     with pytest.raises(SettingsError, match="No such file"):
         load(file, {})
@@ -135,23 +135,23 @@ def test_an_empty_file_says_nothing_and_a_missing_one_is_an_error(tmp_path: Path
     assert load(file, {}) == Config()
 
 
-def test_variables_of_client_commands_are_no_settings() -> None:
+def test_config_ignores_variables_of_client_commands() -> None:
     assert load(None, {"EVERLIFT_ADDRESS": "x"}) == Config()
     with pytest.raises(SettingsError, match="EVERLIFT_ADRESS: unknown key"):
         load(None, {"EVERLIFT_ADRESS": "x"})
 
 
-def test_the_state_directory_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_state_dir_follows_xdg_state_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
     assert Config().state_dir == Path("/somewhere/everlift")
 
 
-def test_a_config_survives_the_way_through_plain_values() -> None:
+def test_config_round_trips_through_a_dict() -> None:
     for model in ("model=fake", "model=org/llama"):
         config = load(None, {}, [model, "worker.num_blocks=7", "ledger.url=unix:///x"])
         assert settings.load(Config, settings.to_dict(config)) == config
 
 
-def test_a_fixed_number_of_workers_excludes_an_autoscaler() -> None:
+def test_config_rejects_num_workers_with_an_autoscaler() -> None:
     with pytest.raises(SettingsError, match=r"set autoscale\.min_workers"):
         load(None, {}, ["num_workers=2", "autoscale.max_workers=4"])

@@ -9,7 +9,7 @@ import pytest
 from cluster import endpoint
 
 
-def test_a_cluster_is_found_while_it_runs(tmp_path: Path) -> None:
+def test_endpoint_is_found_only_while_published(tmp_path: Path) -> None:
     assert endpoint.find(tmp_path) == []
     with endpoint.published(tmp_path, ["a:1", "b:2"]):
         assert endpoint.find(tmp_path) == ["a:1", "b:2"]
@@ -17,14 +17,14 @@ def test_a_cluster_is_found_while_it_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_cluster_left_is_not_believed(tmp_path: Path) -> None:
+def test_endpoint_file_of_a_dead_process_is_ignored(tmp_path: Path) -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     (tmp_path / "endpoint.json").write_text(json.dumps({"addresses": ["a:1"], "pid": pid}))
     assert endpoint.find(tmp_path) == []
 
 
-def test_who_ends_first_leaves_the_other_ones_file(tmp_path: Path) -> None:
+def test_endpoint_file_of_another_cluster_is_kept(tmp_path: Path) -> None:
     with endpoint.published(tmp_path, ["a:1"]):
         other = endpoint.published(tmp_path, ["b:2"])
         other.__enter__()
@@ -33,7 +33,7 @@ def test_who_ends_first_leaves_the_other_ones_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_somebody_has_removed_is_no_matter(tmp_path: Path) -> None:
+def test_endpoint_tolerates_a_removed_file(tmp_path: Path) -> None:
     with endpoint.published(tmp_path, ["a:1"]):
         (tmp_path / "endpoint.json").unlink()
 
@@ -45,6 +45,6 @@ def test_a_file_that_somebody_has_removed_is_no_matter(tmp_path: Path) -> None:
         *('{"addresses": ["a:1"], "pid": "1"}', f'{{"addresses": ["a:1"], "pid": {10**30}}}'),
     ],
 )
-def test_a_broken_file_is_no_cluster(tmp_path: Path, text: str) -> None:
+def test_endpoint_malformed_file_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "endpoint.json").write_text(text)
     assert endpoint.find(tmp_path) == []

@@ -71,7 +71,7 @@ async def run(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["requests", *arguments])
 
 
-async def test_all_pages_are_one_table(listing: Listing) -> None:
+async def test_requests_command_joins_pages_in_one_table(listing: Listing) -> None:
     result = await run()
     assert result.exit_code == 0, result.output
     for number in range(5):
@@ -80,7 +80,7 @@ async def test_all_pages_are_one_table(listing: Listing) -> None:
     assert not listing.asked[0].HasField("tenant")
 
 
-async def test_as_json_each_request_is_a_line(listing: Listing) -> None:
+async def test_requests_command_prints_one_json_line_per_request(listing: Listing) -> None:
     result = await run("--json", "--limit", "3", "--tenant", "", "--state", "failed")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert lines[0] == {
@@ -96,7 +96,7 @@ async def test_as_json_each_request_is_a_line(listing: Listing) -> None:
     assert list(listing.asked[0].states) == [pb.REQUEST_STATE_FAILED]
 
 
-async def test_a_state_that_there_is_not_is_told(listing: Listing) -> None:
+async def test_requests_command_rejects_an_unknown_state(listing: Listing) -> None:
     result = await run("--state", "lost")
     assert result.exit_code == 1
     assert "--state must be one of queued, running," in result.stderr

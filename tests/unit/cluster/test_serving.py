@@ -34,11 +34,11 @@ ADDRESSES = ("address", "http_address", "metrics_address")
         ),
     ],
 )
-def test_how_many_workers_there_are_is_said(config: Config, words: str) -> None:
+def test_up_describes_the_number_of_workers(config: Config, words: str) -> None:
     assert workers(config) == words
 
 
-def test_who_has_no_home_is_told_where_the_cluster_is(
+def test_up_without_a_home_directory_prints_the_address(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("HOME", raising=False)
@@ -52,7 +52,7 @@ def test_who_has_no_home_is_told_where_the_cluster_is(
     assert "everlift status --watch --address 127.0.0.1:5" in said.getvalue()
 
 
-def test_addresses_and_paths_are_said_as_they_are() -> None:
+def test_up_shows_brackets_in_addresses_and_paths_literally() -> None:
     cluster = ProcessCluster(Config())
     cluster.routers = [cast("Any", SimpleNamespace(**dict.fromkeys(ADDRESSES, "[fd00::1]:8000")))]
     config = Config(model="/models/[bold]", state_dir=Path("/runs/[/home]"))
@@ -78,24 +78,22 @@ def test_addresses_and_paths_are_said_as_they_are() -> None:
         (["worker.device=cuda"], 512, "the GPU has no room for more: raise worker.tensor_parallel"),
     ],
 )
-def test_a_context_that_is_shorter_than_the_models_is_explained(
-    settings: list[str], longest: int, why: str
-) -> None:
+def test_up_explains_a_shortened_context(settings: list[str], longest: int, why: str) -> None:
     said = Served(1024, longest, True, has_gpus=False).shorter(load(None, {}, settings))
     assert said.startswith(f"{longest} of the model's 1,024 tokens; ")
     assert said.endswith(why)
 
 
-def test_where_a_gpu_is_chosen_its_memory_is_the_reason() -> None:
+def test_up_explains_a_shortened_context_by_gpu_memory() -> None:
     assert "the GPU has no room" in Served(1024, 512, True, has_gpus=True).shorter(Config())
 
 
-def test_a_whole_context_and_one_that_is_not_known_are_not_explained() -> None:
+def test_up_explains_no_full_or_unknown_context() -> None:
     assert Served(1024, 1024, True).shorter(Config()) == ""
     assert Served(1024, 0, True).shorter(Config()) == ""
 
 
-def test_the_first_request_is_one_that_the_model_can_answer(tmp_path: Path) -> None:
+def test_up_suggests_a_request_that_fits_the_model(tmp_path: Path) -> None:
     chat, text = Served(1024, 1024, True), Served(1024, 1024, False)
     other = Config(model=str(tmp_path))
     assert first_request(Config(), chat).startswith('everlift generate "count from')
@@ -108,7 +106,7 @@ def test_the_first_request_is_one_that_the_model_can_answer(tmp_path: Path) -> N
     assert "Bearer $EVERLIFT_API_KEY" in curl(with_keys, chat, "http://here")
 
 
-def test_stages_have_a_line_each_with_their_result() -> None:
+def test_stages_print_one_line_each_with_a_result() -> None:
     said = io.StringIO()
     stages = Stages(Console(file=said, width=200))
     with stages.shown(), stages.stage("ledger", "starting") as stage:
@@ -122,7 +120,7 @@ def test_stages_have_a_line_each_with_their_result() -> None:
     assert said.getvalue().splitlines()[2:] == ["  workers  loading m ..."]
 
 
-def test_a_second_cluster_in_a_state_directory_is_refused(tmp_path: Path) -> None:
+def test_up_rejects_a_second_cluster_in_a_state_directory(tmp_path: Path) -> None:
     config = load(None, {}, [f"state_dir={tmp_path}"])
     _check_alone(config)
     with endpoint.published(tmp_path, ["127.0.0.1:5"]):

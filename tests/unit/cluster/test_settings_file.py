@@ -18,7 +18,7 @@ def problems(directory: Path, text: str, *assignments: str, **environ: str) -> l
     return str(caught.value).replace(f"{file}", "FILE").splitlines()
 
 
-def test_every_wrong_setting_is_reported_with_its_line(tmp_path: Path) -> None:
+def test_settings_file_reports_every_wrong_setting_with_its_line(tmp_path: Path) -> None:
     text = """\
 model: fake
 num_wrokers: 2
@@ -43,7 +43,7 @@ true: 1
     ]
 
 
-def test_a_value_of_the_command_line_is_not_the_files(tmp_path: Path) -> None:
+def test_settings_override_is_reported_without_a_file_line(tmp_path: Path) -> None:
     text = "num_workers: 1\nworker: {max_num_seqs: 0}\n"
     assert problems(tmp_path, text)[0].startswith("FILE:2: worker.max_num_seqs must be")
     overridden = problems(tmp_path, text, "worker.max_num_seqs=-1")
@@ -54,12 +54,12 @@ def test_a_value_of_the_command_line_is_not_the_files(tmp_path: Path) -> None:
     ]
 
 
-def test_a_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
+def test_settings_file_rejects_a_duplicate_key(tmp_path: Path) -> None:
     text = "router:\n  port: 1\n  order: fifo\n  port: 2\n"
     assert problems(tmp_path, text) == ["FILE:4: router.port: is set in line 2 already"]
 
 
-def test_every_wrong_assignment_and_variable_is_reported(tmp_path: Path) -> None:
+def test_settings_report_every_wrong_assignment_and_variable(tmp_path: Path) -> None:
     assert problems(tmp_path, "", "nothing", "router.prot=1", "router.port=x") == [
         "nothing: must be key=value",
         "router.prot: unknown key; did you mean router.port?",

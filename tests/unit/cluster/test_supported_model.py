@@ -31,11 +31,11 @@ async def test_unknown_architecture_is_reported_before_the_tokenizer(
     assert "\n" not in said
 
 
-async def test_an_unsupported_setting_of_a_known_architecture_is_reported(tmp_path: Path) -> None:
+async def test_model_with_an_unsupported_setting_is_rejected(tmp_path: Path) -> None:
     said = await refusal(tmp_path, hidden_act="weird")
     assert "hidden_act 'weird' is not supported" in said
 
 
-async def test_a_supported_model_is_taken(tmp_path: Path) -> None:
+async def test_model_with_a_supported_config_is_accepted(tmp_path: Path) -> None:
     shutil.copy(DEMO_MODEL / "config.json", tmp_path)
     assert await fetched(Config(model=str(tmp_path), state_dir=tmp_path))

@@ -33,7 +33,7 @@ def outputs(tmp_path: Path) -> Path:
     return path
 
 
-def test_from_a_file_to_a_predictor_with_a_report(tmp_path: Path, outputs: Path) -> None:
+def test_train_predictor_writes_a_model_and_a_report(tmp_path: Path, outputs: Path) -> None:
     out = tmp_path / "made" / "lengths.json"
     report = json.loads(everlift(out, "--examples", outputs, "--json"))
     assert report["learnt_from"] == 320 and report["outputs"] == 80
@@ -44,7 +44,7 @@ def test_from_a_file_to_a_predictor_with_a_report(tmp_path: Path, outputs: Path)
     assert [it.name for it in out.parent.iterdir()] == ["lengths.json"]
 
 
-def test_what_is_kept_makes_the_same_predictor_and_has_no_prompts(
+def test_train_predictor_keeps_reusable_examples_without_prompts(
     tmp_path: Path, outputs: Path
 ) -> None:
     first, second, kept = (tmp_path / name for name in ("a.json", "b.json", "kept.jsonl"))
@@ -55,7 +55,7 @@ def test_what_is_kept_makes_the_same_predictor_and_has_no_prompts(
     assert "poem" not in text and "acme" not in text and len(text.splitlines()) == 400
 
 
-def test_files_are_put_together_by_arrival(tmp_path: Path) -> None:
+def test_train_predictor_merges_files_by_arrival(tmp_path: Path) -> None:
     parts = [tmp_path / "later.jsonl", tmp_path / "earlier.jsonl"]
     told = lines(mixed(1, 400))
     parts[0].write_text("\n".join(told[200:]))
@@ -77,7 +77,7 @@ def test_files_are_put_together_by_arrival(tmp_path: Path) -> None:
         ('{"static": [1], "groups": [], "output_tokens": 3}', "ValueError"),
     ],
 )
-def test_a_line_that_is_no_example_is_named_and_not_quoted(
+def test_train_predictor_names_a_malformed_line_without_quoting(
     tmp_path: Path, line: str, cause: str
 ) -> None:
     path = tmp_path / "outputs.jsonl"
@@ -88,6 +88,6 @@ def test_a_line_that_is_no_example_is_named_and_not_quoted(
     assert not (tmp_path / "out.json").exists()
 
 
-def test_without_a_ledger_it_says_so(tmp_path: Path) -> None:
+def test_train_predictor_reports_a_missing_ledger(tmp_path: Path) -> None:
     said = refused(tmp_path / "out.json", "--set", f"state_dir={tmp_path}")
     assert "has no ledger" in said

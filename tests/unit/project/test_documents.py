@@ -36,31 +36,31 @@ def faults(document: Document) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_link_leads_somewhere(path: Path) -> None:
+def test_documents_have_no_dead_link(path: Path) -> None:
     assert not list(Document.read(path).dead_links())
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_module_in_a_table_exists(path: Path) -> None:
+def test_document_tables_name_existing_modules(path: Path) -> None:
     assert missing_modules(path.parent, path.read_text()) == []
 
 
-def test_a_module_that_is_gone_is_found() -> None:
+def test_missing_modules_reports_an_absent_file() -> None:
     text = "| `gone.py`, `conftest.py` | what |"
     assert missing_modules(ROOT / "tests", text) == ["gone.py"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_command_is_one(path: Path) -> None:
+def test_document_commands_are_valid(path: Path) -> None:
     assert not faults(Document.read(path))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_example_in_yaml_is_taken(path: Path) -> None:
+def test_document_yaml_examples_are_valid(path: Path) -> None:
     assert not [what for each in Document.read(path).examples() if (what := fault_of_example(each))]
 
 
-def test_the_readme_and_the_guides_are_read() -> None:
+def test_documents_include_the_readme_and_the_guides() -> None:
     names = {str(path) for path in documents()}
     assert {"README.md", "SECURITY.md", "deploy/RUNBOOK.md", "deploy/guides/tuning.md"} <= names
     assert sum(len(list(Document.read(ROOT / name).commands())) for name in names) > 200
@@ -77,7 +77,7 @@ def test_the_readme_and_the_guides_are_read() -> None:
         "https://example.com/#anything",
     ],
 )
-def test_a_link_that_leads_somewhere(link: str) -> None:
+def test_dead_links_accepts_a_valid_link(link: str) -> None:
     text = f"# A heading, & of two: `max_num_seqs`\n\n## Twice\n\n## Twice\n\n[x]({link})"
     assert list(written(text).links()) == [link]
     assert not list(written(text).dead_links())
@@ -97,7 +97,7 @@ def test_a_link_that_leads_somewhere(link: str) -> None:
         "[x](https:no-host)",
     ],
 )
-def test_a_link_that_leads_nowhere(text: str) -> None:
+def test_dead_links_reports_a_broken_link(text: str) -> None:
     assert len(list(written(text).dead_links())) == 1
 
 
@@ -116,7 +116,7 @@ def test_a_link_that_leads_nowhere(text: str) -> None:
         "`everlift up --config`, `everlift chaos`, `make bench-*`",
     ],
 )
-def test_a_command_that_is_one(text: str) -> None:
+def test_command_check_accepts_a_valid_command(text: str) -> None:
     assert list(written(text).commands())
     assert not faults(written(text))
 
@@ -143,7 +143,7 @@ def test_a_command_that_is_one(text: str) -> None:
         ("`make tests`", "make knows no tests"),
     ],
 )
-def test_a_command_that_is_none(text: str, told: str) -> None:
+def test_command_check_reports_an_invalid_command(text: str, told: str) -> None:
     [what] = faults(written(text)).values()
     assert told in what
 
@@ -159,7 +159,7 @@ def test_a_command_that_is_none(text: str, told: str) -> None:
         ("workers: {min: 1}\nconfig:\n  worker: {max_num_sqes: 8}", "max_num_sqes"),
     ],
 )
-def test_an_example_in_yaml(example: str, told: str) -> None:
+def test_yaml_example_check_reports_its_fault(example: str, told: str) -> None:
     [block] = written(f"```yaml\n{example}\n```").examples()
     what = fault_of_example(block)
     assert told in what and bool(told) == bool(what)

@@ -22,12 +22,12 @@ def cycle(graph: Mapping[str, Set[str]]) -> list[str]:
     return []
 
 
-def test_a_cycle_is_found() -> None:
+def test_cycle_finds_an_import_cycle() -> None:
     assert set(cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-def test_the_product_has_no_import_cycle() -> None:
+def test_product_has_no_import_cycle() -> None:
     graph = imports()
     assert len(graph) > 100
     assert cycle(graph) == []

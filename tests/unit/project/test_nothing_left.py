@@ -23,14 +23,16 @@ def segment() -> Iterator[Path]:
     path.unlink()
 
 
-def test_a_segment_that_is_left_is_told(segment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_shared_memory_fails_the_test(
+    segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conftest, "_PATIENCE_S", 0.0)
     with pytest.raises(AssertionError, match=segment.name), conftest.leaving_nothing():
         segment.write_bytes(b"-" * 4096)
 
 
 @pytest.mark.parametrize("holding", [_MAPPED, _OPEN], ids=["mapped", "open"])
-def test_a_segment_of_somebody_else_is_not_ours(
+def test_leftover_check_ignores_segments_of_other_processes(
     segment: Path, holding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = conftest._things()

@@ -37,7 +37,7 @@ def prepared(path: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_ray_takes_every_cluster(path: Path) -> None:
+def test_ray_up_clusters_are_valid_for_ray(path: Path) -> None:
     config = prepared(path)
     nodes = config["available_node_types"]
     # Machines that are there are all of one type.
@@ -47,7 +47,7 @@ def test_ray_takes_every_cluster(path: Path) -> None:
         assert command.endswith(f"node.sh {role}")
 
 
-def test_containers_are_of_the_image_that_the_dockerfile_makes() -> None:
+def test_ray_up_containers_use_the_built_image() -> None:
     project = tomllib.loads((FILES.parents[1] / "pyproject.toml").read_text())["project"]
     # As tools/build_image.sh tags it.
     tag = f"everlift:{project['version']}"
@@ -57,14 +57,14 @@ def test_containers_are_of_the_image_that_the_dockerfile_makes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_ray_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_ray_up_unknown_key_is_rejected(tmp_path: Path) -> None:
     wrong = yaml.safe_load((FILES / "aws.yaml").read_text()) | {"idle_timeout": 5}
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(wrong))
     with pytest.raises(Exception, match="idle_timeout"):
         prepared(tmp_path / "wrong.yaml")
 
 
-def test_the_settings_are_settings_and_fit_the_clusters() -> None:
+def test_ray_up_settings_load_and_fit_the_clusters() -> None:
     config = load(FILES / "settings.yaml", {})
     assert is_hub_id(config.model)
     assert config.autoscale.is_on
@@ -72,7 +72,7 @@ def test_the_settings_are_settings_and_fit_the_clusters() -> None:
         assert yaml.safe_load(path.read_text())["max_workers"] <= config.most_workers
 
 
-def test_external_access_needs_keys_and_tls() -> None:
+def test_ray_up_external_access_needs_keys_and_tls() -> None:
     text = (FILES / "settings.yaml").read_text()
     assert load(FILES / "settings.yaml", {}).router.access == "ledger"
     uncommented = re.sub(r"^#(?=\w+:|  \w+:)", "", text, flags=re.MULTILINE)
@@ -84,11 +84,11 @@ def test_external_access_needs_keys_and_tls() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)
-def test_the_scripts_can_be_read(script: Path) -> None:
+def test_ray_up_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_ray_starts_with_its_token_and_its_dashboard_on_loopback() -> None:
+def test_ray_up_node_uses_a_token_and_a_loopback_dashboard() -> None:
     script = (FILES / "node.sh").read_text()
     _, _, environment = script.partition("environment() {")
     told = environment.partition("}")[0]
@@ -124,7 +124,7 @@ def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_who_logs_in_finds_the_ledger_that_secrets_name(
+def test_ray_up_login_shell_has_the_ledger_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `ray exec` does, whose `everlift key create` is for the cluster's ledger."""
@@ -150,7 +150,7 @@ def test_who_logs_in_finds_the_ledger_that_secrets_name(
 
 
 @pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (3, 1)])
-def test_a_node_whose_ray_does_not_start_in_time_tries_again(
+def test_ray_up_node_retries_a_failed_ray_start(
     failures: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs, secrets = tmp_path / "everlift" / ".venv" / "bin", tmp_path / "everlift-secrets"
@@ -171,7 +171,7 @@ def test_a_node_whose_ray_does_not_start_in_time_tries_again(
     assert calls.read_text().split() == ["stop", "start"] * attempts
 
 
-def test_the_ledger_is_ended_by_its_number_and_nobody_else(tmp_path: Path) -> None:
+def test_ray_up_stop_ledger_ends_only_its_process(tmp_path: Path) -> None:
     assert node(tmp_path, "stop-ledger").returncode == 0
     here = f"{tmp_path}/everlift/deploy/ray-up/settings.yaml"
     for arguments in (
@@ -187,7 +187,7 @@ def test_the_ledger_is_ended_by_its_number_and_nobody_else(tmp_path: Path) -> No
         assert ledger.wait() == -signal.SIGTERM
 
 
-def test_who_does_not_know_what_to_say_is_told(tmp_path: Path) -> None:
+def test_ray_up_node_prints_usage_without_arguments(tmp_path: Path) -> None:
     told = node(tmp_path)
     assert told.returncode == 2
     first, *_, last = told.stderr.splitlines()
@@ -204,14 +204,14 @@ def secrets(directory: Path, *arguments: str) -> dict[str, str]:
     return {path.name: path.read_text().strip() for path in made.iterdir()}
 
 
-def test_secrets_are_made_once_and_are_nobody_elses(tmp_path: Path) -> None:
+def test_ray_up_secrets_are_private_and_created_once(tmp_path: Path) -> None:
     made = secrets(tmp_path)
     assert set(made) == {"auth_token", "ledger.password"}
     assert len(set(made.values())) == 2
     assert secrets(tmp_path) == made
 
 
-def test_a_ledger_that_is_there_needs_its_url_alone(tmp_path: Path) -> None:
+def test_ray_up_secrets_of_an_external_ledger_have_its_url(tmp_path: Path) -> None:
     made = secrets(tmp_path, "rediss://user:p%40ss@redis.example:6379")
     assert set(made) == {"auth_token", "ledger.url"}
     LedgerConfig(url=made["ledger.url"])

@@ -1,7 +1,8 @@
 """Rules for the product's texts: first words, length of sentences, and retired names.
 
 A text that begins with a pronoun, a preposition or a question word leaves its subject open. The
-rules hold for docstrings, CLI help, metrics, settings and errors.
+rules hold for docstrings, CLI help, metrics, settings and errors. Names of tests begin with the
+unit under test.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ OPEN_SUBJECT = frozenset(
 PREPOSITIONS = frozenset("as one in on at from for to with".split())
 #: Words in a sentence of a user's text, and of a docstring.
 MOST_WORDS, MOST_WORDS_OF_DOCSTRINGS = 30, 45
+
+#: The name of a test does not begin so: there the unit under test is named.
+NO_UNIT = (
+    OPEN_SUBJECT
+    | PREPOSITIONS
+    | frozenset(
+        "a an the every no each all only two some other others both by without if while once there "
+        "another any many several too more so first after nothing late they he she".split()
+    )
+)
+LONGEST_TEST_NAME = 60
 
 #: Earlier names of modules and classes. The README of the code has the names in use.
 RETIRED = frozenset(
@@ -117,11 +129,11 @@ def _faults(texts: Iterator[Text], first_words: frozenset[str], most_words: int)
     ]
 
 
-def test_docstrings_follow_the_rules() -> None:
+def test_docstrings_follow_the_text_rules() -> None:
     assert not _faults(docstrings(), OPEN_SUBJECT | PREPOSITIONS, MOST_WORDS_OF_DOCSTRINGS)
 
 
-def test_user_texts_follow_the_rules() -> None:
+def test_user_texts_follow_the_text_rules() -> None:
     assert not _faults(user_texts(), OPEN_SUBJECT, MOST_WORDS)
 
 
@@ -150,6 +162,18 @@ def test_modules_and_classes_have_no_retired_name() -> None:
         (" ".join(["word"] * 30), False),
     ],
 )
-def test_rules_find_a_faulty_text(text: str, is_fault: bool) -> None:
+def test_text_rules_detect_a_faulty_text(text: str, is_fault: bool) -> None:
     faults = _faults(iter([Text("error", "a.py:1", text)]), OPEN_SUBJECT, MOST_WORDS)
     assert bool(faults) == is_fault
+
+
+def test_names_of_tests_begin_with_the_unit_under_test() -> None:
+    names = [
+        f"{path.relative_to(ROOT)}::{node.name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name.startswith("test_")
+        and (node.name.split("_")[1] in NO_UNIT or len(node.name) > LONGEST_TEST_NAME)
+    ]
+    assert not names

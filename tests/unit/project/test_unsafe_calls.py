@@ -100,7 +100,7 @@ def in_files() -> set[tuple[str, str]]:
     }
 
 
-def test_whatever_runs_what_it_reads_is_listed_with_its_reason() -> None:
+def test_unsafe_calls_are_listed_with_a_reason() -> None:
     assert len(FILES) > 300
     assert in_files() == ALLOWED.keys()
     assert all(len(reason) > 20 for reason in ALLOWED.values())
@@ -124,16 +124,16 @@ def test_whatever_runs_what_it_reads_is_listed_with_its_reason() -> None:
         ("run(command, shell=True)", "shell"),
     ],
 )
-def test_it_is_found_however_it_is_written(text: str, name: str) -> None:
+def test_unsafe_call_is_detected_in_every_spelling(text: str, name: str) -> None:
     assert name in set(found(ast.parse(text)))
 
 
-def test_what_is_closed_is_not() -> None:
+def test_safe_calls_are_not_reported() -> None:
     closed = "yaml.safe_load(a)\nre.compile(b)\nload(c, trust_remote_code=False)\nmodel.eval()"
     assert list(found(ast.parse(closed))) == []
 
 
-def test_no_module_is_run_out_of_the_working_directory() -> None:
+def test_module_runs_exclude_the_working_directory() -> None:
     runs = [run for path in FILES for run in modules_run(ast.parse(path.read_text()))]
     assert len(runs) >= 3
     assert all("-P" in run for run in runs)

@@ -42,7 +42,7 @@ async def test_cached_tokens_are_those_of_the_first_attempt(gateway: Gateway) ->
     assert await usage(gateway) == expected
 
 
-async def test_cached_tokens_need_an_attempt_that_began(
+async def test_cached_tokens_ignore_an_attempt_that_never_began(
     gateway: Gateway,
 ) -> None:
     await gateway.submit(text="prompt")
@@ -76,7 +76,7 @@ async def test_cached_tokens_survive_a_takeover(cached_tokens: int) -> None:
         await gone.requests.stop(0.0)
 
 
-async def test_first_piece_has_the_number_of_prompt_tokens(gateway: Gateway) -> None:
+async def test_stream_head_reports_the_prompt_token_count(gateway: Gateway) -> None:
     live = await gateway.submit(text="prompt")
     gateway.make(await gateway.dispatch(), 0, "a", EOS)
     head, *pieces = await gateway.read(live)

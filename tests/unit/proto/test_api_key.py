@@ -21,7 +21,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
     return made
 
 
-async def test_every_call_has_it(wire: Wire) -> None:
+async def test_api_key_is_sent_with_every_call(wire: Wire) -> None:
     """The router would refuse one without; a fault is refused for another reason."""
     async with wire.router(faults=[Break(1), Break(0)], api_key=KEY) as router:
         async with wire.client(router, api_key=KEY) as client:
@@ -50,7 +50,7 @@ async def test_every_call_has_it(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "ev_1_other"])
-async def test_without_the_right_one_everything_is_refused(wire: Wire, key: str | None) -> None:
+async def test_api_key_missing_or_wrong_is_rejected(wire: Wire, key: str | None) -> None:
     async with wire.router(api_key=KEY) as router, wire.client(router, api_key=key) as client:
         with pytest.raises(Unauthenticated):
             await client.status()
@@ -60,7 +60,7 @@ async def test_without_the_right_one_everything_is_refused(wire: Wire, key: str 
         assert isinstance(error, Unauthenticated)
 
 
-async def test_it_is_in_no_log_error_or_representation(
+async def test_api_key_is_absent_from_logs_errors_and_repr(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -75,7 +75,7 @@ async def test_it_is_in_no_log_error_or_representation(
 
 @pytest.mark.parametrize("bad", ["", "s3cret\n", "s3 cret", "s3crét", "s3cret\x00"])
 @pytest.mark.parametrize("kind", [AsyncClient, Client])
-def test_api_key_unfit_for_a_header_is_refused_unquoted(
+def test_api_key_invalid_in_header_is_rejected_without_echo(
     bad: str, kind: type[AsyncClient] | type[Client]
 ) -> None:
     with pytest.raises(SettingsError, match="api_key must be") as caught:

@@ -5,30 +5,30 @@ import pytest
 from everlift.client.retries import Backoff
 
 
-def test_delays_double_to_200_ms_and_are_1_s_after_3_s() -> None:
+def test_backoff_doubles_to_200_ms_and_is_1_s_after_3_s() -> None:
     backoff = Backoff(100.0, lambda: 1.0)
     moments = [10.0, 10.1, 10.2, 10.4, 12.9, 13.0, 20.0]
     assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.2, 0.2, 1.0, 1.0]
 
 
-def test_who_fails_seldom_is_not_made_to_wait_long() -> None:
+def test_backoff_ramps_up_slowly_for_rare_failures() -> None:
     backoff = Backoff(100.0, lambda: 1.0)
     moments = [0.0, 5.0, 10.0, 15.0, 20.0, 25.0]
     assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
 
 
-def test_jitter_takes_up_to_half_of_a_delay() -> None:
+def test_backoff_jitter_removes_at_most_half_of_delay() -> None:
     assert Backoff(100.0, lambda: 0.0).delay(0.0) == 0.025
 
 
-def test_a_failure_after_the_limit_is_the_last() -> None:
+def test_backoff_stops_after_time_limit() -> None:
     backoff = Backoff(2.0, lambda: 1.0)
     assert backoff.delay(10.0) is not None
     assert backoff.delay(11.8) is not None
     assert backoff.delay(11.9) is None
 
 
-def test_success_begins_anew() -> None:
+def test_backoff_reset_restarts_delays_and_limit() -> None:
     backoff = Backoff(2.0, lambda: 1.0)
     backoff.delay(0.0)
     backoff.reset()
@@ -36,11 +36,11 @@ def test_success_begins_anew() -> None:
 
 
 @pytest.mark.parametrize(("jitter", "delay"), [(0.0, 3.0), (1.0, 3.75)])
-def test_a_longer_wait_can_be_asked_for_and_is_never_cut_short(jitter: float, delay: float) -> None:
+def test_backoff_delay_is_never_below_requested_minimum(jitter: float, delay: float) -> None:
     assert Backoff(10.0, lambda: jitter).delay(0.0, at_least=3.0) == delay
 
 
-def test_it_may_go_on_for_hours() -> None:
+def test_backoff_supports_limit_of_hours() -> None:
     backoff, now = Backoff(7200.0, lambda: 0.5), 0.0
     while (delay := backoff.delay(now)) is not None:
         now += delay

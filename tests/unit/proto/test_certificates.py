@@ -32,7 +32,7 @@ def tls_of(pair: Pair, ca: Path | str = "") -> Tls:
     return Tls(str(ca), str(pair.cert), str(pair.key))
 
 
-def test_half_a_pair_is_refused_and_named() -> None:
+def test_tls_config_rejects_incomplete_pair() -> None:
     with pytest.raises(ValueError, match="cert must be set together with key"):
         Tls(cert="a")
     with pytest.raises(ValueError, match="tls_cert must be set together with tls_key"):
@@ -43,9 +43,7 @@ def test_half_a_pair_is_refused_and_named() -> None:
         InternalTls(cert="a", key="b")
 
 
-def test_files_are_found_from_wherever_a_process_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tls_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Tls("ca", "cert", "key").files == tuple(
         str(tmp_path / name) for name in ("ca", "cert", "key")
@@ -55,7 +53,7 @@ def test_files_are_found_from_wherever_a_process_runs(
 
 
 @pytest.mark.parametrize("what", ["missing", "directory", "text", "half", "key", "other's key"])
-def test_a_file_that_is_of_no_use_is_named(
+def test_tls_error_names_unusable_file(
     ours: Authority, pair: Pair, tmp_path: Path, what: str
 ) -> None:
     bad = tmp_path / "bad.pem"
@@ -77,7 +75,7 @@ def test_a_file_that_is_of_no_use_is_named(
                 make(tls)
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked(pair: Pair, tmp_path: Path) -> None:
+def test_encrypted_key_is_rejected_without_prompt(pair: Pair, tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
     command = f"openssl ec -in {pair.key} -aes256 -passout pass:secret -out {locked}"
     subprocess.run(command.split(), check=True, capture_output=True)
@@ -85,13 +83,13 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked(pair: Pair, tmp_path: P
         certificates.pem(tls_of(Pair(pair.cert, locked)))
 
 
-def test_a_key_is_not_shown(pair: Pair) -> None:
+def test_pem_repr_hides_private_key(pair: Pair) -> None:
     shown = repr(certificates.pem(tls_of(pair)).current())
     assert "CERTIFICATE" in shown
     assert "PRIVATE" not in shown
 
 
-def test_the_files_of_a_secret_change_together(ours: Authority, tmp_path: Path) -> None:
+def test_pem_reloads_rotated_secret_files_together(ours: Authority, tmp_path: Path) -> None:
     secret = Secret(tmp_path / "secret")
     first, second = ours.issue("first"), ours.issue("second")
     secret.hold(first, ours.ca)
@@ -110,7 +108,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.levelname for record in caplog.records]
 
 
-def test_what_is_half_written_changes_nothing_and_is_said_once(
+def test_pem_ignores_partial_update_and_logs_it_once(
     ours: Authority, pair: Pair, tmp_path: Path, said: Callable[[], list[str]]
 ) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -134,7 +132,7 @@ def test_what_is_half_written_changes_nothing_and_is_said_once(
     assert said() == ["ERROR"] * 3 + ["INFO"]
 
 
-def test_what_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+def test_reloaded_rereads_file_changed_during_read(tmp_path: Path) -> None:
     file, left = tmp_path / "file", 2
 
     def read() -> str:
@@ -187,9 +185,7 @@ async def names(port: int, tls: Tls, protocols: tuple[str, ...] = ()) -> tuple[s
             pass
 
 
-async def test_a_server_shows_new_clients_the_new_certificate(
-    ours: Authority, tmp_path: Path
-) -> None:
+async def test_server_context_presents_renewed_certificate(ours: Authority, tmp_path: Path) -> None:
     secret = Secret(tmp_path / "secret")
     secret.hold(ours.issue("first"), ours.ca)
     trusting = Tls(ca=str(ours.ca))
@@ -200,9 +196,7 @@ async def test_a_server_shows_new_clients_the_new_certificate(
         assert await names(port, trusting, ("h2", "http/1.1")) == ("second", "h2")
 
 
-async def test_a_server_lets_in_whose_authority_it_has_by_then(
-    ours: Authority, tmp_path: Path
-) -> None:
+async def test_server_context_reloads_client_authority(ours: Authority, tmp_path: Path) -> None:
     others = Authority(tmp_path / "others")
     us, them = (tls_of(each.issue("client"), ours.ca) for each in (ours, others))
     secret, server = Secret(tmp_path / "secret"), ours.issue("server")

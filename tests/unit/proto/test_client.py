@@ -81,11 +81,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_stream_yields_each_token_with_its_text_once(wire: Wire) -> None:
+async def test_stream_yields_each_token_with_text_once(wire: Wire) -> None:
     assert await chunks(wire) == (CHUNKS, ["Generate"])
 
 
-async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing(wire: Wire) -> None:
+async def test_stream_has_reason_usage_and_timing_after_last_chunk(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(PROMPT, max_tokens=3)
         assert (stream.finish_reason, stream.usage, stream.timing) == (None, None, None)
@@ -100,19 +100,19 @@ async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing(wire:
 
 @pytest.mark.parametrize("fault", [Break, BreakOff])
 @pytest.mark.parametrize("offset", range(6))
-async def test_a_stream_that_breaks_at_any_offset_goes_on_exactly_there(
+async def test_stream_resumes_at_offset_of_break(
     wire: Wire, offset: int, fault: type[Break] | type[BreakOff]
 ) -> None:
     assert await chunks(wire, fault(offset)) == (CHUNKS, ["Generate", f"Attach {offset}"])
 
 
-async def test_a_stream_that_breaks_before_every_token_is_complete(wire: Wire) -> None:
+async def test_stream_survives_break_before_every_token(wire: Wire) -> None:
     got, calls = await chunks(wire, *(Break(offset) for offset in range(6)))
     assert got == CHUNKS
     assert calls == ["Generate"] + [f"Attach {offset}" for offset in range(6)]
 
 
-async def test_text_that_comes_with_the_end_survives_a_break_before_it(wire: Wire) -> None:
+async def test_stream_tail_text_survives_break(wire: Wire) -> None:
     def answer(submission: Submission) -> Output:
         return Output(((7, "a"), (8, "")), tail="b")
 
@@ -126,24 +126,22 @@ async def test_text_that_comes_with_the_end_survives_a_break_before_it(wire: Wir
 
 
 @pytest.mark.parametrize("offset", range(5))
-async def test_a_repeated_piece_is_dropped(wire: Wire, offset: int) -> None:
+async def test_stream_drops_repeated_piece(wire: Wire, offset: int) -> None:
     assert await chunks(wire, Repeat(offset)) == (CHUNKS, ["Generate"])
 
 
 @pytest.mark.parametrize("offset", range(4))
-async def test_a_piece_that_overlaps_the_last_one_is_asked_for_again(
-    wire: Wire, offset: int
-) -> None:
+async def test_stream_reattaches_after_overlapping_piece(wire: Wire, offset: int) -> None:
     assert await chunks(wire, Overlap(offset)) == (CHUNKS, ["Generate", f"Attach {offset + 1}"])
 
 
-async def test_a_gap_is_data_loss(wire: Wire) -> None:
+async def test_stream_gap_raises_data_loss(wire: Wire) -> None:
     with pytest.raises(DataLoss, match="offsets 2 to 2"):
         await chunks(wire, Skip(2))
 
 
 @pytest.mark.parametrize("error", [RouterStopping, LedgerUnavailable])
-async def test_a_router_that_cannot_take_it_now_is_asked_again(
+async def test_stream_retries_temporarily_unavailable_router(
     wire: Wire, error: type[EverliftError]
 ) -> None:
     assert await chunks(wire, Refuse(error())) == (CHUNKS, ["Generate", "Generate"])
@@ -151,12 +149,12 @@ async def test_a_router_that_cannot_take_it_now_is_asked_again(
     assert got == (CHUNKS, ["Generate", "Attach 2", "Attach 2"])
 
 
-async def test_what_was_accepted_and_is_unknown_now_is_data_loss(wire: Wire) -> None:
+async def test_stream_of_lost_request_raises_data_loss(wire: Wire) -> None:
     with pytest.raises(DataLoss, match="lost a request that it had accepted"):
         await chunks(wire, Break(2), Refuse(UnknownRequest()))
 
 
-async def test_every_error_comes_back_as_itself_with_its_cause(wire: Wire) -> None:
+async def test_client_raises_each_error_type_with_its_message(wire: Wire) -> None:
     final = [e for e in errors.BY_SLUG.values() if e.grpc_status != "UNAVAILABLE"]
     assert len(final) > 12
     async with wire.router(faults=[Refuse(e(f"why {e.slug}")) for e in final]) as router:
@@ -167,7 +165,7 @@ async def test_every_error_comes_back_as_itself_with_its_cause(wire: Wire) -> No
                 assert type(caught.value) is error
 
 
-async def test_an_error_says_when_to_come_again(wire: Wire) -> None:
+async def test_client_error_carries_retry_after(wire: Wire) -> None:
     async with wire.router(faults=[Refuse(QueueFull(retry_after_s=1.5))]) as router:
         async with wire.client(router, retry_s=1.4) as client:
             with pytest.raises(QueueFull) as caught:
@@ -175,7 +173,7 @@ async def test_an_error_says_when_to_come_again(wire: Wire) -> None:
     assert caught.value.retry_after_s == 1.5
 
 
-async def test_after_an_error_a_stream_is_over(wire: Wire) -> None:
+async def test_stream_ends_after_error(wire: Wire) -> None:
     async with wire.router(faults=[Refuse(EmptyPrompt())]) as router:
         async with wire.client(router) as client:
             async with client.generate(PROMPT) as stream:
@@ -185,7 +183,7 @@ async def test_after_an_error_a_stream_is_over(wire: Wire) -> None:
     assert router.calls == ["Generate"]
 
 
-async def test_a_router_that_never_answers_is_given_up_after_reconnect_s() -> None:
+async def test_client_gives_up_on_silent_router_after_reconnect_s() -> None:
     async with AsyncClient(f"127.0.0.1:{free_port()}", reconnect_s=0.3) as client:
         with pytest.raises(Unreachable):
             await client.generate(PROMPT).text()
@@ -193,13 +191,13 @@ async def test_a_router_that_never_answers_is_given_up_after_reconnect_s() -> No
             await client.status()
 
 
-async def test_a_deadline_ends_the_search_for_a_router() -> None:
+async def test_deadline_ends_search_for_router() -> None:
     async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
         with pytest.raises(DeadlineExceeded, match="no router answered"):
             await client.generate(PROMPT, timeout_s=0.3).text()
 
 
-async def test_a_deadline_ends_a_stream_that_holds(wire: Wire) -> None:
+async def test_deadline_ends_stalled_stream(wire: Wire) -> None:
     async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT, timeout_s=0.3)
         assert (await anext(stream), await anext(stream)) == (CHUNKS[0], CHUNKS[1])
@@ -207,7 +205,7 @@ async def test_a_deadline_ends_a_stream_that_holds(wire: Wire) -> None:
             await anext(stream)
 
 
-async def test_a_router_that_stops_and_starts_again_is_found_again(wire: Wire) -> None:
+async def test_stream_resumes_after_router_restart(wire: Wire) -> None:
     async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         got = [await anext(stream), await anext(stream)]
@@ -218,7 +216,7 @@ async def test_a_router_that_stops_and_starts_again_is_found_again(wire: Wire) -
         assert got == CHUNKS[:2]
 
 
-async def test_the_next_router_is_asked_when_one_is_gone() -> None:
+async def test_client_fails_over_from_stopped_router() -> None:
     async with FakeRouter() as router:
         targets = [f"127.0.0.1:{free_port()}", router.address]
         async with AsyncClient(targets) as client:
@@ -227,7 +225,7 @@ async def test_the_next_router_is_asked_when_one_is_gone() -> None:
             assert (await client.status()).completed == 1
 
 
-async def test_the_next_router_is_asked_when_one_is_frozen(
+async def test_client_fails_over_from_frozen_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernel still takes connections."""
@@ -242,14 +240,14 @@ async def test_the_next_router_is_asked_when_one_is_frozen(
                     await client.status()
 
 
-async def test_closing_a_stream_cancels_its_request(wire: Wire) -> None:
+async def test_stream_close_cancels_request(wire: Wire) -> None:
     async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         async with client.generate(PROMPT) as stream:
             await anext(stream)
         assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
 
 
-async def test_a_cancelled_task_cancels_its_request(wire: Wire) -> None:
+async def test_stream_task_cancellation_cancels_request(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
 
@@ -265,19 +263,19 @@ async def test_a_cancelled_task_cancels_its_request(wire: Wire) -> None:
         assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
 
 
-async def test_closing_a_finished_stream_calls_nothing(wire: Wire) -> None:
+async def test_stream_close_after_end_makes_no_call(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         async with client.generate(PROMPT) as stream:
             await stream.text()
         assert router.calls == ["Generate"]
 
 
-async def test_closing_a_stream_without_a_router_does_not_fail() -> None:
+async def test_stream_close_without_router_does_not_fail() -> None:
     async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
         await client.generate(PROMPT).aclose()
 
 
-async def test_closing_an_attached_stream_only_leaves(wire: Wire) -> None:
+async def test_attached_stream_close_does_not_cancel_request(wire: Wire) -> None:
     async with wire.router(faults=[Hold(2), Hold(2)]) as router:
         async with wire.client(router) as client:
             owner = client.generate(PROMPT)
@@ -288,7 +286,7 @@ async def test_closing_an_attached_stream_only_leaves(wire: Wire) -> None:
             await owner.aclose()
 
 
-async def test_closing_the_client_breaks_its_streams_and_cancels_nothing(wire: Wire) -> None:
+async def test_client_close_breaks_streams_without_cancelling(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router:
         client = wire.client(router)
         stream = client.generate(PROMPT)
@@ -319,7 +317,7 @@ async def choices(wire: Wire, *faults: Fault | None) -> tuple[list[str], Stream,
             return await stream.texts(), stream, router.calls
 
 
-async def test_a_stream_of_several_choices_tells_them_apart(wire: Wire) -> None:
+async def test_stream_separates_choices(wire: Wire) -> None:
     texts, stream, calls = await choices(wire)
     assert texts == ["abc!", "x?", "kl"]
     assert stream.finish_reasons == dict.fromkeys(range(3), FinishReason.STOP)
@@ -341,7 +339,7 @@ async def test_a_stream_of_several_choices_tells_them_apart(wire: Wire) -> None:
         (0, 3, "Attach 3 1 2"),
     ],
 )
-async def test_each_choice_goes_on_exactly_where_it_broke(
+async def test_stream_resumes_each_choice_at_its_offset(
     wire: Wire, fault: type[Break] | type[BreakOff], choice: int, offset: int, attach: str
 ) -> None:
     texts, stream, calls = await choices(wire, fault(offset, choice))
@@ -350,7 +348,7 @@ async def test_each_choice_goes_on_exactly_where_it_broke(
     assert calls == ["Generate", attach]
 
 
-async def test_faults_of_one_choice_do_not_touch_the_others(wire: Wire) -> None:
+async def test_stream_fault_of_one_choice_leaves_others_intact(wire: Wire) -> None:
     assert (await choices(wire, Repeat(1, choice=2)))[0] == ["abc!", "x?", "kl"]
     texts, _, calls = await choices(wire, Overlap(0, choice=2))
     assert (texts, calls) == (["abc!", "x?", "kl"], ["Generate", "Attach 2 1 1"])
@@ -358,7 +356,7 @@ async def test_faults_of_one_choice_do_not_touch_the_others(wire: Wire) -> None:
         await choices(wire, Skip(0, choice=2))
 
 
-async def test_choices_can_be_attached_to_each_from_its_own_offset(wire: Wire) -> None:
+async def test_attach_takes_one_offset_per_choice(wire: Wire) -> None:
     async with wire.router(lambda _: ABC) as router, wire.client(router) as client:
         request_id = client.generate(PROMPT, n=3).request_id
         await client.generate(PROMPT, n=3, request_id=request_id).text()
@@ -374,7 +372,7 @@ async def test_choices_can_be_attached_to_each_from_its_own_offset(wire: Wire) -
             await client.attach(request_id, [0, 0, 0, 0]).text()
 
 
-async def test_chunks_bring_the_log_probabilities_of_their_tokens(wire: Wire) -> None:
+async def test_chunks_carry_logprobs_of_their_tokens(wire: Wire) -> None:
     logprobs = tuple(TokenLogprobs(-float(at), at + 1, ((7, -0.5),)) for at in range(3))
     output = Output(((1, "a"), (2, "b"), (3, "c")), logprobs=logprobs, prompt_logprobs=logprobs[:2])
     async with wire.router(lambda _: output, [Break(1), Break(2)]) as router:
@@ -385,7 +383,7 @@ async def test_chunks_bring_the_log_probabilities_of_their_tokens(wire: Wire) ->
     assert stream.prompt_logprobs == logprobs[:2]
 
 
-async def test_a_request_can_be_attached_to_from_any_offset(wire: Wire) -> None:
+async def test_attach_accepts_any_offset(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         await stream.text()
@@ -394,7 +392,7 @@ async def test_a_request_can_be_attached_to_from_any_offset(wire: Wire) -> None:
             assert got == CHUNKS[offset:]
 
 
-async def test_a_request_can_be_attached_to_behind_what_was_received(wire: Wire) -> None:
+async def test_attach_continues_after_received_tokens(wire: Wire) -> None:
     async with wire.router(lambda _: ABC) as router, wire.client(router) as client:
         request_id = client.generate(PROMPT, n=3).request_id
         stream = client.generate(PROMPT, n=3, request_id=request_id)
@@ -412,7 +410,7 @@ async def test_a_request_can_be_attached_to_behind_what_was_received(wire: Wire)
             client.attach(request_id, 1, received=[[1]])
 
 
-async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out(wire: Wire) -> None:
+async def test_stream_is_readable_after_read_timeout(wire: Wire) -> None:
     async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         got = [await anext(stream), await anext(stream)]
@@ -421,7 +419,7 @@ async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out(wire: Wire) -
         assert got + [chunk async for chunk in stream] == CHUNKS
 
 
-async def test_the_same_id_is_the_same_request_and_another_body_a_conflict(wire: Wire) -> None:
+async def test_request_id_is_idempotent_and_conflicts_on_other_body(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         assert await client.generate(PROMPT, request_id="a").text() == TEXT
         assert await client.generate(PROMPT, request_id="a", timeout_s=9).text() == TEXT
@@ -429,7 +427,7 @@ async def test_the_same_id_is_the_same_request_and_another_body_a_conflict(wire:
             await client.generate("another", request_id="a").text()
 
 
-async def test_calls_answer_about_a_request(wire: Wire) -> None:
+async def test_client_gets_and_cancels_requests_by_id(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="a").text()
         known = await client.get_request("a")
@@ -441,7 +439,7 @@ async def test_calls_answer_about_a_request(wire: Wire) -> None:
                 await call
 
 
-async def test_a_cancelled_request_ends_with_cancelled_for_its_readers(wire: Wire) -> None:
+async def test_cancel_ends_streams_with_cancelled(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         await anext(stream)
@@ -450,7 +448,7 @@ async def test_a_cancelled_request_ends_with_cancelled_for_its_readers(wire: Wir
             await anext(stream)
 
 
-async def test_every_option_reaches_the_router(wire: Wire) -> None:
+async def test_generate_options_reach_router(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(
             [5, 6],
@@ -479,7 +477,7 @@ async def test_every_option_reaches_the_router(wire: Wire) -> None:
     assert (sampling.min_p, sampling.seed) == (0.125, 9)
 
 
-async def test_every_option_of_choices_and_logits_reaches_the_router(wire: Wire) -> None:
+async def test_choice_and_logit_options_reach_router(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(
             PROMPT,
@@ -521,7 +519,7 @@ async def test_every_option_of_choices_and_logits_reaches_the_router(wire: Wire)
         ({"choice": "yes"}, ("choice", ("yes",))),
     ],
 )
-async def test_the_form_of_the_output_reaches_the_router(
+async def test_grammar_options_reach_router(
     wire: Wire, option: GenerateOptions, expected: tuple[str, tuple[str, ...]]
 ) -> None:
     async with wire.router() as router, wire.client(router) as client:
@@ -531,13 +529,13 @@ async def test_the_form_of_the_output_reaches_the_router(
     assert (grammar.kind.value, grammar.texts) == expected
 
 
-async def test_client_requests_have_a_grace_by_default(wire: Wire) -> None:
+async def test_client_requests_default_to_disconnect_grace(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="r").text()
         assert router.requests["r"].submission.on_disconnect is OnDisconnect.GRACE
 
 
-async def test_what_cannot_be_sent_is_refused_at_once() -> None:
+async def test_generate_rejects_invalid_arguments() -> None:
     client = AsyncClient("127.0.0.1:1")
     with pytest.raises(OutOfRange):
         client.generate("x", max_tokens=-1)
@@ -578,7 +576,7 @@ async def test_what_cannot_be_sent_is_refused_at_once() -> None:
         (lambda client: client.attach("r", received=[[1 << 40]]).text(), OutOfRange),
     ],
 )
-async def test_no_call_is_made_with_what_no_message_can_hold(
+async def test_client_rejects_unencodable_values_without_a_call(
     wire: Wire, call: Callable[[AsyncClient], Awaitable[object]], error: type[Exception]
 ) -> None:
     async with wire.router() as router:
@@ -588,7 +586,7 @@ async def test_no_call_is_made_with_what_no_message_can_hold(
         assert router.calls == []
 
 
-async def test_the_blocking_client_does_all_of_this_too(wire: Wire) -> None:
+async def test_blocking_client_streams_attaches_and_cancels(wire: Wire) -> None:
     def work(client: Client) -> None:
         with client:
             stream = client.generate(PROMPT, request_id="a")
@@ -614,7 +612,7 @@ async def test_the_blocking_client_does_all_of_this_too(wire: Wire) -> None:
         await asyncio.to_thread(work, wire.blocking(router))
 
 
-async def test_leaving_a_blocking_stream_cancels_its_request(wire: Wire) -> None:
+async def test_blocking_stream_exit_cancels_request(wire: Wire) -> None:
     def work(client: Client) -> None:
         with client, client.generate(PROMPT, request_id="a") as stream:
             assert next(stream) == CHUNKS[0]
@@ -625,7 +623,7 @@ async def test_leaving_a_blocking_stream_cancels_its_request(wire: Wire) -> None
 
 
 @pytest.mark.parametrize(("offset", "word"), [(2, "two"), (5, "none")])
-async def test_who_goes_on_behind_other_tokens_hears_of_it(
+async def test_stream_raises_data_loss_for_diverged_tokens(
     wire: Wire, offset: int, word: str
 ) -> None:
     """The router has made again what it lost: one token is another one, or missing."""
@@ -642,7 +640,7 @@ async def test_who_goes_on_behind_other_tokens_hears_of_it(
                 await anext(stream)
 
 
-async def test_who_attaches_in_the_middle_need_not_say_what_was_before(wire: Wire) -> None:
+async def test_attach_at_offset_needs_no_earlier_tokens(wire: Wire) -> None:
     async with wire.router(faults=[None, Break(4)]) as router:
         async with wire.client(router) as client:
             await client.generate(PROMPT, request_id="r").text()
@@ -650,7 +648,7 @@ async def test_who_attaches_in_the_middle_need_not_say_what_was_before(wire: Wir
             assert router.calls == ["Generate", "Attach 3", "Attach 4"]
 
 
-async def test_a_request_can_be_forgotten(wire: Wire) -> None:
+async def test_forget_removes_request(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="r").text()
         await client.forget("r")
@@ -659,7 +657,7 @@ async def test_a_request_can_be_forgotten(wire: Wire) -> None:
                 await ask("r")
 
 
-async def test_a_deadline_counts_from_the_first_call(wire: Wire) -> None:
+async def test_client_deadline_starts_at_first_call(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(PROMPT, timeout_s=9.0)
         await asyncio.sleep(0.05)

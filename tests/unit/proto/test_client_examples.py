@@ -52,18 +52,18 @@ async def names() -> AsyncIterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("member", METHODS)
-async def test_each_method_shows_what_it_does(member: Any, names: dict[str, Any]) -> None:
+async def test_method_docstring_examples_run(member: Any, names: dict[str, Any]) -> None:
     assert await check(member.__doc__, names)
 
 
 @pytest.mark.parametrize("kind", [AsyncClient, Stream, ManyStream, FakeTransport])
-async def test_each_class_shows_how_it_is_used(kind: type, names: dict[str, Any]) -> None:
+async def test_class_docstring_examples_run(kind: type, names: dict[str, Any]) -> None:
     assert kind.__doc__ is not None
     assert await check(kind.__doc__, names)
 
 
 @pytest.mark.parametrize("module", [client, blocking, testing])
-async def test_each_module_shows_how_it_is_used(module: Any, names: dict[str, Any]) -> None:
+async def test_module_docstring_examples_run(module: Any, names: dict[str, Any]) -> None:
     def somewhere(kind: type) -> Any:
         """Whatever address a text names, a fake router is there."""
         return lambda address, transport=None: kind(address, transport=transport or FakeTransport())
@@ -74,6 +74,6 @@ async def test_each_module_shows_how_it_is_used(module: Any, names: dict[str, An
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-async def test_the_readmes_programs_run(block: str, names: dict[str, Any]) -> None:
+async def test_readme_programs_run(block: str, names: dict[str, Any]) -> None:
     async with FakeRouter() as router:
         await run(block.replace("127.0.0.1:50051", router.address), names)

@@ -49,23 +49,23 @@ def blocking(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], Any
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_both_have_the_same_names(one: type, other: type) -> None:
+def test_blocking_client_has_names_of_async_client(one: type, other: type) -> None:
     assert {NAMES.get(name, name) for name in surface(one)} == surface(other).keys()
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_both_have_the_same_signatures(one: type, other: type) -> None:
+def test_blocking_client_has_signatures_of_async_client(one: type, other: type) -> None:
     for name, member in surface(one).items():
         there = getattr(other, NAMES.get(name, name))
         if not isinstance(member, property):
             assert blocking(member) == blocking(there), name
 
 
-def test_both_are_made_in_the_same_way() -> None:
+def test_blocking_client_has_constructor_of_async_client() -> None:
     assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
 
 
-def test_every_call_of_the_contract_is_offered() -> None:
+def test_client_offers_every_service_method() -> None:
     named = {
         "GetStatus": "status",
         "ListModels": "models",

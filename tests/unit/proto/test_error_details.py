@@ -30,7 +30,7 @@ def unpacked(status: status_pb2.Status, kind: type[Any]) -> Any:
 
 
 @pytest.mark.parametrize("slug", BY_SLUG)
-def test_an_error_is_the_same_at_the_other_end(slug: str) -> None:
+def test_error_details_round_trip(slug: str) -> None:
     sent = BY_SLUG[slug]("why", retry_after_s=1.25, field="top_p")
     received = error_details.decode(error_details.encode(sent, 3))
     assert received is not None
@@ -38,7 +38,7 @@ def test_an_error_is_the_same_at_the_other_end(slug: str) -> None:
     assert (received.retry_after_s, received.field) == (1.25, "top_p")
 
 
-def test_google_s_classes_read_ours() -> None:
+def test_error_details_are_readable_by_google_rpc() -> None:
     status = google(QueueFull("full", retry_after_s=1.5))
     assert (status.code, status.message) == (INVALID_ARGUMENT, "full")
     info = unpacked(status, error_details_pb2.ErrorInfo)
@@ -50,14 +50,14 @@ def test_google_s_classes_read_ours() -> None:
     assert (violation.field, violation.description) == ("temperature", "too hot")
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_error_details_omit_unset_fields() -> None:
     assert len(google(UnknownRequest("who")).details) == 1
     received = error_details.decode(error_details.encode(UnknownRequest("who"), 5))
     assert received is not None
     assert (received.retry_after_s, received.field) == (None, "")
 
 
-def test_ours_read_google_s() -> None:
+def test_error_details_decode_google_rpc_status() -> None:
     status = status_pb2.Status(code=8, message="full")
     status.details.add().Pack(error_details_pb2.Help())
     status.details.add().Pack(
@@ -73,7 +73,7 @@ def test_ours_read_google_s() -> None:
     assert (str(error), error.retry_after_s) == ("full", 0.25)
 
 
-def test_the_messages_have_google_s_fields() -> None:
+def test_error_messages_have_google_rpc_fields() -> None:
     for ours, theirs in (
         (pb.Status, status_pb2.Status),
         (pb.ErrorInfo, error_details_pb2.ErrorInfo),
@@ -87,19 +87,19 @@ def test_the_messages_have_google_s_fields() -> None:
 
 
 @pytest.mark.parametrize("domain", ["", "googleapis.com"])
-def test_somebody_else_s_error_is_none_of_ours(domain: str) -> None:
+def test_error_details_ignore_foreign_domain(domain: str) -> None:
     status = status_pb2.Status(code=8)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="queue_full", domain=domain))
     assert error_details.decode(status.SerializeToString()) is None
 
 
 @given(st.binary(max_size=64))
-def test_bytes_that_are_no_error_are_none(data: bytes) -> None:
+def test_error_details_tolerate_malformed_bytes(data: bytes) -> None:
     error_details.decode(data)
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "\n", "🙂", "\ud800"])
-async def test_a_cause_of_any_length_reaches_its_client(letter: str) -> None:
+async def test_error_message_of_any_length_reaches_client(letter: str) -> None:
     sent = OutOfRange(letter * 100_000, retry_after_s=1e-9 + 86_399, field="a_field_of_the_request")
 
     async def refuse(request: bytes, context: Any) -> bytes:

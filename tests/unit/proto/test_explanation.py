@@ -62,7 +62,7 @@ def seconds(explanation: pb.Explanation) -> float:
     return sum(span.seconds for span in explanation.spans)
 
 
-def test_it_says_what_was_predicted_and_what_came() -> None:
+def test_explanation_has_predictions_and_outcome() -> None:
     explanation = told(journal(), CAME + 6)
     assert explanation.total_s == seconds(explanation) == 6.0
     assert (explanation.predicted_output_tokens, explanation.output_tokens) == (7, 4)
@@ -72,7 +72,7 @@ def test_it_says_what_was_predicted_and_what_came() -> None:
 
 
 @pytest.mark.parametrize("attempts, names", [(1, 0), (1, 8), (3, 8), (8, 8), (64, 8)])
-def test_what_the_ledger_keeps_has_its_bound_and_adds_up(attempts: int, names: int) -> None:
+def test_packed_explanation_is_bounded_and_sums_up(attempts: int, names: int) -> None:
     explanation = told(journal(attempts, names), CAME + 1000, attempts)
     data = packed(explanation)
     assert len(data) <= MAX_BYTES
@@ -84,7 +84,7 @@ def test_what_the_ledger_keeps_has_its_bound_and_adds_up(attempts: int, names: i
     assert len(read.attempts[-1].neighbours) == names
 
 
-def test_first_attempts_give_way_where_not_even_their_times_fit() -> None:
+def test_packed_explanation_drops_earliest_attempts() -> None:
     explanation = told(journal(8), CAME + 1000, 8)
     for attempt in explanation.attempts:
         attempt.worker_id = "w" * 600
@@ -93,7 +93,7 @@ def test_first_attempts_give_way_where_not_even_their_times_fit() -> None:
     assert seconds(read) == pytest.approx(read.total_s) == pytest.approx(1000.0)
 
 
-def test_the_ledgers_events_say_what_came_behind_what_it_was_told() -> None:
+def test_kept_explanation_adds_time_from_ledger_events() -> None:
     data = packed(told(journal(), CAME + 6))
     over = replace(entry(State.FINISHED), finish_reasons=(FinishReason.STOP,))
     events = (Event(over.arrived, "open", "g"), Event(LEDGER + CAME + 6.5, "finish", ""))
@@ -103,7 +103,7 @@ def test_the_ledgers_events_say_what_came_behind_what_it_was_told() -> None:
     assert seconds(explanation) == explanation.total_s == 6.5
 
 
-def test_of_what_nobody_explained_the_ledger_tells_the_whole() -> None:
+def test_kept_explanation_is_built_from_events_alone() -> None:
     over = entry(State.CANCELLED)
     events = (Event(over.arrived, "open", "g"), Event(over.arrived + 3, "end", "cancelled"))
     explanation = kept(stored(b"", over, LEDGER + 1e6), events)
@@ -111,7 +111,7 @@ def test_of_what_nobody_explained_the_ledger_tells_the_whole() -> None:
     assert explanation.total_s == 3.0
 
 
-def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
+def test_resumed_explanation_continues_that_of_last_gateway() -> None:
     first = journal()
     first.readable(CAME + 4)
     data = packed(told(first, CAME + 6))
@@ -128,7 +128,7 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     assert explanation.bypassed == 2 + 1
 
 
-def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
+def test_resumed_explanation_keeps_count_of_dropped_attempts() -> None:
     first = told(journal(12), CAME + 100, attempts=12)
     heir = resumed(stored(packed(first), entry(attempts=12), LEDGER + CAME + 101), now=101.0)
     explanation = told(heir, 102.0, attempts=12)
@@ -144,11 +144,11 @@ def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
     assert seconds(explanation) == pytest.approx(explanation.total_s)
 
 
-def test_every_kind_has_a_label() -> None:
+def test_span_kinds_all_have_labels() -> None:
     assert set(LABELS) == set(pb.SpanKind.values()) - {pb.SPAN_KIND_UNSPECIFIED}
 
 
-def test_programs_are_told_where_each_span_begins() -> None:
+def test_explanation_json_has_start_of_each_span() -> None:
     spans = [
         pb.Span(kind=pb.SPAN_KIND_QUEUE, seconds=0.25, attempt=1),
         pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.5, attempt=1),

@@ -25,10 +25,10 @@ VERIFICATION = (
         ("UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused", ""),
     ],
 )
-def test_the_reason(details: str, said: str) -> None:
+def test_refusal_explains_failed_handshake(details: str, said: str) -> None:
     assert said in refusal(FAILED + details)
     assert bool(refusal(FAILED + details)) is bool(said)
 
 
-def test_a_connection_that_was_there_broke_for_another_reason() -> None:
+def test_refusal_is_empty_for_broken_connection() -> None:
     assert refusal("Socket closed") == ""

@@ -28,7 +28,7 @@ assert gc.get_count()[0] <= before[0] and gc.get_stats()[0]["collected"] > 0
 """
 
 
-def test_what_a_process_has_started_with_is_not_looked_through_again() -> None:
+def test_heap_settle_freezes_startup_objects() -> None:
     subprocess.run([sys.executable, "-c", SETTLED], check=True)
 
 
@@ -56,5 +56,5 @@ assert not gc.isenabled() and gc.get_freeze_count() == frozen
 """
 
 
-def test_what_grows_is_not_looked_through_meanwhile() -> None:
+def test_heap_growing_suspends_collection() -> None:
     subprocess.run([sys.executable, "-c", GROWN], check=True)

@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_event_is_one_json_line_with_its_fields(tmp_path: Path) -> None:
+def test_log_event_is_one_json_line_with_fields(tmp_path: Path) -> None:
     logs.configure("router-0", path=tmp_path / "log")
     logs.get_logger("router.worker_sessions").info("worker lost", worker_id="w1", request_id="r\n1")
     (line,) = lines(tmp_path / "log")
@@ -43,7 +43,7 @@ def test_an_event_is_one_json_line_with_its_fields(tmp_path: Path) -> None:
     }
 
 
-def test_what_lies_below_the_level_is_not_written(tmp_path: Path) -> None:
+def test_log_drops_events_below_level(tmp_path: Path) -> None:
     logs.configure("c", "warning", tmp_path / "log")
     log = logs.get_logger("worker.engine.engine")
     log.debug("a")
@@ -53,14 +53,14 @@ def test_what_lies_below_the_level_is_not_written(tmp_path: Path) -> None:
     assert [line["event"] for line in lines(tmp_path / "log")] == ["c", "d"]
 
 
-def test_other_peoples_events_are_shown_from_warning_on(tmp_path: Path) -> None:
+def test_log_shows_third_party_events_from_warning(tmp_path: Path) -> None:
     logs.configure("c", "debug", tmp_path / "log")
     logging.getLogger("somebody.else").info("no")
     logging.getLogger("somebody.else").warning("%d yes", 1)
     assert [line["event"] for line in lines(tmp_path / "log")] == ["1 yes"]
 
 
-def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
+def test_log_exception_has_traceback(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
     try:
         raise ValueError("why")
@@ -71,7 +71,7 @@ def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
     assert "ValueError: why" in str(line["traceback"])
 
 
-def test_a_field_cannot_hide_a_fixed_key(tmp_path: Path) -> None:
+def test_log_field_cannot_replace_fixed_key(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
     logs.get_logger("cluster.local.process").info("child started", pid=1, event="x")
     (line,) = lines(tmp_path / "log")
@@ -79,13 +79,13 @@ def test_a_field_cannot_hide_a_fixed_key(tmp_path: Path) -> None:
     assert (line["pid"], line["pid_"], line["event_"]) == (os.getpid(), 1, "x")
 
 
-def test_a_value_that_json_lacks_is_written_as_text(tmp_path: Path) -> None:
+def test_log_writes_non_json_value_as_text(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
     logs.get_logger("cluster.local.process").info("ready", path=Path("/x"))
     assert lines(tmp_path / "log")[0]["path"] == "/x"
 
 
-def test_configuring_again_replaces_the_first(tmp_path: Path) -> None:
+def test_log_reconfiguration_replaces_handler(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "first")
     logs.configure("c", path=tmp_path / "second")
     logs.get_logger("cluster.local.process").info("ready")
@@ -93,6 +93,6 @@ def test_configuring_again_replaces_the_first(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "second")) == 1
 
 
-def test_an_unknown_level_is_refused() -> None:
+def test_log_configure_rejects_unknown_level() -> None:
     with pytest.raises(ValueError, match="must be one of debug, info, warning, error"):
         logs.configure("c", "loud")

@@ -102,7 +102,7 @@ def all_of(messages: list[pb.GenerateManyResponse]) -> Iterator[pb.ManyPiece]:
     return (it for message in messages for it in message.pieces)
 
 
-async def test_each_request_has_its_pieces_in_their_order() -> None:
+async def test_generate_many_keeps_order_of_pieces_per_request() -> None:
     requests = Requests(pieces(3), pieces(0), pieces(500))
     read = [*all_of([it async for it in requests.read()])]
     for index, count in enumerate((3, 0, 500)):
@@ -110,7 +110,7 @@ async def test_each_request_has_its_pieces_in_their_order() -> None:
     assert requests.left == {"0", "1", "2"}
 
 
-async def test_one_that_fails_disturbs_no_other() -> None:
+async def test_generate_many_failed_request_leaves_others_intact() -> None:
     full = QueueFull("wait", retry_after_s=2.0)
     requests = Requests(pieces(3), failing(full), failing(OutOfRange("why"), after=1), pieces(3))
     read = [*all_of([it async for it in requests.read()])]
@@ -122,7 +122,7 @@ async def test_one_that_fails_disturbs_no_other() -> None:
     assert Counter(it.index for it in read) == {0: 3, 1: 1, 2: 2, 3: 3}
 
 
-async def test_one_that_cannot_be_opened_fails_alone() -> None:
+async def test_generate_many_open_failure_is_limited_to_its_request() -> None:
     requests = Requests(pieces(1), pieces(1))
 
     async def open_(request: pb.GenerateRequest) -> Opened:
@@ -134,7 +134,7 @@ async def test_one_that_cannot_be_opened_fails_alone() -> None:
     assert [(it.index, it.failure.slug) for it in read] == [(0, "invalid_request"), (1, "")]
 
 
-async def test_who_waits_is_told_that_the_only_one_cannot_be_opened() -> None:
+async def test_generate_many_reports_late_open_failure() -> None:
     async def open_(request: pb.GenerateRequest) -> Opened:
         await settled()
         raise InvalidRequest("not this")
@@ -143,14 +143,14 @@ async def test_who_waits_is_told_that_the_only_one_cannot_be_opened() -> None:
     assert [it.failure.slug for it in read] == ["invalid_request"]
 
 
-async def test_what_nobody_foresaw_is_not_shown() -> None:
+async def test_generate_many_hides_message_of_unexpected_error() -> None:
     requests = Requests(failing(RuntimeError("a secret")))
     [only] = all_of([it async for it in requests.read()])
     assert only.failure.slug == EverliftError.slug
     assert "secret" not in only.failure.message
 
 
-async def test_what_can_be_read_at_a_time_is_one_message() -> None:
+async def test_generate_many_batches_ready_pieces_in_one_message() -> None:
     begin = asyncio.Event()
     requests = Requests(*[silent(begin)] * 100)
     async with aclosing(requests.read()) as messages:
@@ -160,20 +160,20 @@ async def test_what_can_be_read_at_a_time_is_one_message() -> None:
         assert [it.index for it in (await first).pieces] == list(range(100))
 
 
-async def test_the_first_piece_waits_for_no_other_request() -> None:
+async def test_generate_many_sends_first_piece_immediately() -> None:
     requests = Requests(silent(), silent(), pieces(1), silent())
     async with aclosing(requests.read()) as messages:
         assert [it.index for it in (await anext(messages)).pieces] == [2]
 
 
-async def test_only_so_many_are_opened_at_the_same_time() -> None:
+async def test_generate_many_limits_concurrent_opens() -> None:
     requests = Requests(*[pieces(1)] * generate_many.MAX_REQUESTS)
     read = [*all_of([it async for it in requests.read()])]
     assert len(read) == generate_many.MAX_REQUESTS
     assert requests.most_opening == 32
 
 
-async def test_of_what_nobody_reads_little_is_made() -> None:
+async def test_generate_many_unread_stream_applies_backpressure() -> None:
     requests = Requests(*[pieces(1000)] * 10)
     async with aclosing(requests.read()) as messages:
         await anext(messages)
@@ -184,14 +184,14 @@ async def test_of_what_nobody_reads_little_is_made() -> None:
     assert max(it.piece.offset for it in read) == 999
 
 
-async def test_each_has_its_turn_however_much_there_is_of_another() -> None:
+async def test_generate_many_serves_requests_fairly() -> None:
     requests = Requests(pieces(100_000), *[pieces(3)] * 9)
     async with aclosing(requests.read()) as messages:
         read = [*all_of([await anext(messages) for _ in range(20)])]
     assert {it.index for it in read if it.piece.offset == 2} == set(range(10))
 
 
-async def test_of_a_request_here_nothing_is_made_before_it_is_read() -> None:
+async def test_generate_many_builds_local_pieces_only_when_read() -> None:
     async with started_gateway() as gateway:
         live = await gateway.submit(max_tokens=6)
         made = Counter[int]()
@@ -219,7 +219,7 @@ async def test_of_a_request_here_nothing_is_made_before_it_is_read() -> None:
             assert not live._num_readers
 
 
-async def test_local_failure_comes_after_the_last_piece() -> None:
+async def test_generate_many_local_failure_follows_last_piece() -> None:
     async with started_gateway() as gateway:
         live = await gateway.submit(max_tokens=6)
 
@@ -236,7 +236,7 @@ async def test_local_failure_comes_after_the_last_piece() -> None:
     assert [it.failure.slug for it in read if it.HasField("failure")] == ["cancelled"]
 
 
-async def test_who_leaves_is_no_reader_any_more() -> None:
+async def test_generate_many_close_ends_reading_of_local_request() -> None:
     async with started_gateway() as gateway:
         live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CANCEL)
 
@@ -248,14 +248,14 @@ async def test_who_leaves_is_no_reader_any_more() -> None:
         await until(lambda: live.is_over)
 
 
-async def test_a_message_has_an_end() -> None:
+async def test_generate_many_message_size_is_bounded() -> None:
     requests = Requests(*[pieces(10, "x" * 100_000)] * 10)
     sizes = [message.ByteSize() async for message in requests.read()]
     assert sum(sizes) > 10_000_000
     assert max(sizes) < (256 << 10) + 101_000
 
 
-async def test_who_leaves_leaves_them_all() -> None:
+async def test_generate_many_close_closes_all_streams() -> None:
     requests = Requests(pieces(1), *[silent()] * 99)
     messages = requests.read()
     await anext(messages)
@@ -265,7 +265,7 @@ async def test_who_leaves_leaves_them_all() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_who_leaves_does_not_wait_for_those_that_are_being_opened() -> None:
+async def test_generate_many_close_does_not_wait_for_pending_opens() -> None:
     async def open_(request: pb.GenerateRequest) -> Opened:
         await asyncio.Event().wait()
         raise AssertionError
@@ -280,7 +280,7 @@ def named(*names: str) -> list[pb.GenerateRequest]:
     return [pb.GenerateRequest(request_id=name) for name in names]
 
 
-def test_a_call_has_some_requests_and_not_too_many() -> None:
+def test_generate_many_checks_request_count() -> None:
     for count in (1, generate_many.MAX_REQUESTS):
         generate_many.check_count(count)
     for count in (0, generate_many.MAX_REQUESTS + 1):
@@ -288,7 +288,7 @@ def test_a_call_has_some_requests_and_not_too_many() -> None:
             generate_many.check_count(count)
 
 
-def test_no_name_comes_twice() -> None:
+def test_generate_many_rejects_duplicate_request_ids() -> None:
     generate_many.check_names(named("a", "b", "", ""))
     with pytest.raises(InvalidRequest, match="twice"):
         generate_many.check_names(named("a", "", "a"))

@@ -63,7 +63,7 @@ async def by_index(stream: ManyStream) -> dict[int, list[tuple[int, str]]]:
     return got
 
 
-async def test_each_prompt_is_a_request_of_its_own_and_all_go_in_one_call(wire: Wire) -> None:
+async def test_generate_many_sends_one_request_per_prompt_in_one_call(wire: Wire) -> None:
     assert await texts(wire) == (PROMPTS, ["GenerateMany 3"])
     async with wire.router() as router, wire.client(router) as client:
         stream = client.generate_many(PROMPTS, max_tokens=2)
@@ -80,13 +80,13 @@ async def test_each_prompt_is_a_request_of_its_own_and_all_go_in_one_call(wire: 
     assert usage is not None and usage.output_tokens == 2
 
 
-async def test_without_prompts_nothing_is_asked(wire: Wire) -> None:
+async def test_generate_many_without_prompts_makes_no_call(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         assert await client.generate_many([]).texts() == []
     assert router.calls == []
 
 
-async def test_chunks_of_several_choices_are_told_apart(wire: Wire) -> None:
+async def test_generate_many_separates_choices(wire: Wire) -> None:
     async with wire.router(faults=[Break(1, choice=1, index=1)]) as router:
         async with wire.client(router) as client:
             stream = client.generate_many(["a b", "c d"], n=2)
@@ -100,7 +100,7 @@ async def test_chunks_of_several_choices_are_told_apart(wire: Wire) -> None:
 @pytest.mark.parametrize("fault", [Break, BreakOff])
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("offset", range(4))
-async def test_a_call_that_breaks_anywhere_loses_and_repeats_nothing(
+async def test_generate_many_survives_break_at_any_offset(
     wire: Wire, fault: type[Break] | type[BreakOff], index: int, offset: int
 ) -> None:
     got, calls = await texts(wire, fault(offset, index=index))
@@ -109,7 +109,7 @@ async def test_a_call_that_breaks_anywhere_loses_and_repeats_nothing(
     assert all(call.startswith("Attach") for call in calls[1:])
 
 
-async def test_after_a_break_each_goes_on_by_itself_at_its_offset(wire: Wire) -> None:
+async def test_generate_many_reattaches_each_request_after_break(wire: Wire) -> None:
     got, calls = await texts(wire, Break(2), Break(2))
     assert got == PROMPTS
     # The one that is asked for first breaks again.
@@ -120,7 +120,7 @@ async def test_after_a_break_each_goes_on_by_itself_at_its_offset(wire: Wire) ->
     )
 
 
-async def test_one_that_is_refused_leaves_the_others_alone(wire: Wire) -> None:
+async def test_generate_many_refused_request_leaves_others_intact(wire: Wire) -> None:
     got, calls = await texts(wire, Refuse(EngineFailed("no luck"), index=1))
     assert calls == ["GenerateMany 3"]
     assert (got[0], got[2]) == ("a b c", "e f")
@@ -128,46 +128,46 @@ async def test_one_that_is_refused_leaves_the_others_alone(wire: Wire) -> None:
     assert str(got[1]) == "no luck"
 
 
-async def test_what_was_not_accepted_is_sent_together_again(wire: Wire) -> None:
+async def test_generate_many_retries_refused_call_as_a_whole(wire: Wire) -> None:
     assert await texts(wire, Refuse(RouterStopping())) == (PROMPTS, ["GenerateMany 3"] * 2)
     full = QueueFull(retry_after_s=0.01)
     assert await texts(wire, Refuse(full)) == (PROMPTS, ["GenerateMany 3"] * 2)
 
 
-async def test_one_that_finds_no_room_comes_again_under_its_id(wire: Wire) -> None:
+async def test_generate_many_retries_queue_full_request_under_its_id(wire: Wire) -> None:
     full = Refuse(QueueFull(retry_after_s=0.01), index=2)
     assert await texts(wire, full) == (PROMPTS, ["GenerateMany 3", "Generate"])
 
 
-async def test_what_was_accepted_and_finds_no_room_then_has_ended(wire: Wire) -> None:
+async def test_generate_many_accepted_request_is_not_resubmitted(wire: Wire) -> None:
     got, calls = await texts(wire, Break(1, index=0), *[Refuse(QueueFull())] * 3)
     assert calls == ["GenerateMany 3", *calls[1:4]]
     assert [type(each) for each in got if not isinstance(each, str)] == [QueueFull] * 3
 
 
-async def test_a_refusal_of_the_call_is_every_requests_error(wire: Wire) -> None:
+async def test_generate_many_call_refusal_fails_every_request(wire: Wire) -> None:
     got, calls = await texts(wire, Refuse(Unauthenticated("who?")))
     assert [type(each) for each in got] == [Unauthenticated] * 3
     assert calls == ["GenerateMany 3"]
 
 
-async def test_a_gap_is_data_loss_of_that_request(wire: Wire) -> None:
+async def test_generate_many_gap_is_data_loss_of_one_request(wire: Wire) -> None:
     got, _ = await texts(wire, Skip(0, index=2))
     assert got[:2] == PROMPTS[:2]
     assert isinstance(got[2], DataLoss)
 
 
-async def test_what_comes_twice_is_dropped_and_an_overlap_asked_for_again(wire: Wire) -> None:
+async def test_generate_many_drops_repeats_and_reattaches_on_overlap(wire: Wire) -> None:
     assert await texts(wire, Repeat(1)) == (PROMPTS, ["GenerateMany 3"])
     assert await texts(wire, Overlap(0)) == (PROMPTS, ["GenerateMany 3", "Attach 1"])
 
 
-async def test_one_that_the_cluster_has_lost_is_data_loss(wire: Wire) -> None:
+async def test_generate_many_lost_request_is_data_loss(wire: Wire) -> None:
     got, _ = await texts(wire, Break(1, index=2), Refuse(UnknownRequest()))
     assert sorted(type(each).__name__ for each in got) == ["DataLoss", "str", "str"]
 
 
-async def test_one_that_is_held_keeps_nobody_waiting(wire: Wire) -> None:
+async def test_generate_many_held_request_delays_no_other(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         async with client.generate_many(PROMPTS, request_id="r") as stream:
             got = [await anext(stream) for _ in range(4)]
@@ -182,14 +182,14 @@ async def test_one_that_is_held_keeps_nobody_waiting(wire: Wire) -> None:
     assert isinstance(stream.outcomes[0].error, Cancelled)
 
 
-async def test_each_has_a_deadline(wire: Wire) -> None:
+async def test_generate_many_deadline_applies_to_each_request(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         got = await client.generate_many(PROMPTS, timeout_s=0.3).texts()
     assert isinstance(got[0], DeadlineExceeded)
     assert got[1:] == PROMPTS[1:]
 
 
-async def test_closing_cancels_what_is_unfinished_and_nothing_else(wire: Wire) -> None:
+async def test_generate_many_close_cancels_only_unfinished_requests(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1, index=2)]) as router, wire.client(router) as client:
         async with client.generate_many(PROMPTS, request_id="r") as stream:
             for _ in range(5):
@@ -202,7 +202,7 @@ async def test_closing_cancels_what_is_unfinished_and_nothing_else(wire: Wire) -
             await anext(stream)
 
 
-async def test_closing_before_the_first_chunk_calls_nothing(wire: Wire) -> None:
+async def test_generate_many_close_before_first_chunk_makes_no_call(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         async with client.generate_many(PROMPTS) as stream:
             pass
@@ -212,7 +212,7 @@ async def test_closing_before_the_first_chunk_calls_nothing(wire: Wire) -> None:
     assert router.calls == []
 
 
-async def test_a_task_that_is_cancelled_cancels_its_requests(wire: Wire) -> None:
+async def test_generate_many_task_cancellation_cancels_requests(wire: Wire) -> None:
     async with wire.router(faults=[Hold(0)]) as router, wire.client(router) as client:
         is_held = asyncio.Event()
 
@@ -230,7 +230,7 @@ async def test_a_task_that_is_cancelled_cancels_its_requests(wire: Wire) -> None
         assert router.requests["r:0"].state == pb.REQUEST_STATE_CANCELLED
 
 
-async def test_closing_the_client_ends_it_and_cancels_nothing(wire: Wire) -> None:
+async def test_generate_many_client_close_cancels_no_request(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router:
         client = wire.client(router)
         stream = client.generate_many(["a b", "c d"])
@@ -242,7 +242,7 @@ async def test_closing_the_client_ends_it_and_cancels_nothing(wire: Wire) -> Non
         assert "Cancel" not in router.calls
 
 
-async def test_no_more_than_wanted_are_under_way(wire: Wire) -> None:
+async def test_generate_many_respects_concurrency(wire: Wire) -> None:
     under_way: list[int] = []
 
     def answer(submission: Submission) -> Output:
@@ -258,7 +258,7 @@ async def test_no_more_than_wanted_are_under_way(wire: Wire) -> None:
     assert {int(call.split()[1]) for call in router.calls[1:]} <= set(range(1, 9))
 
 
-async def test_more_than_a_call_may_have_are_sent_in_parts(wire: Wire) -> None:
+async def test_generate_many_splits_calls_by_request_count(wire: Wire) -> None:
     prompts = [str(number) for number in range(2500)]
     async with wire.router() as router, wire.client(router) as client:
         assert await client.generate_many(prompts, concurrency=5000).texts() == prompts
@@ -269,20 +269,20 @@ async def test_more_than_a_call_may_have_are_sent_in_parts(wire: Wire) -> None:
     ]
 
 
-async def test_long_prompts_are_sent_in_parts_too(wire: Wire) -> None:
+async def test_generate_many_splits_calls_by_prompt_size(wire: Wire) -> None:
     prompts = [f"{number}" + "x" * 400_000 for number in range(3)] + ["y" * 2_000_000]
     async with wire.router() as router, wire.client(router) as client:
         assert await client.generate_many(prompts).texts() == prompts
     assert sorted(router.calls) == ["GenerateMany 1", "GenerateMany 1", "GenerateMany 2"]
 
 
-async def test_a_thousand_that_break_at_once_go_on(wire: Wire) -> None:
+async def test_generate_many_resumes_a_thousand_broken_requests(wire: Wire) -> None:
     prompts = [f"{number} x" for number in range(1000)]
     async with wire.router(faults=[Break(1)]) as router, wire.client(router) as client:
         assert await client.generate_many(prompts).texts() == prompts
 
 
-async def test_a_slow_reader_holds_the_router_back(wire: Wire) -> None:
+async def test_generate_many_slow_reader_applies_backpressure(wire: Wire) -> None:
     many = Output(tuple((at, " " * 10_000) for at in range(500)))
     async with wire.router(lambda _: many) as router, wire.client(router) as client:
         now = asyncio.get_running_loop().time
@@ -296,7 +296,7 @@ async def test_a_slow_reader_holds_the_router_back(wire: Wire) -> None:
             assert router.requests["slow:0"].state == pb.REQUEST_STATE_RUNNING
 
 
-async def test_a_router_that_stops_and_starts_again_is_found_again(wire: Wire) -> None:
+async def test_generate_many_resumes_after_router_restart(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         stream = client.generate_many(["a b", "c d"])
         index, _ = await anext(stream)
@@ -308,7 +308,7 @@ async def test_a_router_that_stops_and_starts_again_is_found_again(wire: Wire) -
         assert await rest == expected
 
 
-async def test_where_no_router_answers_that_is_every_requests_error() -> None:
+async def test_generate_many_unreachable_router_fails_every_request() -> None:
     async with GrpcWire().router() as router:
         pass
     async with GrpcWire().client(router, reconnect_s=0.2) as client:
@@ -316,7 +316,7 @@ async def test_where_no_router_answers_that_is_every_requests_error() -> None:
     assert [type(each) for each in got] == [Unreachable] * 2
 
 
-async def test_the_next_router_is_asked_when_one_is_gone() -> None:
+async def test_generate_many_fails_over_from_stopped_router() -> None:
     async with FakeRouter() as gone:
         pass
     wire = GrpcWire()
@@ -326,7 +326,7 @@ async def test_the_next_router_is_asked_when_one_is_gone() -> None:
             assert await client.generate_many(PROMPTS).texts() == PROMPTS
 
 
-async def test_the_same_ids_are_the_same_requests(wire: Wire) -> None:
+async def test_generate_many_request_ids_are_idempotent(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         assert await client.generate_many(["a", "b"], request_id="job").texts() == ["a", "b"]
         got = await client.generate_many(["a", "c"], request_id="job").texts()
@@ -335,13 +335,13 @@ async def test_the_same_ids_are_the_same_requests(wire: Wire) -> None:
     assert isinstance(got[1], RequestConflict)
 
 
-async def test_an_error_of_the_request_is_a_value(wire: Wire) -> None:
+async def test_generate_many_returns_request_errors_as_values(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         got = await client.generate_many(["a", "", "b"]).texts()
     assert (got[0], type(got[1]), got[2]) == ("a", EmptyPrompt, "b")
 
 
-async def test_what_cannot_be_sent_is_refused_at_once(wire: Wire) -> None:
+async def test_generate_many_rejects_invalid_arguments(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         with pytest.raises(TypeError, match="a list of prompts"):
             client.generate_many("abc")
@@ -356,7 +356,7 @@ async def test_what_cannot_be_sent_is_refused_at_once(wire: Wire) -> None:
     assert router.calls == []
 
 
-async def test_the_blocking_client_does_this_too(wire: Wire) -> None:
+async def test_blocking_client_supports_generate_many(wire: Wire) -> None:
     async with wire.router(faults=[Hold(1)]) as router:
 
         def work() -> None:

@@ -79,7 +79,7 @@ async def refusal(revision: str = "", name: str = NAME) -> str:
         ("fake", "", False),
     ],
 )
-def test_a_hub_id_is_two_words_and_no_directory(
+def test_hub_id_is_two_words_and_no_directory(
     model: str, revision: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here" / "name").mkdir(parents=True)
@@ -87,42 +87,42 @@ def test_a_hub_id_is_two_words_and_no_directory(
     assert is_hub_id(model, revision) is expected
 
 
-def test_clients_call_a_model_by_its_hub_id_or_its_directorys_name(tmp_path: Path) -> None:
+def test_model_name_for_clients_is_hub_id_or_directory_name(tmp_path: Path) -> None:
     assert name_for_clients("org/name") == "org/name"
     assert name_for_clients(f"{tmp_path}/llama/") == "llama"
 
 
-def test_only_a_commit_is_one() -> None:
+def test_is_commit_accepts_only_full_hash() -> None:
     assert is_commit("0123456789abcdef0123456789abcdef01234567")
     assert not is_commit("main") and not is_commit("0123456")
 
 
-async def test_a_directory_needs_no_hub(tmp_path: Path) -> None:
+async def test_model_directory_needs_no_hub(tmp_path: Path) -> None:
     assert await pin(str(tmp_path)) == ""
     await fetch(str(tmp_path), weights=True)
     assert locate(str(tmp_path), weights=True) == tmp_path
 
 
-def test_locate_names_every_kind_of_model_in_its_error() -> None:
+def test_locate_error_names_every_kind_of_model() -> None:
     with pytest.raises(ModelUnavailable, match="no such directory, not a GGUF file, and not a hub"):
         locate("/nowhere", weights=True)
 
 
-async def test_a_router_gets_texts_and_a_worker_the_weights_too(hub: Hub) -> None:
+async def test_fetch_gets_weight_files_only_on_request(hub: Hub) -> None:
     hub.push(NAME, {**ONE_FILE, **FOR_OTHERS})
     assert await fetched(weights=False) == set(TEXTS)
     assert await fetched() == set(ONE_FILE)
     assert hub.downloads() == sorted(ONE_FILE)
 
 
-async def test_of_weights_in_several_files_the_indexed_ones_are_fetched(hub: Hub) -> None:
+async def test_fetch_gets_only_indexed_weight_shards(hub: Hub) -> None:
     hub.push(NAME, {**SHARDS, **FOR_OTHERS, "model-3.safetensors": b"of nobody"})
     assert await fetched() == set(SHARDS)
     directory = locate(NAME, weights=True)
     assert [path.read_bytes() for path in weight_files(directory)] == [b"one", b"two"]
 
 
-async def test_a_commit_stays_when_its_branch_moves(hub: Hub) -> None:
+async def test_pinned_commit_is_kept_when_branch_moves(hub: Hub) -> None:
     first = hub.push(NAME, ONE_FILE)
     assert await pin(NAME) == await pin(NAME, "main") == first
     second = hub.push(NAME, SHARDS)
@@ -132,7 +132,7 @@ async def test_a_commit_stays_when_its_branch_moves(hub: Hub) -> None:
     assert await fetched(second) == set(SHARDS)
 
 
-async def test_what_is_cached_at_a_commit_is_asked_of_nobody(hub: Hub) -> None:
+async def test_fetch_of_cached_commit_makes_no_request(hub: Hub) -> None:
     commit = hub.push(NAME, SHARDS)
     await fetched(commit)
     hub.requests.clear()
@@ -140,7 +140,7 @@ async def test_what_is_cached_at_a_commit_is_asked_of_nobody(hub: Hub) -> None:
     assert hub.requests == []
 
 
-async def test_what_another_program_has_cached_in_part_is_completed(hub: Hub) -> None:
+async def test_fetch_completes_partial_cache(hub: Hub) -> None:
     commit = hub.push(NAME, ONE_FILE)
     for name in ("config.json", "model.safetensors"):
         hf_hub_download(NAME, name, revision=commit)
@@ -148,7 +148,7 @@ async def test_what_another_program_has_cached_in_part_is_completed(hub: Hub) ->
     assert hub.downloads() == sorted(ONE_FILE)
 
 
-async def test_offline_the_cache_has_to_do(hub: Hub, request: pytest.FixtureRequest) -> None:
+async def test_fetch_offline_uses_cache(hub: Hub, request: pytest.FixtureRequest) -> None:
     commit = hub.push(NAME, SHARDS)
     await fetched()
     request.getfixturevalue("offline")
@@ -158,7 +158,7 @@ async def test_offline_the_cache_has_to_do(hub: Hub, request: pytest.FixtureRequ
     assert hub.requests == []
 
 
-async def test_offline_without_all_files_it_says_so(
+async def test_fetch_offline_reports_incomplete_cache(
     hub: Hub, request: pytest.FixtureRequest
 ) -> None:
     hub.push(NAME, SHARDS)
@@ -171,13 +171,13 @@ async def test_offline_without_all_files_it_says_so(
         await pin("org/other")
 
 
-async def test_what_was_not_fetched_cannot_be_located(hub: Hub) -> None:
+async def test_locate_rejects_files_not_fetched(hub: Hub) -> None:
     hub.push(NAME, ONE_FILE)
     with pytest.raises(ModelUnavailable, match="has not all of it"):
         locate(NAME, weights=False)
 
 
-async def test_what_the_hub_lacks_is_named(hub: Hub) -> None:
+async def test_fetch_error_names_missing_file_revision_or_model(hub: Hub) -> None:
     hub.push(NAME, TEXTS)
     assert "lacks model.safetensors (pickled weights are not read)" in await refusal()
     hub.push(NAME, {**SHARDS, "model-2.safetensors": b"two"} | {"config.json": b"{ }"})
@@ -191,7 +191,7 @@ async def test_what_the_hub_lacks_is_named(hub: Hub) -> None:
         await pin("org/nobody")
 
 
-async def test_a_private_model_needs_the_token_and_never_shows_it(
+async def test_private_model_needs_token_and_hides_it(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -206,21 +206,21 @@ async def test_a_private_model_needs_the_token_and_never_shows_it(
     assert "hf_" not in caplog.text + answer
 
 
-async def test_a_gated_model_says_whom_to_ask(hub: Hub) -> None:
+async def test_gated_model_is_reported_as_gated(hub: Hub) -> None:
     hub.push(NAME, ONE_FILE)
     hub.repositories[NAME].token = "of somebody else"
     hub.repositories[NAME].refusal = (403, "GatedRepo")
     assert "it is gated" in await refusal()
 
 
-async def test_a_hub_that_is_not_there_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetch_error_names_unreachable_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the connection to http://127.0.0.1:9 failed" in await refusal()
     with pytest.raises(ModelUnavailable, match=r"the connection to http://127\.0\.0\.1:9 failed"):
         await pin(NAME)
 
 
-async def test_a_broken_download_goes_on_where_it_was(hub: Hub) -> None:
+async def test_fetch_resumes_broken_download(hub: Hub) -> None:
     hub.push(NAME, ONE_FILE)
     await fetched(weights=False)
     hub.cuts = [100, 900]
@@ -230,7 +230,7 @@ async def test_a_broken_download_goes_on_where_it_was(hub: Hub) -> None:
     assert hub.downloads().count("model.safetensors") == 3
 
 
-async def test_a_download_that_always_breaks_fails_and_leaves_nothing(hub: Hub) -> None:
+async def test_fetch_of_failing_download_leaves_no_partial_files(hub: Hub) -> None:
     hub.push(NAME, ONE_FILE)
     await fetched(weights=False)
     hub.cuts = [0] * 6
@@ -239,7 +239,7 @@ async def test_a_download_that_always_breaks_fails_and_leaves_nothing(hub: Hub) 
     assert await fetched() == set(ONE_FILE)
 
 
-async def test_a_full_disk_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetch_error_names_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -248,7 +248,7 @@ async def test_a_full_disk_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     assert f"no space is left in {constants.HF_HUB_CACHE}" in await refusal()
 
 
-async def test_the_bytes_that_come_are_told(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_fetch_reports_progress_in_bytes(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     hub.push(NAME, ONE_FILE)
     told: list[tuple[int, int]] = []
     await fetch(NAME, weights=True, progress=lambda done, total: told.append((done, total)))
@@ -257,7 +257,7 @@ async def test_the_bytes_that_come_are_told(hub: Hub, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-async def test_a_download_that_nobody_waits_for_ends(hub: Hub) -> None:
+async def test_cancelled_fetch_ends_download(hub: Hub) -> None:
     hub.push(NAME, ONE_FILE)
     await fetched(weights=False)
     hub.flows.clear()
@@ -286,7 +286,7 @@ async def test_a_download_that_nobody_waits_for_ends(hub: Hub) -> None:
         ('{"weight_map": {"w": "pytorch_model.bin"}}', r"names 'pytorch_model\.bin'"),
     ],
 )
-def test_an_index_of_anything_but_files_beside_it_is_refused(
+def test_weight_index_rejects_files_outside_its_directory(
     index: str, words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -294,7 +294,7 @@ def test_an_index_of_anything_but_files_beside_it_is_refused(
         weight_files(tmp_path)
 
 
-def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+def test_weight_files_prefers_single_file_to_index(tmp_path: Path) -> None:
     for name, content in SHARDS.items():
         (tmp_path / name).write_bytes(content)
     assert [path.name for path in weight_files(tmp_path)] == [
@@ -311,7 +311,7 @@ def test_gguf_path_is_no_hub_id() -> None:
     assert name_for_clients("models/tiny-q8.gguf") == "tiny-q8"
 
 
-async def test_packaged_model_that_is_missing_names_its_command(
+async def test_missing_packaged_model_error_names_download_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

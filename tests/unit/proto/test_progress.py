@@ -12,7 +12,7 @@ import pytest
 from everlift.progress import logged, told
 
 
-def test_the_log_gets_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "everlift")
     now = 0.0
     progress = logged("weights loading", lambda: now)
@@ -23,13 +23,13 @@ def test_the_log_gets_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture)
     assert {record.getMessage() for record in caplog.records} == {"weights loading"}
 
 
-def test_without_a_terminal_nothing_is_drawn(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_terminal_draws_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with told("weights loading") as progress:
         progress(1, 2)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_draws_bar_on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:
@@ -40,7 +40,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weights loading" in shown and "3.0/4.0 MB" in shown
 
 
-def test_where_there_is_nothing_to_do_no_bar_flashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_work_draws_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:

@@ -41,7 +41,7 @@ def retries(unavailable_s: float = 30.0, refused_s: float = 10.0, jitter: float 
     return Retries(unavailable_s, refused_s, lambda: jitter)
 
 
-def test_what_may_pass_is_tried_again_and_nothing_else() -> None:
+def test_retries_apply_only_to_temporary_errors() -> None:
     for passing in (
         Unreachable(),
         RouterStopping(),
@@ -55,22 +55,22 @@ def test_what_may_pass_is_tried_again_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("jitter", "delay"), [(0.0, 2.0), (0.5, 2.25), (1.0, 2.5)])
-def test_nobody_comes_sooner_than_told_and_not_all_at_once(jitter: float, delay: float) -> None:
+def test_retry_delay_is_at_least_retry_after_plus_jitter(jitter: float, delay: float) -> None:
     assert retries(jitter=jitter).delay(RateLimited(retry_after_s=2.0), 0.0) == delay
 
 
-def test_a_wait_that_the_budget_does_not_hold_is_not_begun() -> None:
+def test_retry_delay_beyond_budget_is_not_started() -> None:
     assert retries(refused_s=1.9).delay(RateLimited(retry_after_s=2.0), 0.0) is None
     assert retries(refused_s=2.1).delay(RateLimited(retry_after_s=2.0), 0.0) == 2.0
 
 
-def test_without_a_budget_nothing_is_tried_again() -> None:
+def test_retries_without_budget_are_disabled() -> None:
     off = retries(unavailable_s=0.0, refused_s=0.0)
     assert off.delay(QueueFull(), 0.0) is None
     assert off.delay(Unreachable(), 0.0) is None
 
 
-def test_a_budget_may_have_no_end() -> None:
+def test_retry_budget_may_be_infinite() -> None:
     endless, now = retries(refused_s=math.inf), 0.0
     for _ in range(1000):
         delay = endless.delay(QueueFull(retry_after_s=100.0), now)
@@ -78,7 +78,7 @@ def test_a_budget_may_have_no_end() -> None:
         now += delay
 
 
-def test_each_kind_has_a_budget_of_its_own_and_success_renews_both() -> None:
+def test_retry_budgets_are_separate_and_renewed_by_success() -> None:
     both = retries(unavailable_s=1.0, refused_s=1.0)
     assert both.delay(QueueFull(), 0.0) is not None
     assert both.delay(Unreachable(), 1.5) is not None
@@ -87,7 +87,7 @@ def test_each_kind_has_a_budget_of_its_own_and_success_renews_both() -> None:
     assert both.delay(QueueFull(), 1.5) is not None
 
 
-def test_a_deadline_counts_from_the_first_call() -> None:
+def test_deadline_starts_at_first_use() -> None:
     deadline = Deadline(5.0)
     assert not deadline.passes_before(1e9)
     assert deadline.remaining(100.0) == 5.0
@@ -115,7 +115,7 @@ def in_virtual_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 
 @in_virtual_time
-async def test_a_submission_that_found_no_room_comes_again_under_its_id() -> None:
+async def test_refused_submission_is_retried_under_its_id() -> None:
     refusals = [Refuse(each(retry_after_s=SOON)) for each in (QueueFull, RateLimited, LedgerFull)]
     transport = FakeTransport(faults=refusals)
     async with AsyncClient("fake", transport=transport) as client:
@@ -154,7 +154,7 @@ def crowded(*refusals: EverliftError, wait_s: float = 0.0) -> FakeTransport:
 
 
 @in_virtual_time
-async def test_what_was_refused_in_the_queue_comes_again_under_its_id() -> None:
+async def test_submission_refused_in_queue_is_retried_under_its_id() -> None:
     transport = crowded(Shed(retry_after_s=SOON), QueueTimeout(retry_after_s=SOON), wait_s=0.1)
     async with AsyncClient("fake", transport=transport) as client:
         assert await client.generate("a b", request_id="r").text() == "a b"
@@ -162,7 +162,7 @@ async def test_what_was_refused_in_the_queue_comes_again_under_its_id() -> None:
 
 
 @in_virtual_time
-async def test_a_long_wait_for_a_refusal_is_no_success() -> None:
+async def test_retry_budget_is_not_renewed_by_slow_refusal() -> None:
     transport = crowded(*[QueueTimeout(retry_after_s=SOON)] * 9, wait_s=3.0)
     async with AsyncClient("fake", transport=transport) as client:
         with pytest.raises(QueueTimeout):
@@ -171,7 +171,7 @@ async def test_a_long_wait_for_a_refusal_is_no_success() -> None:
 
 
 @in_virtual_time
-async def test_who_attached_has_nothing_to_submit() -> None:
+async def test_attached_reading_does_not_resubmit() -> None:
     async with AsyncClient("fake", transport=FakeTransport()) as client:
         reception = Reception("r")
         reading = Reading(client._routers, reception, client._budget(Deadline(None)))
@@ -182,7 +182,7 @@ async def test_who_attached_has_nothing_to_submit() -> None:
 
 
 @in_virtual_time
-async def test_a_refusal_behind_tokens_stays() -> None:
+async def test_refusal_after_tokens_is_final() -> None:
     transport = FakeTransport(faults=[Break(1), Refuse(Shed())])
     async with AsyncClient("fake", transport=transport) as client:
         stream = client.generate("a b")
@@ -193,7 +193,7 @@ async def test_a_refusal_behind_tokens_stays() -> None:
 
 
 @in_virtual_time
-async def test_a_submission_waits_as_long_as_it_was_told() -> None:
+async def test_submission_retry_waits_for_retry_after() -> None:
     transport = FakeTransport(faults=[Refuse(QueueFull(retry_after_s=0.2))])
     async with AsyncClient("fake", transport=transport) as client:
         began = asyncio.get_running_loop().time()
@@ -202,7 +202,7 @@ async def test_a_submission_waits_as_long_as_it_was_told() -> None:
 
 
 @in_virtual_time
-async def test_retries_can_be_switched_off() -> None:
+async def test_retries_can_be_disabled() -> None:
     transport = FakeTransport(faults=[Refuse(QueueFull()), Refuse(RouterStopping(), "GetStatus")])
     async with AsyncClient("fake", transport=transport, retry_s=0) as client:
         with pytest.raises(QueueFull):
@@ -213,7 +213,7 @@ async def test_retries_can_be_switched_off() -> None:
 
 
 @in_virtual_time
-async def test_a_single_call_is_made_again_where_it_may_pass() -> None:
+async def test_unary_call_retries_temporary_errors() -> None:
     transport = FakeTransport(
         faults=[
             Refuse(LedgerUnavailable(), "Cancel"),
@@ -228,7 +228,7 @@ async def test_a_single_call_is_made_again_where_it_may_pass() -> None:
 
 
 @in_virtual_time
-async def test_a_fault_is_not_injected_twice() -> None:
+async def test_fault_injection_is_not_retried() -> None:
     transport = FakeTransport(faults=[Refuse(RouterStopping(), "Inject")])
     async with AsyncClient("fake", transport=transport) as client:
         with pytest.raises(RouterStopping):
@@ -237,7 +237,7 @@ async def test_a_fault_is_not_injected_twice() -> None:
 
 
 @in_virtual_time
-async def test_a_deadline_covers_all_tries_of_a_single_call() -> None:
+async def test_unary_call_deadline_covers_all_tries() -> None:
     refusals = [Refuse(RouterStopping(), "GetStatus")] * 100
     async with AsyncClient("fake", transport=FakeTransport(faults=refusals)) as client:
         with pytest.raises(DeadlineExceeded, match="no router answered"):
@@ -249,7 +249,7 @@ async def test_a_deadline_covers_all_tries_of_a_single_call() -> None:
 
 
 @in_virtual_time
-async def test_a_last_try_that_is_cut_off_ends_as_those_before_it() -> None:
+async def test_retry_cut_off_by_deadline_raises_previous_error() -> None:
     cut = DeadlineExceeded("cut off")
     async with AsyncClient("fake", transport=FakeTransport()) as client:
         budget = RetryBudget(client._routers, retries(), Deadline(9.0))
@@ -262,7 +262,7 @@ async def test_a_last_try_that_is_cut_off_ends_as_those_before_it() -> None:
 
 
 @in_virtual_time
-async def test_a_deadline_covers_all_tries_of_a_submission() -> None:
+async def test_submission_deadline_covers_all_tries() -> None:
     refusals = [Refuse(QueueFull("no room", retry_after_s=0.1))] * 100
     transport = FakeTransport(faults=refusals)
     async with AsyncClient("fake", transport=transport) as client:
@@ -273,7 +273,7 @@ async def test_a_deadline_covers_all_tries_of_a_submission() -> None:
 
 
 @in_virtual_time
-async def test_what_is_left_of_the_time_is_sent() -> None:
+async def test_submission_retry_sends_remaining_time() -> None:
     transport = FakeTransport(faults=[Refuse(QueueFull(retry_after_s=0.2))])
     async with AsyncClient("fake", transport=transport) as client:
         await client.generate("a", timeout_s=9, request_id="r").text()
@@ -282,7 +282,7 @@ async def test_what_is_left_of_the_time_is_sent() -> None:
 
 
 @in_virtual_time
-async def test_a_call_that_nobody_waits_for_is_not_made_again() -> None:
+async def test_cancelled_call_is_not_retried() -> None:
     transport = FakeTransport(faults=[Hold(0)])
     async with AsyncClient("fake", transport=transport) as client:
         async with client.generate("a", request_id="r") as stream:

@@ -56,11 +56,11 @@ def environment_error(**environ: str) -> str:
     return str(caught.value)
 
 
-def test_without_layers_the_defaults_hold() -> None:
+def test_settings_without_layers_are_the_defaults() -> None:
     assert load(Config) == Config()
 
 
-def test_every_type_is_read_from_plain_values() -> None:
+def test_settings_load_every_type_from_plain_values() -> None:
     loaded = load(
         Config,
         {
@@ -79,7 +79,7 @@ def test_every_type_is_read_from_plain_values() -> None:
     assert isinstance(loaded.worker.share, float)
 
 
-def test_a_later_layer_wins_key_by_key() -> None:
+def test_settings_later_layer_overrides_per_key() -> None:
     yaml = {"worker": {"model": "m", "max_num_seqs": 1, "share": 0.5}, "verbose": True}
     environment = from_environment(Config, {"EVERLIFT_WORKER__MAX_NUM_SEQS": "2"})
     flags = from_flags(Config, ["worker.share=0.25"])
@@ -101,39 +101,39 @@ def test_a_later_layer_wins_key_by_key() -> None:
         ("verbose=0", {"verbose": False}),
     ],
 )
-def test_flags_are_read_by_the_type_of_their_key(
+def test_settings_flags_are_parsed_by_type_of_key(
     assignment: str, expected: dict[str, object]
 ) -> None:
     assert from_flags(Config, [assignment]) == expected
 
 
-def test_the_environment_holds_other_variables_too() -> None:
+def test_settings_ignore_other_environment_variables() -> None:
     environ = {"PATH": "/bin", "EVERLIFT_ADDRESS": "x", "EVERLIFT_STATE_DIR": "/y"}
     assert from_environment(Config, environ, ["EVERLIFT_ADDRESS"]) == {"state_dir": "/y"}
 
 
-def test_an_unknown_key_names_the_nearest_of_its_section() -> None:
+def test_unknown_key_suggests_nearest_in_its_section() -> None:
     expected = "worker.max_num_seq: unknown key; did you mean worker.max_num_seqs?"
     assert error({"worker": {"max_num_seq": 1}}) == expected
     assert flag_error("worker.max_num_seq=1") == expected
 
 
-def test_an_unknown_key_in_the_wrong_section_names_the_right_one() -> None:
+def test_unknown_key_in_wrong_section_suggests_right_section() -> None:
     expected = "max_num_seqs: unknown key; did you mean worker.max_num_seqs?"
     assert error({"max_num_seqs": 1}) == expected
     assert flag_error("ledger.share=1") == "ledger.share: unknown key; did you mean worker.share?"
 
 
-def test_an_unknown_key_like_no_other_names_none() -> None:
+def test_unknown_key_without_similar_suggests_nothing() -> None:
     assert error({"zzz": 1}) == "zzz: unknown key"
 
 
-def test_a_misspelt_section_names_the_right_one() -> None:
+def test_misspelt_section_suggests_right_one() -> None:
     assert error({"leger": {"url": "x"}}) == "leger: unknown key; did you mean ledger?"
     assert flag_error("leger.url=x") == "leger.url: unknown key; did you mean ledger.url?"
 
 
-def test_an_unknown_variable_names_the_nearest_variable() -> None:
+def test_unknown_variable_suggests_nearest() -> None:
     assert environment_error(EVERLIFT_WORKER__MAX_NUM_SEQ="1") == (
         "EVERLIFT_WORKER__MAX_NUM_SEQ: unknown key; did you mean EVERLIFT_WORKER__MAX_NUM_SEQS?"
     )
@@ -159,9 +159,7 @@ def test_an_unknown_variable_names_the_nearest_variable() -> None:
         ({"state_dir": 1}, "state_dir: must be a path, not 1"),
     ],
 )
-def test_a_value_of_another_type_is_an_error_that_says_which(
-    layer: dict[str, object], message: str
-) -> None:
+def test_settings_type_error_names_key_and_type(layer: dict[str, object], message: str) -> None:
     defaults: dict[str, object] = {"worker": {"model": "m"}}
     assert error(defaults, layer) == message
 
@@ -177,7 +175,7 @@ def test_unknown_choice_suggests_the_nearest(key: str, value: str, end: str) -> 
     assert flag_error(f"{key}={value}").endswith(end)
 
 
-def test_text_that_is_no_value_of_its_type_names_flag_or_variable() -> None:
+def test_settings_unparsable_text_names_flag_or_variable() -> None:
     assert flag_error("worker.max_num_seqs=many") == (
         "worker.max_num_seqs: must be an integer, not 'many'"
     )
@@ -186,28 +184,28 @@ def test_text_that_is_no_value_of_its_type_names_flag_or_variable() -> None:
     )
 
 
-def test_a_flag_without_a_value_is_an_error() -> None:
+def test_flag_without_value_is_rejected() -> None:
     assert flag_error("verbose") == "verbose: must be key=value"
 
 
-def test_what_a_dataclass_itself_refuses_is_an_error_with_its_path() -> None:
+def test_settings_validation_error_has_full_key_path() -> None:
     assert error({"worker": {"model": "m", "max_num_seqs": 0}}) == (
         "worker.max_num_seqs: must be positive, not 0"
     )
 
 
-def test_a_section_is_no_key() -> None:
+def test_section_cannot_be_set_as_key() -> None:
     assert flag_error("worker=x") == "worker: is a section, only its keys can be set"
     assert environment_error(EVERLIFT_LEDGER="x") == (
         "EVERLIFT_LEDGER: is a section, only its keys can be set"
     )
 
 
-def test_a_section_that_is_set_needs_its_required_keys() -> None:
+def test_section_without_required_key_is_rejected() -> None:
     assert error({"worker": {"share": 0.5}}) == "worker.model: must be set"
 
 
-def test_a_config_comes_back_from_its_plain_values() -> None:
+def test_config_round_trips_through_plain_values() -> None:
     config = Config(Worker("m", stops=(1,)), Ledger(durability="memory"))
     assert to_dict(config)["worker"] == {
         "model": "m",

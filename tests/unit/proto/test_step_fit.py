@@ -58,19 +58,19 @@ def relative_error(fit: FittedStepTime, sizes: Iterable[StepSize]) -> float:
     return sum(errors) / len(errors)
 
 
-def test_nothing_is_known_of_few_samples() -> None:
+def test_step_fit_is_unknown_with_few_samples() -> None:
     fit = fitted(mixed(7))
     assert not fit.is_known and fit.error is None
     assert fitted(mixed(1), fit=fit).is_known
 
 
-def test_what_is_linear_is_found() -> None:
+def test_step_fit_recovers_linear_times() -> None:
     fit = fitted(mixed(200))
     assert relative_error(fit, mixed(100, seed=1)) < 0.01
     assert fit.error is not None and fit.error < 0.01
 
 
-def test_noise_and_outliers_hardly_change_it() -> None:
+def test_step_fit_tolerates_noise_and_outliers() -> None:
     dice = random.Random(3)
 
     def noisy(size: StepSize) -> float:
@@ -80,28 +80,28 @@ def test_noise_and_outliers_hardly_change_it() -> None:
     assert relative_error(fitted(mixed(1000), noisy), mixed(100, seed=1)) < 0.1
 
 
-def test_what_the_hardware_bounds_is_predicted_where_it_was_seen() -> None:
+def test_step_fit_predicts_roofline_in_observed_range() -> None:
     sizes = mixed(1000)
     fit = fitted(sizes, ROOFLINE.seconds)
     errors = [abs(fit.seconds(it) / ROOFLINE.seconds(it) - 1) for it in mixed(200, seed=1)]
     assert sum(errors) / len(errors) < 0.1
 
 
-def test_what_prompts_take_is_not_forgotten_while_there_are_none() -> None:
+def test_step_fit_remembers_prefill_during_decode_only_steps() -> None:
     fit = fitted(mixed(200))
     fitted((decode(n % 60 + 1) for n in range(5000)), fit=fit)
     assert fit.seconds(prefill(8, 1900)) == pytest.approx(linear(prefill(8, 1900)), rel=0.05)
 
 
 @pytest.mark.parametrize("factor", [4, 0.25])
-def test_another_speed_is_learned_however_large_the_step(factor: float) -> None:
+def test_step_fit_adapts_to_changed_speed(factor: float) -> None:
     fit = fitted(mixed(300))
     fitted(mixed(1000, seed=2), lambda size: factor * linear(size), fit)
     error = fit.seconds(decode(32)) / (factor * linear(decode(32))) - 1
     assert abs(error) < 0.05
 
 
-def test_steps_that_are_all_the_same_are_predicted_as_they_are() -> None:
+def test_step_fit_predicts_identical_steps() -> None:
     fit = fitted([decode(16)] * 100)
     assert fit.seconds(decode(16)) == pytest.approx(linear(decode(16)), rel=0.01)
 
@@ -112,7 +112,7 @@ _SIZES = st.builds(
 
 
 @given(st.lists(st.tuples(_SIZES, st.floats(1e-4, 100.0)), max_size=40), _SIZES, _SIZES)
-def test_a_larger_step_never_takes_less(
+def test_step_fit_is_monotonic_in_step_size(
     samples: list[tuple[StepSize, float]], some: StepSize, more: StepSize
 ) -> None:
     fit = FittedStepTime()
@@ -123,7 +123,7 @@ def test_a_larger_step_never_takes_less(
     assert 0.0 <= fit.seconds(some) <= fit.seconds(larger) * (1 + 1e-9)
 
 
-def test_now_and_then_a_step_of_no_time_is_no_other_machine() -> None:
+def test_step_fit_ignores_occasional_near_zero_steps() -> None:
     fit = fitted(mixed(300))
     fitted(
         mixed(300, seed=2),

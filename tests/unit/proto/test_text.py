@@ -22,27 +22,27 @@ def pieces(data: bytes, *stop: str, **stops: Any) -> list[str]:
     return [*(state.push(byte) for byte in data), state.finish()]
 
 
-def test_text_comes_with_the_token_that_completes_it() -> None:
+def test_detokenizer_emits_text_with_completing_token() -> None:
     assert pieces(b"ab") == ["a", "b", ""]
 
 
-def test_half_a_character_is_held_back() -> None:
+def test_detokenizer_holds_back_incomplete_character() -> None:
     assert pieces("aé你🙂b".encode()) == ["a", "", "é", "", "", "你", "", "", "", "🙂", "b", ""]
 
 
-def test_detokenizer_ends_with_the_incomplete_character() -> None:
+def test_detokenizer_finish_replaces_incomplete_character() -> None:
     assert pieces(b"a\xf0\x9f\x99") == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_a_broken_character_comes_with_the_next_whole_one() -> None:
+def test_detokenizer_emits_broken_character_with_next_one() -> None:
     assert pieces(b"a\xf0\x9fb") == ["a", "", "", "\N{REPLACEMENT CHARACTER}b", ""]
 
 
-def test_broken_bytes_are_released_as_they_come() -> None:
+def test_detokenizer_emits_invalid_bytes_immediately() -> None:
     assert pieces(b"\xff" * 100) == ["\N{REPLACEMENT CHARACTER}"] * 100 + [""]
 
 
-def test_special_tokens_leave_no_text_and_cut_no_character() -> None:
+def test_detokenizer_skips_special_tokens_within_character() -> None:
     state = TextState(Bytes())
     half, rest = "é".encode()
     assert [state.push(i) for i in (SPECIAL, half, SPECIAL, rest, SPECIAL)] == ["", "", "", "é", ""]
@@ -52,13 +52,13 @@ def test_special_tokens_leave_no_text_and_cut_no_character() -> None:
     "data",
     [b"a" * 500, "🙂".encode() * 200, b"\xff" * 500, b"\xe4\xbd" * 300, b"\xf0\x9f\x99" * 200],
 )
-def test_text_is_the_decoded_bytes_of_all_tokens(data: bytes) -> None:
+def test_detokenizer_text_equals_decoded_bytes(data: bytes) -> None:
     state = TextState(Bytes())
     text = "".join(state.push(byte) + state.push(SPECIAL) for byte in data)
     assert text + state.finish() == data.decode(errors="replace")
 
 
-def test_first_token_is_the_first_one_with_text() -> None:
+def test_detokenizer_first_token_is_first_with_text() -> None:
     class Stripping(Bytes):
         def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
             data = super().token_bytes(token_id)
@@ -73,7 +73,7 @@ def test_first_token_is_the_first_one_with_text() -> None:
     [(b"ab", None), (b"aENDING", "END"), (b"aEND", "END"), (b"a#", ord("#")), (b"a$", None)],
 )
 @pytest.mark.parametrize("is_included", [False, True])
-def test_stop_reason_is_the_stop_that_the_client_named(
+def test_stop_reason_is_stop_named_by_client(
     data: bytes, reason: str | int | None, is_included: bool
 ) -> None:
     stops = Stops(("END", "ENDINGS"), frozenset(b"#$"), 1, is_included, frozenset(b"$"))
@@ -84,13 +84,13 @@ def test_stop_reason_is_the_stop_that_the_client_named(
     assert state.stop_reason == reason
 
 
-def test_stop_reason_ignores_a_stop_token_that_does_not_count() -> None:
+def test_stop_reason_ignores_stop_token_before_min_tokens() -> None:
     state = TextState(Bytes(), Stops(token_ids=frozenset(b"#"), min_tokens=2))
     state.push(ord("#"))
     assert state.stop_reason is None
 
 
-def test_text_ends_before_the_stop_string() -> None:
+def test_stop_string_is_excluded_from_text() -> None:
     state = TextState(Bytes(), Stops(("END",)))
     assert [state.push(byte) for byte in b"a EN"] == ["a", " ", "", ""]
     assert not state.stopped
@@ -99,7 +99,7 @@ def test_text_ends_before_the_stop_string() -> None:
     assert state.finish() == ""
 
 
-def test_what_only_began_like_a_stop_string_comes_out() -> None:
+def test_stop_string_prefix_without_match_is_released() -> None:
     assert pieces(b"ENE", "END") == ["", "", "EN", "E"]
 
 
@@ -125,19 +125,19 @@ def fed(text: str, *stops: str) -> tuple[str, bool]:
         ("aXbX", ("X",), ("a", True)),
     ],
 )
-def test_the_first_completed_stop_string_wins(
+def test_stop_matcher_takes_first_completed_string(
     text: str, stops: tuple[str, ...], expected: tuple[str, bool]
 ) -> None:
     assert fed(text, *stops) == expected
 
 
-def test_a_stop_string_inside_one_piece_is_found() -> None:
+def test_stop_matcher_finds_string_inside_piece() -> None:
     matcher = StopMatcher(["b", "abcde"])
     assert matcher.feed("aab c") == "aa"
     assert matcher.matched
 
 
-def test_nothing_comes_after_the_stop_string() -> None:
+def test_stop_matcher_emits_nothing_after_match() -> None:
     matcher = StopMatcher(["b"])
     assert [matcher.feed("ab"), matcher.feed("c"), matcher.finish()] == ["a", "", ""]
 
@@ -166,14 +166,14 @@ def test_equal_stop_strings_share_memory(
     assert made == ["END of these"] * 2
 
 
-def test_what_ends_the_text_is_in_it_if_that_is_asked_for() -> None:
+def test_stop_is_included_in_text_on_request() -> None:
     assert pieces(b"aENDx", "END", is_included=True) == ["a", "", "", "END", "", ""]
     token = {"token_ids": frozenset(b"#")}
     assert pieces(b"ab#", **token) == ["a", "b", "", ""]
     assert pieces(b"ab#", **token, is_included=True) == ["a", "b", "#", ""]
 
 
-def test_a_stop_token_releases_nothing_and_completes_nothing() -> None:
+def test_stop_token_completes_no_stop_string() -> None:
     stops = Stops(("E#",), frozenset(b"#"))
     state = TextState(Bytes(), stops)
     assert [state.push(byte) for byte in b"aE#"] == ["a", "", ""]
@@ -187,11 +187,11 @@ def test_a_stop_token_releases_nothing_and_completes_nothing() -> None:
 @pytest.mark.parametrize(
     ("min_tokens", "text"), [(0, "a"), (3, "a"), (4, "aXYb"), (6, "aXYb"), (7, "aXYbXY")]
 )
-def test_a_stop_string_counts_when_there_are_enough_tokens(min_tokens: int, text: str) -> None:
+def test_stop_string_takes_effect_from_min_tokens(min_tokens: int, text: str) -> None:
     assert "".join(pieces(b"aXYbXY", "XY", min_tokens=min_tokens)) == text
 
 
-def test_a_stop_string_may_begin_before_it_counts() -> None:
+def test_stop_string_may_begin_before_min_tokens() -> None:
     state = TextState(Bytes(), Stops(("ABCD",), min_tokens=4))
     assert [state.push(byte) for byte in b"ABCD"] == [""] * 4
     assert state.stopped
@@ -204,7 +204,7 @@ def test_unmatched_stop_string_is_not_held_back() -> None:
     assert [state.push(byte) for byte in b"ABAB"] == ["", "AB", "", "AB"]
 
 
-def test_a_stop_token_is_text_while_there_are_too_few_tokens() -> None:
+def test_stop_token_is_text_before_min_tokens() -> None:
     stops = {"token_ids": frozenset(b"#")}
     assert "".join(pieces(b"##ab#", **stops, min_tokens=4)) == "##ab"
     assert "".join(pieces(b"##ab#", **stops, min_tokens=5)) == "##ab#"

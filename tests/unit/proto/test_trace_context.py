@@ -13,13 +13,13 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 @pytest.mark.parametrize("flags, is_sampled", [("00", False), ("01", True), ("ff", True)])
-def test_a_traceparent_is_read(flags: str, is_sampled: bool) -> None:
+def test_traceparent_is_parsed(flags: str, is_sampled: bool) -> None:
     context = TraceContext.parse(f"00-{TRACE}-{SPAN}-{flags}", "vendor=1,other=x")
     assert context == TraceContext(TRACE, SPAN, is_sampled, state="vendor=1,other=x")
     assert str(context) == f"00-{TRACE}-{SPAN}-{'01' if is_sampled else '00'}"
 
 
-def test_a_later_version_may_have_more_behind() -> None:
+def test_traceparent_of_later_version_may_be_longer() -> None:
     assert TraceContext.parse(f"01-{TRACE}-{SPAN}-01-more") == TraceContext(TRACE, SPAN, True)
 
 
@@ -40,7 +40,7 @@ def test_a_later_version_may_have_more_behind() -> None:
         f"00-{TRACE}-{SPAN}x-01",
     ],
 )
-def test_what_is_none_is_none(traceparent: str) -> None:
+def test_malformed_traceparent_is_ignored(traceparent: str) -> None:
     assert TraceContext.parse(traceparent) is None
 
 
@@ -48,17 +48,17 @@ def test_what_is_none_is_none(traceparent: str) -> None:
     "state",
     ["x" * 513, "k=ä", "k", "K=1", "k=1,k 2", "k=1=2", "k=1," * 32 + "k=1"],
 )
-def test_a_state_that_cannot_go_along_does_not(state: str) -> None:
+def test_malformed_tracestate_is_dropped(state: str) -> None:
     context = TraceContext.parse(f"00-{TRACE}-{SPAN}-01", state)
     assert context is not None and context.state == ""
 
 
-def test_empty_members_of_a_state_are_left_out() -> None:
+def test_tracestate_empty_members_are_dropped() -> None:
     context = TraceContext.parse(f"00-{TRACE}-{SPAN}-01", "a=1, ,b@c=2 ,")
     assert context is not None and context.state == "a=1,b@c=2"
 
 
-def test_a_child_knows_its_parent() -> None:
+def test_trace_context_child_has_parent_span() -> None:
     child = TraceContext(TRACE, SPAN, True, state="k=v").child("a" * 16)
     assert child == TraceContext(TRACE, "a" * 16, True, SPAN, "k=v")
 

@@ -26,7 +26,7 @@ def served(*, is_active: bool) -> tuple[ServedModel, ActiveModel, Connections]:
     return model, active, connections
 
 
-def test_a_model_that_no_other_replaces_knows_what_it_does_not_serve() -> None:
+def test_model_without_a_replacement_rejects_other_models() -> None:
     model, _, connections = served(is_active=True)
     model.check_asked("")
     model.check_asked("fake")
@@ -35,7 +35,7 @@ def test_a_model_that_no_other_replaces_knows_what_it_does_not_serve() -> None:
     assert connections.hang_ups == 0
 
 
-def test_a_replaced_model_sends_requests_for_the_other_one_elsewhere() -> None:
+def test_replaced_model_redirects_requests_for_the_other() -> None:
     model, active, connections = served(is_active=True)
     active.note(False, 200.0)
     assert not model.is_active
@@ -48,7 +48,7 @@ def test_a_replaced_model_sends_requests_for_the_other_one_elsewhere() -> None:
     assert connections.hang_ups == 4
 
 
-def test_new_model_refuses_what_it_lacks_after_the_switch() -> None:
+def test_new_model_rejects_other_models_after_the_switch() -> None:
     model, active, connections = served(is_active=False)
     assert connections.hang_ups == 1
     active.note(True, 200.0)

@@ -89,27 +89,29 @@ class Flow:
         [(0.01, 0.12)] * 9,
     ],
 )
-def test_a_stalled_process_takes_no_ledger_for_away(stalls_s: list[tuple[float, float]]) -> None:
+def test_stalled_process_does_not_report_the_ledger_away(
+    stalls_s: list[tuple[float, float]],
+) -> None:
     flow = Flow(takes_s=0.02)
     flow.run(stalls_s)
     assert not flow.away
     assert len(flow.answers) == 1
 
 
-def test_a_silent_ledger_is_away_after_the_time_of_a_late_answer() -> None:
+def test_silent_ledger_is_away_after_the_answer_timeout() -> None:
     flow = Flow(takes_s=9.0)
     flow.run()
     assert flow.away and flow.away[0] == pytest.approx(LATE_S, abs=0.01)
     assert not flow.answers
 
 
-def test_a_silent_ledger_is_away_though_the_process_stalled_before() -> None:
+def test_silent_ledger_is_away_after_an_earlier_stall() -> None:
     flow = Flow(takes_s=9.0)
     flow.run([(0.1, 0.5)])
     assert flow.away and flow.away[0] == pytest.approx(0.5 + LATE_S, abs=0.06)
 
 
-def test_a_ledger_that_answers_late_is_away_until_then() -> None:
+def test_slow_ledger_is_away_until_it_answers() -> None:
     flow = Flow(takes_s=0.7)
     flow.run()
     assert [round(at, 2) for at in flow.away] == [0.3, 0.6]
@@ -143,14 +145,14 @@ def expired_after(takes_s: float, stall: tuple[float, float]) -> tuple[bool, flo
     return expired, round(at, 2)
 
 
-def test_a_call_expires_in_time_where_nothing_stalls() -> None:
+def test_call_expires_in_time_without_a_stall() -> None:
     assert expired_after(5.0, (0.0, 0.0)) == (True, 1.0)
     assert expired_after(0.5, (0.0, 0.0)) == (False, 0.5)
 
 
-def test_a_call_answered_while_the_process_stalled_does_not_expire() -> None:
+def test_call_answered_during_a_stall_does_not_expire() -> None:
     assert expired_after(0.5, (0.2, 2.0)) == (False, 2.2)
 
 
-def test_a_call_expires_a_moment_after_a_stall_without_an_answer() -> None:
+def test_call_unanswered_after_a_stall_expires() -> None:
     assert expired_after(9.0, (0.2, 2.0)) == (True, 2.45)

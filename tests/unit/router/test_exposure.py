@@ -12,7 +12,7 @@ INTERNAL = InternalTls("ca", "cert", "key")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", "[::1]"])
-def test_this_machine_alone_needs_nothing(host: str) -> None:
+def test_loopback_hosts_cause_no_exposure_warning(host: str) -> None:
     assert not [*exposures(RouterConfig(host=host, internal_host=host), has_keys=False)]
 
 
@@ -34,13 +34,13 @@ def test_exposure_is_warned_of_in_one_line(
     assert said == ([line] if missing else [])
 
 
-def test_openais_api_is_a_door_too() -> None:
+def test_exposure_covers_the_http_host() -> None:
     [line] = exposures(replace(RouterConfig(), http_host="0.0.0.0"), has_keys=True)
     assert "clients' ports without TLS" in line
     assert not [*exposures(replace(RouterConfig(), http_host=""), has_keys=True)]
 
 
-def test_so_has_the_inside() -> None:
+def test_exposure_covers_the_internal_host() -> None:
     config = replace(TLS, internal_host="10.0.0.1")
     [line] = exposures(config, has_keys=True)
     assert "internal_tls" in line

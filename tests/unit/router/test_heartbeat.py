@@ -111,7 +111,7 @@ async def replica() -> AsyncIterator[Replica]:
     await asyncio.gather(run, return_exceptions=True)
 
 
-async def test_each_generation_is_told_once_and_in_its_order(replica: Replica) -> None:
+async def test_generations_are_reported_once_and_in_order(replica: Replica) -> None:
     gateway, ledger = replica.gateway, replica.ledger
     await until(lambda: gateway.asserted == ["one"])
     gateway.may_go_on.clear()
@@ -124,14 +124,14 @@ async def test_each_generation_is_told_once_and_in_its_order(replica: Replica) -
     await until(lambda: gateway.asserted == ["one", "two", "three"])
 
 
-async def test_the_leader_hears_every_beat(replica: Replica) -> None:
+async def test_heartbeat_passes_memberships_to_the_leader(replica: Replica) -> None:
     await replica.ledger.lead("other", "there:1", 7, lease_s=100.0)
     await until(lambda: replica.line.followed and replica.line.followed[-1] == ("other", "there:1"))
     assert replica.leader.heard_of[-1].term == 7
     assert replica.gateway.memory_used
 
 
-async def test_a_beat_that_failed_is_told_and_tried_again(replica: Replica) -> None:
+async def test_failed_heartbeat_is_reported_and_retried(replica: Replica) -> None:
     replica.ledger.is_away = True
     await until(lambda: replica.gateway.failures >= 2)
     replica.ledger.is_away = False
@@ -153,7 +153,7 @@ async def test_heartbeat_is_repeated_before_the_lease_ends(
     assert not replica.gateway.failures
 
 
-async def test_what_was_asked_in_vain_leaves_nothing_behind() -> None:
+async def test_repeated_call_leaves_no_pending_task() -> None:
     asked: list[int] = []
 
     async def ask() -> int:

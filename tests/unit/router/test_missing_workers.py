@@ -31,7 +31,7 @@ OTHERS = "not started (see worker-*.log)"
         (2, 5, 1, "2 of 3 ready; 1 loading the model for 40 s"),
     ],
 )
-def test_missing_workers_load_or_wait_for_a_place(
+def test_missing_workers_reports_loading_and_unplaced_workers(
     ready: int, starting: int, pending: int, said: str
 ) -> None:
     load = ClusterLoad(
@@ -45,14 +45,14 @@ def test_missing_workers_load_or_wait_for_a_place(
     assert missing_workers(LoadReport(load, 0.2)) == said
 
 
-def test_nothing_is_said_where_it_is_not_known() -> None:
+def test_missing_workers_is_empty_without_a_recent_report() -> None:
     assert missing_workers(None) == ""
     assert missing_workers(LoadReport(ClusterLoad(workers=1), 0.2)) == ""
     stale = LoadReport(ClusterLoad(workers=0, wanted_workers=2), 60.0)
     assert missing_workers(stale) == ""
 
 
-def test_starts_are_counted_until_they_are_over() -> None:
+def test_starting_workers_are_counted_until_started() -> None:
     starts = StartingWorkers()
     first = WorkerStart(name="a", seconds=5.0, elapsed_s=30.0)
     starts.update([first, WorkerStart(name="b", seconds=9.0, elapsed_s=2.0)], 0.0)
@@ -62,7 +62,7 @@ def test_starts_are_counted_until_they_are_over() -> None:
     assert starts.count(6.0) == 0
 
 
-def test_each_cluster_counts_once_while_its_routers_are_connected() -> None:
+def test_demands_count_each_connected_cluster_once() -> None:
     demands = Demands()
     assert demands.total(0.0) == Demand() and not demands.is_scaled
     demands.update("g1", WorkerDemand(ray_cluster="old", workers=2))
@@ -77,7 +77,7 @@ def test_each_cluster_counts_once_while_its_routers_are_connected() -> None:
     assert demands.total(0.0) == Demand(3, 1, NO_GPU)
 
 
-def test_an_autoscaler_decides_for_its_own_cluster() -> None:
+def test_autoscaler_scales_only_its_own_cluster() -> None:
     demands = Demands()
     demands.update("g1", WorkerDemand(ray_cluster="old"))
     demands.update("g2", WorkerDemand(ray_cluster="new"))
@@ -123,9 +123,7 @@ RANK = {"CPU": 4.0, "GPU": 1.0}
         ),
     ],
 )
-def test_workers_without_a_place_say_which_resources_they_wait_for(
-    pending: Any, cause: str
-) -> None:
+def test_unplaced_workers_name_the_missing_resources(pending: Any, cause: str) -> None:
     others = [
         group("CREATED", "FINISHED", "STRICT_PACK", RANK),
         group("REMOVED", "REMOVED", "STRICT_PACK", RANK),

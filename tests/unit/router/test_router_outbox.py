@@ -49,14 +49,14 @@ async def test_frame_size_is_bounded_for_any_additions() -> None:
     assert await taken(this) == [[*range(1, 17)], [*range(17, 21)], [21], [22]]
 
 
-async def test_after_its_close_it_says_nothing_more() -> None:
+async def test_closed_outbox_sends_nothing() -> None:
     this = Outbox(frame(1))
     this.close()
     this.add(frame(2))
     assert await taken(this) == []
 
 
-async def test_what_is_big_is_not_copied() -> None:
+async def test_outbox_does_not_copy_large_messages() -> None:
     this = Outbox(frame(1))
     big = frame(2, num_bytes=outbox._COPIED_BYTES)
     this.add(big)

@@ -87,7 +87,7 @@ class Desk:
         return {p.epoch: p.stop for p in self.sessions.cut(session).progress}
 
 
-def test_an_outcome_goes_to_the_router_that_started_it() -> None:
+def test_outcome_is_delivered_to_the_starting_router() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)))
@@ -98,7 +98,7 @@ def test_an_outcome_goes_to_the_router_that_started_it() -> None:
     assert desk.sessions.cut(b).progress[0].token_ids == [7]
 
 
-def test_of_what_routers_say_of_the_policy_the_newest_holds() -> None:
+def test_engine_policy_of_the_newest_version_holds() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.set_policy(a, 5, "slai", 1)
@@ -112,7 +112,7 @@ def test_of_what_routers_say_of_the_policy_the_newest_holds() -> None:
     assert desk.sessions.cut(a).state.engine_policy == "magnus"
 
 
-def test_default_is_the_policy_that_the_worker_was_started_with() -> None:
+def test_default_policy_is_the_one_the_worker_started_with() -> None:
     desk = Desk(replace(LIMITS, scheduling=Scheduling("static")))
     a = desk.join("a")
     desk.set_policy(a, 1, "default")
@@ -122,7 +122,7 @@ def test_default_is_the_policy_that_the_worker_was_started_with() -> None:
     assert desk.engine.orders == ["continuous", "static"]
 
 
-def test_a_policy_that_only_a_newer_worker_has_changes_nothing() -> None:
+def test_unknown_engine_policy_is_ignored() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.set_policy(a, 7, "slai")
@@ -131,7 +131,7 @@ def test_a_policy_that_only_a_newer_worker_has_changes_nothing() -> None:
     assert desk.engine.orders == ["slai"]
 
 
-def test_report_goes_to_the_router_of_its_sequence() -> None:
+def test_breakdowns_are_sent_to_the_router_of_their_sequence() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
@@ -147,7 +147,7 @@ def test_report_goes_to_the_router_of_its_sequence() -> None:
     assert {it.epoch for it in desk.sessions.cut(a).breakdowns} == {2}, "the other is over"
 
 
-def test_every_router_is_told_what_came_of_those_that_decode() -> None:
+def test_decoding_breakdown_is_sent_to_every_router() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.sessions.deliver(replace(report(), decoding=TimeBreakdown(9.0, decode_s=3.0, steps=20.0)))
@@ -155,7 +155,7 @@ def test_every_router_is_told_what_came_of_those_that_decode() -> None:
     assert [desk.sessions.cut(each).state.decoding for each in (a, b)] == [told, told]
 
 
-def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:
+def test_start_is_counted_once_from_its_acknowledgement() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(10)))
@@ -168,7 +168,7 @@ def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:
     assert (state.pending_prefill_tokens, state.committed_tokens) == (0, 11)
 
 
-def test_what_the_engine_did_goes_with_the_state() -> None:
+def test_engine_work_is_sent_with_the_state() -> None:
     desk = Desk()
     a = desk.join("a")
     now = load(computed_tokens=70, released_blocks=3)
@@ -177,7 +177,7 @@ def test_what_the_engine_did_goes_with_the_state() -> None:
     assert (state.computed_tokens, state.released_blocks, state.busy_s) == (70, 3, 0.5)
 
 
-def test_the_counters_go_with_the_state() -> None:
+def test_counters_are_sent_with_the_state() -> None:
     desk = Desk()
     a = desk.join("a")
     counters = Counters(*range(1, 10))
@@ -186,7 +186,7 @@ def test_the_counters_go_with_the_state() -> None:
     assert {field.name: value for field, value in told.ListFields()} == asdict(counters)
 
 
-def test_a_late_outcome_of_an_aborted_sequence_is_nobodys() -> None:
+def test_outcome_of_an_aborted_sequence_is_dropped() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(3)))
@@ -198,7 +198,7 @@ def test_a_late_outcome_of_an_aborted_sequence_is_nobodys() -> None:
     assert desk.sessions.is_idle
 
 
-def test_a_late_outcome_does_not_reach_another_choice_of_its_epoch() -> None:
+def test_outcome_of_an_aborted_choice_reaches_no_sibling() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(3)))
@@ -209,7 +209,7 @@ def test_a_late_outcome_does_not_reach_another_choice_of_its_epoch() -> None:
     assert not desk.sessions.is_idle
 
 
-def test_only_the_router_that_started_an_epoch_can_abort_it() -> None:
+def test_epoch_can_be_aborted_only_by_its_router() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)))
@@ -230,7 +230,7 @@ def test_choices_of_an_epoch_end_one_by_one() -> None:
     assert desk.sessions.is_idle
 
 
-def test_leaving_aborts_once_what_the_router_had() -> None:
+def test_session_end_aborts_its_sequences_once() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
@@ -241,7 +241,7 @@ def test_leaving_aborts_once_what_the_router_had() -> None:
     assert a.is_over and not b.is_over
 
 
-def test_a_new_stream_of_the_same_router_replaces_the_old_one() -> None:
+def test_new_session_replaces_the_routers_old_one() -> None:
     desk = Desk()
     old = desk.join("a")
     desk.send(old, start(1, prompt(3)))
@@ -252,13 +252,13 @@ def test_a_new_stream_of_the_same_router_replaces_the_old_one() -> None:
     assert not new.is_over and len(desk.engine.orders) == 3
 
 
-def test_a_new_router_is_told_what_runs() -> None:
+def test_new_session_is_sent_all_accepted_epochs() -> None:
     desk = Desk()
     desk.send(desk.join("a"), start(1, prompt(3)), start(2, prompt(3)))
     assert desk.sessions.cut(desk.join("b")).accepted_epochs == [1, 2]
 
 
-def test_every_start_is_acknowledged_even_one_that_is_refused() -> None:
+def test_starts_are_acknowledged_even_if_refused() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, []))
@@ -266,7 +266,7 @@ def test_every_start_is_acknowledged_even_one_that_is_refused() -> None:
         assert desk.sessions.cut(session).accepted_epochs == [1, 2]
 
 
-def test_every_router_hears_at_once_that_there_is_room_again() -> None:
+def test_freed_room_notifies_every_router_at_once() -> None:
     desk = Desk()
     a, _ = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)))
@@ -277,7 +277,7 @@ def test_every_router_hears_at_once_that_there_is_room_again() -> None:
     assert desk.notified["b"] == before + 1
 
 
-def test_a_drain_is_ordered_once_and_later_starts_come_back() -> None:
+def test_drain_is_ordered_once_and_returns_later_starts() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(3)))
@@ -292,7 +292,7 @@ def test_a_drain_is_ordered_once_and_later_starts_come_back() -> None:
     assert desk.engine.orders == [("start", 1), "drain"]
 
 
-def test_every_router_hears_of_a_drain_at_once() -> None:
+def test_drain_notifies_every_router_at_once() -> None:
     desk = Desk()
     for router_id in ("a", "b"):
         desk.join(router_id)
@@ -322,7 +322,7 @@ def test_news_of_a_first_step_waits_for_the_next_frame() -> None:
     assert [(p.epoch, p.waited_s) for p in desk.sessions.cut(a).progress] == [(1, 0.5)]
 
 
-def test_a_step_is_confirmed_when_every_router_has_done_so() -> None:
+def test_step_is_confirmed_by_every_router() -> None:
     desk, calls = Desk(), list[str]()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
@@ -339,7 +339,7 @@ def test_a_step_is_confirmed_when_every_router_has_done_so() -> None:
     assert calls == ["confirmed"]
 
 
-def test_a_router_that_leaves_or_aborts_delays_no_step() -> None:
+def test_departure_or_abort_does_not_delay_a_first_step() -> None:
     desk, calls = Desk(), list[str]()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)))
@@ -352,7 +352,7 @@ def test_a_router_that_leaves_or_aborts_delays_no_step() -> None:
     assert calls == ["confirmed"]
 
 
-def test_a_router_that_confirmed_late_delays_no_other_step() -> None:
+def test_overdue_confirmation_delays_no_other_step() -> None:
     desk, calls = Desk(), list[str]()
     a = desk.join("a")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)), start(3, prompt(3)))

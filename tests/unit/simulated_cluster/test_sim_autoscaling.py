@@ -28,7 +28,7 @@ def submit(cluster: SimCluster, name: str, tokens: int) -> list[int]:
     return expected_tokens(prompt, tokens)
 
 
-def test_from_no_worker_to_one_and_back_twice() -> None:
+def test_sim_replicas_scale_from_zero_and_back_twice() -> None:
     with SimCluster(ROUTER, SLOW) as cluster:
         cluster.start_router(0)
         replicas = SimReplicas(cluster, SCALING, START_S)
@@ -47,7 +47,7 @@ def test_from_no_worker_to_one_and_back_twice() -> None:
 
 
 @pytest.mark.long
-def test_four_times_the_load_and_back_loses_nothing() -> None:
+def test_sim_replicas_follow_a_load_peak_without_token_loss() -> None:
     rng = random.Random(3)
     right: dict[str, list[int]] = {}
     with SimCluster(ROUTER, SLOW) as cluster:

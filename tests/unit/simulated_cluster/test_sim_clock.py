@@ -22,7 +22,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_an_hour_is_over_at_once(clock: Clock) -> None:
+def test_sim_clock_skips_an_hour_at_once(clock: Clock) -> None:
     began = time.monotonic()
     process = clock.process("p")
     clock.run(process.create_task(asyncio.sleep(3600)), limit=4000)
@@ -30,7 +30,7 @@ def test_an_hour_is_over_at_once(clock: Clock) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_what_is_due_first_happens_first_and_equals_in_their_order(clock: Clock) -> None:
+def test_sim_clock_runs_timers_in_due_order(clock: Clock) -> None:
     process, seen = clock.process("p"), list[str]()
     for name, delay in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
         process.call_later(delay, seen.append, name)
@@ -38,14 +38,14 @@ def test_what_is_due_first_happens_first_and_equals_in_their_order(clock: Clock)
     assert seen == ["a", "b", "c"]
 
 
-def test_a_cancelled_timer_does_not_fire(clock: Clock) -> None:
+def test_sim_clock_cancelled_timer_does_not_fire(clock: Clock) -> None:
     process, seen = clock.process("p"), list[str]()
     process.call_later(1.0, seen.append, "x").cancel()
     clock.run_for(2.0)
     assert not seen
 
 
-def test_a_timeout_ends_a_wait(clock: Clock) -> None:
+def test_sim_clock_timeout_ends_a_wait(clock: Clock) -> None:
     async def wait() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
@@ -57,13 +57,13 @@ def test_a_timeout_ends_a_wait(clock: Clock) -> None:
     assert clock.run(process.create_task(wait()), limit=10) == began + 5
 
 
-def test_a_thread_of_simulated_code_runs_in_place(clock: Clock) -> None:
+def test_sim_clock_runs_threads_in_place(clock: Clock) -> None:
     process = clock.process("p")
     work = asyncio.to_thread(lambda: 7)
     assert clock.run(process.create_task(work), limit=1) == 7
 
 
-def test_a_frozen_process_does_everything_late_and_others_go_on(clock: Clock) -> None:
+def test_sim_clock_frozen_process_delays_only_itself(clock: Clock) -> None:
     frozen, other, seen = clock.process("frozen"), clock.process("other"), list[object]()
 
     async def tick(name: str) -> None:
@@ -82,7 +82,7 @@ def test_a_frozen_process_does_everything_late_and_others_go_on(clock: Clock) ->
     ]
 
 
-def test_what_a_killed_process_had_is_taken_apart_unseen(clock: Clock) -> None:
+def test_sim_clock_killed_process_is_closed_silently(clock: Clock) -> None:
     process, seen = clock.process("p"), list[str]()
 
     async def live() -> None:
@@ -103,7 +103,7 @@ def test_what_a_killed_process_had_is_taken_apart_unseen(clock: Clock) -> None:
     assert not clock.uncaught
 
 
-def test_an_error_that_nobody_catches_is_kept(clock: Clock) -> None:
+def test_sim_clock_keeps_uncaught_errors(clock: Clock) -> None:
     async def fail() -> None:
         raise ValueError("seven")
 
@@ -114,7 +114,7 @@ def test_an_error_that_nobody_catches_is_kept(clock: Clock) -> None:
     assert (name, str(error)) == ("p", "seven")
 
 
-def test_an_abandoned_generator_is_closed_in_its_process(clock: Clock) -> None:
+def test_sim_clock_closes_an_abandoned_generator_in_its_process(clock: Clock) -> None:
     seen = list[bool]()
 
     async def numbers() -> AsyncIterator[int]:
@@ -136,7 +136,7 @@ def test_an_abandoned_generator_is_closed_in_its_process(clock: Clock) -> None:
     assert seen == [True]
 
 
-def test_waiting_for_nothing_is_an_error(clock: Clock) -> None:
+def test_sim_clock_wait_without_any_event_is_an_error(clock: Clock) -> None:
     process = clock.process("p")
     with pytest.raises(NothingHappens):
         clock.run(process.create_task(asyncio.Event().wait()), limit=5)
@@ -144,7 +144,7 @@ def test_waiting_for_nothing_is_an_error(clock: Clock) -> None:
         clock.run(process.create_task(asyncio.sleep(9)), limit=5)
 
 
-def test_time_that_stands_still_is_an_error(clock: Clock) -> None:
+def test_sim_clock_endless_loop_without_progress_is_an_error(clock: Clock) -> None:
     async def spin() -> None:
         while True:
             await asyncio.sleep(0)

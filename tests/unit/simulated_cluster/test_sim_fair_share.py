@@ -65,7 +65,7 @@ def waits(cluster: SimCluster, tenant: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("fair_share", "waits_s"), [(True, 2.6), (False, 25.0)])
-def test_who_asks_for_little_does_not_wait_for_who_floods(
+def test_fair_share_protects_a_light_tenant_from_a_flood(
     config: RouterConfig, keys: dict[str, str], fair_share: bool, waits_s: float
 ) -> None:
     with SimCluster(replace(config, fair_share=fair_share), SLOW) as cluster:
@@ -85,7 +85,7 @@ def test_who_asks_for_little_does_not_wait_for_who_floods(
             assert min(waits(cluster, "little")) > waits_s
 
 
-def test_a_weight_is_a_share_of_the_cluster_whoever_leads(
+def test_fair_share_weights_survive_a_change_of_leader(
     config: RouterConfig, keys: dict[str, str]
 ) -> None:
     """The leader is killed in between."""

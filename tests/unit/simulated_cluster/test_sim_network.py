@@ -92,7 +92,7 @@ def world() -> Iterator[World]:
     world.clock.close()
 
 
-def test_answers_come_in_order_after_the_way_there_and_back(world: World) -> None:
+def test_sim_network_answers_in_order_after_a_round_trip(world: World) -> None:
     task = world.talk("a", "b")
     world.clock.run_for(2 * LATENCY - 0.01)
     assert world.got == []
@@ -100,13 +100,13 @@ def test_answers_come_in_order_after_the_way_there_and_back(world: World) -> Non
     assert world.got == ["a", "b"]
 
 
-def test_nobody_there_is_unavailable(world: World) -> None:
+def test_sim_network_stopped_server_is_unavailable(world: World) -> None:
     world.clock.run(world.there.create_task(world.server.stop(None)), limit=1)
     world.clock.run(world.talk("a"), limit=5)
     assert world.code is grpc.StatusCode.UNAVAILABLE
 
 
-def test_an_abort_carries_its_status(world: World) -> None:
+def test_sim_network_abort_carries_its_status(world: World) -> None:
     world.clock.run(world.talk("a", drain=True), limit=5)
     assert isinstance(world.error, grpc.aio.AioRpcError)
     assert world.code is grpc.StatusCode.FAILED_PRECONDITION
@@ -114,7 +114,7 @@ def test_an_abort_carries_its_status(world: World) -> None:
     assert ("k", "v") in [*world.error.trailing_metadata()]
 
 
-def test_a_cut_link_holds_everything_back_until_it_heals(world: World) -> None:
+def test_sim_network_cut_link_delays_messages_until_healed(world: World) -> None:
     task = world.talk("a", "b", "c", pause=1.0)
     world.clock.run_for(0.8)
     assert world.got == ["a"]
@@ -125,7 +125,7 @@ def test_a_cut_link_holds_everything_back_until_it_heals(world: World) -> None:
     assert world.got == ["a", "b", "c"]
 
 
-def test_a_link_that_is_cut_for_long_is_given_up_at_both_ends(world: World) -> None:
+def test_sim_network_long_cut_breaks_a_call_at_both_ends(world: World) -> None:
     task = world.talk("a", "b", pause=100.0)
     world.clock.run_for(1.0)
     world.network.cut(world.here, world.there, 2 * KEEPALIVE_S)
@@ -134,7 +134,7 @@ def test_a_link_that_is_cut_for_long_is_given_up_at_both_ends(world: World) -> N
     assert world.echo.cancelled == 1
 
 
-def test_a_reset_breaks_a_call_at_both_ends(world: World) -> None:
+def test_sim_network_reset_breaks_a_call_at_both_ends(world: World) -> None:
     task = world.talk("a", "b", pause=100.0)
     world.clock.run_for(1.0)
     world.network.reset(world.here, world.there)
@@ -143,7 +143,7 @@ def test_a_reset_breaks_a_call_at_both_ends(world: World) -> None:
     assert world.code is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_killed_server_breaks_its_calls(world: World) -> None:
+def test_sim_network_killed_server_breaks_its_calls(world: World) -> None:
     task = world.talk("a", "b", pause=100.0)
     world.clock.run_for(1.0)
     world.network.kill(world.there)
@@ -152,7 +152,7 @@ def test_a_killed_server_breaks_its_calls(world: World) -> None:
     assert world.network.find(ADDRESS) is None
 
 
-def test_a_killed_client_is_noticed_by_its_server(world: World) -> None:
+def test_sim_network_server_detects_a_killed_client(world: World) -> None:
     world.talk("a", "b", pause=100.0)
     world.clock.run_for(1.0)
     world.network.kill(world.here)
@@ -160,7 +160,7 @@ def test_a_killed_client_is_noticed_by_its_server(world: World) -> None:
     assert (world.echo.heard, world.echo.cancelled) == (["a"], 1)
 
 
-def test_a_client_that_hangs_up_is_noticed_by_its_server(world: World) -> None:
+def test_sim_network_server_detects_a_cancelled_call(world: World) -> None:
     task = world.talk("a", "b", pause=100.0)
     world.clock.run_for(1.0)
     task.cancel()
@@ -168,7 +168,7 @@ def test_a_client_that_hangs_up_is_noticed_by_its_server(world: World) -> None:
     assert world.echo.cancelled == 1
 
 
-def test_a_frozen_server_answers_when_it_thaws(world: World) -> None:
+def test_sim_network_frozen_server_answers_after_thawing(world: World) -> None:
     world.network.freeze(world.there, 5.0)
     task = world.talk("a")
     world.clock.run_for(4.9)
@@ -177,7 +177,7 @@ def test_a_frozen_server_answers_when_it_thaws(world: World) -> None:
     assert world.got == ["a"]
 
 
-def test_a_reader_that_does_not_read_holds_up_its_writer(world: World) -> None:
+def test_sim_network_stalled_reader_blocks_its_writer(world: World) -> None:
     world.network.freeze(world.there, 10.0)
     world.talk(*[str(n) for n in range(1000)])
     sent: list[Any] = []

@@ -40,7 +40,7 @@ from worker.serving.rank import Rank
         ({"reclaim_url": "169.254.169.254/spot"}, "reclaim_url must be an http address"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields: dict[str, object], reason: str) -> None:
+def test_worker_config_rejects_invalid_settings(fields: dict[str, object], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         settings.load(WorkerConfig, fields)
 
@@ -55,7 +55,7 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, object], reason: 
         {"surprise_one_in": -1},
     ],
 )
-def test_fake_models_that_cannot_be_are_refused(fields: dict[str, object]) -> None:
+def test_fake_model_rejects_invalid_settings(fields: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=next(iter(fields))):
         settings.load(FakeModel, fields)
 
@@ -68,7 +68,7 @@ def test_fake_models_that_cannot_be_are_refused(fields: dict[str, object]) -> No
         ({"min_match": 5}, r"max_match \(4\) must be at least min_match \(5\)"),
     ],
 )
-def test_drafts_that_cannot_be_are_refused(fields: dict[str, int], reason: str) -> None:
+def test_speculation_rejects_invalid_settings(fields: dict[str, int], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         settings.load(Speculation, fields)
 
@@ -81,12 +81,12 @@ def test_drafts_that_cannot_be_are_refused(fields: dict[str, int], reason: str) 
         ({"batch_waste": 1.0}, "batch_waste must be below 1, not 1"),
     ],
 )
-def test_scheduling_that_cannot_be_is_refused(fields: dict[str, Any], reason: str) -> None:
+def test_scheduling_rejects_invalid_settings(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         settings.load(Scheduling, fields)
 
 
-def test_the_model_is_called_by_its_directory_or_its_hub_id(tmp_path: Path) -> None:
+def test_model_name_is_directory_or_hub_id(tmp_path: Path) -> None:
     assert WorkerConfig(model=f"{tmp_path}/llama/").name == "llama"
     assert WorkerConfig(model="org/llama").name == "org/llama"
     assert WorkerConfig(model="fake").name == "fake"
@@ -96,7 +96,7 @@ def test_the_model_is_called_by_its_directory_or_its_hub_id(tmp_path: Path) -> N
     ("max_model_len", "num_blocks", "expected"),
     [(None, 200, 4096), (100, 200, 100), (None, 10, 320), (9999, 200, 4096)],
 )
-def test_the_context_is_the_smallest_of_model_setting_and_pool(
+def test_max_model_len_is_minimum_of_model_setting_and_pool(
     max_model_len: int | None, num_blocks: int, expected: int
 ) -> None:
     config = WorkerConfig(model="fake", max_model_len=max_model_len)
@@ -115,7 +115,7 @@ def test_the_context_is_the_smallest_of_model_setting_and_pool(
     ],
     ids=["H100", "H200", "B200", "A100", "L4", "RTX 5090"],
 )
-def test_a_gpu_is_large_by_memory_and_generation(
+def test_gpu_kind_depends_on_memory_and_generation(
     memory: float, capability: tuple[int, int], kind: DeviceKind
 ) -> None:
     assert kind_of_gpu(memory, capability) is kind
@@ -131,7 +131,7 @@ def test_a_gpu_is_large_by_memory_and_generation(
         ({"max_num_batched_tokens": 300}, DeviceKind.LARGE_GPU, 300),
     ],
 )
-def test_a_step_has_as_many_tokens_as_set_or_as_suit_the_device(
+def test_max_batched_tokens_default_depends_on_device(
     settings: dict[str, Any], kind: DeviceKind, tokens: int
 ) -> None:
     class Runner(FakeRunner):
@@ -141,7 +141,7 @@ def test_a_step_has_as_many_tokens_as_set_or_as_suit_the_device(
     assert Limits.of(config, Runner(10, FakeModel())).max_num_batched_tokens == tokens
 
 
-def test_the_watermark_is_a_part_of_the_pool_and_at_least_a_block() -> None:
+def test_watermark_is_fraction_of_pool_and_at_least_a_block() -> None:
     config = WorkerConfig(model="fake", watermark=0.05)
     for num_blocks, expected in ((10, 1), (200, 10)):
         limits = Limits.of(config, FakeRunner(num_blocks, FakeModel()))
@@ -158,14 +158,14 @@ def test_the_watermark_is_a_part_of_the_pool_and_at_least_a_block() -> None:
         (WorkerConfig(model="org/llama", model_revision="main"), 0, "must be a commit, not 'main'"),
     ],
 )
-async def test_a_rank_that_cannot_run_is_refused(
+async def test_rank_rejects_config_that_cannot_run(
     config: WorkerConfig, rank: int, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         Rank(config, rank)
 
 
-async def test_a_rank_without_a_model_is_refused(tmp_path: Path) -> None:
+async def test_rank_rejects_missing_model(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="no model at '/nowhere': no such directory"):
         Rank(WorkerConfig(model="/nowhere"))
     with pytest.raises(ValueError, match=r"config\.json is missing there"):
@@ -183,7 +183,7 @@ def model(directory: Path) -> Path:
     return directory
 
 
-def test_copies_of_a_model_have_one_fingerprint(tmp_path: Path) -> None:
+def test_model_fingerprint_is_equal_for_copies(tmp_path: Path) -> None:
     one, other = model(tmp_path / "one"), model(tmp_path / "other")
     (other / "README.md").write_text("read me too")
     assert model_fingerprint(one) == model_fingerprint(other)
@@ -199,7 +199,7 @@ def test_copies_of_a_model_have_one_fingerprint(tmp_path: Path) -> None:
         ("model.safetensors", (9).to_bytes(8, "little") + b'{"w": {}}more weights'),
     ],
 )
-def test_what_shapes_tokens_changes_the_fingerprint(
+def test_model_fingerprint_changes_with_model_content(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     this = model(tmp_path / "model")
@@ -208,7 +208,7 @@ def test_what_shapes_tokens_changes_the_fingerprint(
     assert model_fingerprint(this) != before
 
 
-def test_weights_that_are_none_are_an_error(tmp_path: Path) -> None:
+def test_model_fingerprint_rejects_invalid_weights(tmp_path: Path) -> None:
     this = model(tmp_path / "model")
     (this / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match="no safetensors file"):
@@ -218,7 +218,7 @@ def test_weights_that_are_none_are_an_error(tmp_path: Path) -> None:
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-async def test_what_weights_are_read_is_part_of_what_names_a_model(tmp_path: Path) -> None:
+async def test_rank_files_include_load_format_and_revision(tmp_path: Path) -> None:
     directory = str(model(tmp_path / "model"))
     configs = [
         WorkerConfig(model=directory),

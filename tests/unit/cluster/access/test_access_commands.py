@@ -37,7 +37,9 @@ def kept(path: Path) -> Document:
     return from_plain(yaml.safe_load(path.read_text()))
 
 
-async def test_a_key_is_printed_once_and_kept_as_a_hash(command: Command, path: Path) -> None:
+async def test_key_create_prints_the_secret_once_and_stores_a_hash(
+    command: Command, path: Path
+) -> None:
     said = await command("key", "create", "--tenant", "acme", "--name", "laptop")
     assert re.fullmatch(KEY, said)
     key_id, secret = parts(said.strip()) or ("", "")
@@ -55,14 +57,14 @@ async def test_a_key_is_printed_once_and_kept_as_a_hash(command: Command, path: 
         assert secret not in shown and key.sha256 not in shown
 
 
-async def test_a_keys_name_is_no_markup(command: Command) -> None:
+async def test_key_list_shows_brackets_in_names_literally(command: Command) -> None:
     for name in ("laptop [/home]", "[bold]"):
         await command("key", "create", "--tenant", "acme", "--name", name)
     shown = " ".join((await command("key", "list")).split())
     assert "laptop [/home]" in shown and "[bold]" in shown
 
 
-async def test_a_key_has_the_scopes_and_the_end_that_are_said(command: Command, path: Path) -> None:
+async def test_key_create_sets_scopes_and_expiry(command: Command, path: Path) -> None:
     scopes = ["--scope", "admin", "--scope", "metrics"]
     await command("key", "create", "--tenant", "ops", *scopes, "--expires", "12h")
     [key] = kept(path).keys.values()
@@ -70,7 +72,9 @@ async def test_a_key_has_the_scopes_and_the_end_that_are_said(command: Command, 
     assert key.expires is not None and key.expires > key.created
 
 
-async def test_a_rotated_key_has_a_successor_for_the_same(command: Command, path: Path) -> None:
+async def test_key_rotate_adds_a_successor_and_expires_the_old_key(
+    command: Command, path: Path
+) -> None:
     first = parts((await command("key", "create", "--tenant", "acme", "--name", "a")).strip())
     assert first is not None
     second = parts((await command("key", "rotate", first[0])).strip())
@@ -84,14 +88,14 @@ async def test_a_rotated_key_has_a_successor_for_the_same(command: Command, path
     assert kept(path).keys[first[0]].expires == old.expires
 
 
-async def test_a_revoked_key_is_gone(command: Command, path: Path) -> None:
+async def test_key_revoke_removes_the_key(command: Command, path: Path) -> None:
     made = parts((await command("key", "create", "--tenant", "acme")).strip())
     assert made is not None
     assert made[0] in await command("key", "revoke", made[0])
     assert kept(path).keys == {}
 
 
-async def test_limits_are_set_one_by_one(command: Command, path: Path) -> None:
+async def test_tenant_set_changes_limits_individually(command: Command, path: Path) -> None:
     await command("tenant", "set", "*", "--max-tokens", "5", "--max-priority", "-3")
     await command("tenant", "set", "acme", "--max-concurrent", "7", "--max-priority", "none")
     shown = json.loads(await command("tenant", "list", "--json"))
@@ -106,7 +110,7 @@ async def test_limits_are_set_one_by_one(command: Command, path: Path) -> None:
     assert kept(path).tenants == {"*": {"max_tokens": 5, "max_priority": -3}}
 
 
-async def test_a_weight_is_set_and_taken_back(command: Command, path: Path) -> None:
+async def test_tenant_weight_is_set_and_reset(command: Command, path: Path) -> None:
     await command("tenant", "set", "acme", "--weight", "3")
     shown = json.loads(await command("tenant", "list", "--json"))
     assert (shown["acme"]["weight"], shown["*"]["weight"]) == (3, 1)
@@ -114,7 +118,7 @@ async def test_a_weight_is_set_and_taken_back(command: Command, path: Path) -> N
     assert not kept(path).tenants
 
 
-async def test_tenants_with_keys_are_shown_with_everybodys_limits(command: Command) -> None:
+async def test_tenant_list_shows_default_limits_for_tenants_with_keys(command: Command) -> None:
     await command("key", "create", "--tenant", "acme")
     await command("tenant", "set", "*", "--requests-per-minute", "60")
     shown = json.loads(await command("tenant", "list", "--json"))
@@ -138,7 +142,7 @@ async def test_tenants_with_keys_are_shown_with_everybodys_limits(command: Comma
         ("tenant set acme --max-tokens many", "--max-tokens: must be a number, none or default"),
     ],
 )
-async def test_what_cannot_be_is_said_in_a_line(
+async def test_access_commands_report_invalid_arguments_in_one_line(
     command: Command, path: Path, arguments: str, cause: str
 ) -> None:
     said = await command(*arguments.split(), status=1)
@@ -147,11 +151,11 @@ async def test_what_cannot_be_is_said_in_a_line(
     assert not path.exists()
 
 
-async def test_where_everybody_may_come_in_there_are_no_keys() -> None:
+async def test_access_commands_fail_with_access_off() -> None:
     for command in (["key", "create", "--tenant", "acme"], ["key", "list"], ["tenant", "list"]):
         assert "router.access is off" in await run(*command, status=1)
 
 
-async def test_without_a_ledger_that_ever_ran_there_is_advice(tmp_path: Path) -> None:
+async def test_key_list_without_a_ledger_suggests_everlift_up(tmp_path: Path) -> None:
     place = ["--set", "router.access=ledger", "--set", f"state_dir={tmp_path}"]
     assert "everlift up" in await run("key", "list", *place, status=1)

@@ -18,13 +18,13 @@ CONFIG = AutoscaleConfig(min_workers=1, max_workers=8)
 FROM_ZERO = AutoscaleConfig(min_workers=0, max_workers=8)
 
 
-def test_what_little_comes_adds_no_worker() -> None:
+def test_autoscaler_low_load_adds_no_worker() -> None:
     fleet = Fleet(CONFIG).run(1200, load=0.4)
     assert fleet.changes == []
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_twice_the_load_adds_workers_within_two_seconds_of_a_queue(seed: int) -> None:
+def test_autoscaler_adds_workers_within_two_seconds_of_a_queue(seed: int) -> None:
     fleet = Fleet(CONFIG, workers=3, seed=seed).run(120, load=2.0)
     assert fleet.target == 3
     fleet.run(60, load=4.0)
@@ -35,7 +35,7 @@ def test_twice_the_load_adds_workers_within_two_seconds_of_a_queue(seed: int) ->
 
 
 @pytest.mark.parametrize("load", [0.6, 0.65, 0.7])
-def test_twice_as_many_small_requests_are_seen_within_two_seconds(load: float) -> None:
+def test_autoscaler_detects_doubled_small_requests_in_time(load: float) -> None:
     waits = []
     for seed in range(20):
         fleet = Fleet(CONFIG, rate=480, speed=30, job_tokens=16, seed=seed).run(90, load)
@@ -48,7 +48,7 @@ def test_twice_as_many_small_requests_are_seen_within_two_seconds(load: float) -
     assert median(waits) <= 2.0
 
 
-def test_burst_is_drained_in_time_and_not_taken_for_a_rate() -> None:
+def test_autoscaler_drains_a_burst_without_assuming_a_rate() -> None:
     config = AutoscaleConfig(min_workers=1, max_workers=40)
     fleet = Fleet(config).run(120, load=0.3)
     fleet.waiting.extend(Job(fleet.now, 300.0, 10) for _ in range(200))
@@ -61,7 +61,7 @@ def test_burst_is_drained_in_time_and_not_taken_for_a_rate() -> None:
     "seed", [0, *(pytest.param(it, marks=pytest.mark.long) for it in range(1, 5))]
 )
 @pytest.mark.parametrize("load", [0.5, 0.9, 1.3, 2.2, 3.1, 4.4])
-def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, seed: int) -> None:
+def test_autoscaler_steady_load_reverses_once_in_ten_minutes(load: float, seed: int) -> None:
     fleet = Fleet(CONFIG, seed=seed).run(3600, load)
     reversals = fleet.reversals
     assert all(later - earlier >= 600 for earlier, later in pairwise(reversals))
@@ -69,7 +69,7 @@ def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, s
     assert load < fleet.target <= load / CONFIG.utilisation + 2
 
 
-def test_unknown_load_removes_no_worker() -> None:
+def test_autoscaler_unknown_load_removes_no_worker() -> None:
     """The first look after that knows of a quiet moment, and of nothing before it."""
     config = AutoscaleConfig(min_workers=0, max_workers=8, down_delay=120.0, idle_delay=300.0)
     scaler = Autoscaler(config)
@@ -88,7 +88,7 @@ def test_unknown_load_removes_no_worker() -> None:
     assert scaler.decide(idle, 0.0, 8, 1200.0).workers == 8
 
 
-def test_workers_go_when_fewer_would_do_for_a_while() -> None:
+def test_autoscaler_removes_workers_after_the_down_delay() -> None:
     fleet = Fleet(CONFIG, workers=1).run(300, load=3.0)
     assert fleet.target >= 4
     since = fleet.now
@@ -98,7 +98,7 @@ def test_workers_go_when_fewer_would_do_for_a_while() -> None:
     assert fleet.target == 1
 
 
-def test_one_that_never_comes_up_keeps_the_others_for_ten_minutes() -> None:
+def test_autoscaler_waits_ten_minutes_for_a_stuck_worker_start() -> None:
     """There is no room for it, or it cannot start, and Serve tries that without an end."""
     scaler = Autoscaler(CONFIG)
 
@@ -113,7 +113,7 @@ def test_one_that_never_comes_up_keeps_the_others_for_ten_minutes() -> None:
     assert target(601, 3, 1) == 1
 
 
-def test_a_square_wave_of_load_does_not_make_it_flap() -> None:
+def test_autoscaler_square_wave_load_causes_no_flapping() -> None:
     fleet = Fleet(CONFIG).run(3600, load=lambda now: 3.0 if now % 120 < 60 else 0.3)
     windows = [
         sum(start <= moment < start + 600 for moment in fleet.reversals)
@@ -122,13 +122,13 @@ def test_a_square_wave_of_load_does_not_make_it_flap() -> None:
     assert max(windows) <= 2
 
 
-def test_full_blocks_add_workers_though_they_have_slots() -> None:
+def test_autoscaler_full_blocks_add_workers_despite_free_slots() -> None:
     fleet = Fleet(CONFIG, job_blocks=200, speed=20.0).run(60, load=0.8)
     assert fleet.target > 1
     assert fleet.workers * 16 > len(fleet.running)
 
 
-def test_there_are_never_more_or_fewer_than_allowed() -> None:
+def test_autoscaler_target_stays_within_its_bounds() -> None:
     config = AutoscaleConfig(min_workers=2, max_workers=3)
     fleet = Fleet(config, workers=2).run(300, load=9.0)
     assert fleet.target == 3
@@ -140,7 +140,7 @@ def test_there_are_never_more_or_fewer_than_allowed() -> None:
     assert (few.workers, many.workers) == (2, 3)
 
 
-def test_idle_cluster_scales_to_zero_and_back() -> None:
+def test_autoscaler_scales_an_idle_cluster_to_zero_and_back() -> None:
     fleet = Fleet(FROM_ZERO).run(100, load=0.3)
     since = fleet.now
     fleet.run(FROM_ZERO.idle_delay + 30, load=0.0)
@@ -155,12 +155,12 @@ def test_idle_cluster_scales_to_zero_and_back() -> None:
     assert fleet.workers == 1
 
 
-def test_with_little_to_do_the_last_one_stays() -> None:
+def test_autoscaler_keeps_the_last_worker_under_little_load() -> None:
     fleet = Fleet(FROM_ZERO, job_tokens=50).run(3600, load=0.01)
     assert fleet.target == 1
 
 
-def test_a_load_that_is_not_known_changes_nothing() -> None:
+def test_autoscaler_ignores_unknown_or_stale_load() -> None:
     autoscaler = Autoscaler(CONFIG)
     busy = ClusterLoad(term=1, workers=2, queued=100, queued_tokens=1 << 20, waited_s=60.0)
     assert autoscaler.decide(None, 0.0, 2, 0.0).workers == 2
@@ -169,7 +169,7 @@ def test_a_load_that_is_not_known_changes_nothing() -> None:
     assert autoscaler.decide(busy, 4.9, 2, 4.0).workers == 3
 
 
-def test_without_a_rate_one_is_added_at_a_time() -> None:
+def test_autoscaler_adds_one_worker_at_a_time_without_a_rate() -> None:
     def after(second: float, up: int, target: int) -> int:
         load = ClusterLoad(term=1, workers=up, queued=50, queued_tokens=9999, waited_s=3.0)
         return autoscaler.decide(load, 0.0, target, second).workers
@@ -182,7 +182,7 @@ def test_without_a_rate_one_is_added_at_a_time() -> None:
     assert after(33.0, up=2, target=2) == 3
 
 
-def test_another_leader_counts_from_the_beginning() -> None:
+def test_autoscaler_restarts_counters_with_a_new_leader() -> None:
     def moment(second: float, term: int, offered: int) -> float:
         load = ClusterLoad(
             term=term, workers=2, slots=64, offered_tokens=offered, worker_rate=100.0
@@ -207,12 +207,14 @@ def test_another_leader_counts_from_the_beginning() -> None:
         ({"max_wrokers": 3}, "max_workers"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(setting: dict[str, object], message: str) -> None:
+def test_autoscale_config_rejects_invalid_settings_by_name(
+    setting: dict[str, object], message: str
+) -> None:
     with pytest.raises(SettingsError, match=message):
         load(AutoscaleConfig, setting)
 
 
-def test_upgrade_starts_with_as_many_workers_as_serve() -> None:
+def test_autoscaler_upgrade_starts_with_as_many_workers_as_serve() -> None:
     load = ClusterLoad(term=1, workers=5, running=20, slots=40, worker_rate=100.0)
     new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8))
     assert new.decide(load, 0.0, 1, 0.0, others=5).workers == 5
@@ -221,7 +223,7 @@ def test_upgrade_starts_with_as_many_workers_as_serve() -> None:
     assert small.decide(load, 0.0, 0, 0.0, others=5).workers == 3
 
 
-def test_upgrade_to_another_model_starts_with_as_many_workers() -> None:
+def test_autoscaler_model_upgrade_starts_with_replaced_workers() -> None:
     idle = ClusterLoad(term=1, workers=1, slots=8, worker_rate=100.0)
     new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0))
     for second in range(60):
@@ -229,7 +231,7 @@ def test_upgrade_to_another_model_starts_with_as_many_workers() -> None:
         assert (decision.workers, decision.reason) == (5, "another cluster serves as well")
 
 
-def test_upgrade_keeps_workers_of_both_clusters() -> None:
+def test_autoscaler_upgrade_keeps_workers_of_both_clusters() -> None:
     config = AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0)
     old, new = Autoscaler(config), Autoscaler(config)
     quiet = ClusterLoad(term=1, workers=10, slots=80, worker_rate=100.0)
@@ -242,7 +244,7 @@ def test_upgrade_keeps_workers_of_both_clusters() -> None:
     assert [new.decide(alone, 0.0, 5, second).workers for second in (65.0, 70.0)] == [5, 1]
 
 
-def test_settings_change_at_run_time() -> None:
+def test_autoscaler_applies_settings_at_run_time() -> None:
     autoscaler = Autoscaler(AutoscaleConfig(max_workers=4))
     load = ClusterLoad(
         term=1, workers=4, queued=90, queued_tokens=90_000, waited_s=9.0, worker_rate=100.0

@@ -24,7 +24,7 @@ def test_decisions_are_reported_with_their_reasons() -> None:
     )
 
 
-def test_of_many_changes_the_last_ones_are_told() -> None:
+def test_decisions_report_the_last_32_changes() -> None:
     decisions = Decisions()
     for workers in range(99):
         decisions.note(Decision(workers + 1, "requests wait"), workers, float(workers))

@@ -51,7 +51,7 @@ def shown() -> dict[str, float]:
     return {name: gauge.values[""] for name, gauge in FakeGauge.made.items() if "" in gauge.values}
 
 
-def test_a_decision_and_its_inputs_are_shown() -> None:
+def test_gauges_show_a_decision_and_its_inputs() -> None:
     gauges = Gauges(FakeGauge)
     load = ClusterLoad(queued_tokens=700, worker_rate=100.0)
     gauges.show(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), load, 0.25, 8)
@@ -67,7 +67,7 @@ def test_a_decision_and_its_inputs_are_shown() -> None:
     assert FakeGauge.made["everlift_autoscaler_reason"].values == {"requests would wait": 1}
 
 
-def test_one_reason_is_the_last_one() -> None:
+def test_gauges_mark_only_the_latest_reason() -> None:
     gauges = Gauges(FakeGauge)
     for reason in ("enough", "enough", "enough workers are starting", "something new"):
         gauges.show(Decision(1, reason), ClusterLoad(), 0.0, 8)
@@ -75,7 +75,7 @@ def test_one_reason_is_the_last_one() -> None:
     assert reasons == {"enough": 0, "enough workers are starting": 0, "other": 1}
 
 
-def test_every_reason_that_a_decision_has_is_a_label() -> None:
+def test_gauges_label_every_decision_reason() -> None:
     fleet = Fleet(AutoscaleConfig(min_workers=0, max_workers=6, idle_delay=60.0))
     fleet.run(300, load=4.0).run(600, load=0.3).run(400, load=0.0).run(200, load=9.0)
     decisions = [decision for _, decision in fleet.decisions]
@@ -87,7 +87,7 @@ def test_every_reason_that_a_decision_has_is_a_label() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Serve's own
-def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_policy_publishes_its_decision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from cluster.autoscale import serve_policy
 
     load = ClusterLoad(
@@ -169,7 +169,7 @@ def test_policy_takes_bounds_from_serve_and_targets_from_load(
 
 
 @pytest.mark.filterwarnings("ignore")  # Serve's own
-def test_own_workers_that_stop_are_no_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_excludes_own_stopping_workers_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster.autoscale import serve_policy
 
     monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
@@ -178,7 +178,7 @@ def test_own_workers_that_stop_are_no_other_clusters(monkeypatch: pytest.MonkeyP
     assert serve_policy._of_others(ClusterLoad(workers=5, ray_clusters={"this": 3, "x": 2})) == 2
 
 
-def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
+def test_dashboard_and_alerts_query_existing_gauges() -> None:
     Gauges(FakeGauge)
     files = (DEPLOY / "grafana/everlift.json", DEPLOY / "prometheus/alerts.yaml")
     asked_for = {

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 CONFIG = AutoscaleConfig(requests_per_router=100.0, down_delay=60.0)
 
 
-def test_routers_start_at_once_and_stop_after_a_while() -> None:
+def test_router_policy_adds_at_once_and_removes_after_a_delay() -> None:
     from cluster.autoscale.router_policy import Routers
 
     routers = Routers()
@@ -34,14 +34,14 @@ def test_routers_start_at_once_and_stop_after_a_while() -> None:
     assert decide(0, 124.0, 2) == 1
 
 
-def test_queued_requests_count_too() -> None:
+def test_router_policy_counts_queued_requests() -> None:
     from cluster.autoscale.router_policy import Routers
 
     load = ClusterLoad(running=90, queued=111)
     assert Routers().decide(load, CONFIG, 1, 0.0) == 3
 
 
-def test_bounds_are_serves_and_the_number_is_fixed_without_them() -> None:
+def test_router_options_set_bounds_or_a_fixed_number() -> None:
     assert options(Config(num_routers=3))[ROUTER]["num_replicas"] == 3
     config = load(None, {}, ["num_routers=2", "autoscale.max_routers=5"])
     bounds = options(config)[ROUTER]["autoscaling_config"]

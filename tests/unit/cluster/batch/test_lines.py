@@ -51,7 +51,7 @@ class Line:
         return self.task.done() and self.told[-1].resigned
 
 
-async def test_a_line_is_heard_and_told_until_the_gateway_hangs_up() -> None:
+async def test_line_exchanges_messages_until_the_gateway_hangs_up() -> None:
     heard = Heard()
     lines = LeaderServer(heard)
     line = Line(lines, "g")
@@ -65,7 +65,7 @@ async def test_a_line_is_heard_and_told_until_the_gateway_hangs_up() -> None:
     assert lines.gateways == []
 
 
-async def test_a_leader_that_resigns_ends_every_line() -> None:
+async def test_lines_end_with_the_leaders_resignation() -> None:
     heard = Heard()
     lines = LeaderServer(heard)
     both = [Line(lines, "a"), Line(lines, "b")]
@@ -76,7 +76,7 @@ async def test_a_leader_that_resigns_ends_every_line() -> None:
     assert heard.words.count("a disconnected") == 1
 
 
-async def test_of_two_lines_of_one_gateway_the_newer_one_counts() -> None:
+async def test_line_is_replaced_by_a_newer_one_of_its_gateway() -> None:
     heard = Heard()
     lines = LeaderServer(heard)
     old = Line(lines, "g")
@@ -94,14 +94,14 @@ async def test_of_two_lines_of_one_gateway_the_newer_one_counts() -> None:
     await until(lambda: new.is_over)
 
 
-async def test_who_does_not_say_its_name_is_not_heard() -> None:
+async def test_line_without_a_gateway_name_is_rejected() -> None:
     heard = Heard()
     line = Line(LeaderServer(heard), "")
     await until(lambda: line.is_over)
     assert not heard.words
 
 
-async def test_who_has_much_to_tell_leaves_the_others_their_turns() -> None:
+async def test_lines_take_turns_despite_a_busy_gateway() -> None:
     heard = Heard()
     lines = LeaderServer(heard)
     loud, quiet = Line(lines, "loud"), Line(lines, "quiet")

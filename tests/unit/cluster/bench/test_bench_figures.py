@@ -42,7 +42,7 @@ VLLMS_LISTS = {
 }
 
 
-def test_vllms_names_are_all_there() -> None:
+def test_figures_have_all_of_vllms_names() -> None:
     found = figures([outcome()], NO_SLO, (99.0,))
     assert found.keys() >= VLLMS_FIGURES
     assert found.keys() - VLLMS_FIGURES == {
@@ -51,7 +51,7 @@ def test_vllms_names_are_all_there() -> None:
     assert each_request([outcome()]).keys() == VLLMS_LISTS
 
 
-def test_figures_in_small_numbers() -> None:
+def test_figures_have_counts_rates_and_latencies() -> None:
     outcomes = [
         outcome(0.0, ttft_s=0.5, gap_s=0.1, tokens=6),
         outcome(1.0, ttft_s=1.5, gap_s=0.3, tokens=6),
@@ -72,7 +72,7 @@ def test_figures_in_small_numbers() -> None:
     assert found["mean_norm_ms"] == pytest.approx(2000.0 / 6)
 
 
-def test_latency_counts_from_when_it_was_due_and_both_are_told() -> None:
+def test_figures_report_latency_from_due_and_from_sent() -> None:
     outcomes = [outcome(0.0, ttft_s=0.5, lag_s=0.25)]
     found, more = figures(outcomes, NO_SLO, ()), more_figures(outcomes, NO_SLO, (), 0.0)
     assert found["mean_ttft_ms"] == pytest.approx(750.0)
@@ -83,7 +83,7 @@ def test_latency_counts_from_when_it_was_due_and_both_are_told() -> None:
     assert each == [pytest.approx(0.75)]
 
 
-def test_where_nothing_was_answered_no_latency_is_told() -> None:
+def test_figures_without_answers_have_no_latency() -> None:
     outcomes = [outcome(error="unreachable", tokens=0)]
     found = figures(outcomes, NO_SLO, (99.0,))
     assert (found["completed"], found["failed"], found["request_throughput"]) == (0, 1, 0.0)
@@ -92,23 +92,23 @@ def test_where_nothing_was_answered_no_latency_is_told() -> None:
     assert figures([], NO_SLO, (99.0,))["duration"] == 0.0
 
 
-def test_percentiles_are_named_as_vllm_names_them() -> None:
+def test_percent_name_follows_vllm() -> None:
     assert [percent_name(each) for each in (50.0, 99.0, 99.9)] == ["p50", "p99", "p99.9"]
 
 
-def test_a_request_of_one_token_has_no_time_per_token() -> None:
+def test_figures_omit_tpot_for_a_single_token() -> None:
     found = figures([outcome(tokens=1)], slo(["tpot:0"]), ())
     assert found["mean_tpot_ms"] is None
     assert found["request_goodput"] > 0, "nor does it miss a target of it"
 
 
-def test_errors_are_counted_by_their_cause() -> None:
+def test_figures_count_errors_by_cause() -> None:
     causes = ["429 queue_full", "timeout", "429 queue_full", ""]
     found = more_figures([outcome(error=cause) for cause in causes], NO_SLO, (), 0.0)
     assert list(found["errors"].items()) == [("429 queue_full", 2), ("timeout", 1)]
 
 
-def test_pieces_that_were_taken_for_tokens_are_marked() -> None:
+def test_figures_mark_pieces_counted_as_tokens() -> None:
     sure, unsure = outcome(), outcome(counted_by=CountedBy.PIECES)
     assert more_figures([sure], NO_SLO, (), 0.0)["marks"] == []
     found = more_figures([sure, unsure], NO_SLO, (), 0.0)
@@ -120,7 +120,7 @@ def test_pieces_that_were_taken_for_tokens_are_marked() -> None:
 # goodput
 
 
-def test_a_good_request_misses_nothing() -> None:
+def test_slo_good_request_meets_every_target() -> None:
     outcomes = [
         outcome(ttft_s=0.4, gap_s=0.05),
         outcome(ttft_s=0.6, gap_s=0.05),
@@ -132,17 +132,17 @@ def test_a_good_request_misses_nothing() -> None:
     assert more_figures(outcomes, wanted, (), 0.0)["good_share"] == 0.25
 
 
-def test_a_request_that_left_late_may_be_no_good_for_it() -> None:
+def test_slo_counts_lag_of_a_late_request() -> None:
     assert not slo(["ttft:500"]).is_good(outcome(ttft_s=0.4, lag_s=0.2), due)
 
 
 @pytest.mark.parametrize("said", [["ttft:500", "e2el:9"], ["ttft:500 e2el:9"], ["ttft:500,e2el:9"]])
-def test_targets_are_said_together_or_one_by_one(said: list[str]) -> None:
+def test_slo_targets_parse_together_or_separately(said: list[str]) -> None:
     assert slo(said).most_ms == {"ttft": 500.0, "e2el": 9.0}
 
 
 @pytest.mark.parametrize("said", ["itl:5", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:inf"])
-def test_a_target_that_cannot_be_is_refused(said: str) -> None:
+def test_slo_rejects_an_invalid_target(said: str) -> None:
     with pytest.raises(BenchFailed, match="must be ttft, tpot, e2el"):
         slo([said])
 
@@ -160,7 +160,7 @@ def test_a_target_that_cannot_be_is_refused(said: str) -> None:
         (0.0, 1.0, 0.95, True),
     ],
 )
-def test_a_generator_that_falls_behind_says_so(
+def test_figures_mark_a_generator_that_fell_behind(
     lag_s: float, ttft_s: float, cpu_share: float, is_behind: bool
 ) -> None:
     outcomes = [outcome(ttft_s=ttft_s, lag_s=lag_s)] * 3
@@ -169,7 +169,7 @@ def test_a_generator_that_falls_behind_says_so(
     assert any("fell behind" in mark for mark in found["marks"]) == is_behind
 
 
-def test_a_lag_of_one_in_a_hundred_is_seen() -> None:
+def test_lag_of_one_percent_of_requests_is_detected() -> None:
     few = [outcome(lag_s=0.5)] * 3 + [outcome()] * 97
     assert lag(few, 0.0).is_behind
     assert not lag([*few[:1], *[outcome()] * 299], 0.0).is_behind
@@ -179,7 +179,7 @@ def test_a_lag_of_one_in_a_hundred_is_seen() -> None:
 # over time
 
 
-def test_curves_over_time() -> None:
+def test_over_time_counts_due_ended_tokens_and_in_flight() -> None:
     outcomes = [outcome(at, ttft_s=0.5, gap_s=0.5, tokens=4) for at in (0.0, 0.0, 10.0, 58.0)]
     found = over_time(outcomes)
     assert found.width_s == 1.0
@@ -193,20 +193,20 @@ def test_curves_over_time() -> None:
 
 
 @pytest.mark.parametrize("duration", [0.0, 0.01, 3.0, 59.0, 3600.0, 1e6])
-def test_a_curve_has_neither_few_points_nor_many(duration: float) -> None:
+def test_over_time_limits_the_number_of_points(duration: float) -> None:
     found = over_time([outcome(0.0), outcome(duration)])
     assert len(found.due_per_s) <= 402
     assert len(found.due_per_s) * found.width_s >= found.width_s + duration - 1e-6
 
 
-def test_the_most_at_once_and_the_most_in_a_second() -> None:
+def test_maxima_of_concurrency_and_tokens_per_second() -> None:
     outcomes = [outcome(at, ttft_s=0.5, gap_s=0.0, tokens=8) for at in (0.0, 0.25, 0.5, 0.75)]
     assert most_at_once(outcomes) == 2, "the third is sent as the first ends"
     assert most_tokens_in_a_second(outcomes) == 16.0
     assert most_at_once([]) == most_tokens_in_a_second([]) == 0
 
 
-def test_a_percentile_lies_between_two_values() -> None:
+def test_spread_interpolates_percentiles() -> None:
     found = spread([10.0, 20.0, 30.0, 40.0], (50.0, 90.0))
     assert found is not None
     assert found.percentiles == {50.0: 25.0, 90.0: pytest.approx(37.0)}

@@ -62,7 +62,7 @@ def generator(endpoint: object, loop: VirtualLoop, timeout_s: float = 600.0) -> 
     return Generator(endpoint, timeout_s=timeout_s, clock=loop.time)  # type: ignore[arg-type]
 
 
-def test_each_request_leaves_when_it_is_due() -> None:
+def test_open_loop_sends_requests_when_due() -> None:
     async def work(loop: VirtualLoop) -> tuple[list[float], list[Outcome]]:
         server, began = Steady(), loop.time()
         outcomes = await generator(server, loop).open_loop(asks(0.0, 0.5, 0.5, 2.0))
@@ -78,7 +78,7 @@ def test_each_request_leaves_when_it_is_due() -> None:
     assert first.counted_by is CountedBy.USAGE
 
 
-def test_a_server_that_is_slow_is_asked_as_often() -> None:
+def test_open_loop_keeps_its_rate_with_a_slow_server() -> None:
     """A closed loop of one would have asked it ten times, and seen 1 s each."""
 
     async def work(loop: VirtualLoop) -> list[Outcome]:
@@ -91,7 +91,7 @@ def test_a_server_that_is_slow_is_asked_as_often() -> None:
     )
 
 
-def test_what_a_late_generator_sends_counts_from_when_it_was_due() -> None:
+def test_open_loop_late_request_counts_from_its_due_time() -> None:
     async def work(loop: VirtualLoop) -> list[Outcome]:
         task = loop.create_task(generator(Steady(), loop).open_loop(asks(1.0, 2.0, 9.0)))
         await asyncio.sleep(0.5)
@@ -105,7 +105,7 @@ def test_what_a_late_generator_sends_counts_from_when_it_was_due() -> None:
     assert ttft(punctual, due) == pytest.approx(1.0)
 
 
-def test_a_limit_holds_requests_back_and_their_time_counts() -> None:
+def test_open_loop_concurrency_limit_counts_waiting_time() -> None:
     async def work(loop: VirtualLoop) -> tuple[int, list[Outcome]]:
         server = Steady()
         found = await generator(server, loop).open_loop(asks(0.0, 0.0, 0.0, tokens=1), 2)
@@ -118,7 +118,7 @@ def test_a_limit_holds_requests_back_and_their_time_counts() -> None:
     assert (ttft(third, due), ttft(third, sent)) == (pytest.approx(2.0), pytest.approx(1.0))
 
 
-def test_closed_loop_request_is_due_when_its_client_is_free() -> None:
+def test_closed_loop_request_is_due_with_a_free_client() -> None:
     async def work(loop: VirtualLoop) -> tuple[int, list[Outcome]]:
         server = Steady()
         requests = asks(0.0, 0.0, 0.0, 0.0, 0.0, tokens=1)
@@ -142,7 +142,7 @@ class Failing:
             raise Refused(cause)
 
 
-def test_failures_are_outcomes_too() -> None:
+def test_open_loop_records_failures_as_outcomes() -> None:
     async def work(loop: VirtualLoop) -> list[Outcome]:
         return await generator(Failing("429 queue_full", ""), loop).open_loop(asks(0.0, 1.0))
 
@@ -151,7 +151,7 @@ def test_failures_are_outcomes_too() -> None:
     assert fine.is_complete
 
 
-def test_an_answer_that_takes_too_long_has_failed() -> None:
+def test_generator_answer_fails_after_its_timeout() -> None:
     async def work(loop: VirtualLoop) -> list[Outcome]:
         return await generator(Steady(ttft_s=5.0), loop, timeout_s=2.0).open_loop(asks(0.0))
 
@@ -159,7 +159,7 @@ def test_an_answer_that_takes_too_long_has_failed() -> None:
     assert (outcome.error, outcome.ended) == ("timeout", pytest.approx(2.0))
 
 
-def test_an_answer_without_output_is_none() -> None:
+def test_generator_answer_without_output_is_an_error() -> None:
     answer = Answer(Request(0.0, "p", 5, 3), lambda: 1.0)
     answer.usage(5, 0)
     assert answer.outcome(0.0, 0.0).error == "no_output"
@@ -174,7 +174,7 @@ def test_an_answer_without_output_is_none() -> None:
         ((0, 0), (7, 0), 2, CountedBy.PIECES, "ab"),
     ],
 )
-def test_tokens_are_those_that_somebody_counted(
+def test_answer_tokens_come_from_usage_events_or_pieces(
     told: Sequence[int], usage: tuple[int, int] | None, tokens: int, by: CountedBy, text: str
 ) -> None:
     answer = Answer(Request(0.0, "p", 5, 3), lambda: 1.0)
@@ -186,7 +186,7 @@ def test_tokens_are_those_that_somebody_counted(
     assert (outcome.output_tokens, outcome.counted_by, outcome.text) == (tokens, by, text)
 
 
-def test_of_an_error_only_a_word_is_kept() -> None:
+def test_slug_keeps_only_an_error_word() -> None:
     assert [slug(word) for word in ("rate_limited", "not_utf8", "BadRequestError")] == [
         "rate_limited",
         "not_utf8",

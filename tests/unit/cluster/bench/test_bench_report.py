@@ -90,7 +90,7 @@ class Page(HTMLParser):
 # JSON
 
 
-def test_a_report_has_vllms_keys_and_is_json(tmp_path: Path) -> None:
+def test_report_has_vllms_keys_and_round_trips_as_json(tmp_path: Path) -> None:
     found = of(SOME)
     assert found.keys() >= VLLMS_HEAD
     assert len(found["latencies"]) == len(found["queue_times"]) == 20
@@ -99,18 +99,18 @@ def test_a_report_has_vllms_keys_and_is_json(tmp_path: Path) -> None:
     assert read(path) == json.loads(json.dumps(found, allow_nan=False))
 
 
-def test_an_infinite_rate_is_a_word() -> None:
+def test_report_writes_an_infinite_rate_as_a_word() -> None:
     assert of(SOME, replace(SETTING, rate=inf))["request_rate"] == "inf"
     assert of(SOME, replace(SETTING, rate=None))["request_rate"] is None
 
 
-def test_details_of_each_request_are_there_on_request() -> None:
+def test_report_includes_request_details_if_detailed() -> None:
     assert "ttfts" not in of(SOME)
     found = report(SETTING, Seen(SOME, 0.0), is_detailed=True)
     assert len(found["ttfts"]) == len(found["itls"]) == 20
 
 
-def test_a_ramp_shows_the_highest_rate_that_was_kept_up_with() -> None:
+def test_ramp_report_shows_the_highest_sustained_rate() -> None:
     stages = [
         Stage(1.0, Seen(SOME[:5], 0.1), True),
         Stage(4.0, Seen(SOME, 0.1), False),
@@ -126,7 +126,7 @@ def test_a_ramp_shows_the_highest_rate_that_was_kept_up_with() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', "[" * 100_000])
-def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+def test_report_read_rejects_a_malformed_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(BenchFailed, match=re.escape(str(path))):
@@ -141,7 +141,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     [SOME, [], [outcome()], [outcome(error="429 <b>", tokens=0)], [outcome(gap_s=0.0)]],
     ids=["some", "none", "one", "failed", "all at once"],
 )
-def test_a_page_is_whole_and_needs_nothing_else(outcomes: list[Outcome]) -> None:
+def test_report_page_is_self_contained_and_escaped(outcomes: list[Outcome]) -> None:
     text = report_page(of(outcomes))
     page = Page(text)
     assert "script" not in page.tags and not page.links
@@ -150,7 +150,7 @@ def test_a_page_is_whole_and_needs_nothing_else(outcomes: list[Outcome]) -> None
     assert not re.search(r"\bnan\b|\binf\b", text)
 
 
-def test_a_page_has_curves_tables_and_what_was_asked() -> None:
+def test_report_page_has_curves_tables_and_settings() -> None:
     page = Page(report_page(of(SOME)))
     assert page.tags.count("svg") >= 8
     said = "".join(page.text)
@@ -159,13 +159,13 @@ def test_a_page_has_curves_tables_and_what_was_asked() -> None:
     assert "prefers-color-scheme: dark" in report_page(of(SOME))
 
 
-def test_marks_stand_on_top() -> None:
+def test_report_page_shows_marks_before_tables() -> None:
     text = report_page(of(SOME, cpu_share=0.99))
     assert text.index("the generator fell behind") < text.index("<table")
     assert "fell behind" not in report_page(of(SOME))
 
 
-def test_a_report_of_vllms_is_shown_without_curves() -> None:
+def test_report_page_of_vllm_has_no_curves() -> None:
     found = {name: value for name, value in of(SOME).items() if name != "everlift"}
     assert "svg" not in Page(report_page(found)).tags
     assert "everlift" not in comparison_page(found, found, compare(found, found))
@@ -182,7 +182,9 @@ def test_a_report_of_vllms_is_shown_without_curves() -> None:
     ],
 )
 @pytest.mark.parametrize("is_log", [False, True])
-def test_curves_stay_on_their_paper(points: list[tuple[float, float]], is_log: bool) -> None:
+def test_chart_curves_stay_within_the_plot_area(
+    points: list[tuple[float, float]], is_log: bool
+) -> None:
     drawn = svg(Chart("title", "x", "y", [Line("a", points)], is_log))
     if is_log and points == [(0.0, 0.0)]:
         assert drawn == ""
@@ -193,7 +195,7 @@ def test_curves_stay_on_their_paper(points: list[tuple[float, float]], is_log: b
         assert 57 <= x <= 547 and 33 <= y <= 257
 
 
-def test_a_chart_has_few_ticks() -> None:
+def test_chart_limits_the_number_of_ticks() -> None:
     for points in ([(0.0, 0.0), (7.0, 93.0)], [(0.001, 1.0), (90_000.0, 1e6)]):
         for is_log in (False, True):
             drawn = svg(Chart("t", "x", "y", [Line("a", points)], is_log))
@@ -204,7 +206,7 @@ def test_a_chart_has_few_ticks() -> None:
 # for the terminal
 
 
-def test_tables_for_the_terminal() -> None:
+def test_report_tables_cover_summary_latencies_errors_and_notes() -> None:
     shown = list(tables(of([*SOME, outcome(error="timeout", tokens=0)], cpu_share=0.99)))
     assert len(shown) == 5, "summary, from due, from sent, errors, a note"
 
@@ -212,7 +214,7 @@ def test_tables_for_the_terminal() -> None:
 # two of them
 
 
-def test_ratios_and_what_is_better() -> None:
+def test_comparison_gives_ratios_and_verdicts() -> None:
     a = of(SOME)
     b = of([outcome(at, ttft_s=0.25 + at / 200) for at in range(20)])
     rows = {row.title: row for row in compare(a, b).rows}
@@ -224,13 +226,13 @@ def test_ratios_and_what_is_better() -> None:
     assert comparison_table(compare(a, b)).row_count == len(rows)
 
 
-def test_a_report_beside_itself_says_nothing() -> None:
+def test_comparison_with_itself_has_no_verdict() -> None:
     found = compare(of(SOME), of(SOME))
     assert not found.warnings
     assert {row.verdict for row in found.rows} == {""}
 
 
-def test_settings_that_differ_are_named() -> None:
+def test_comparison_warns_of_different_settings() -> None:
     other = replace(SETTING, rate=3.0, load={"input tokens": 512}, slo=slo([]))
     said = "\n".join(compare(of(SOME), of(SOME[:10], other)).warnings)
     for text in ("request_rate differs: 2 in A, 3 in B", "num_prompts", "input tokens", "goodput"):
@@ -238,14 +240,14 @@ def test_settings_that_differ_are_named() -> None:
     assert "seed differs: 0 in A, - in B" in said
 
 
-def test_failures_and_marks_of_either_are_named() -> None:
+def test_comparison_warns_of_failures_and_marks() -> None:
     bad = of([*SOME[1:], outcome(error="timeout", tokens=0)], cpu_share=0.99)
     said = compare(of(SOME), bad).warnings
     assert any(text.startswith("1 requests of B failed") for text in said)
     assert any(text.startswith("of B: the generator fell behind") for text in said)
 
 
-def test_a_report_of_another_generator_can_be_compared() -> None:
+def test_comparison_accepts_a_report_of_another_generator() -> None:
     theirs = {name: value for name, value in of(SOME).items() if name != "everlift"}
     theirs["p99_ttft_ms"] = 1.0
     # Earlier releases of vLLM's say less.

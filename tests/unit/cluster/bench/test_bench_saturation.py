@@ -20,7 +20,7 @@ def rates(ramp: Ramp, most_that_is_kept: float) -> list[float]:
     return tried
 
 
-def test_rates_double_and_then_halve_what_is_between() -> None:
+def test_ramp_doubles_rates_and_then_bisects() -> None:
     ramp = Ramp(1.0, 64.0)
     assert rates(ramp, 5.0) == pytest.approx([1, 2, 4, 8, 5.657, 4.757, 5.187], rel=1e-3)
     assert (ramp.kept, ramp.too_much) == (
@@ -29,7 +29,7 @@ def test_rates_double_and_then_halve_what_is_between() -> None:
     )
 
 
-def test_a_ramp_ends_at_its_most_or_at_its_first() -> None:
+def test_ramp_ends_at_its_maximum_or_at_its_first_rate() -> None:
     ramp = Ramp(3.0, 20.0)
     assert rates(ramp, 100.0) == [3.0, 6.0, 12.0, 20.0]
     assert (ramp.kept, ramp.too_much) == (20.0, None)
@@ -48,21 +48,21 @@ def served(rate: float, capacity: float, duration_s: float, slo: Slo = NO_SLO) -
 
 
 @pytest.mark.parametrize("rate", [2.0, 5.0, 8.0, 9.0])
-def test_what_a_server_can_do_is_kept_up_with(rate: float) -> None:
+def test_saturation_rate_below_capacity_is_kept_up(rate: float) -> None:
     assert served(rate, 10.0, 60.0)
 
 
 @pytest.mark.parametrize("rate", [13.0, 15.0, 40.0])
-def test_what_piles_up_is_not(rate: float) -> None:
+def test_saturation_rate_above_capacity_is_not_kept_up(rate: float) -> None:
     assert not served(rate, 10.0, 60.0)
 
 
-def test_a_target_that_is_missed_is_too_much_already() -> None:
+def test_saturation_counts_a_missed_slo_as_too_much() -> None:
     assert not served(9.0, 10.0, 60.0, slo(["ttft:110"]))
     assert served(1.0, 10.0, 60.0, slo(["ttft:250"]))
 
 
-def test_refusals_are_too_much() -> None:
+def test_saturation_counts_refusals_as_too_much() -> None:
     fine = [outcome(at / 10, ttft_s=0.01, gap_s=0.0) for at in range(100)]
     assert is_kept_up(fine, 10.0, Slo())
     refused = [outcome(5.0, error="429 queue_full")] * 2

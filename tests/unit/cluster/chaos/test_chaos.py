@@ -50,7 +50,9 @@ LEDGER_PID = 4711
         (Part.LEDGER, None, {"kind": SLOW, "seconds": 5, "delay_s": 0.2}),
     ],
 )
-def test_faults_that_can_be(target: Part, peer: Part | None, fault: dict[str, float]) -> None:
+def test_check_fault_accepts_valid_faults(
+    target: Part, peer: Part | None, fault: dict[str, float]
+) -> None:
     check_fault(pb.Fault(**fault), target, peer, num_ranks=2 if target is Part.WORKER else 1)
 
 
@@ -89,14 +91,14 @@ def test_faults_that_can_be(target: Part, peer: Part | None, fault: dict[str, fl
         ),
     ],
 )
-def test_faults_that_cannot_be(
+def test_check_fault_rejects_invalid_faults(
     target: Part, peer: Part | None, fault: dict[str, float], error: type[Exception], why: str
 ) -> None:
     with pytest.raises(error, match=why):
         check_fault(pb.Fault(**fault), target, peer, num_ranks=2 if target is Part.WORKER else 1)
 
 
-def test_an_id_is_found_by_a_beginning_that_it_alone_has() -> None:
+def test_find_id_accepts_a_unique_prefix() -> None:
     assert find_id("ab", ["abc", "b"]) == "abc"
     assert find_id("ab", ["ab", "abc"]) == "ab"
     assert find_id("c", ["abc"]) is None
@@ -114,7 +116,9 @@ def test_an_id_is_found_by_a_beginning_that_it_alone_has() -> None:
         ("worker.chaos=true", False, True),
     ],
 )
-def test_one_switch_allows_chaos_in_every_part(assignment: str, router: bool, worker: bool) -> None:
+def test_chaos_setting_enables_routers_and_workers(
+    assignment: str, router: bool, worker: bool
+) -> None:
     config = load(None, {}, ["model=fake", assignment])
     assert (config.router.chaos, config.worker.chaos) == (router, worker)
 
@@ -214,7 +218,7 @@ def me(ledger: RecordedLedger) -> Place:
     return Place(ledger, "me")
 
 
-async def test_without_chaos_everything_is_forbidden(ledger: RecordedLedger) -> None:
+async def test_chaos_disabled_forbids_every_fault(ledger: RecordedLedger) -> None:
     place = Place(ledger, "me", allowed=False)
     with pytest.raises(ChaosForbidden, match="everlift up --chaos"):
         await place.inject(KILL, "worker-1")
@@ -223,22 +227,20 @@ async def test_without_chaos_everything_is_forbidden(ledger: RecordedLedger) -> 
     assert (place.sessions.injected, place.processes.done) == ([], [])
 
 
-async def test_a_workers_fault_goes_to_the_worker_under_its_whole_id(me: Place) -> None:
+async def test_inject_sends_a_worker_fault_under_its_full_id(me: Place) -> None:
     me.sessions.links[1].info.worker_id = "other"
     assert await me.inject(SLOW, "work", seconds=2, factor=3) == "worker-1"
     [(worker_id, fault)] = me.sessions.injected
     assert (worker_id, fault.target, fault.factor) == ("worker-1", "worker-1", 3.0)
 
 
-async def test_a_worker_is_cut_off_from_a_router_by_its_whole_id(me: Place) -> None:
+async def test_inject_partition_resolves_the_peer_to_its_full_id(me: Place) -> None:
     await me.inject(PARTITION, "worker-2", seconds=2, peer="m")
     [(worker_id, fault)] = me.sessions.injected
     assert (worker_id, fault.peer) == ("worker-2", "me")
 
 
-async def test_a_beginning_that_a_worker_and_a_router_have_is_refused(
-    me: Place, ledger: RecordedLedger
-) -> None:
+async def test_inject_rejects_an_ambiguous_prefix(me: Place, ledger: RecordedLedger) -> None:
     await ledger.heartbeat("worker-3", "w:3", 60.0)
     me.sessions.links.pop()
     with pytest.raises(UnknownWorker, match="may mean"):
@@ -246,19 +248,19 @@ async def test_a_beginning_that_a_worker_and_a_router_have_is_refused(
     assert await me.inject(KILL, "worker-1") == "worker-1"
 
 
-async def test_any_worker_is_one_that_is_alive(me: Place) -> None:
+async def test_inject_any_worker_picks_a_live_one(me: Place) -> None:
     me.sessions.links[0].is_up = False
     assert await me.inject(KILL, "any-worker") == "worker-2"
 
 
 @pytest.mark.parametrize("target", ["nobody", "", "leader", "any-worker"])
-async def test_who_is_not_there_is_unknown(me: Place, target: str) -> None:
+async def test_inject_rejects_an_absent_target(me: Place, target: str) -> None:
     me.sessions.links.clear()
     with pytest.raises(UnknownWorker):
         await me.inject(KILL, target)
 
 
-async def test_a_router_kills_and_stops_its_own_process(me: Place) -> None:
+async def test_router_kills_and_pauses_its_own_process(me: Place) -> None:
     me.fleet.leader_id = "me"
     assert await me.inject(PAUSE, "leader", seconds=2) == "me"
     await me.processes.happened.wait()
@@ -270,7 +272,7 @@ async def test_a_router_kills_and_stops_its_own_process(me: Place) -> None:
     assert (pause, seconds, kill, pid) == ("pause", 2.0, "kill", same)
 
 
-async def test_the_ledgers_server_is_killed_by_its_process(me: Place) -> None:
+async def test_inject_kill_ledger_kills_its_server_process(me: Place) -> None:
     assert await me.inject(KILL, "ledger") == "ledger"
     await me.processes.happened.wait()
     assert me.processes.done == [("kill", LEDGER_PID)]
@@ -284,14 +286,14 @@ async def test_the_ledgers_server_is_killed_by_its_process(me: Place) -> None:
         ("worker-2", [], [[], [2.0]]),
     ],
 )
-async def test_a_router_is_cut_off(
+async def test_router_partition_disturbs_ledger_and_held_workers(
     me: Place, ledger: RecordedLedger, peer: str, disturbed: list[object], held: list[object]
 ) -> None:
     await me.inject(PARTITION, "me", seconds=2, peer=peer)
     assert (ledger.disturbed, me.held) == (disturbed, held)
 
 
-async def test_a_ledger_without_a_server_cannot_be_struck() -> None:
+async def test_inject_rejects_killing_a_ledger_without_a_server() -> None:
     plain = MemoryLedger(Clock())
     await plain.heartbeat("me", "m:1", 60.0)
     with pytest.raises(InvalidRequest, match="no server"):
@@ -315,20 +317,20 @@ async def other(ledger: RecordedLedger) -> AsyncIterator[Place]:
     await server.stop(None)
 
 
-async def test_another_routers_fault_is_told_to_it(me: Place, other: Place) -> None:
+async def test_inject_forwards_a_fault_to_its_router(me: Place, other: Place) -> None:
     assert await me.inject(PAUSE, "oth", seconds=1) == "other"
     await other.processes.happened.wait()
     assert (len(other.processes.done), me.processes.done) == (1, [])
 
 
-async def test_every_router_slows_its_own_calls_of_the_ledger(
+async def test_inject_slow_ledger_reaches_every_router(
     me: Place, other: Place, ledger: RecordedLedger
 ) -> None:
     await me.inject(SLOW, "ledger", seconds=3, delay_s=0.2)
     assert (ledger.disturbed, other.ledger.disturbed) == ([(3.0, 0.2)], [(3.0, 0.2)])  # type: ignore[attr-defined]
 
 
-async def test_the_ledger_is_cut_off_from_one_router(
+async def test_inject_partitions_the_ledger_from_one_router(
     me: Place, other: Place, ledger: RecordedLedger
 ) -> None:
     await me.inject(PARTITION, "ledger", seconds=3, peer="other")
@@ -336,7 +338,7 @@ async def test_the_ledger_is_cut_off_from_one_router(
     assert other.held == [[], []]
 
 
-async def test_a_router_that_is_gone_needs_no_fault(
+async def test_inject_skips_a_dead_router_in_a_broadcast(
     me: Place, other: Place, ledger: RecordedLedger
 ) -> None:
     await ledger.heartbeat("dead", "127.0.0.1:1", 60.0)
@@ -346,7 +348,7 @@ async def test_a_router_that_is_gone_needs_no_fault(
         await me.inject(KILL, "dead")
 
 
-async def test_what_another_router_refuses_is_the_callers_error(me: Place, other: Place) -> None:
+async def test_inject_returns_the_error_of_another_router(me: Place, other: Place) -> None:
     other.chaos._config = RouterConfig(model="fake")
     with pytest.raises(ChaosForbidden):
         await me.inject(KILL, "other")
@@ -355,7 +357,7 @@ async def test_what_another_router_refuses_is_the_callers_error(me: Place, other
 # the wire
 
 
-async def test_client_injects_faults_and_gets_errors_as_statuses(me: Place) -> None:
+async def test_chaos_client_injects_faults_and_receives_statuses(me: Place) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     server.add_generic_rpc_handlers((ChaosServer(me.chaos).handlers(OPEN),))
@@ -370,7 +372,7 @@ async def test_client_injects_faults_and_gets_errors_as_statuses(me: Place) -> N
     assert answer.target == "worker-1"
 
 
-def test_what_a_fault_did_is_said() -> None:
+def test_done_describes_the_effect_of_a_fault() -> None:
     running = {"w1": 3, "w2": 0}
 
     def said(kind: pb.FaultKind.ValueType, target: str, **fields: float | str) -> str:
@@ -385,7 +387,7 @@ def test_what_a_fault_did_is_said() -> None:
     assert cut == "cut worker w1 off from everything for 5 s"
 
 
-def test_random_faults_end_with_what_became_of_requests() -> None:
+def test_outcome_of_random_faults_counts_requests() -> None:
     log = [Happened("kill worker", 1.0, "w1"), Happened("kill worker", 2.0, "", "refused")]
     before = inference_pb2.GetStatusResponse(completed=5, migrated=1, failed=2)
     after = inference_pb2.GetStatusResponse(completed=9, migrated=4, failed=0)

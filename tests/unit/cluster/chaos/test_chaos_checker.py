@@ -67,7 +67,7 @@ def found(item: Item, living: Living = LIVING) -> list[Kind]:
     return [finding.kind for finding in examine(item, living)]
 
 
-def test_nothing_is_wrong_with_what_is_right() -> None:
+def test_chaos_checker_accepts_consistent_requests() -> None:
     assert found(finished()) == []
     assert found(running()) == []
     assert found(Claim("r", "g", State.RUNNING, "g")) == []
@@ -114,7 +114,7 @@ def test_nothing_is_wrong_with_what_is_right() -> None:
         (Claim("r", "g", State.QUEUED, "h"), Kind.LOST, "gateway g owns it, and its owner is h"),
     ],
 )
-def test_each_thing_that_is_wrong_is_told(item: Item, kind: Kind, detail: str) -> None:
+def test_chaos_checker_reports_each_inconsistency(item: Item, kind: Kind, detail: str) -> None:
     assert examine(item, LIVING) == [Finding(kind, "r", detail)]
 
 
@@ -134,26 +134,26 @@ def test_each_thing_that_is_wrong_is_told(item: Item, kind: Kind, detail: str) -
         ("open", Kind.REORDERED, "running after open"),
     ],
 )
-def test_moves_that_cannot_follow_each_other_are_told(moves: str, kind: Kind, detail: str) -> None:
+def test_chaos_checker_reports_impossible_moves(moves: str, kind: Kind, detail: str) -> None:
     item = running(events=history(*moves.split(", ")), moves=moves.count(",") + 1)
     assert examine(item, LIVING)[0] == Finding(kind, "r", detail)
 
 
-def test_of_very_many_moves_the_last_ones_are_looked_at() -> None:
+def test_chaos_checker_examines_the_last_of_many_moves() -> None:
     last = ("release", "dispatch w", "release", "dispatch w")
     assert found(running(events=history(*last), moves=90, attempts=45)) == []
     wrong = running(events=history(*last, "dispatch w"), moves=90)
     assert found(wrong) == [Kind.REPEATED]
 
 
-def test_what_was_told_again_may_have_any_past() -> None:
+def test_chaos_checker_accepts_any_past_before_a_reassertion() -> None:
     """The ledger's server has lost moves: what it knows of begins with a reassertion."""
     events = history("open", "reassert g", "finish")
     assert found(finished(events=events, moves=9, attempts=4)) == []
     assert found(finished(events=events[:2], moves=9, finished_by=0)) == []
 
 
-def test_a_stopped_cluster_has_lost_nothing() -> None:
+def test_chaos_checker_finds_no_loss_in_a_stopped_cluster() -> None:
     nobody = Living(gateways=set(), workers=set())
     assert found(running(gateway="dead", worker="dead"), nobody) == []
 
@@ -191,7 +191,7 @@ async def a_ledger() -> MemoryLedger:
     return ledger
 
 
-async def test_a_ledger_that_is_right_is_counted() -> None:
+async def test_chaos_check_counts_states_and_tokens() -> None:
     ledger = await a_ledger()
     script = Script(ledger)
     result = await check(ledger, sleep=script.nobody_comes)
@@ -199,7 +199,7 @@ async def test_a_ledger_that_is_right_is_counted() -> None:
     assert (result.tokens, result.findings, script.waits) == (2, (), [])
 
 
-async def test_what_is_put_right_meanwhile_is_no_finding() -> None:
+async def test_chaos_check_drops_findings_repaired_meanwhile() -> None:
     ledger = await a_ledger()
     await ledger.end_lease("g")
     script = Script(ledger)
@@ -207,7 +207,7 @@ async def test_what_is_put_right_meanwhile_is_no_finding() -> None:
     assert (result.findings, script.waits) == ((), [3.0])
 
 
-async def test_what_stays_wrong_is_a_finding() -> None:
+async def test_chaos_check_keeps_persistent_findings() -> None:
     ledger = await a_ledger()
     await ledger.end_lease("g")
     result = await check(ledger, 3.0, Script(ledger).nobody_comes)

@@ -20,12 +20,12 @@ def printed(text: str) -> str:
     return capture.get()
 
 
-def test_whom_a_fault_struck_and_why_it_struck_nobody() -> None:
+def test_fault_description_shows_brackets_literally() -> None:
     assert ODD in printed(described(Happened("kill worker", 10.0, ODD)))
     assert ODD in printed(described(Happened("kill worker", 10.0, "", ODD)))
 
 
-def test_what_a_bar_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_brackets_literally(capsys: pytest.CaptureFixture[str]) -> None:
     with bar(ODD, 1, shown=True) as advance:
         advance(1)
     assert "[fd00::1]" in capsys.readouterr().err

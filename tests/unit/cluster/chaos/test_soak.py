@@ -41,14 +41,14 @@ def seen(*chunks: tuple[int, int]) -> Seen:
         ([], 0, 0, []),
     ],
 )
-def test_tokens_that_come_twice_or_not_are_counted(
+def test_soak_counts_repeated_and_missing_tokens(
     chunks: list[tuple[int, int]], repeated: int, missing: int, received: list[list[int]]
 ) -> None:
     noted = seen(*chunks)
     assert (noted.repeated, noted.missing, noted.received) == (repeated, missing, received)
 
 
-def test_missing_answer_is_lost_and_another_answer_is_wrong() -> None:
+def test_soak_missing_answer_is_lost_and_other_answer_is_wrong() -> None:
     noted = seen((0, 2))
     assert (noted.is_lost, noted.is_wrong) == (True, False)
     noted.answer = RIGHT
@@ -61,7 +61,7 @@ def lines(*events: tuple[float, str, str, str]) -> list[Line]:
     return [Line(*event) for event in events]
 
 
-def test_each_routers_first_word_about_a_worker_counts() -> None:
+def test_detections_use_the_first_report_of_each_router() -> None:
     words = lines(
         (9.0, "router-0", "worker lost", "w"),
         (10.1, "router-0", "worker lost", "other"),
@@ -74,7 +74,7 @@ def test_each_routers_first_word_about_a_worker_counts() -> None:
     assert found == {"kill worker": pytest.approx([0.2, 0.5])}
 
 
-def test_a_router_that_stood_still_noticed_nothing() -> None:
+def test_detections_exclude_a_stalled_router() -> None:
     words = lines(
         (10.4, "router-1", "event loop stalled", ""),
         (10.8, "router-0", "worker lost", "w"),
@@ -84,14 +84,14 @@ def test_a_router_that_stood_still_noticed_nothing() -> None:
     assert detections([KILL], words) == {"kill worker": pytest.approx([0.8])}
 
 
-def test_one_new_leader_is_enough() -> None:
+def test_detections_use_the_first_new_leader() -> None:
     words = lines(
         (11.5, "router-1", "leadership acquired", ""), (14.0, "router-0", "leadership acquired", "")
     )
     assert detections([Happened("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
 
 
-def test_a_worker_is_struck_alone_where_nothing_else_fails() -> None:
+def test_worker_faults_near_other_faults_are_excluded() -> None:
     def at(moment: float, name: str = "kill worker") -> Happened:
         return Happened(name, moment, "w")
 
@@ -112,21 +112,21 @@ def gaps(arrivals: Sequence[tuple[float, int]], *events: Event) -> list[float]:
     return next_tokens([KILL], [stream], {"r": events})
 
 
-def test_the_next_token_is_the_first_of_another_attempt() -> None:
+def test_gaps_end_at_the_first_token_of_the_next_attempt() -> None:
     on_w = (Event(9.0, "dispatch", "w"), Event(11.0, "release", "lost"))
     assert gaps([(9.5, 1), (10.01, 1), (12.0, 2)], *on_w) == [2.0]
     assert gaps([(12.0, 2)], *on_w) == [2.0]
     assert gaps([(9.5, 1), (10.01, 1)], *on_w) == []
 
 
-def test_a_stream_that_was_elsewhere_was_not_struck() -> None:
+def test_gaps_exclude_streams_on_other_workers() -> None:
     arrivals = [(9.5, 1), (12.0, 2)]
     assert gaps(arrivals, Event(9.0, "dispatch", "v")) == []
     assert gaps(arrivals, Event(9.0, "dispatch", "w"), Event(9.9, "release", "lost")) == []
     assert gaps(arrivals, Event(10.1, "dispatch", "w")) == []
 
 
-def test_a_workers_fault_begins_when_the_worker_says_so() -> None:
+def test_struck_worker_fault_begins_at_the_workers_log_line() -> None:
     words = lines(
         (9.9, "worker-0.rank-0", "fault", "w"),
         (10.3, "worker-1.rank-0", "fault", "v"),
@@ -137,7 +137,7 @@ def test_a_workers_fault_begins_when_the_worker_says_so() -> None:
     assert told == Happened("kill worker", 10.4, "w")
 
 
-def test_faults_that_did_not_come_to_pass_do_not_count() -> None:
+def test_struck_excludes_refused_and_late_faults() -> None:
     too_late = lines((16.0, "worker-0.rank-0", "fault", "w"))
     refused, of_router = (
         Happened("kill worker", 10.0, "", "refused"),
@@ -146,7 +146,7 @@ def test_faults_that_did_not_come_to_pass_do_not_count() -> None:
     assert struck([KILL, refused, of_router], too_late) == [of_router]
 
 
-def test_logs_are_read_together(tmp_path: Path) -> None:
+def test_soak_logs_are_merged_by_time(tmp_path: Path) -> None:
     for name, second in (("router-1", 2), ("router-0", 1)):
         line = {
             "ts": datetime.fromtimestamp(second, UTC).isoformat(timespec="milliseconds"),
@@ -160,11 +160,11 @@ def test_logs_are_read_together(tmp_path: Path) -> None:
     )
 
 
-def test_a_percentile_of_few_is_one_of_them() -> None:
+def test_soak_percentile_of_few_is_an_observed_value() -> None:
     assert (p(99, []), p(99, [2.5]), p(50, [1.0, 2.0, 4.0])) == (0.0, 2.5, 2.0)
 
 
-def test_the_same_seed_asks_the_same() -> None:
+def test_soak_pool_is_reproducible_by_seed() -> None:
     assert make_pool(20, 1) == make_pool(20, 1) != make_pool(20, 2)
 
 
@@ -184,14 +184,14 @@ def growth(kib_per_request: float, num_requests: int) -> Growth:
 
 
 @pytest.mark.parametrize("kib_per_request", [0.0, 0.1, 0.3, 5.0])
-def test_growth_of_many_requests_is_measured(kib_per_request: float) -> None:
+def test_soak_growth_of_many_requests_is_measured(kib_per_request: float) -> None:
     measured = growth(kib_per_request, 60_000)
     assert measured.kib_per_request == pytest.approx(kib_per_request, abs=0.08)
     assert measured.bound_kib == LIMIT_KIB
     assert measured.warm_up_mib == pytest.approx(102 + kib_per_request * 30_000 / 1024, abs=35)
 
 
-def test_growth_bound_of_few_requests_is_wider() -> None:
+def test_soak_growth_bound_of_few_requests_is_wider() -> None:
     measured = growth(0.0, 4_000)
     assert measured.requests == pytest.approx(1_600, abs=40)
     assert measured.bound_kib == pytest.approx(4096 / measured.requests)

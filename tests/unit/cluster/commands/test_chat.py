@@ -39,7 +39,7 @@ async def test_conversation_keeps_both_sides_of_an_answered_turn() -> None:
     ]
 
 
-async def test_conversation_forgets_a_turn_that_fails_after_its_first_text() -> None:
+async def test_conversation_drops_a_turn_that_fails_midway() -> None:
     conversation = Conversation(Api("Par", error=EverliftError("lost")), "model", {})
     with pytest.raises(EverliftError):
         await conversation.answer("capital?")

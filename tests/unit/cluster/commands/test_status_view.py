@@ -16,7 +16,7 @@ def text(renderable: RenderableType) -> str:
     return capture.get()
 
 
-def test_an_address_is_no_markup() -> None:
+def test_status_shows_brackets_literally() -> None:
     workers = [pb.WorkerStatus(worker_id="[/home]", address="[fd00::1]:9", alive=True)]
     shown = text(show(pb.GetStatusResponse(workers=workers)))
     assert "[fd00::1]:9" in shown and shown.count("[/home]") == 2
@@ -72,7 +72,7 @@ STATUS = pb.GetStatusResponse(
 )
 
 
-def test_each_worker_is_a_row() -> None:
+def test_status_has_a_row_per_worker() -> None:
     rows = text(show(STATUS)).splitlines()[3:6]
     cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
     assert cells[0] == ["aaaabbbb", "127.0.0.1:9", "42", "up", "3", "0", "5 / 64", "100"]
@@ -80,14 +80,14 @@ def test_each_worker_is_a_row() -> None:
     assert cells[2][-5] == "draining"
 
 
-def test_engine_figures_are_of_connected_workers() -> None:
+def test_status_shows_engine_figures_of_connected_workers() -> None:
     rows = text(show(STATUS)).splitlines()[10:12]
     cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
     assert cells[0] == ["aaaabbbb", "512", "25%", "75%", "82%", "10%", "4", "25", "7 / 6"]
     assert cells[1] == ["leaving", "0", "-", "-", "-", "-", "0", "0", "0 / 0"]
 
 
-def test_the_counters_stand_below() -> None:
+def test_status_shows_counters_below_the_table() -> None:
     shown = text(show(STATUS))
     assert "model demo   leader leader-o" in shown
     assert "queue 7   running 3   completed 11   failed 0   migrated 2" in shown
@@ -95,7 +95,7 @@ def test_the_counters_stand_below() -> None:
     assert "leader none" in text(show(pb.GetStatusResponse()))
 
 
-def test_the_ledger_stands_below_with_what_is_wrong_with_it() -> None:
+def test_status_shows_the_ledger_with_its_troubles() -> None:
     shown = text(show(STATUS))
     assert "ledger valkey 9.1.2   everysec   before_delivery   memory 25%\n" in shown
     assert "everysec: writes survive a restart of the server, except the last second" in shown
@@ -104,7 +104,7 @@ def test_the_ledger_stands_below_with_what_is_wrong_with_it() -> None:
     assert "ledger valkey 9.1.2   rollbacks 2   away\n" in shown
 
 
-def test_the_last_line_says_where_metrics_are() -> None:
+def test_status_ends_with_the_metrics_address() -> None:
     status = pb.GetStatusResponse(metrics_address="127.0.0.1:9100")
     assert (
         text(show(status))
@@ -114,13 +114,13 @@ def test_the_last_line_says_where_metrics_are() -> None:
     assert "metrics" not in text(show(pb.GetStatusResponse()))
 
 
-def test_it_says_where_openais_api_is() -> None:
+def test_status_shows_the_openai_api_address() -> None:
     shown = text(show(pb.GetStatusResponse(http_address="127.0.0.1:8000")))
     assert "\nOpenAI API of this router http://127.0.0.1:8000/v1" in shown
     assert "OpenAI" not in text(show(pb.GetStatusResponse()))
 
 
-def test_policies_are_shown_with_their_workers() -> None:
+def test_status_shows_engine_policies_with_worker_counts() -> None:
     def line(*policies: str) -> str:
         workers = [pb.WorkerStatus(alive=True, engine_policy=policy) for policy in policies]
         lost = pb.WorkerStatus(engine_policy="magnus")
@@ -132,12 +132,12 @@ def test_policies_are_shown_with_their_workers() -> None:
     assert line("") == "model demo   leader none", "an older worker says nothing of it"
 
 
-def test_a_slow_worker_is_shown_as_slow() -> None:
+def test_status_marks_a_slow_worker() -> None:
     slow = pb.WorkerStatus(worker_id="w", alive=True, slow=True)
     assert " slow " in text(show(pb.GetStatusResponse(workers=[slow])))
 
 
-def test_watching_shows_the_rate() -> None:
+def test_status_watch_shows_the_token_rate() -> None:
     rates = Rates()
     show(STATUS, rates, 0.0)
     later = pb.GetStatusResponse()

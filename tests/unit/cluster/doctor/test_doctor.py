@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> Config:
     return load(None, {}, [f"state_dir={tmp_path}", "model=fake", *ports])
 
 
-def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) -> None:
+def test_doctor_names_missing_weights(config: Config, tmp_path: Path) -> None:
     directory = tmp_path / "m"
     directory.mkdir()
     for name in ("config.json", "tokenizer.json"):
@@ -52,7 +52,7 @@ def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) ->
     assert finding.says == f"{directory} lacks model.safetensors"
 
 
-def test_a_model_that_a_start_would_refuse_is_refused(config: Config, tmp_path: Path) -> None:
+def test_doctor_rejects_an_unsupported_model(config: Config, tmp_path: Path) -> None:
     """In its words: what the decoder does not know, what it does not do, and too long a context."""
     directory = tmp_path / "m"
     shutil.copytree(DEMO_MODEL, directory)
@@ -78,7 +78,7 @@ def test_a_model_that_a_start_would_refuse_is_refused(config: Config, tmp_path: 
         assert level is Level.ERROR and cause in text, text
 
 
-def test_a_model_of_others_modules_is_tried_where_it_is_small(
+def test_doctor_tries_small_models_of_foreign_modules(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That one attends more than once a layer is seen in its modules alone."""
@@ -99,7 +99,7 @@ def test_a_model_of_others_modules_is_tried_where_it_is_small(
     assert finding.level is Level.WARNING and "too large to try" in finding.says
 
 
-def test_files_of_tls_are_looked_at(config: Config, tmp_path: Path) -> None:
+def test_doctor_examines_tls_files(config: Config, tmp_path: Path) -> None:
     assert list(certificates.examine(config)) == []
     (tmp_path / "bad").write_text("no PEM")
     names = {name: str(tmp_path / "bad") for name in ("ca", "cert", "key")}
@@ -123,7 +123,7 @@ def of(findings: Sequence[Finding], subject: str) -> Finding:
     return finding
 
 
-def test_this_machine_can_run_what_its_tests_run(config: Config) -> None:
+def test_doctor_finds_no_error_on_this_machine(config: Config) -> None:
     findings = list(machine.examine(config))
     assert [each for each in findings if each.level is Level.ERROR] == []
     assert of(findings, "model").says == "fake: 4096 tokens of context"
@@ -137,7 +137,7 @@ def test_this_machine_can_run_what_its_tests_run(config: Config) -> None:
         (None, 2048),
     ],
 )
-def test_memory_that_the_page_cache_has_is_free(
+def test_doctor_counts_page_cache_as_free_memory(
     text: str | None,
     free_mib: int,
     config: Config,
@@ -152,7 +152,7 @@ def test_memory_that_the_page_cache_has_is_free(
     assert machine._memory(config).says.endswith(f", {free_mib} MiB are free")
 
 
-def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -> None:
+def test_doctor_findings_include_a_remedy(config: Config, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     odd = replace(
         config,
@@ -189,7 +189,7 @@ def test_doctor_reports_missing_and_other_versions(
     assert finding.level is level and says in finding.says
 
 
-def test_without_ray_there_are_plain_processes(
+def test_doctor_suggests_plain_processes_without_ray(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = importlib.metadata.version
@@ -204,7 +204,7 @@ def test_without_ray_there_are_plain_processes(
     assert finding.level is Level.WARNING and "--no-ray" in finding.mend
 
 
-def test_a_checkout_that_is_not_installed_is_said(
+def test_doctor_warns_of_an_uninstalled_checkout(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_DISTRIBUTION", "not-installed")
@@ -215,7 +215,7 @@ def test_a_checkout_that_is_not_installed_is_said(
 @pytest.mark.parametrize(
     ("cause", "level"), [("", Level.OK), ("Failed to find C compiler", Level.WARNING)]
 )
-def test_a_gpu_without_kernels_is_warned_of_with_the_cause(
+def test_doctor_warns_of_a_gpu_without_kernels(
     config: Config, cause: str, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -232,7 +232,7 @@ def served(config: Config, directory: Path) -> Config:
 
 
 @pytest.mark.parametrize(("cause", "level"), [("", Level.OK), ("no compiler", Level.WARNING)])
-def test_the_products_of_a_cpu_are_told(
+def test_doctor_reports_cpu_matrix_kernels(
     config: Config, cause: str, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -241,7 +241,7 @@ def test_the_products_of_a_cpu_are_told(
     assert finding.level is level and "threads" in finding.says
 
 
-def test_a_limit_that_the_cpu_does_not_have_is_found(
+def test_doctor_rejects_an_unknown_cpu_level(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -250,7 +250,7 @@ def test_a_limit_that_the_cpu_does_not_have_is_found(
     assert finding.level is Level.ERROR and "mmx" in finding.says
 
 
-def test_quantisation_that_this_machine_cannot_do_is_found(
+def test_doctor_rejects_unsupported_quantisation(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -261,7 +261,7 @@ def test_quantisation_that_this_machine_cannot_do_is_found(
 
 
 @pytest.mark.parametrize("setting", ["port", "http_port"])
-def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
+def test_doctor_names_a_taken_port(config: Config, setting: str) -> None:
     port = getattr(config.router, setting)
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
@@ -275,7 +275,7 @@ async def examined(config: Config) -> list[Finding]:
     return [finding async for finding in ledger.examine(config)]
 
 
-async def test_an_embedded_ledger_is_looked_at_when_it_runs(config: Config) -> None:
+async def test_doctor_examines_a_running_embedded_ledger(config: Config) -> None:
     assert of(await examined(config), "ledger").says == "embedded; it starts with the cluster"
     server = EmbeddedLedger()
     server.start(config.state_dir)
@@ -288,9 +288,7 @@ async def test_an_embedded_ledger_is_looked_at_when_it_runs(config: Config) -> N
     assert of(await examined(config), "ledger").level is Level.OK
 
 
-async def test_a_ledger_that_promises_less_or_is_not_there_is_an_error(
-    config: Config, tmp_path: Path
-) -> None:
+async def test_doctor_rejects_a_weak_or_absent_ledger(config: Config, tmp_path: Path) -> None:
     server = EmbeddedLedger(LedgerConfig(durability_class="memory"))
     url = server.start(tmp_path / "other")
     try:
@@ -307,7 +305,7 @@ def report(address: str, torch: str = "2.13.0", clock_s: float = 0.0) -> NodeRep
     return NodeReport(address, {"torch": torch, "python": "3.11"}, (), clock_s)
 
 
-def test_nodes_that_differ_are_named() -> None:
+def test_doctor_names_nodes_with_other_versions() -> None:
     reports = [report("a"), report("b", torch="2.11.0"), report("c")]
     finding = compare("versions", reports, lambda each: each.versions)
     assert finding.level is Level.ERROR
@@ -326,13 +324,13 @@ def test_doctor_names_a_node_that_leaves_and_checks_others() -> None:
     assert silent == ["b does not answer: it is gone"]
 
 
-def test_clocks_that_differ_are_seen() -> None:
+def test_doctor_warns_of_clock_skew() -> None:
     assert clocks([report("a"), report("b", clock_s=0.1)]).level is Level.OK
     finding = clocks([report("a", clock_s=-0.4), report("b", clock_s=0.4)])
     assert (finding.level, finding.says) == (Level.WARNING, "they differ by 0.800 s at most")
 
 
-def test_the_command_ends_with_an_error_where_something_is_broken(tmp_path: Path) -> None:
+def test_doctor_command_exits_1_on_an_error(tmp_path: Path) -> None:
     def ask(*assignments: str) -> subprocess.CompletedProcess[str]:
         settings = [
             f"--set=state_dir={tmp_path}",
@@ -353,6 +351,6 @@ def test_the_command_ends_with_an_error_where_something_is_broken(tmp_path: Path
     ]
 
 
-def test_no_ray_cluster_is_said(config: Config) -> None:
+def test_doctor_reports_an_absent_ray_cluster(config: Config) -> None:
     [finding] = command._nodes(f"127.0.0.1:{free_port()}")
     assert (finding.subject, finding.level) == ("Ray", Level.ERROR)

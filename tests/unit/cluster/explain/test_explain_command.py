@@ -88,7 +88,7 @@ async def run(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["explain", "r", *arguments])
 
 
-async def test_people_read_a_table_with_its_sum() -> None:
+async def test_explain_prints_a_table_with_a_total() -> None:
     result = await run()
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -108,7 +108,7 @@ async def test_people_read_a_table_with_its_sum() -> None:
     )
 
 
-async def test_programs_read_json() -> None:
+async def test_explain_prints_json() -> None:
     told = json.loads((await run("--json")).stdout)
     assert told["spans"][1] == {
         "kind": "queue",
@@ -121,7 +121,7 @@ async def test_programs_read_json() -> None:
     assert told["total_s"] == sum(span["seconds"] for span in told["spans"])
 
 
-async def test_it_is_drawn_where_that_is_wanted(tmp_path: Path) -> None:
+async def test_explain_writes_a_picture(tmp_path: Path) -> None:
     result = await run("--png", str(tmp_path / "r.png"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
@@ -136,14 +136,14 @@ async def test_it_is_drawn_where_that_is_wanted(tmp_path: Path) -> None:
         (0.01, 7, ["tokens unread by the client for 0.010 s; 7 unread now"]),
     ],
 )
-def test_what_a_client_left_unread_is_named_where_it_is_much(
+def test_explain_names_large_unread_output_of_the_client(
     unread_s: float, unread_tokens: int, said: list[str]
 ) -> None:
     told = pb.Explanation(total_s=2.0, unread_s=unread_s, unread_tokens=unread_tokens)
     assert list(reading(told)) == said
 
 
-def test_a_queued_request_names_missing_workers() -> None:
+def test_explain_names_missing_workers_of_a_queued_request() -> None:
     queued = pb.Explanation(request_id="r", missing_workers="0 of 1 ready; 1 not started")
     assert "workers: 0 of 1 ready; 1 not started" in list(headline(queued))
     assert not any("workers" in line for line in headline(pb.Explanation(request_id="r")))

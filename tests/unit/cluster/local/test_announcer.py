@@ -46,20 +46,20 @@ async def serving(*statuses: grpc.StatusCode) -> AsyncIterator[tuple[Router, str
         await server.stop(grace=None)
 
 
-async def test_it_is_repeated_until_a_router_accepts() -> None:
+async def test_announcer_repeats_until_a_router_accepts() -> None:
     async with serving(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL) as (router, address):
         await Announcer(INFO, ["127.0.0.1:1", address]).announce()
     assert router.heard.qsize() == 3
 
 
-async def test_a_router_that_refuses_the_worker_ends_it() -> None:
+async def test_announcer_fails_if_a_router_rejects_the_worker() -> None:
     async with serving(grpc.StatusCode.INVALID_ARGUMENT) as (router, address):
         with pytest.raises(InvalidRequest, match="does not fit"):
             await Announcer(INFO, [address]).announce()
     assert router.heard.qsize() == 1
 
 
-async def test_it_is_said_again_whenever_the_worker_is_alone_for_a_second() -> None:
+async def test_announcer_repeats_after_a_second_without_routers() -> None:
     clock = asyncio.get_running_loop().time
     connected = asyncio.Event()
     async with serving() as (router, address):

@@ -42,12 +42,12 @@ async def report(line: bytes, tmp_path: Path) -> dict[str, str]:
     return await child.report()
 
 
-async def test_a_report_is_a_line(tmp_path: Path) -> None:
+async def test_child_report_is_one_line(tmp_path: Path) -> None:
     assert await report(b'{"worker_id": "w"}\nmore', tmp_path) == {"worker_id": "w"}
 
 
 @pytest.mark.parametrize("line", [b"hello\n", b"5\n", b"[1]\n", b'"text"\n', b"\xff\n", b"{"])
-async def test_what_is_no_report_is_a_failure_that_shows_it(line: bytes, tmp_path: Path) -> None:
+async def test_child_malformed_report_fails_and_is_quoted(line: bytes, tmp_path: Path) -> None:
     with pytest.raises(ClusterFailed, match=r"worker-0: it said .* in the place of a report"):
         await report(line, tmp_path)
 
@@ -55,6 +55,8 @@ async def test_what_is_no_report_is_a_failure_that_shows_it(line: bytes, tmp_pat
 @pytest.mark.parametrize(
     ("line", "cause"), [(b'{"error": "no room"}\n', "no room"), (b"", "ended with status 3")]
 )
-async def test_so_is_a_failure_and_an_end(line: bytes, cause: str, tmp_path: Path) -> None:
+async def test_child_error_report_or_exit_fails_with_its_cause(
+    line: bytes, cause: str, tmp_path: Path
+) -> None:
     with pytest.raises(ClusterFailed, match=cause):
         await report(line, tmp_path)

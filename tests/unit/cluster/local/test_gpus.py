@@ -62,7 +62,7 @@ class Nvml:
         (1, 2, [], [["", ""]]),
     ],
 )
-def test_ranks_are_numbered_over_the_gpus(
+def test_gpus_are_assigned_to_ranks_in_order(
     workers: int, ranks: int, gpus: list[str], expected: list[list[str]]
 ) -> None:
     this = config(workers, ranks)
@@ -78,22 +78,22 @@ def test_ranks_are_numbered_over_the_gpus(
         ("", []),
     ],
 )
-def test_what_cuda_may_see_here_is_what_ranks_may(visible: str, expected: list[str]) -> None:
+def test_visible_gpus_follow_cuda_visible_devices(visible: str, expected: list[str]) -> None:
     assert visible_gpus(config(), {VISIBLE: visible}) == expected
 
 
-def test_else_they_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_default_to_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(True, True, True))
     assert visible_gpus(config(), {}) == ["0", "1", "2"]
 
 
-def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_are_empty_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_NVML", "libnowhere.so.1")
     assert visible_gpus(config(), {}) == []
 
 
 @pytest.mark.parametrize("setting", ["worker.device=cpu", "model=fake"])
-def test_ranks_that_use_none_have_none(setting: str) -> None:
+def test_visible_gpus_are_empty_for_cpu_and_fake_models(setting: str) -> None:
     assert visible_gpus(config(1, 1, setting), {VISIBLE: "0,1"}) == []
 
 
@@ -106,12 +106,12 @@ def test_ranks_that_use_none_have_none(setting: str) -> None:
         (Nvml(True, starts=False), 0),
     ],
 )
-def test_a_gpu_counts_where_it_may_be_used(nvml: Nvml, expected: int) -> None:
+def test_count_gpus_counts_accessible_devices(nvml: Nvml, expected: int) -> None:
     assert count_gpus(nvml) == expected
     assert not nvml.is_open
 
 
-def test_to_count_gpus_is_not_to_import_torch() -> None:
+def test_processes_module_does_not_import_torch() -> None:
     program = "import cluster.local.processes, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
@@ -146,7 +146,7 @@ class Noting:
         return Ready()
 
 
-async def test_each_rank_of_each_worker_is_told_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_launches_each_rank_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, launcher = ProcessCluster(config(2, 2)), Noting()
     monkeypatch.setattr(cluster, "_gpus", ["0", "1", "2", "3"])
     monkeypatch.setattr(cluster, "_ranks", lambda: launcher)
@@ -157,7 +157,7 @@ async def test_each_rank_of_each_worker_is_told_its_gpu(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("gpu", ["1", ""])
-async def test_a_rank_has_its_gpu_before_it_is_made(
+async def test_rank_process_sets_its_gpu_before_construction(
     gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE, "0,1,2")

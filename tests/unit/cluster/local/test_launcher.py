@@ -14,7 +14,7 @@ from cluster.local.launcher import SubprocessLauncher
 from worker.config import WorkerConfig
 
 
-def test_one_that_ended_before_it_was_told_has_its_status(
+def test_launcher_returns_the_status_of_an_early_exit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started = asyncio.create_subprocess_exec

@@ -16,11 +16,11 @@ from tests.support.free_port import free_port
 FREE = RouterConfig(port=0, http_port=0)
 
 
-def test_free_ports_pass() -> None:
+def test_port_check_accepts_free_ports() -> None:
     port_check.check([FREE, replace(FREE, port=free_port())])
 
 
-def test_taken_port_is_named_with_its_holder() -> None:
+def test_port_check_names_a_taken_port_and_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ClusterFailed) as caught:
@@ -30,7 +30,7 @@ def test_taken_port_is_named_with_its_holder() -> None:
     assert "or set router.http_port to another port" in message
 
 
-def test_connections_of_before_hold_no_port() -> None:
+def test_port_check_ignores_closed_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), server.accept()[0] as accepted:

@@ -29,7 +29,7 @@ class FailingLauncher:
         raise self._error
 
 
-async def test_the_cause_is_told_when_no_process_can_be_started(tmp_path: Path) -> None:
+async def test_replica_start_failure_has_its_cause(tmp_path: Path) -> None:
     replica = WorkerReplica(
         LAUNCH, FailingLauncher(ClusterFailed("no fork server")), tmp_path, [""]
     )  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ async def test_the_cause_is_told_when_no_process_can_be_started(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [ClusterFailed("no fork server"), BlockingIOError("no process")])
-async def test_a_replica_that_cannot_be_started_is_tried_again(
+async def test_replica_start_is_retried_after_failures(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_RESTART_S", 0.001)
@@ -49,7 +49,7 @@ async def test_a_replica_that_cannot_be_started_is_tried_again(
     await _cancel(keeping)
 
 
-async def test_the_ledger_is_tried_again_when_its_server_cannot_be_run(
+async def test_own_ledger_start_is_retried_after_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_ledger, "_LOOK_S", 0.001)

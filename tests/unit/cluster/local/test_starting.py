@@ -21,7 +21,7 @@ HEARD = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 1.0, 5.0]), st.f
 
 
 @given(st.lists(HEARD, max_size=30))
-def test_a_start_holds_for_as_long_as_it_was_said_last(
+def test_starting_workers_expire_by_their_latest_announcement(
     heard: list[tuple[str, float, float]],
 ) -> None:
     starts, until, now = StartingWorkers(), dict[str, float](), 0.0

@@ -21,7 +21,7 @@ from tests.support.router.prediction_support import examples, learnt, served
 NOISE = mixes.Application("noise", "acme", "", (mixes.Kind(("{text}",), 100, 1.0),))
 
 
-def test_it_comes_near_who_knows_all_and_prompts_lengths_do_not() -> None:
+def test_training_nears_the_oracle_and_beats_prompt_length() -> None:
     _, report = learnt()
     assert report.learnt_from == 1600 and report.all.outputs == 400
     assert report.all.tau_oracle is not None
@@ -30,13 +30,13 @@ def test_it_comes_near_who_knows_all_and_prompts_lengths_do_not() -> None:
     assert report.all.mean_absolute_error < 0.6 * report.all.mean_absolute_error_of_mean
 
 
-def test_so_many_outputs_stay_within_a_quantile() -> None:
+def test_training_quantiles_cover_their_share_of_outputs() -> None:
     _, report = learnt()
     assert report.all.total_ratio == pytest.approx(1.0, abs=0.2)
     assert report.all.coverage == pytest.approx((0.5, 0.9), abs=0.06)
 
 
-def test_where_nothing_can_be_known_nothing_is() -> None:
+def test_training_on_noise_has_no_correlation() -> None:
     _, report = learnt(2, 800, (NOISE,))
     assert abs(report.all.tau) < 0.15
     assert report.all.tau_oracle == 0
@@ -55,7 +55,7 @@ def test_training_hides_the_other_choices() -> None:
     assert abs(report.all.tau) < 0.15
 
 
-def test_it_is_told_for_each_application() -> None:
+def test_training_reports_each_application() -> None:
     _, report = learnt()
     assert set(report.by_application) == {it.name for it in mixes.APPLICATIONS}
     assert sum(it.outputs for it in report.by_application.values()) == report.all.outputs
@@ -63,7 +63,7 @@ def test_it_is_told_for_each_application() -> None:
     assert json.loads(json.dumps(report.plain()))["tau"] == report.all.tau
 
 
-def test_without_names_applications_are_known_by_their_beginnings() -> None:
+def test_training_infers_applications_from_prompt_prefixes() -> None:
     _, report = learnt(1, 2000, mixes.APPLICATIONS, False)
     assert report.all.tau_oracle is not None
     assert report.all.tau >= 0.85 * report.all.tau_oracle
@@ -71,24 +71,24 @@ def test_without_names_applications_are_known_by_their_beginnings() -> None:
     assert len(report.by_application) >= 3
 
 
-def test_the_same_examples_make_the_same_file() -> None:
+def test_training_is_deterministic() -> None:
     made = examples(3, 300, mixes.APPLICATIONS)
     assert trained("m", made)[0] == trained("m", made)[0]
     assert Model.parse(trained("m", made)[0]).served == "m"
 
 
-def test_without_an_oracle_none_is_told() -> None:
+def test_training_report_omits_an_absent_oracle() -> None:
     made = examples(3, 300, mixes.APPLICATIONS)
     _, report = trained(served().name, [replace(it, expected_tokens=None) for it in made])
     assert report.all.tau_oracle is None
 
 
-def test_too_few_are_refused() -> None:
+def test_training_rejects_too_few_outputs() -> None:
     with pytest.raises(ClusterFailed, match="199 outputs to learn from are too few"):
         trained("m", examples(3, 199, mixes.APPLICATIONS))
 
 
-def test_equal_prompts_have_random_lengths() -> None:
+def test_mixes_draw_random_lengths_for_equal_prompts() -> None:
     """Of the mixes: what the oracle cannot know either."""
     drawn = [*islice(mixes.drawn(Random(1), [mixes.PROOFS]), 400)]
     lengths = sorted(it.output_tokens for it in drawn)

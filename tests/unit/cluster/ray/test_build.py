@@ -51,7 +51,7 @@ def built(config: Config) -> dict[str, Any]:
 
 
 @given(st.sets(st.sampled_from(SOME)))
-def test_what_is_built_loads_as_it_was(assignments: set[str]) -> None:
+def test_build_output_loads_as_the_same_config(assignments: set[str]) -> None:
     if "autoscale.min_workers=0" in assignments:
         assignments.add("autoscale.max_workers=8")
     if "autoscale.max_workers=8" in assignments:
@@ -69,7 +69,7 @@ def test_what_is_built_loads_as_it_was(assignments: set[str]) -> None:
         ["router.order=shortest", "router.max_queued=9", "router.fair_share=false"],
     ],
 )
-def test_settings_that_change_without_a_restart_are_no_args(other: list[str]) -> None:
+def test_build_keeps_run_time_settings_out_of_args(other: list[str]) -> None:
     before, after = built(load(None, {}, SHAPE)), built(load(None, {}, [*SHAPE, *other]))
     assert before["args"] == after["args"]
     assert before["deployments"] != after["deployments"]
@@ -80,7 +80,7 @@ def test_settings_that_change_without_a_restart_are_no_args(other: list[str]) ->
     "other",
     ["autoscale.max_workers=9", "autoscale.min_workers=2", "autoscale.ttft_target=9"],
 )
-def test_autoscaler_bounds_do_not_change_the_code_version(other: str) -> None:
+def test_build_autoscaler_bounds_keep_the_code_version(other: str) -> None:
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
 
@@ -94,14 +94,14 @@ def test_autoscaler_bounds_do_not_change_the_code_version(other: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUN_TIME_SETTINGS)
-def test_an_application_refuses_args_that_deployments_have(name: str) -> None:
+def test_application_rejects_args_of_deployments(name: str) -> None:
     section, _, key = name.rpartition(".")
     args = {section: {key: 1}} if section else {key: {"ttft_target": 1}}
     with pytest.raises(SettingsError, match=f"{name}: must be set in `deployments`"):
         application({"model": "fake", **args})
 
 
-def test_only_what_was_set_is_shown() -> None:
+def test_build_writes_only_changed_settings() -> None:
     assert built(load(None, {}, ["model=fake", "worker.max_num_seqs=9"]))["args"] == {
         "model": "fake",
         "worker": {"max_num_seqs": 9},
@@ -109,7 +109,7 @@ def test_only_what_was_set_is_shown() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Serve's own
-def test_serve_takes_the_file() -> None:
+def test_build_output_is_valid_for_serve() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     [application] = ServeDeploySchema.model_validate(
@@ -121,7 +121,7 @@ def test_serve_takes_the_file() -> None:
     )
 
 
-def test_a_password_is_not_written_down() -> None:
+def test_build_refuses_to_write_a_password() -> None:
     config = load(None, {}, ["ledger.url=redis://user:hidden@here:6379/0"])
     with pytest.raises(SettingsError, match=r"ledger\.url: .*EVERLIFT_LEDGER__URL") as caught:
         serve_yaml(config)
@@ -130,7 +130,7 @@ def test_a_password_is_not_written_down() -> None:
         check_shown(config)
 
 
-def test_the_command_writes_the_file(tmp_path: Path) -> None:
+def test_build_command_merges_file_flags_and_environment(tmp_path: Path) -> None:
     settings_file = tmp_path / "cluster.yaml"
     settings_file.write_text("worker: {max_num_seqs: 9}\n")
     built = subprocess.run(
@@ -156,7 +156,7 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
         ("cpu", [{"CPU": 4.0, "GPU": 8.0}], 0),
     ],
 )
-def test_a_rank_takes_a_gpu_where_there_is_to_be_one(
+def test_rank_resources_include_a_gpu_if_wanted(
     device: str, nodes: list[dict[str, float]], gpus: int
 ) -> None:
     assert _rank_resources(device, nodes, 2).get("GPU", 0) == gpus
@@ -171,7 +171,7 @@ def test_a_rank_takes_a_gpu_where_there_is_to_be_one(
         ([{"CPU": 8.0}], "STRICT_PACK"),
     ],
 )
-def test_ranks_share_a_node_where_one_can_be_large_enough(
+def test_placement_strategy_packs_ranks_on_a_large_node(
     nodes: list[dict[str, float]], strategy: str
 ) -> None:
     assert _strategy(nodes, {"CPU": 1.0, "GPU": 1.0}, 4) == strategy

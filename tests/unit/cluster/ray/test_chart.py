@@ -299,7 +299,7 @@ def rendered(helm: Helm) -> dict[str, Rendered]:
     return {name: helm.render(values) for name, values in VALUES.items()}
 
 
-def test_alerts_and_dashboard_are_those_of_deploy(rendered: dict[str, Rendered]) -> None:
+def test_chart_alerts_and_dashboard_match_deploy(rendered: dict[str, Rendered]) -> None:
     watched, deploy = rendered["watched"], CHART.parent / "deploy"
     rule = watched.the("PrometheusRule")
     alerts = (deploy / "prometheus" / "alerts.yaml").read_text()
@@ -316,12 +316,12 @@ def test_alerts_and_dashboard_are_those_of_deploy(rendered: dict[str, Rendered])
     assert not {"PrometheusRule", "ServiceMonitor"} & rendered["defaults"].kinds
 
 
-def test_helm_finds_nothing_wrong(helm: Helm) -> None:
+def test_chart_passes_helm_lint(helm: Helm) -> None:
     assert helm.lint() == []
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_kubernetes_takes_every_object(rendered: dict[str, Rendered], name: str) -> None:
+def test_chart_objects_are_valid_for_kubernetes(rendered: dict[str, Rendered], name: str) -> None:
     versions = (OLDEST, NEWEST) if name == "defaults" else (NEWEST,)
     pods = [
         {
@@ -351,9 +351,7 @@ def pod(rendered: Rendered, group: str) -> Object:
         ("cache on nodes", {"hostPath": {"path": "/var/lib/models", "type": "DirectoryOrCreate"}}),
     ],
 )
-def test_models_of_a_hub_are_kept_in_a_cache(
-    rendered: dict[str, Rendered], name: str, source: Object
-) -> None:
+def test_chart_caches_hub_models(rendered: dict[str, Rendered], name: str, source: Object) -> None:
     for group in ("routers", "workers"):
         spec = pod(rendered[name], group)
         assert {"name": "hub"} | source in spec["volumes"]
@@ -371,7 +369,7 @@ def test_models_of_a_hub_are_kept_in_a_cache(
         assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_pods_have_what_the_values_add(rendered: dict[str, Rendered]) -> None:
+def test_chart_pods_include_extras_of_the_values(rendered: dict[str, Rendered]) -> None:
     own = rendered["pods of one's own"]
     worker, router, head = (pod(own, group) for group in ("workers", "routers", "head"))
     assert worker["priorityClassName"] == "high" and head["priorityClassName"] == "low"
@@ -400,7 +398,7 @@ def test_pods_have_what_the_values_add(rendered: dict[str, Rendered]) -> None:
     assert not queue.keys() & own.the("Service", "ev-everlift")["spec"]["selector"].keys()
 
 
-def test_groups_of_workers_differ_where_they_say_so(rendered: dict[str, Rendered]) -> None:
+def test_chart_worker_groups_override_defaults(rendered: dict[str, Rendered]) -> None:
     several = rendered["several groups"]
     spot, on_demand = several.group("spot"), several.group("on-demand")
     assert (spot["maxReplicas"], on_demand["maxReplicas"]) == (8, 2147483647)
@@ -419,7 +417,7 @@ def test_groups_of_workers_differ_where_they_say_so(rendered: dict[str, Rendered
     assert [fixed.group(name)["replicas"] for name in "ab"] == [2, 1]
 
 
-def test_routers_follow_the_requests(rendered: dict[str, Rendered]) -> None:
+def test_chart_router_autoscaling_follows_requests(rendered: dict[str, Rendered]) -> None:
     scaled = rendered["routers that follow requests"]
     router, worker = scaled.deployments["router"], scaled.deployments["worker"]
     assert "num_replicas" not in router
@@ -434,7 +432,7 @@ def test_routers_follow_the_requests(rendered: dict[str, Rendered]) -> None:
     assert ROUTER_POLICY == f"{module}:{name}"
 
 
-def test_a_worker_may_be_spread_over_pods(rendered: dict[str, Rendered]) -> None:
+def test_chart_worker_spans_several_pods(rendered: dict[str, Rendered]) -> None:
     spread = rendered["workers over nodes"]
     group = spread.group("workers")
     assert (group["replicas"], group["rayStartParams"]["num-gpus"]) == (4, "8")
@@ -444,7 +442,7 @@ def test_a_worker_may_be_spread_over_pods(rendered: dict[str, Rendered]) -> None
     assert spread.settings["worker"]["tensor_parallel"] == 16
 
 
-def test_another_toleration_is_another_ray_cluster(helm: Helm) -> None:
+def test_chart_toleration_change_makes_a_new_ray_cluster(helm: Helm) -> None:
     """KubeRay changes no pod of a Ray cluster that runs: it makes another one when the cluster's
     configuration differs, and tolerations are part of it."""
     tolerations = [{"key": "spot", "operator": "Exists"}]
@@ -478,7 +476,7 @@ def _closed(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_kuberay_takes_the_rayservice(
+def test_chart_rayservice_matches_the_kuberay_schema(
     rendered: dict[str, Rendered], rayservice_schema: Object, name: str
 ) -> None:
     jsonschema.Draft202012Validator(rayservice_schema).validate(
@@ -487,7 +485,7 @@ def test_kuberay_takes_the_rayservice(
     )
 
 
-def test_kuberays_schema_finds_what_is_wrong(
+def test_kuberay_schema_rejects_an_unknown_key(
     rendered: dict[str, Rendered], rayservice_schema: Object
 ) -> None:
     service = deepcopy(rendered["defaults"].the("RayService")) | {"metadata": {}}
@@ -563,7 +561,7 @@ def test_kuberays_schema_finds_what_is_wrong(
         ({"ingress": {"http": {"enabled": True}}}, "ingress.http.host: must be set"),
     ],
 )
-def test_values_that_cannot_be_are_refused(helm: Helm, values: Object, message: str) -> None:
+def test_chart_rejects_invalid_values(helm: Helm, values: Object, message: str) -> None:
     with pytest.raises(Refused, match=message):
         helm.render(values)
 
@@ -598,7 +596,7 @@ def test_chart_refuses_its_own_settings_with_the_value_to_set(helm: Helm, path: 
         (None, True),
     ],
 )
-def test_the_ledgers_pod_has_room_for_what_its_server_may_keep(
+def test_chart_ledger_memory_limit_exceeds_max_memory(
     helm: Helm, memory: object, is_enough: bool
 ) -> None:
     values = {"ledger": {"embedded": {"resources": {"limits": {"memory": memory}}}}}
@@ -609,7 +607,7 @@ def test_the_ledgers_pod_has_room_for_what_its_server_may_keep(
             helm.render(values)
 
 
-def test_what_the_chart_sets_and_how_it_says_so_exist() -> None:
+def test_chart_reserved_settings_and_their_values_exist() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     keys = settings.Keys(Config)
     for path, source in SET_BY_CHART.items():
@@ -618,7 +616,7 @@ def test_what_the_chart_sets_and_how_it_says_so_exist() -> None:
             assert isinstance(at(values, source), str | int | bool)
 
 
-def test_config_takes_every_setting() -> None:
+def test_chart_schema_accepts_every_setting() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]
     taken = set(_leaves(schema["properties"], lambda each: each.get("properties")))
     every = set(_leaves(settings.to_dict(Config()), lambda each: each))
@@ -652,13 +650,13 @@ def at(values: Any, path: str) -> Any:
         ("ledger.embedded.maxMemoryMiB", "ledger.maxmemory_mib"),
     ],
 )
-def test_the_charts_defaults_are_everlifts(value: str, setting: str) -> None:
+def test_chart_defaults_match_everlift(value: str, setting: str) -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert at(values, value) == at(settings.to_dict(Config()), setting)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], name: str) -> None:
+def test_chart_settings_load_as_a_config(rendered: dict[str, Rendered], name: str) -> None:
     application = rendered[name].application
     assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
     assert (application["name"], application["route_prefix"]) == (deployments.APPLICATION, None)
@@ -679,7 +677,7 @@ def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], nam
     assert config.ledger.url == EMBEDDED
 
 
-def test_settings_of_the_user_are_among_those_of_serve(rendered: dict[str, Rendered]) -> None:
+def test_chart_merges_user_settings(rendered: dict[str, Rendered]) -> None:
     config = settings.load(Config, rendered["own names and settings"].settings)
     assert (config.log_level, config.worker.max_num_seqs) == ("debug", 64)
     assert (config.router.drain, config.router.on_ledger_loss) == (9.5, "strict")
@@ -701,7 +699,7 @@ def test_settings_of_the_user_are_among_those_of_serve(rendered: dict[str, Rende
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # Serve's own
-def test_numbers_log_level_and_policies_restart_no_actor(helm: Helm, other: Object) -> None:
+def test_chart_run_time_settings_keep_the_code_version(helm: Helm, other: Object) -> None:
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
 
@@ -713,7 +711,7 @@ def test_numbers_log_level_and_policies_restart_no_actor(helm: Helm, other: Obje
     assert get_app_code_version(before) == get_app_code_version(after)
 
 
-def test_large_numbers_stay_integers(helm: Helm) -> None:
+def test_chart_renders_large_numbers_as_integers(helm: Helm) -> None:
     """Helm's numbers are floating point, and print as 2.097152e+06."""
     release = helm.render(
         {
@@ -765,7 +763,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", NO_STRINGS)
-def test_what_looks_like_something_else_stays_a_string(helm: Helm, text: str) -> None:
+def test_chart_quotes_strings_of_other_types(helm: Helm, text: str) -> None:
     """The release, its names, and all that values call by a name."""
     secret = {"existingSecret": text, "key": text}
     release = {"nameOverride": text, "image": {"tag": text}}
@@ -816,7 +814,7 @@ def test_what_looks_like_something_else_stays_a_string(helm: Helm, text: str) ->
             assert not [*_no_strings(each, "")], each["kind"]
 
 
-def test_a_digest_in_digits_stays_a_string(helm: Helm) -> None:
+def test_chart_quotes_a_numeric_digest(helm: Helm) -> None:
     values = {"ledger": {"embedded": {"maxMemoryMiB": 856}}}
     # Sixteen hexadecimal digits, none of which is a letter.
     assert _digest(helm.render(values, release="chat")) == "1990706499710654"
@@ -840,7 +838,7 @@ def _no_strings(value: Any, path: str) -> Iterator[str]:
             yield from _no_strings(each, f"{path}.{name}")
 
 
-def test_workers_take_their_gpus(rendered: dict[str, Rendered]) -> None:
+def test_chart_workers_request_gpus(rendered: dict[str, Rendered]) -> None:
     release = rendered["tensor parallel"]
     group = release.group("workers")
     spec, resources = group["template"]["spec"], container(group)["resources"]
@@ -863,7 +861,7 @@ def test_workers_take_their_gpus(rendered: dict[str, Rendered]) -> None:
     assert other["rayStartParams"]["num-gpus"] == "1"
 
 
-def test_workers_on_cpus_take_no_gpu(rendered: dict[str, Rendered]) -> None:
+def test_chart_cpu_workers_request_no_gpu(rendered: dict[str, Rendered]) -> None:
     release = rendered["cpu"]
     worker = container(release.group("workers"))
     assert worker["resources"]["limits"] == {"memory": "32Gi"}
@@ -882,7 +880,7 @@ def test_workers_on_cpus_take_no_gpu(rendered: dict[str, Rendered]) -> None:
         ("from no worker", (0, 0, NO_BOUND), {"min_workers": 0, "max_workers": 3}),
     ],
 )
-def test_pods_follow_the_number_of_workers(
+def test_chart_worker_pods_follow_the_worker_bounds(
     rendered: dict[str, Rendered], name: str, group: tuple[int, int, int], autoscale: object
 ) -> None:
     release = rendered[name]
@@ -904,7 +902,7 @@ def test_pods_follow_the_number_of_workers(
         {"workers": {"min": 1, "max": 1}},
     ],
 )
-def test_another_number_of_pods_reaches_kuberay(helm: Helm, other: Object) -> None:
+def test_chart_pod_count_change_makes_a_new_ray_cluster(helm: Helm, other: Object) -> None:
     """It compares Ray clusters without the sizes of their groups, and changes none in one that runs
     (RayServiceReconciler): pods that it makes itself must differ for it to make another cluster."""
     before = helm.render({"workers": {"min": 3, "max": 3}})
@@ -939,7 +937,7 @@ def _as_compared(release: Rendered) -> Object:
     return spec
 
 
-def test_a_pod_of_which_the_autoscaler_ends_ray_stays_ended(rendered: dict[str, Rendered]) -> None:
+def test_chart_autoscaled_pods_never_restart(rendered: dict[str, Rendered]) -> None:
     """Else its container starts Ray again, and the pod is never given back."""
 
     def policies(name: str) -> list[str]:
@@ -950,7 +948,7 @@ def test_a_pod_of_which_the_autoscaler_ends_ray_stays_ended(rendered: dict[str, 
     assert policies("fixed workers") == ["Always", "Always", "Always"]
 
 
-def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
+def test_chart_node_resources_are_read_by_ray(rendered: dict[str, Rendered]) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import (
         _get_ray_resources_from_group_spec as resources,
     )
@@ -966,7 +964,7 @@ def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
     assert (resources(workers, False)["CPU"], resources(workers, False)["GPU"]) == (3, 1)
 
 
-def test_each_group_has_probes_of_its_own(rendered: dict[str, Rendered]) -> None:
+def test_chart_groups_have_their_own_probes(rendered: dict[str, Rendered]) -> None:
     head, router, worker = map(container, rendered["exposed"].groups)
     assert router["readinessProbe"]["httpGet"] == {"path": READY, "port": "router-metrics"}
     ray = {"path": "/api/local_raylet_healthz", "port": 52365}
@@ -993,7 +991,9 @@ def share_a_hostname(one: list[str], other: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_gateway_accepts_both_routes(rendered: dict[str, Rendered], name: str) -> None:
+def test_chart_gateway_routes_share_no_hostname_and_listener(
+    rendered: dict[str, Rendered], name: str
+) -> None:
     """By the Gateway API, of a GRPCRoute and an HTTPRoute with intersecting hostnames on one
     listener, one must be refused (GRPCRoute.spec.hostnames)."""
     release = rendered[name]
@@ -1005,7 +1005,7 @@ def test_a_gateway_accepts_both_routes(rendered: dict[str, Rendered], name: str)
         assert not share_a_hostname(grpc.get("hostnames", []), http.get("hostnames", []))
 
 
-def test_clients_reach_routers_and_no_other_pod(rendered: dict[str, Rendered]) -> None:
+def test_chart_service_selects_only_routers(rendered: dict[str, Rendered]) -> None:
     release = rendered["exposed"]
     service = release.the("Service", "ev-everlift")["spec"]
     assert [selects(service["selector"], pod) for pod in release.pods] == [
@@ -1040,7 +1040,7 @@ SERVICES = {"everlift.v1.Inference", KSERVE, "grpc.health.v1.Health"}
 PATHS = {"/v1", "/tokenize", "/detokenize", "/health", "/openapi.json"}
 
 
-def test_only_inference_leaves_the_cluster(rendered: dict[str, Rendered]) -> None:
+def test_chart_grpc_routes_expose_only_inference(rendered: dict[str, Rendered]) -> None:
     release = rendered["exposed"]
     [rule] = release.the("GRPCRoute")["spec"]["rules"]
     assert {match["method"]["service"] for match in rule["matches"]} == SERVICES
@@ -1053,7 +1053,7 @@ def test_only_inference_leaves_the_cluster(rendered: dict[str, Rendered]) -> Non
     assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "cert"}]
 
 
-def test_openais_api_leaves_the_cluster_without_metrics(rendered: dict[str, Rendered]) -> None:
+def test_chart_http_routes_expose_the_openai_api_only(rendered: dict[str, Rendered]) -> None:
     route = rendered["exposed"].the("HTTPRoute")["spec"]
     assert (route["parentRefs"], route["hostnames"]) == ([{"name": "gw"}], ["web.example"])
     [rule] = route["rules"]
@@ -1069,12 +1069,12 @@ def test_openais_api_leaves_the_cluster_without_metrics(rendered: dict[str, Rend
     assert ingress["spec"]["rules"][0]["host"] == "web.example"
 
 
-def test_what_may_be_asked_from_outside_is_there() -> None:
+def test_chart_exposed_paths_are_served() -> None:
     served = {re.sub("^/v1/.*", "/v1", path) for path in [*openapi.document()["paths"]]}
     assert PATHS - {"/openapi.json"} == served - {"/metrics", "/ready"}
 
 
-def test_nothing_leaves_the_cluster_unless_told_to(rendered: dict[str, Rendered]) -> None:
+def test_chart_exposes_nothing_by_default(rendered: dict[str, Rendered]) -> None:
     assert not {"Ingress", "GRPCRoute", "HTTPRoute"} & rendered["defaults"].kinds
     assert rendered["defaults"].the("Service", "everlift")["spec"]["type"] == "ClusterIP"
 
@@ -1086,7 +1086,7 @@ def leads_to(ingress: Object) -> dict[str, str]:
     return {path["path"]: path["backend"]["service"]["port"]["name"] for path in paths}
 
 
-def test_models_lie_where_routers_and_workers_read_them(rendered: dict[str, Rendered]) -> None:
+def test_chart_mounts_models_in_routers_and_workers(rendered: dict[str, Rendered]) -> None:
     claim, image = rendered["model on a claim"], rendered["model in an image"]
     sources = [
         [volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "models"]
@@ -1115,7 +1115,7 @@ def secret(name: str, key: str) -> Object:
     return {"secretKeyRef": {"name": name, "key": key}}
 
 
-def test_the_ledgers_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> None:
+def test_chart_ledger_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> None:
     for group in rendered["durable"].groups:
         assert environment(group)["LEDGER_PASSWORD"] == secret("passwords", "everlift")
         url = environment(group)["EVERLIFT_LEDGER__URL"]
@@ -1127,7 +1127,7 @@ def test_the_ledgers_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> N
     assert "StatefulSet" not in rendered["ledger elsewhere"].kinds
 
 
-def test_traces_go_where_they_are_wanted(rendered: dict[str, Rendered]) -> None:
+def test_chart_configures_tracing(rendered: dict[str, Rendered]) -> None:
     release = rendered["traced"]
     router = settings.load(Config, release.settings).router
     assert (router.trace_endpoint, router.trace_sample) == ("https://otel.example:4317", 0.1)
@@ -1137,7 +1137,7 @@ def test_traces_go_where_they_are_wanted(rendered: dict[str, Rendered]) -> None:
         assert "EVERLIFT_LEDGER__URL" in environment(group)
 
 
-def test_no_secret_is_in_what_is_applied(rendered: dict[str, Rendered]) -> None:
+def test_chart_objects_contain_no_secret(rendered: dict[str, Rendered]) -> None:
     for release in rendered.values():
         assert "Secret" not in release.kinds
         for pod in release.pods:
@@ -1149,7 +1149,7 @@ def test_no_secret_is_in_what_is_applied(rendered: dict[str, Rendered]) -> None:
         assert "url" not in release.settings["ledger"]
 
 
-def test_tls_of_the_ledger_is_mounted_where_settings_say(rendered: dict[str, Rendered]) -> None:
+def test_chart_mounts_ledger_tls_files(rendered: dict[str, Rendered]) -> None:
     release = rendered["all elsewhere, over TLS"]
     ledger = settings.load(Config, release.settings).ledger
     directory = "/etc/everlift/ledger-tls"
@@ -1160,7 +1160,7 @@ def test_tls_of_the_ledger_is_mounted_where_settings_say(rendered: dict[str, Ren
         assert mounts["ledger-tls"]["mountPath"] == directory
 
 
-def test_certificates_are_mounted_where_settings_say(rendered: dict[str, Rendered]) -> None:
+def test_chart_mounts_client_and_internal_certificates(rendered: dict[str, Rendered]) -> None:
     config = settings.load(Config, rendered["TLS"].settings)
     tls, internal = config.router.tls, config.internal_tls
     assert tls == Tls(cert=f"{DOOR}/tls.crt", key=f"{DOOR}/tls.key")
@@ -1186,7 +1186,7 @@ def secrets_at(group: Object) -> dict[str, str]:
     return {each["mountPath"]: secrets[each["name"]] for each in mounts if each["name"] in secrets}
 
 
-def test_helms_test_comes_in_as_clients_do(helm: Helm, rendered: dict[str, Rendered]) -> None:
+def test_chart_test_pod_uses_client_tls(helm: Helm, rendered: dict[str, Rendered]) -> None:
     assert told(rendered["defaults"].the("Pod")) == {}
     assert told(rendered["TLS"].the("Pod")) == {"CA": "/etc/everlift/tls/ca.crt"}
     pod = rendered["mutual TLS"].the("Pod")
@@ -1213,7 +1213,7 @@ def told(pod: Object) -> dict[str, str]:
     return {short: found[name] for short, name in names.items()}
 
 
-def test_whoever_routes_to_the_service_is_told_of_tls(rendered: dict[str, Rendered]) -> None:
+def test_chart_service_app_protocol_follows_tls(rendered: dict[str, Rendered]) -> None:
     protocols = [
         rendered[name].the("Service", "ev-everlift")["spec"]["ports"][0]["appProtocol"]
         for name in ("defaults", "TLS")
@@ -1221,7 +1221,7 @@ def test_whoever_routes_to_the_service_is_told_of_tls(rendered: dict[str, Render
     assert protocols == ["kubernetes.io/h2c", "https"]
 
 
-def test_keys_are_mounted_where_routers_look_for_them(rendered: dict[str, Rendered]) -> None:
+def test_chart_mounts_access_keys_in_routers_only(rendered: dict[str, Rendered]) -> None:
     with_keys = rendered["keys in a Secret"]
     settings = with_keys.settings["router"]
     assert (settings["access"], settings["access_file"]) == (
@@ -1247,7 +1247,7 @@ def test_keys_are_mounted_where_routers_look_for_them(rendered: dict[str, Render
     assert "access" not in rendered["defaults"].settings["router"]
 
 
-def test_the_notes_make_the_first_key_in_this_releases_ledger(
+def test_chart_notes_create_the_first_key_in_the_ledger(
     rendered: dict[str, Rendered],
 ) -> None:
     with_keys = rendered["keys in the ledger"]
@@ -1261,7 +1261,7 @@ def test_the_notes_make_the_first_key_in_this_releases_ledger(
     assert ledger.keys() == {"key_prefix", "durability_class", "shards", "tls_ca"}
 
 
-def test_rays_control_plane_is_kept_in_redis(rendered: dict[str, Rendered]) -> None:
+def test_chart_gcs_fault_tolerance_uses_redis(rendered: dict[str, Rendered]) -> None:
     own = rendered["defaults"].ray["gcsFaultToleranceOptions"]
     assert own == {
         "redisAddress": f"redis://ev-everlift-ledger.{NAMESPACE}.svc:6379",
@@ -1277,7 +1277,7 @@ def test_rays_control_plane_is_kept_in_redis(rendered: dict[str, Rendered]) -> N
     assert "gcsFaultToleranceOptions" not in rendered["ledger elsewhere"].ray
 
 
-def test_ray_wants_a_token_unless_told_otherwise(rendered: dict[str, Rendered]) -> None:
+def test_chart_ray_requires_a_token_by_default(rendered: dict[str, Rendered]) -> None:
     assert rendered["defaults"].ray["authOptions"] == {"mode": "token"}
     own = rendered["own names and settings"].ray["authOptions"]
     assert own == {"mode": "token", "secretName": "token"}
@@ -1285,7 +1285,7 @@ def test_ray_wants_a_token_unless_told_otherwise(rendered: dict[str, Rendered]) 
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_no_container_may_do_more_than_it_needs(rendered: dict[str, Rendered], name: str) -> None:
+def test_chart_containers_are_confined(rendered: dict[str, Rendered], name: str) -> None:
     release = rendered[name]
     for pod in release.pods:
         context = pod["spec"]["securityContext"]
@@ -1306,7 +1306,7 @@ def confined(context: Object) -> None:
     assert context["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_what_is_written_lies_on_volumes(rendered: dict[str, Rendered]) -> None:
+def test_chart_writable_paths_are_volumes(rendered: dict[str, Rendered]) -> None:
     release = rendered["defaults"]
     for group in release.groups:
         volumes = {each["name"]: each for each in group["template"]["spec"]["volumes"]}
@@ -1321,7 +1321,7 @@ def test_what_is_written_lies_on_volumes(rendered: dict[str, Rendered]) -> None:
         assert release.settings["state_dir"].startswith("/home/everlift/")
 
 
-def test_two_ray_clusters_of_a_release_speak_with_each_other(
+def test_chart_network_policy_allows_pods_of_the_release(
     rendered: dict[str, Rendered],
 ) -> None:
     release = rendered["closed"]
@@ -1346,7 +1346,7 @@ def allowed(selector: Object, pod: Object) -> bool:
     )
 
 
-def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None:
+def test_chart_network_policies_admit_configured_peers(rendered: dict[str, Rendered]) -> None:
     given = VALUES["closed"]["networkPolicy"]
     routers = rendered["closed"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
     clients, metrics = routers
@@ -1364,7 +1364,7 @@ def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None
     assert "NetworkPolicy" not in rendered["open"].kinds
 
 
-def test_disruptions_and_spread(rendered: dict[str, Rendered]) -> None:
+def test_chart_disruption_budgets_and_spread_select_groups(rendered: dict[str, Rendered]) -> None:
     release = rendered["autoscaling"]
     for component, group in (("router", "routers"), ("worker", "workers")):
         budget = release.the("PodDisruptionBudget", f"-{group}")["spec"]
@@ -1389,7 +1389,7 @@ def test_disruptions_and_spread(rendered: dict[str, Rendered]) -> None:
         ({"workers": {"min": 0, "max": 8}}, {"routers": 1}),
     ],
 )
-def test_a_single_pod_has_no_disruption_budget(
+def test_chart_single_pod_has_no_disruption_budget(
     helm: Helm, values: Object, expected: dict[str, int]
 ) -> None:
     found = {
@@ -1400,7 +1400,7 @@ def test_a_single_pod_has_no_disruption_budget(
     assert found == expected
 
 
-def test_a_worker_pod_is_ready_while_a_rank_serves(
+def test_chart_worker_readiness_follows_ready_files(
     rendered: dict[str, Rendered], tmp_path: Path
 ) -> None:
     release = rendered["defaults"]
@@ -1423,7 +1423,7 @@ def test_a_worker_pod_is_ready_while_a_rank_serves(
     assert not is_ready()
 
 
-def test_prometheus_finds_the_routers(rendered: dict[str, Rendered]) -> None:
+def test_chart_service_monitor_selects_routers(rendered: dict[str, Rendered]) -> None:
     release = rendered["watched"]
     service, monitor = release.the("Service", "-metrics"), release.the("ServiceMonitor")
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
@@ -1439,7 +1439,7 @@ def test_prometheus_finds_the_routers(rendered: dict[str, Rendered]) -> None:
     )
 
 
-def test_prometheus_finds_what_the_autoscaler_says(helm: Helm) -> None:
+def test_chart_service_monitor_selects_the_head(helm: Helm) -> None:
     """Ray exports it on the head, where Serve's controller is."""
     monitoring = {"monitoring": VALUES["watched"]["monitoring"]}
     release = helm.render({"workers": {"min": 1, "max": 4}} | monitoring)
@@ -1455,7 +1455,7 @@ def test_prometheus_finds_what_the_autoscaler_says(helm: Helm) -> None:
     assert {"ports": [{"port": port["targetPort"]}]} in policy["ingress"]
 
 
-def test_alerts_tell_releases_of_one_name_apart(rendered: dict[str, Rendered]) -> None:
+def test_chart_metrics_job_includes_the_namespace(rendered: dict[str, Rendered]) -> None:
     """They are by job, which would be the Service's name."""
     for endpoint in rendered["watched"].the("ServiceMonitor")["spec"]["endpoints"]:
         [relabeling] = endpoint["relabelings"]
@@ -1467,7 +1467,7 @@ def prefix(helm: Helm, release: str = "ev", **values: Any) -> str:
     return found
 
 
-def test_clusters_that_may_share_a_ledger_do(helm: Helm) -> None:
+def test_chart_key_prefix_is_shared_by_compatible_clusters(helm: Helm) -> None:
     same = prefix(helm)
     assert re.fullmatch("ev-everlift-[0-9a-f]{8}", same)
     assert same == prefix(helm, workers={"max": 9, "tensorParallel": 2}, routers={"replicas": 5})
@@ -1488,7 +1488,7 @@ def test_clusters_that_may_share_a_ledger_do(helm: Helm) -> None:
         {"release": "other"},
     ],
 )
-def test_another_model_has_a_ledger_of_its_own(helm: Helm, other: Any) -> None:
+def test_chart_key_prefix_differs_by_model(helm: Helm, other: Any) -> None:
     assert prefix(helm, **other) != prefix(helm)
     assert prefix(helm, model={"name": "org/name"}) != prefix(
         helm, model={"name": "org/name", "revision": "v2"}
@@ -1498,7 +1498,7 @@ def test_another_model_has_a_ledger_of_its_own(helm: Helm, other: Any) -> None:
     assert len({prefix(helm, model=model) for model in models}) == 3
 
 
-def test_clusters_of_a_release_take_turns_by_one_key(helm: Helm) -> None:
+def test_chart_active_key_is_one_per_release(helm: Helm) -> None:
     def key(release: str = "ev", **values: Any) -> str:
         ledger = helm.render(values, release).settings["ledger"]
         found: str = ledger["active_key"]
@@ -1511,7 +1511,7 @@ def test_clusters_of_a_release_take_turns_by_one_key(helm: Helm) -> None:
     assert key() != key(release="other")
 
 
-def test_another_model_is_another_ray_cluster(helm: Helm) -> None:
+def test_chart_model_change_makes_a_new_ray_cluster(helm: Helm) -> None:
     """Serve would change it in the cluster that runs, replica by replica: to have KubeRay make
     another one, pods must differ."""
     one, other = helm.render(), helm.render({"model": {"name": "/models/llama"}})
@@ -1522,7 +1522,7 @@ def test_another_model_is_another_ray_cluster(helm: Helm) -> None:
 
 # Helm's longest name has 53 characters.
 @pytest.mark.parametrize("release", ["ev", "everlift", "name" * 13 + "x"])
-def test_names_are_short_enough(helm: Helm, release: str) -> None:
+def test_chart_names_stay_within_kubernetes_limits(helm: Helm, release: str) -> None:
     rendered = helm.render(release=release)
     # KubeRay's limit.
     assert len(rendered.the("RayService")["metadata"]["name"]) <= 47
@@ -1530,7 +1530,7 @@ def test_names_are_short_enough(helm: Helm, release: str) -> None:
         assert len(each["metadata"]["name"]) <= 63
 
 
-def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered]) -> None:
+def test_chart_notes_and_test_hook_send_a_request(rendered: dict[str, Rendered]) -> None:
     release = rendered["exposed"]
     assert "create secret generic ev-everlift-ledger" in release.notes
     assert "create secret" not in rendered["durable"].notes
@@ -1544,7 +1544,7 @@ def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered
     assert {"name": "EVERLIFT_ADDRESS", "value": f"ev-everlift.{NAMESPACE}.svc:443"} in test["env"]
 
 
-def test_the_guide_has_the_notes_of_its_values(helm: Helm) -> None:
+def test_kubernetes_guide_shows_the_rendered_notes(helm: Helm) -> None:
     guide = (CHART.parent / "deploy" / "guides" / "kubernetes.md").read_text()
     [values] = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
     [notes] = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
@@ -1552,7 +1552,7 @@ def test_the_guide_has_the_notes_of_its_values(helm: Helm) -> None:
     assert rendered.notes.endswith(notes.rstrip() + "\n")
 
 
-def test_the_notes_speak_of_a_test_that_gets_in(helm: Helm) -> None:
+def test_chart_notes_mention_helm_test_only_with_a_key(helm: Helm) -> None:
     keys = {"mode": "ledger"}
     assert "helm test" in helm.render().notes
     assert "helm test" not in helm.render({"access": keys}).notes
@@ -1609,7 +1609,7 @@ def hook(group: Object) -> list[str]:
     return found
 
 
-def test_a_worker_that_is_told_to_go_tells_its_ranks(
+def test_worker_pre_stop_hook_signals_its_ranks(
     rendered: dict[str, Rendered], tmp_path: Path
 ) -> None:
     """All of them, and nobody else; they stay, and it waits a moment."""
@@ -1623,7 +1623,7 @@ def test_a_worker_that_is_told_to_go_tells_its_ranks(
         assert [process.communicate()[0] for process in pod] == [""] * 4
 
 
-def test_a_router_that_is_told_to_go_is_waited_for(
+def test_router_pre_stop_hook_waits_for_the_router(
     rendered: dict[str, Rendered], tmp_path: Path
 ) -> None:
     with processes(ROUTER, "ray::ServeReplica:everlift:worker") as [router, other]:
@@ -1636,7 +1636,7 @@ def test_a_router_that_is_told_to_go_is_waited_for(
         assert other.communicate()[0] == ""
 
 
-def test_a_router_that_does_not_end_is_waited_for_so_long(
+def test_router_pre_stop_hook_stops_waiting_at_its_limit(
     rendered: dict[str, Rendered], tmp_path: Path
 ) -> None:
     with processes(ROUTER) as [router]:
@@ -1644,7 +1644,9 @@ def test_a_router_that_does_not_end_is_waited_for_so_long(
         assert (heard(router), router.poll()) == ("told", None)
 
 
-def test_a_pod_without_a_router_goes_at_once(rendered: dict[str, Rendered], tmp_path: Path) -> None:
+def test_router_pre_stop_hook_returns_without_a_router(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
     assert leave(rendered["defaults"], "routers", tmp_path, [], 0, 60).wait(10.0) == 0
 
 
@@ -1658,7 +1660,7 @@ def test_a_pod_without_a_router_goes_at_once(rendered: dict[str, Rendered], tmp_
         ({"router": {"heartbeat": 0.2}}, RouterConfig().drain),
     ],
 )
-def test_a_pod_has_the_time_that_its_router_may_take(
+def test_chart_router_grace_period_covers_the_drain(
     helm: Helm, config: Object, drain: float
 ) -> None:
     """The hook counts as well, and in the end Ray has some seconds."""
@@ -1671,5 +1673,5 @@ def test_a_pod_has_the_time_that_its_router_may_take(
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= before + at_most + 10
 
 
-def test_the_readme_says_what_was_never_tried() -> None:
+def test_chart_readme_discloses_untested_live_clusters() -> None:
     assert "never applied to a live cluster in CI" in (CHART / "README.md").read_text()

@@ -68,14 +68,14 @@ async def started(cluster: RayCluster) -> None:
     await cluster._until(lambda application: application.status == "RUNNING")
 
 
-async def test_it_waits_until_all_of_it_runs(
+async def test_ray_cluster_start_waits_until_running(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(monkeypatch, ["DEPLOYING", "DEPLOYING", "RUNNING"])
     await started(cluster)
 
 
-async def test_who_waits_can_be_stopped(
+async def test_ray_cluster_start_is_cancellable(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(monkeypatch, iter(lambda: "DEPLOYING", ""))
@@ -87,7 +87,7 @@ async def test_who_waits_can_be_stopped(
         await waiting
 
 
-async def test_failed_start_has_a_one_line_cause_and_a_log(
+async def test_ray_cluster_failed_start_has_a_one_line_cause(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     error = "Deploying application everlift failed: Failed to update the deployments ['router']."
@@ -104,7 +104,7 @@ async def test_failed_start_has_a_one_line_cause_and_a_log(
     assert (event["error"], event["deployments"]) == (error, {"router": TRACEBACK})
 
 
-async def test_serve_build_failure_ends_with_its_cause(
+async def test_ray_cluster_build_failure_has_its_cause(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     error = "Deploying application everlift failed: Traceback (most recent call last):\n  File\n"

@@ -25,7 +25,7 @@ def test_gate_opens_at_once_without_another_cluster() -> None:
     assert Progress().is_enough(2, 2, is_complete=True, now=0.0)
 
 
-def test_gate_opens_when_a_smaller_cluster_is_complete_for_a_while() -> None:
+def test_gate_opens_when_a_smaller_cluster_stays_complete() -> None:
     from cluster.ray.upgrade_gate import Progress
 
     progress = Progress()

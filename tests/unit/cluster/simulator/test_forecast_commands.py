@@ -39,7 +39,7 @@ def trace(tmp_path: Path) -> str:
     return str(file)
 
 
-async def test_a_simulation_is_shown_written_and_drawn(
+async def test_simulate_prints_writes_and_draws_a_forecast(
     tmp_path: Path, kind: str, trace: str
 ) -> None:
     to_json, pictures = tmp_path / "answer.json", tmp_path / "pictures"
@@ -53,7 +53,7 @@ async def test_a_simulation_is_shown_written_and_drawn(
     assert len(list(pictures.glob("*.png"))) == 3
 
 
-async def test_a_lost_worker_is_seen(tmp_path: Path, kind: str, trace: str) -> None:
+async def test_simulate_loses_and_adds_workers(tmp_path: Path, kind: str, trace: str) -> None:
     to_json = tmp_path / "answer.json"
     options = ("--lose", "0@5", "--add", "1@6", "--start-time", "2", "--json", str(to_json))
     said = await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *options)
@@ -63,13 +63,13 @@ async def test_a_lost_worker_is_seen(tmp_path: Path, kind: str, trace: str) -> N
     assert answer["all"]["finished"] == 20
 
 
-async def test_a_loss_after_the_last_request_is_named(kind: str, trace: str) -> None:
+async def test_simulate_reports_events_after_the_last_request(kind: str, trace: str) -> None:
     late = ("--lose", "0@600", "--lose", "1@5")
     said = await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *late)
     assert "1 of what was to happen came too late: all requests were at their end by 2" in said
 
 
-async def test_settings_decide_what_becomes_of_a_workload(
+async def test_simulate_applies_router_and_worker_settings(
     tmp_path: Path, kind: str, trace: str
 ) -> None:
     to_json = tmp_path / "answer.json"
@@ -79,7 +79,7 @@ async def test_settings_decide_what_becomes_of_a_workload(
     assert json.loads(to_json.read_text())["all"]["refused"]["queue_full"] > 5
 
 
-async def test_a_made_up_workload_on_gpus() -> None:
+async def test_simulate_synthetic_workload_shows_groups_on_request() -> None:
     how = ("--workload", "chat", "--duration", "2", "--foresight", "0.5")
     said = await run("simulate", "--workers", "h200=1", *how)
     assert "class 1" not in said and "tenant t1" not in said
@@ -87,13 +87,13 @@ async def test_a_made_up_workload_on_gpus() -> None:
     assert "class 1" in said and "tenant t1" in said
 
 
-async def test_lengths_may_be_foreseen_as_badly_as_can_be(kind: str, trace: str) -> None:
+async def test_simulate_foresight_has_an_upper_limit(kind: str, trace: str) -> None:
     where = ("simulate", "--workers", f"{kind}=1", "--trace", trace, "--foresight")
     assert "100.0%" in await run(*where, "10")
     assert "--foresight" in await run(*where, "500", status=2)
 
 
-async def test_a_plan_says_how_many_workers_are_enough(
+async def test_plan_command_finds_the_fewest_sufficient_workers(
     tmp_path: Path, kind: str, trace: str
 ) -> None:
     """Four requests a second have four times as many tokens as one worker can do."""
@@ -109,7 +109,7 @@ async def test_a_plan_says_how_many_workers_are_enough(
     assert picture.exists()
 
 
-async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> None:
+async def test_plan_command_reports_an_unreachable_target(kind: str, trace: str) -> None:
     load = ("--trace", trace, "--kind", kind, "--most", "4")
     said = await run("plan", "--slo", "tpot_mean=20ms", *load, status=1)
     assert "slow: 4 workers are not enough: tpot_mean is" in said
@@ -138,12 +138,14 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
         ),
     ],
 )
-async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+async def test_forecast_commands_report_invalid_input_in_one_line(
+    arguments: tuple[str, ...], said: str
+) -> None:
     output = await run(*arguments, status=1)
     assert said in output and output.startswith("error: ")
 
 
-async def test_a_trace_is_replayed_under_each_policy(tmp_path: Path, kind: str, trace: str) -> None:
+async def test_replay_runs_a_trace_under_each_policy(tmp_path: Path, kind: str, trace: str) -> None:
     to_json = tmp_path / "answer.json"
     policies = ("--policy", "fifo,shortest", "--policy", "fifo router.local_depth=4")
     where = ("--trace", trace, "--workers", f"{kind}=1", "--json", str(to_json))
@@ -154,26 +156,26 @@ async def test_a_trace_is_replayed_under_each_policy(tmp_path: Path, kind: str, 
     assert "shortest" in said and "100.0%" in said
 
 
-def test_policies_may_be_called_as_papers_call_them() -> None:
+def test_replay_policies_accept_names_of_papers() -> None:
     named = routers(["hrrn,ltr,vtc"], None, ["router.fair_share=false"])
     assert list(named) == ["hrrn", "ltr", "vtc"]
     assert [router.order for router in named.values()] == ["hrrn", "ranked", "fifo"]
     assert [router.fair_share for router in named.values()] == [False, False, True]
 
 
-def test_behind_an_order_stand_settings_of_routers_by_either_name() -> None:
+def test_replay_policy_settings_accept_short_and_full_names() -> None:
     named = routers(["shortest ageing_factor=3,shortest router.ageing_factor=3"], None, None)
     assert [router.ageing_factor for router in named.values()] == [3.0, 3.0]
 
 
-async def test_policies_that_come_to_the_same_are_named(kind: str, trace: str) -> None:
+async def test_replay_names_identical_policies(kind: str, trace: str) -> None:
     where = ("--trace", trace, "--workers", f"{kind}=1")
     said = await run("replay", "--policy", "fifo,hrrn,vtc", *where)
     assert "fifo and vtc are the same policy" in said
     assert "same" not in await run("replay", "--policy", "fifo fair_share=false,vtc", *where)
 
 
-async def test_a_replay_needs_its_requests_and_policies_that_are_there(trace: str) -> None:
+async def test_replay_rejects_missing_requests_and_unknown_policies(trace: str) -> None:
     assert "give --from-ledger or --trace" in await run("replay", status=1)
     assert "must be one of fifo" in await run(
         "replay", "--trace", trace, "--policy", "best", status=1
@@ -184,7 +186,7 @@ async def test_a_replay_needs_its_requests_and_policies_that_are_there(trace: st
     assert "need --trace" in await run("replay", "--from-ledger", "--speed", "2", status=1)
 
 
-async def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+async def test_measure_rejects_invalid_arguments(tmp_path: Path) -> None:
     assert "must end with .json" in await run("measure", "here", status=1)
     file = str(tmp_path / "here.json")
     assert "takes what worker.fake says" in await run("measure", file, "--model", "fake", status=1)

@@ -27,20 +27,20 @@ def workers(*texts: str, settings: tuple[str, ...] = ()) -> tuple[WorkerSpec, ..
 # requests
 
 
-def test_a_workload_comes_at_its_own_rate_for_its_duration() -> None:
+def test_requests_of_a_workload_keep_its_rate_and_duration() -> None:
     arrivals = list(Requests(["azure-conversation"], duration_s=60.0).arrivals(()))
     assert 60 * 5.53 * 0.5 < len(arrivals) < 60 * 5.53 * 2
     assert arrivals[-1].at < 60.0
 
 
-def test_a_load_is_a_part_of_what_the_workers_can_do() -> None:
+def test_requests_load_is_a_share_of_worker_capacity() -> None:
     asked = Requests(["chat"], load=0.5, duration_s=20.0)
     arrivals = list(asked.arrivals((H200, H200)))
     capacity = 2 * saturation_rate(arrivals, H200)
     assert len(arrivals) / 20.0 == pytest.approx(0.5 * capacity, rel=0.1)
 
 
-def test_several_workloads_share_the_rate() -> None:
+def test_requests_of_several_workloads_share_the_rate() -> None:
     asked = Requests(["chat=3", "azure-conversation"], rate=20.0, duration_s=100.0, is_steady=True)
     kinds = [each.application for each in asked.arrivals(())]
     assert kinds.count("chat") == pytest.approx(1500, rel=0.1)
@@ -48,7 +48,7 @@ def test_several_workloads_share_the_rate() -> None:
     assert asked.average_rate() == pytest.approx(20.0, rel=0.1)
 
 
-def test_a_trace_comes_as_it_was_recorded(tmp_path: Path) -> None:
+def test_requests_of_a_trace_keep_their_recorded_times(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 1000 * i, "input_length": 9, "output_length": 5, "hash_ids": [i]}
@@ -77,7 +77,7 @@ def test_a_trace_comes_as_it_was_recorded(tmp_path: Path) -> None:
         {"trace": Path("x"), "is_steady": True},
     ],
 )
-def test_requests_that_cannot_be_are_refused(options: dict[str, object]) -> None:
+def test_requests_reject_invalid_options(options: dict[str, object]) -> None:
     with pytest.raises((ForecastFailed, WorkloadFailed)):
         list(islice(Requests(**options).arrivals((H200,)), 5))  # type: ignore[arg-type]
 
@@ -85,30 +85,30 @@ def test_requests_that_cannot_be_are_refused(options: dict[str, object]) -> None
 # workers
 
 
-def test_workers_are_named_by_kind_and_number() -> None:
+def test_worker_specs_parse_kind_and_number() -> None:
     one, two, three = workers("h200=2", "l4=1")
     assert one == two == H200
     assert three.step_time.seconds != one.step_time.seconds
     assert three.config.num_blocks != one.config.num_blocks
 
 
-def test_without_a_kind_they_are_of_the_usual_one() -> None:
+def test_worker_specs_default_to_h100() -> None:
     assert workers("3") == workers("h100=3")
     assert machines.specs_of(None, machines.DEFAULT_MODEL, None, ["num_workers=2"]) == workers("2")
 
 
-def test_several_gpus_make_one_worker() -> None:
+def test_worker_spec_of_several_gpus_is_one_worker() -> None:
     (spec,) = machines.specs_of(["h100x4=1"], "llama-3.3-70b", None, ())
     assert spec.config.max_model_len == 131_072
 
 
-def test_what_is_set_is_set_for_each_kind(tmp_path: Path) -> None:
+def test_worker_specs_apply_settings_to_every_kind(tmp_path: Path) -> None:
     (spec,) = workers("l4=1", settings=("worker.max_num_seqs=9", "worker.num_blocks=77"))
     assert (spec.config.max_num_seqs, spec.config.num_blocks) == (9, 77)
     assert spec.config.max_num_batched_tokens == 2048
 
 
-def test_a_file_is_a_kind_too(tmp_path: Path) -> None:
+def test_worker_specs_accept_a_kind_file(tmp_path: Path) -> None:
     step_time = {"overhead_s": 0.0, "weights_s": 0.01, "token_s": 1e-3, "kv_token_s": 1e-7}
     worker = {"num_blocks": 50, "max_model_len": 512, "max_num_seqs": 8}
     file = tmp_path / "mine.json"
@@ -118,22 +118,22 @@ def test_a_file_is_a_kind_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "h100=0", "h100=-1", "b200=1", "h100x0=1", "no.json=1"])
-def test_workers_that_cannot_be_are_refused(text: str) -> None:
+def test_worker_specs_reject_invalid_text(text: str) -> None:
     with pytest.raises(ForecastFailed):
         workers(text)
 
 
-def test_a_directory_with_a_config_is_a_model_too() -> None:
+def test_worker_specs_accept_a_model_directory() -> None:
     (spec,) = machines.specs_of(["l4=1"], str(DEMO_MODEL), None, ())
     assert spec.config.max_model_len == 1024
 
 
-def test_a_model_that_is_not_known_is_refused() -> None:
+def test_kind_of_rejects_an_unknown_model() -> None:
     with pytest.raises(ForecastFailed, match="must be one of"):
         machines.kind_of("h100", "gpt-2")
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_worker_specs_reject_invalid_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         workers("h100=1", settings=("worker.max_seqs=9",))
     with pytest.raises(ForecastFailed, match="speculation"):
@@ -143,7 +143,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
 # what happens
 
 
-def test_events_are_in_the_order_of_their_moments() -> None:
+def test_fault_events_are_sorted_by_time() -> None:
     assert faults.events(["3@60"], ["0@1.5"], ["2@30"], (H200, H200), 10.0) == (
         WorkerDrain(1.5, 0),
         WorkerStart(30.0, H200, 10.0),
@@ -152,23 +152,23 @@ def test_events_are_in_the_order_of_their_moments() -> None:
     )
 
 
-def test_a_slow_worker() -> None:
+def test_slowed_sets_the_slowness_of_a_worker() -> None:
     assert [spec.slowness for spec in faults.slowed((H200, H200), ["1=2.5"])] == [1.0, 2.5]
 
 
 @pytest.mark.parametrize("text", ["", "3", "3@", "@60", "x@60", "3@x", "-1@60", "3@-1", "1@inf"])
-def test_events_that_cannot_be_are_refused(text: str) -> None:
+def test_fault_events_reject_invalid_text(text: str) -> None:
     with pytest.raises(ForecastFailed, match="--lose"):
         faults.events([text], None, None, (H200,) * 4, 0.0)
 
 
-def test_a_worker_that_never_comes_cannot_go() -> None:
+def test_fault_events_reject_losing_an_unknown_worker() -> None:
     with pytest.raises(ForecastFailed, match="no worker 3"):
         faults.events(["3@5"], None, ["1@2"], (H200, H200), 0.0)
     assert faults.events(["3@5"], None, None, (H200,), 0.0, is_scaled=True) == (WorkerLoss(5.0, 3),)
 
 
-def test_a_worker_that_is_still_starting_cannot_go() -> None:
+def test_fault_events_reject_losing_a_starting_worker() -> None:
     with pytest.raises(ForecastFailed, match="worker 2 cannot go at 40 s: it comes at 50 s"):
         faults.events(None, ["2@40"], ["1@20"], (H200, H200), 30.0)
     assert faults.events(None, ["2@50.1", "0@0"], ["1@20"], (H200, H200), 30.0)
@@ -177,12 +177,12 @@ def test_a_worker_that_is_still_starting_cannot_go() -> None:
     assert faults.events(["2@45"], None, ["1@20", "1@10"], (H200, H200), 30.0)
 
 
-def test_who_comes_is_not_as_slow_as_the_first_worker_is_made() -> None:
+def test_fault_events_start_workers_at_normal_speed() -> None:
     slow = faults.slowed((H200, H200), ["0=3"])
     assert faults.events(None, None, ["1@20"], slow, 5.0) == (WorkerStart(20.0, H200, 5.0),)
 
 
 @pytest.mark.parametrize("text", ["2=2", "0=0", "0@2"])
-def test_slow_workers_that_cannot_be_are_refused(text: str) -> None:
+def test_slowed_rejects_invalid_text(text: str) -> None:
     with pytest.raises(ForecastFailed, match="--slow"):
         faults.slowed((H200, H200), [text])

@@ -28,7 +28,7 @@ def within(width: int, *parts: object) -> str:
     return written.getvalue()
 
 
-def test_the_tables_have_all_requests_and_each_group() -> None:
+def test_forecast_tables_show_all_requests_and_each_group() -> None:
     forecast = forecasts.some()
     slo = Slo(ttft_s=0.5)
     requests = tables.requests_table(forecast, slo, by_group=True)
@@ -42,12 +42,12 @@ def test_the_tables_have_all_requests_and_each_group() -> None:
     assert "ended by queue_full" in text and "3 requests" in text
 
 
-def test_the_table_has_one_row_without_groups() -> None:
+def test_forecast_table_has_one_row_without_groups() -> None:
     text = printed(tables.requests_table(forecasts.some(), Slo()))
     assert "all" in text and "class 0" not in text and "tenant t0" not in text
 
 
-def test_a_long_name_cuts_no_number_off() -> None:
+def test_forecast_table_truncates_no_number_for_a_long_name() -> None:
     records = [
         replace(record, arrival=replace(record.arrival, application=f"{name} log of a long name"))
         for record, name in zip(forecasts.some().records, cycle(("API", "Chat")), strict=False)
@@ -57,7 +57,7 @@ def test_a_long_name_cuts_no_number_off() -> None:
     assert "…" not in text and "90.0%" in text
 
 
-def test_json_has_no_number_that_json_does_not_know() -> None:
+def test_forecast_json_has_only_finite_numbers() -> None:
     content = forecast_as_json(forecasts.some(), Slo(ttft_s=0.5))
     again = json.loads(json.dumps(content, allow_nan=False))
     assert again["slo"] == {"ttft_s": 0.5, "tpot_s": None}
@@ -67,14 +67,14 @@ def test_json_has_no_number_that_json_does_not_know() -> None:
     assert again["samples"][3]["queued"] == 3
 
 
-def test_pictures_are_drawn(tmp_path: Path) -> None:
+def test_forecast_pictures_are_drawn(tmp_path: Path) -> None:
     drawn = pictures.draw(forecasts.some(), Slo(ttft_s=0.5), tmp_path / "new")
     assert [path.name for path in drawn] == ["latency.png", "over_time.png", "occupancy.png"]
     for path in drawn:
         assert image.imread(path).std() > 0.05
 
 
-def test_a_forecast_in_which_nothing_happened_is_shown_too(tmp_path: Path) -> None:
+def test_forecast_without_finished_requests_is_shown(tmp_path: Path) -> None:
     idle = Sample(0.0, 0, 0, 0, 1, 8, 0, 200)
     nothing = Forecast((forecasts.refused(0, 0.0),), (idle,), 0, 0, 0.0)
     text = printed(tables.requests_table(nothing, Slo()), tables.cluster_table(nothing, Slo()))

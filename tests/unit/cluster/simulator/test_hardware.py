@@ -29,14 +29,14 @@ def chunk(tokens: int) -> StepSize:
     return StepSize(1, tokens, tokens, tokens * (tokens + 1) / 2)
 
 
-def test_what_llama_8b_costs() -> None:
+def test_model_size_of_llama_8b_matches_published_costs() -> None:
     assert LLAMA_8B.read_bytes == pytest.approx(15.0e9, rel=0.01)
     assert LLAMA_8B.token_flops == pytest.approx(14.0e9, rel=0.01)
     assert LLAMA_8B.pair_flops == 4 * 32 * 4096
     assert LLAMA_8B.kv_token_bytes == 128 << 10
 
 
-def test_a_model_is_known_by_its_config(tmp_path: Path) -> None:
+def test_model_size_is_read_from_a_config(tmp_path: Path) -> None:
     demo = ModelSize.of(DEMO_MODEL)
     weights = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))
     assert demo.stored_bytes == pytest.approx(weights, rel=0.01)
@@ -47,26 +47,26 @@ def test_a_model_is_known_by_its_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows, milliseconds", [(1, 3.52), (8, 3.73), (64, 5.44)])
-def test_what_an_h200s_memory_allows_decoding(rows: int, milliseconds: float) -> None:
+def test_roofline_bounds_h200_decoding_by_memory(rows: int, milliseconds: float) -> None:
     """At 4.3 TB/s and 790 TFLOP/s, which copies and products were measured to reach."""
     bound = roofline(LLAMA_8B, bandwidth=4.3e12, flops=790e12)
     seconds = bound.seconds(decode(rows)) - bound.overhead_s
     assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.04)
 
 
-def test_what_an_h200s_products_allow_prefilling() -> None:
+def test_roofline_bounds_h200_prefill_by_flops() -> None:
     bound = roofline(LLAMA_8B, bandwidth=4.3e12, flops=790e12)
     seconds = bound.seconds(chunk(8192)) - bound.overhead_s
     assert 8192 / seconds == pytest.approx(46_100, rel=0.1)
 
 
-def test_an_h100_decodes_one_sequence_about_as_quickly_as_engines_do() -> None:
+def test_h100_decode_time_matches_published_engines() -> None:
     """SGLang takes 7.2 ms, vLLM 7.3, TensorRT-LLM 7.7."""
     h100 = on_gpus(GPUS["h100"], MODELS["qwen3-8b"])
     assert h100.step_time.seconds(decode(1, 1000)) * 1e3 == pytest.approx(7.4, rel=0.12)
 
 
-def test_the_kv_cache_has_what_the_weights_leave() -> None:
+def test_kv_cache_gets_the_memory_left_by_weights() -> None:
     tokens = {
         name: int(str(on_gpus(gpu, LLAMA_8B).worker["num_blocks"])) * BLOCK_SIZE
         for name, gpu in GPUS.items()
@@ -77,12 +77,12 @@ def test_the_kv_cache_has_what_the_weights_leave() -> None:
     assert on_gpus(GPUS["l4"], LLAMA_8B).worker["max_model_len"] == tokens["l4"]
 
 
-def test_what_has_no_room_is_refused() -> None:
+def test_gpu_kind_rejects_weights_larger_than_memory() -> None:
     with pytest.raises(ForecastFailed, match=r"h100: llama-3\.3-70b has 141 GB of weights"):
         on_gpus(GPUS["h100"], LLAMA_70B)
 
 
-def test_ranks_share_the_work_and_pay_for_their_sums() -> None:
+def test_tensor_parallel_ranks_share_work_and_add_overhead() -> None:
     four, eight = (on_gpus(GPUS["h100"], LLAMA_70B, ranks) for ranks in (4, 8))
     assert (four.name, eight.name) == ("h100x4", "h100x8")
     assert eight.step_time.weights_s == four.step_time.weights_s / 2
@@ -97,7 +97,7 @@ def write(directory: Path, content: object) -> Path:
     return path
 
 
-def test_a_kind_is_what_its_file_says(tmp_path: Path) -> None:
+def test_kind_file_is_read(tmp_path: Path) -> None:
     worker = {"num_blocks": 7, "max_model_len": 99}
     path = write(tmp_path, {"step_time": STEP_TIME, "worker": worker, "machine": {"cores": 2}})
     assert kind_file.read(path) == Kind("here", Roofline(**STEP_TIME), worker)
@@ -117,14 +117,14 @@ def test_a_kind_is_what_its_file_says(tmp_path: Path) -> None:
         ({"step_time": STEP_TIME, "worker": 3}, "must have a section step_time"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_cause(tmp_path: Path, content: object, said: str) -> None:
+def test_kind_file_is_rejected_with_the_cause(tmp_path: Path, content: object, said: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(ForecastFailed) as failure:
         kind_file.read(path)
     assert said in str(failure.value) and str(path) in str(failure.value)
 
 
-def test_a_preset_can_be_written_down(tmp_path: Path) -> None:
+def test_kind_file_round_trips_a_preset(tmp_path: Path) -> None:
     preset = on_gpus(GPUS["l4"], LLAMA_8B)
     path = write(tmp_path, {"step_time": asdict(preset.step_time), "worker": preset.worker})
     assert kind_file.read(path).step_time == preset.step_time

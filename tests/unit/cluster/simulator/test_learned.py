@@ -29,7 +29,7 @@ LARGE = WorkerKind(
 SMALL = WorkerKind(workers=1, device="S", num_blocks=5)
 
 
-def test_it_is_a_kind_of_worker_like_any_other(tmp_path: Path) -> None:
+def test_learned_step_times_are_a_kind_file(tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(json.dumps(learned.content(LARGE)))
     kind = kind_file.read(path)
@@ -42,7 +42,7 @@ def test_it_is_a_kind_of_worker_like_any_other(tmp_path: Path) -> None:
     }
 
 
-def test_local_workers_have_the_clusters_engine_policy() -> None:
+def test_learned_kind_keeps_the_engine_policy() -> None:
     kind = WorkerKind()
     kind.CopyFrom(LARGE)
     kind.engine_policy = "slai"
@@ -50,7 +50,7 @@ def test_local_workers_have_the_clusters_engine_policy() -> None:
     assert settings.load(WorkerConfig, made.worker).scheduling.policy == "slai"
 
 
-def test_of_several_devices_one_has_to_be_named() -> None:
+def test_learned_kind_needs_a_device_among_several() -> None:
     assert learned.only([LARGE], None) is LARGE
     assert learned.only([LARGE, SMALL], "S") is SMALL
     with pytest.raises(ForecastFailed, match="L, S: say which with --device"):
@@ -61,6 +61,6 @@ def test_of_several_devices_one_has_to_be_named() -> None:
         learned.only([], None)
 
 
-def test_what_has_done_nothing_yet_has_taught_nothing() -> None:
+def test_learned_kind_rejects_an_idle_worker() -> None:
     with pytest.raises(ForecastFailed, match="send some requests"):
         learned.content(SMALL)

@@ -44,16 +44,16 @@ def requests_of(tmp_path: Path, *settings: str) -> Requests:
 
 
 @pytest.mark.usefixtures("ledger")
-def test_tenants_have_their_weights(tmp_path: Path) -> None:
+def test_ledger_requests_keep_tenant_weights(tmp_path: Path) -> None:
     asked = requests_of(tmp_path, "router.access=ledger")
     assert asked.weights == {"acme": 3}
     assert [arrival.tenant for arrival in asked.arrivals(())] == ["acme", "other", ""]
 
 
 @pytest.mark.usefixtures("ledger")
-def test_where_everybody_may_come_in_nobody_has_one(tmp_path: Path) -> None:
+def test_ledger_requests_have_no_weights_with_open_access(tmp_path: Path) -> None:
     assert requests_of(tmp_path).weights == {}
 
 
-def test_nor_has_anybody_in_what_is_made_up() -> None:
+def test_synthetic_requests_have_no_weights() -> None:
     assert Requests().weights == {}

@@ -29,25 +29,25 @@ def measured(hardware: Roofline, noise: float = 0.0) -> list[Step]:
     return [Step(size, hardware.seconds(size) * (1 + rng.gauss(0, noise))) for size in SIZES]
 
 
-def test_a_roofline_is_found_again() -> None:
+def test_fit_recovers_a_roofline() -> None:
     fit = fitted(measured(HARDWARE))
     assert fit.largest_error < 0.001
     assert astuple(fit.roofline) == pytest.approx(astuple(HARDWARE), rel=0.02)
 
 
-def test_noise_is_averaged() -> None:
+def test_fit_averages_noise() -> None:
     fit = fitted(measured(HARDWARE, noise=0.05))
     errors = [fit.roofline.seconds(size) / HARDWARE.seconds(size) - 1 for size in SIZES]
     assert max(map(abs, errors)) < 0.08
     assert fit.mean_error < 0.08
 
 
-def test_no_part_of_it_is_negative() -> None:
+def test_fit_has_no_negative_part() -> None:
     fit = fitted([Step(size, 0.01 / (1 + size.num_rows)) for size in SIZES])
     assert min(astuple(fit.roofline)) >= 0.0
 
 
-def test_an_engines_steps_have_the_sizes_that_are_said_of_them() -> None:
+def test_measurement_steps_have_their_reported_sizes() -> None:
     """The fake runner takes 5 ms a step and 0.1 ms a token, on a clock of the test's own."""
     now = [0.0]
 

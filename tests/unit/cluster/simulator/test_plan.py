@@ -33,9 +33,7 @@ from worker.config import WorkerConfig
 
 
 @given(needed=st.integers(1, 300), guess=st.integers(0, 400), most=st.integers(1, 300))
-def test_the_fewest_that_are_enough_are_found_in_few_trials(
-    needed: int, guess: int, most: int
-) -> None:
+def test_fewest_finds_the_minimum_in_few_trials(needed: int, guess: int, most: int) -> None:
     asked: list[int] = []
 
     def attempt(workers: int) -> Trial:
@@ -49,7 +47,7 @@ def test_the_fewest_that_are_enough_are_found_in_few_trials(
     assert all(1 <= workers <= most for workers in asked)
 
 
-def test_a_wish_is_kept_only_where_all_targets_are() -> None:
+def test_is_kept_requires_every_target() -> None:
     assert is_kept((0.5, 0.05), (1.0, 0.05))
     assert not is_kept((0.5, 0.06), (1.0, 0.05))
 
@@ -57,7 +55,7 @@ def test_a_wish_is_kept_only_where_all_targets_are() -> None:
 # targets
 
 
-def test_targets_are_read() -> None:
+def test_plan_targets_and_slo_are_parsed() -> None:
     assert targets("ttft_p99=1s,tpot_p99=50ms, latency_mean=2.5s") == (
         Target("ttft", "p99", 1.0),
         Target("tpot", "p99", 0.05),
@@ -71,18 +69,18 @@ def test_targets_are_read() -> None:
 @pytest.mark.parametrize(
     "text", ["", "ttft=1s", "ttft_p99", "ttft_p99=1", "ttft_p99=0s", "wait_p50=1s", "ttft_max=1s"]
 )
-def test_targets_that_cannot_be_are_refused(text: str) -> None:
+def test_plan_targets_reject_invalid_text(text: str) -> None:
     with pytest.raises(ForecastFailed):
         targets(text)
 
 
 @pytest.mark.parametrize("text", ["", "latency=1s", "ttft", "ttft=-1s", "ttft=1s,"])
-def test_wishes_that_cannot_be_are_refused(text: str) -> None:
+def test_plan_slo_rejects_invalid_text(text: str) -> None:
     with pytest.raises(ForecastFailed):
         slo(text)
 
 
-def test_what_never_ended_took_for_ever() -> None:
+def test_target_counts_unfinished_requests_as_infinite() -> None:
     records = forecasts.some().records
     assert Target("ttft", "p50", 1.0).attained(records) == pytest.approx(0.5)
     assert Target("ttft", "p90", 1.0).attained(records) == pytest.approx(0.9)
@@ -93,9 +91,7 @@ def test_what_never_ended_took_for_ever() -> None:
 
 
 @pytest.mark.parametrize("statistic, place", [("p99.9", 998), ("p50", 499)])
-def test_a_percentile_is_the_first_value_that_so_many_do_not_exceed(
-    statistic: str, place: int
-) -> None:
+def test_target_percentile_is_a_nearest_rank(statistic: str, place: int) -> None:
     """Also where a hundredth of a float is more than that."""
     record = forecasts.some().records[0]
     records = [replace(record, first_token=record.arrival.at + i) for i in range(1000)]
@@ -114,30 +110,30 @@ def worker(step_time: Roofline, **settings: int) -> WorkerSpec:
     return WorkerSpec(WorkerConfig(**{**config, **settings}), step_time)  # type: ignore[arg-type]
 
 
-def test_as_many_requests_end_in_a_step_as_slots_over_their_outputs() -> None:
+def test_saturation_rate_is_bounded_by_slots() -> None:
     """Both have 20 output tokens: the second would have had 80."""
     assert saturation_rate(REQUESTS, worker(SLOW, max_num_seqs=10)) == pytest.approx(10 / 20)
 
 
-def test_budget_leaves_room_for_the_rows_prompts() -> None:
+def test_saturation_rate_is_bounded_by_the_token_budget() -> None:
     """A row needs 1 token a step, and 200 / 20 for the prompts that come after it."""
     limited = worker(SLOW, max_num_seqs=256, max_num_batched_tokens=256)
     assert saturation_rate(REQUESTS, limited) == pytest.approx(256 / 11 / 20)
 
 
-def test_the_cache_allows_so_many_rows_as_it_holds() -> None:
+def test_saturation_rate_is_bounded_by_the_kv_cache() -> None:
     """Of 210 tokens on the average."""
     limited = worker(SLOW, num_blocks=100)
     assert saturation_rate(REQUESTS, limited) == pytest.approx(3200 * 0.99 / 210 / 20)
 
 
-def test_where_products_count_it_is_tokens_that_are_done() -> None:
+def test_saturation_rate_is_bounded_by_compute() -> None:
     assert saturation_rate(REQUESTS, worker(PRODUCTS)) == pytest.approx(1000 / 220)
     half = WorkerSpec(worker(PRODUCTS).config, PRODUCTS, slowness=2.0)
     assert saturation_rate(REQUESTS, half) == pytest.approx(500 / 220)
 
 
-def test_the_estimate_is_near_what_a_simulated_worker_does() -> None:
+def test_saturation_rate_matches_a_simulated_worker() -> None:
     """Conversations on an H200, half as many again as it can do."""
     spec = machines.spec_of(machines.kind_of("h200", "llama-3.1-8b"), None, ())
     workload = replace(WORKLOADS["azure-conversation"].without_drift(), deadline_s=inf)
@@ -156,7 +152,7 @@ HOPELESS = Plan(None, (Trial(1, (0.5, 0.09), False), Trial(4, (0.1, 0.0899), Fal
 TOO_FEW = Plan(None, (Trial(1, (9.0, 0.04), False), Trial(4, (2.0, 0.03), False)))
 
 
-def test_a_plan_says_how_many_are_enough_or_why_none_is() -> None:
+def test_plan_verdict_gives_the_number_or_the_cause() -> None:
     assert plan_views.verdict("h100", ENOUGH, TARGETS) == "h100: 2 workers are enough"
     assert plan_views.verdict("h100", HOPELESS, TARGETS) == (
         "h100: 4 workers are not enough: tpot_mean is 89.9 ms, and more workers would not change "
@@ -167,7 +163,7 @@ def test_a_plan_says_how_many_are_enough_or_why_none_is() -> None:
     )
 
 
-def test_a_plan_says_what_did_not_come_to_its_end() -> None:
+def test_plan_verdict_counts_refused_requests() -> None:
     """By which a percentile is never reached, with however many workers."""
     refused = {"deadline_exceeded": 3, "prompt_too_long": 7}
     trials = [Trial(n, (inf, 0.04), False, refused) for n in (2, 4)]
@@ -185,7 +181,7 @@ def test_a_plan_says_what_did_not_come_to_its_end() -> None:
     }
 
 
-def test_a_plan_as_json_has_every_trial() -> None:
+def test_plan_json_has_every_trial() -> None:
     content = json.loads(json.dumps(plan_views.as_json({"l4": ENOUGH}, TARGETS), allow_nan=False))
     assert content["targets"] == {"ttft_p99": 1.0, "tpot_mean": 0.05}
     assert content["kinds"]["l4"]["workers"] == 2
@@ -193,7 +189,7 @@ def test_a_plan_as_json_has_every_trial() -> None:
     assert first["attained_s"] == {"ttft_p99": None, "tpot_mean": 0.06}
 
 
-def test_a_plan_is_drawn_and_tabulated(tmp_path: Path) -> None:
+def test_plan_is_drawn_and_tabulated(tmp_path: Path) -> None:
     never = Plan(None, (Trial(1, (inf, inf), False),))
     hard = (Target("ttft", "p99", 10.0), Target("tpot", "mean", 1.0))
     assert plan_views.draw({"l4": never}, hard, tmp_path / "never.png").exists()

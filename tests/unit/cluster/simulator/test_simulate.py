@@ -25,7 +25,7 @@ from worker.config import Scheduling
 LINK_S = 0.001
 
 
-def test_a_lone_request_takes_its_links_and_steps() -> None:
+def test_simulated_lone_request_takes_link_and_step_times() -> None:
     (record,) = simulate([Arrival(1.0, 100, 5, 200)], scenario()).records
     assert record.dispatched == 1.0
     assert record.ttft_s == pytest.approx(2 * LINK_S + 0.01, abs=1e-4)
@@ -33,19 +33,19 @@ def test_a_lone_request_takes_its_links_and_steps() -> None:
     assert (record.output_tokens, record.worker, record.attempts) == (5, "worker-0", 1)
 
 
-def test_a_prompt_is_computed_in_chunks() -> None:
+def test_simulated_prompt_is_computed_in_chunks() -> None:
     (record,) = simulate([Arrival(0.0, 300, 1, 200)], scenario()).records
     # It comes before the worker has said that it is there; 128, 128 and 44 tokens.
     assert record.dispatched == LINK_S
     assert record.ttft_s == pytest.approx(3 * LINK_S + 2 * 0.0128 + 0.01, abs=2e-4)
 
 
-def test_an_output_ends_by_max_tokens_and_by_the_context() -> None:
+def test_simulated_output_ends_at_max_tokens_or_context() -> None:
     forecast = simulate([Arrival(0, 10, 50, 20), Arrival(0, 1000, 50, 200)], scenario())
     assert [record.output_tokens for record in forecast.records] == [20, 24]
 
 
-def test_the_same_is_forecast_again() -> None:
+def test_simulation_is_reproducible_by_seed() -> None:
     shortest = RouterConfig(order="shortest")
     load, cluster = arrivals(60, 90.0), scenario(spec(), router=shortest, foresight_sigma=0.5)
     assert simulate(load, cluster) == simulate(load, cluster)
@@ -74,7 +74,7 @@ def check_conserved(forecast: Forecast) -> None:
 
 
 @pytest.mark.parametrize("events", EVENTS.values(), ids=EVENTS)
-def test_no_token_is_lost_or_repeated(events: tuple[Event, ...]) -> None:
+def test_simulation_loses_and_repeats_no_token(events: tuple[Event, ...]) -> None:
     load = arrivals(60, 60.0)
     forecast = simulate(load, scenario(spec(), spec(), events=events))
     assert [record.arrival for record in forecast.records] == load
@@ -82,7 +82,7 @@ def test_no_token_is_lost_or_repeated(events: tuple[Event, ...]) -> None:
     assert not any(record.refused for record in forecast.records)
 
 
-def test_who_was_on_a_lost_worker_goes_on_elsewhere_with_its_tokens() -> None:
+def test_simulated_worker_loss_migrates_requests_with_tokens() -> None:
     lost = scenario(spec(), spec(), events=(WorkerLoss(0.5, 0, detection_s=0.2),))
     load = [Arrival(0.01, 64, 90, 200), Arrival(0.01, 64, 90, 200)]
     first, second = simulate(load, lost).records
@@ -93,20 +93,20 @@ def test_who_was_on_a_lost_worker_goes_on_elsewhere_with_its_tokens() -> None:
     assert undisturbed + 0.2 < first.latency_s < undisturbed + 0.3
 
 
-def test_a_request_fails_that_loses_too_many_workers() -> None:
+def test_simulated_request_fails_after_too_many_losses() -> None:
     events = tuple(WorkerLoss(0.001, worker, 0.001) for worker in range(3))
     cluster = scenario(*[spec(slowness=100)] * 3, events=events, router=RouterConfig(max_losses=1))
     (record,) = simulate([Arrival(0.0, 100, 5, 200)], cluster).records
     assert record.refused in ("attempts_exhausted", "no_worker")
 
 
-def test_without_a_worker_requests_wait_so_long() -> None:
+def test_simulated_request_without_a_worker_times_out() -> None:
     cluster = scenario(events=(WorkerLoss(0.0, 0, 0.0),), router=RouterConfig(worker_wait=3.0))
     forecast = simulate([Arrival(0.1, 100, 5, 200)], cluster)
     assert forecast.summary().refused == {"no_worker": 1}
 
 
-def test_each_waits_for_a_worker_from_when_it_comes_itself() -> None:
+def test_simulated_worker_wait_starts_at_each_arrival() -> None:
     """Of those that come while there is none, too, however long that has been."""
     events = (WorkerLoss(1.0, 0, 0.0), WorkerStart(12.0, spec()), WorkerLoss(13.0, 1, 0.0))
     cluster = scenario(events=events, router=RouterConfig(worker_wait=3.0))
@@ -116,7 +116,7 @@ def test_each_waits_for_a_worker_from_when_it_comes_itself() -> None:
     assert 12.0 <= records[2].dispatched < 12.1
 
 
-def test_a_cluster_without_a_worker_starts_one_for_whoever_comes() -> None:
+def test_simulated_empty_cluster_starts_a_worker_on_arrival() -> None:
     """Long after the last one went as well."""
     autoscale = AutoscaleConfig(min_workers=0, max_workers=1, idle_delay=5.0)
     router = RouterConfig(worker_wait=20.0)
@@ -126,7 +126,7 @@ def test_a_cluster_without_a_worker_starts_one_for_whoever_comes() -> None:
     assert 2.0 < records[1].dispatched - 100.0 < 20.0
 
 
-def test_a_full_queue_and_a_deadline_refuse() -> None:
+def test_simulation_refuses_by_full_queue_and_deadline() -> None:
     load = arrivals(40, 1000.0)
     router = RouterConfig(max_queued=5, local_depth=0)
     full = simulate(load, scenario(spec(max_num_seqs=2), router=router))
@@ -138,13 +138,13 @@ def test_a_full_queue_and_a_deadline_refuse() -> None:
     assert all(record.latency_s <= 0.4 for record in late.records if record.is_finished)
 
 
-def test_a_prompt_that_fits_nowhere_is_refused() -> None:
+def test_simulation_refuses_a_prompt_too_long() -> None:
     forecast = simulate([Arrival(0.0, 2000, 5, 200)], scenario())
     assert forecast.summary().refused == {"prompt_too_long": 1}
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_the_smallest_worker_can_hold_bounds_every_request(first: int) -> None:
+def test_simulated_requests_are_bounded_by_the_smallest_worker(first: int) -> None:
     """As long as it is there, whichever of them is named first."""
     sizes = [spec(), spec(max_model_len=256)]
     cluster = scenario(sizes[first], sizes[1 - first], events=(WorkerLoss(5.0, 1 - first),))
@@ -154,7 +154,7 @@ def test_what_the_smallest_worker_can_hold_bounds_every_request(first: int) -> N
     assert [record.output_tokens for record in records] == [0, 56, 5]
 
 
-def test_prompts_that_begin_alike_share_blocks() -> None:
+def test_simulated_prefix_cache_shares_blocks_within_a_tenant() -> None:
     one, other = Arrival(0.0, 200, 5, 200, prefix=(7, 8), prefix_part_tokens=64), (7, 9)
     load = [replace(one, at=at) for at in (0.0, 1.0)]
     load += [replace(one, at=2.0, prefix=other), replace(one, at=3.0, tenant="another")]
@@ -162,20 +162,20 @@ def test_prompts_that_begin_alike_share_blocks() -> None:
     assert cached == [0, 128, 64, 0]
 
 
-def test_a_slow_worker_gets_less() -> None:
+def test_simulated_slow_worker_gets_fewer_requests() -> None:
     load = arrivals(120, 40.0)
     forecast = simulate(load, scenario(spec(), spec(slowness=4)))
     workers = [record.worker for record in forecast.records]
     assert workers.count("worker-1") < 0.5 * workers.count("worker-0")
 
 
-def test_a_higher_class_goes_first() -> None:
+def test_simulated_higher_class_is_dispatched_first() -> None:
     load = [replace(it, priority=i % 2) for i, it in enumerate(arrivals(100, 200.0))]
     by_class = simulate(load, scenario(spec(max_num_seqs=4))).by_class()
     assert by_class[1].ttft_s.mean < 0.5 * by_class[0].ttft_s.mean
 
 
-def test_the_orders_of_the_product_are_its_own() -> None:
+def test_simulation_applies_the_routers_order() -> None:
     load = arrivals(100, 200.0)
     means = {
         order: simulate(
@@ -186,7 +186,7 @@ def test_the_orders_of_the_product_are_its_own() -> None:
     assert means["fifo"].bypassed.mean == 0 < means["shortest"].bypassed.mean
 
 
-def test_late_outputs_are_refused_as_in_the_product() -> None:
+def test_simulation_refuses_unmeetable_deadlines() -> None:
     """Of which a worker computes a hundred tokens a second, and half have a hundred."""
     load = [
         replace(it, deadline_s=0.6, output_tokens=(10, 100)[index % 2])
@@ -204,7 +204,7 @@ def test_late_outputs_are_refused_as_in_the_product() -> None:
 
 
 @pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
-def test_what_came_while_a_model_was_not_trusted_leaves_by_arrival(order: Order) -> None:
+def test_simulated_distrusted_predictions_leave_in_fifo_order(order: Order) -> None:
     load = [replace(it, foreseen_tokens=it.output_tokens) for it in arrivals(60, 90.0)]
     distrusted = [replace(it, is_distrusted=True) for it in load]
     workers = scenario(spec(max_num_seqs=4))
@@ -218,7 +218,7 @@ def test_what_came_while_a_model_was_not_trusted_leaves_by_arrival(order: Order)
 
 
 @pytest.mark.parametrize(("sigma", "together"), [(None, [1, 2, 3, 4]), (0.0, [2, 4, 6, 8])])
-def test_of_outputs_a_worker_knows_what_was_foretold(
+def test_simulated_worker_batches_by_predicted_outputs(
     sigma: float | None, together: list[int]
 ) -> None:
     """Whose policy closes batches of similar outputs, here after the first request's."""
@@ -231,13 +231,13 @@ def test_of_outputs_a_worker_knows_what_was_foretold(
 
 
 @pytest.mark.parametrize("choice", ["random", "round_robin", "jsq", "p2c"])
-def test_early_binding_ends_every_request(choice: Choice) -> None:
+def test_early_binding_finishes_every_request(choice: Choice) -> None:
     cluster = scenario(spec(), spec(), events=EVENTS["loss"])
     queue = EarlyBinding(choice).queue(cluster.router)
     check_conserved(simulate(arrivals(60, 60.0), cluster, dispatcher=queue))
 
 
-def test_late_binding_beats_early_binding_with_a_slow_worker() -> None:
+def test_simulated_late_binding_beats_early_binding() -> None:
     load = arrivals(200, 45.0)
     cluster = scenario(spec(), spec(), spec(slowness=3))
     late = simulate(load, cluster).summary().ttft_s.p99
@@ -246,7 +246,7 @@ def test_late_binding_beats_early_binding_with_a_slow_worker() -> None:
         assert late < simulate(load, cluster, dispatcher=queue).summary().ttft_s.p99
 
 
-def test_the_autoscaler_adds_workers_and_takes_them_away() -> None:
+def test_simulated_autoscaler_adds_and_removes_workers() -> None:
     scaling = AutoscaleConfig(max_workers=4, ttft_target=0.5, drain_target=2.0, down_delay=5.0)
     cluster = scenario(autoscale=scaling, start_s=1.0)
     load = [*arrivals(200, 60.0), Arrival(40.0, 100, 5, 200)]
@@ -257,7 +257,7 @@ def test_the_autoscaler_adds_workers_and_takes_them_away() -> None:
     check_conserved(forecast)
 
 
-def test_added_workers_have_their_own_speed() -> None:
+def test_simulated_added_workers_have_normal_speed() -> None:
     scaling = AutoscaleConfig(min_workers=2, max_workers=2)
     cluster = scenario(spec(slowness=4), autoscale=scaling, start_s=0.0)
     records = simulate([Arrival(0.5, 10, 50, 200)] * 2, cluster).records
@@ -266,7 +266,7 @@ def test_added_workers_have_their_own_speed() -> None:
 
 
 @pytest.mark.long
-def test_of_workers_that_are_gone_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_frees_removed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a pool of blocks, and an autoscaler starts and ends them all the time."""
     there: WeakSet[SimulatedWorker] = WeakSet()
     most = 0
@@ -288,12 +288,12 @@ def test_of_workers_that_are_gone_none_is_kept(monkeypatch: pytest.MonkeyPatch) 
     assert most <= 3
 
 
-def test_arrivals_come_in_order() -> None:
+def test_simulation_rejects_arrivals_out_of_order() -> None:
     with pytest.raises(ValueError, match="comes after a later one"):
         simulate([Arrival(1.0, 1, 1, 1), Arrival(0.5, 1, 1, 1)], scenario())
 
 
-def test_what_is_not_modelled_is_refused() -> None:
+def test_simulation_rejects_unmodelled_settings() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
         spec(num_blocks=None)
     with pytest.raises(ValueError, match="preemption"):
@@ -303,7 +303,7 @@ def test_what_is_not_modelled_is_refused() -> None:
         simulate([], scaled, dispatcher=EarlyBinding("jsq").queue(scaled.router))
 
 
-def test_a_summary_counts_what_kept_the_slo() -> None:
+def test_summary_counts_requests_within_the_slo() -> None:
     forecast = simulate(arrivals(40, 60.0), scenario())
     all_good, none = forecast.summary(), forecast.summary(Slo(ttft_s=0.0))
     assert (all_good.good_share, none.good_share) == (1.0, 0.0)
@@ -314,7 +314,7 @@ def test_a_summary_counts_what_kept_the_slo() -> None:
     assert Quantiles.of([]) == Quantiles(0.0, 0.0, 0.0, 0.0)
 
 
-def test_samples_show_the_cluster_over_time() -> None:
+def test_simulation_samples_show_occupancy_over_time() -> None:
     forecast = simulate(arrivals(60, 60.0), scenario(spec(), spec(), sample_s=0.1))
     busy = max(forecast.samples, key=lambda sample: sample.running)
     assert busy.slots == 2 * ENGINE.max_num_seqs and 0 < busy.slot_occupancy <= 1
@@ -323,7 +323,7 @@ def test_samples_show_the_cluster_over_time() -> None:
 
 
 @pytest.mark.parametrize("end", [WorkerLoss(1.0, 0), WorkerDrain(1.0, 0)])
-def test_no_sample_has_more_in_use_than_there_is(end: Event) -> None:
+def test_simulation_samples_never_exceed_capacity(end: Event) -> None:
     load = [Arrival(0.0, 100, 150, 200)] * 16
     cluster = scenario(spec(), spec(), events=(end,), sample_s=0.01)
     samples = simulate(load, cluster).samples
@@ -332,7 +332,7 @@ def test_no_sample_has_more_in_use_than_there_is(end: Event) -> None:
     assert all(sample.blocks_used <= sample.blocks for sample in samples)
 
 
-def test_step_times_are_asked_for_what_a_step_computes() -> None:
+def test_simulated_step_time_depends_on_computed_tokens() -> None:
     (record,) = simulate([Arrival(0.0, 100, 2, 200)], scenario(spec(slowness=2))).records
     known = 101
     expected = 2 * (STEP_TIME.weights_s + known * STEP_TIME.kv_token_s)
@@ -340,7 +340,7 @@ def test_step_times_are_asked_for_what_a_step_computes() -> None:
 
 
 @pytest.mark.long
-def test_who_floods_the_queue_keeps_no_other_tenant_waiting() -> None:
+def test_simulated_fair_share_isolates_a_flooding_tenant() -> None:
     flood = arrivals(300, 100.0, seed=1, tenant="flood")
     calm = arrivals(30, 2.0, seed=2, tenant="calm")
     load = sorted([*flood, *calm], key=lambda arrival: arrival.at)

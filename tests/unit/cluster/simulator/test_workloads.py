@@ -49,7 +49,7 @@ def dispersion(times: Sequence[float], window_s: float) -> float:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_lengths_are_those_of_the_trace(name: str) -> None:
+def test_workload_lengths_match_published_quantiles(name: str) -> None:
     arrivals = some(name)
     drawn = (
         [each.prompt_tokens for each in arrivals],
@@ -66,7 +66,9 @@ def test_lengths_are_those_of_the_trace(name: str) -> None:
 @pytest.mark.parametrize(
     "name, mean_prompt, mean_output", [("chat", 161, 338), ("reasoning", 250, 2850)]
 )
-def test_mean_lengths_of_the_others(name: str, mean_prompt: float, mean_output: float) -> None:
+def test_workload_mean_lengths_match_published_means(
+    name: str, mean_prompt: float, mean_output: float
+) -> None:
     arrivals = some(name)
     assert fmean(each.prompt_tokens for each in arrivals) == pytest.approx(mean_prompt, rel=0.06)
     assert fmean(each.output_tokens for each in arrivals) == pytest.approx(mean_output, rel=0.06)
@@ -76,7 +78,7 @@ def test_mean_lengths_of_the_others(name: str, mean_prompt: float, mean_output: 
     "name, gaps_cv, in_a_minute",
     [("azure-conversation", 1.09, 16), ("azure-code", 13.2, 164), ("mooncake", 3.0, 16)],
 )
-def test_requests_crowd_as_those_of_the_trace(
+def test_workload_burstiness_matches_the_trace(
     name: str, gaps_cv: float, in_a_minute: float
 ) -> None:
     times = some_times(name)
@@ -84,19 +86,19 @@ def test_requests_crowd_as_those_of_the_trace(
     assert dispersion(times, 60) == pytest.approx(in_a_minute, rel=0.2)
 
 
-def test_a_conversation_crowds_little_within_a_second() -> None:
+def test_conversation_workload_has_low_dispersion_per_second() -> None:
     assert dispersion(some_times("azure-conversation"), 1) == pytest.approx(1.4, rel=0.1)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_rate_is_the_one_that_is_asked_for(name: str) -> None:
+def test_workload_has_the_requested_rate(name: str) -> None:
     steady = replace(WORKLOADS[name].traffic, drift=0.0, cv=1.0)
     workload = replace(WORKLOADS[name], traffic=steady).at_rate(50.0)
     arrivals = list(islice(workload.arrivals(1), REQUESTS))
     assert len(arrivals) / arrivals[-1].at == pytest.approx(50.0, rel=0.03)
 
 
-def test_a_part_of_mooncakes_blocks_occurred_before() -> None:
+def test_mooncake_workload_repeats_its_share_of_blocks() -> None:
     seen: set[int] = set()
     repeated = total = 0
     for each in some("mooncake"):
@@ -107,7 +109,7 @@ def test_a_part_of_mooncakes_blocks_occurred_before() -> None:
     assert repeated / total == pytest.approx(0.366, abs=0.02)
 
 
-def test_repeated_block_has_the_same_prefix_and_tenant() -> None:
+def test_mooncake_repeated_block_keeps_its_prefix_and_tenant() -> None:
     before: dict[int, tuple[str, tuple[int, ...]]] = {}
     for each in some("mooncake", 2000):
         for place, name in enumerate(each.prefix):
@@ -115,18 +117,18 @@ def test_repeated_block_has_the_same_prefix_and_tenant() -> None:
             assert before.setdefault(name, told) == told
 
 
-def test_the_same_seed_makes_the_same_requests() -> None:
+def test_workload_is_reproducible_by_seed() -> None:
     assert some("chat", 100) == some("chat", 100)
     assert some("chat", 100) != some("chat", 100, seed=2)
 
 
-def test_at_another_rate_they_are_the_same_requests() -> None:
+def test_workload_at_another_rate_keeps_its_requests() -> None:
     fast = islice(WORKLOADS["chat"].at_rate(100.0).arrivals(1), 100)
     still = [replace(each, at=0.0) for each in fast]
     assert still == [replace(each, at=0.0) for each in some("chat", 100)]
 
 
-def test_classes_and_tenants_have_their_shares() -> None:
+def test_workload_classes_and_tenants_keep_their_shares() -> None:
     arrivals = some("chat")
     classes = Counter(each.priority for each in arrivals)
     assert classes[1] / REQUESTS == pytest.approx(0.1, abs=0.01)
@@ -136,7 +138,7 @@ def test_classes_and_tenants_have_their_shares() -> None:
     assert tenants["t1"] / tenants["t2"] == pytest.approx(2.0, rel=0.1)
 
 
-def test_several_workloads_come_in_the_order_of_time() -> None:
+def test_merged_workloads_arrive_in_time_order() -> None:
     two = [WORKLOADS["chat"].at_rate(3.0), WORKLOADS["azure-conversation"].at_rate(1.0)]
     arrivals = list(takewhile(lambda each: each.at < 2000, merged(two, seed=1)))
     assert arrivals == sorted(arrivals, key=attrgetter("at"))
@@ -144,7 +146,7 @@ def test_several_workloads_come_in_the_order_of_time() -> None:
     assert shares["chat"] / shares["conversation"] == pytest.approx(3.0, rel=0.3)
 
 
-def test_what_is_drawn_is_not_held() -> None:
+def test_workload_arrivals_use_bounded_memory() -> None:
     arrivals = WORKLOADS["mooncake"].arrivals(1)
     for _ in islice(arrivals, 3000):
         pass

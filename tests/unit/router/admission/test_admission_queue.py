@@ -18,14 +18,14 @@ def drain(queue: AdmissionQueue) -> list[str]:
     return [queue.pop().request_id for _ in range(len(queue))]
 
 
-def test_requests_leave_by_arrival_and_not_by_when_they_were_pushed() -> None:
+def test_queue_orders_by_arrival_not_push_order() -> None:
     queue = AdmissionQueue(Fifo())
     for request_id, arrived in [("b", 2.0), ("c", 3.0), ("a", 1.0)]:
         queue.push(waiting(request_id, arrived))
     assert drain(queue) == ["a", "b", "c"]
 
 
-def test_a_request_that_comes_back_keeps_its_place() -> None:
+def test_queue_keeps_position_of_requeued_request() -> None:
     queue = AdmissionQueue(Fifo())
     for request_id, arrived in [("a", 1.0), ("b", 2.0)]:
         queue.push(waiting(request_id, arrived))
@@ -35,7 +35,7 @@ def test_a_request_that_comes_back_keeps_its_place() -> None:
     assert drain(queue) == ["a", "b", "c"]
 
 
-def test_a_request_that_is_told_twice_waits_once() -> None:
+def test_queue_holds_duplicate_push_once() -> None:
     queue = AdmissionQueue(Fifo())
     queue.push(waiting("a", 1.0))
     queue.push(waiting("a", 1.0))
@@ -43,7 +43,7 @@ def test_a_request_that_is_told_twice_waits_once() -> None:
     assert drain(queue) == ["a"]
 
 
-def test_withdrawn_requests_leave_no_trace() -> None:
+def test_queue_fully_removes_withdrawn_requests() -> None:
     queue = AdmissionQueue(Fifo())
     for number in range(500):
         queue.push(waiting(f"r{number}", float(number)))
@@ -57,7 +57,7 @@ def test_withdrawn_requests_leave_no_trace() -> None:
         queue.pop()
 
 
-def test_only_the_gateway_that_waits_may_withdraw() -> None:
+def test_withdraw_requires_the_current_gateway() -> None:
     queue = AdmissionQueue(Fifo())
     assert queue.push(waiting("a", 1.0, gateway="old")) is None
     replaced = queue.push(waiting("a", 1.0, gateway="new"))
@@ -66,7 +66,7 @@ def test_only_the_gateway_that_waits_may_withdraw() -> None:
     assert drain(queue) == ["a"]
 
 
-def test_a_dead_gateway_takes_only_its_own_requests_along() -> None:
+def test_withdraw_gateway_removes_only_its_requests() -> None:
     queue = AdmissionQueue(Fifo())
     queue.push(waiting("a", 1.0, gateway="dead"))
     queue.push(waiting("b", 2.0, gateway="alive"))
@@ -76,7 +76,7 @@ def test_a_dead_gateway_takes_only_its_own_requests_along() -> None:
     assert drain(queue) == ["b"]
 
 
-def test_what_leaves_is_what_was_pushed() -> None:
+def test_queue_pop_returns_pushed_request_unchanged() -> None:
     pushed = Waiting(
         "r",
         "g",
@@ -97,7 +97,7 @@ def test_what_leaves_is_what_was_pushed() -> None:
     assert queue.pop() == pushed
 
 
-def test_the_work_that_waits_is_known_whatever_came_and_went() -> None:
+def test_queue_work_tokens_track_push_pop_and_withdraw() -> None:
     queue = AdmissionQueue(Fifo())
     for number in range(4):
         queue.push(waiting(f"r{number}", float(number))._replace(predicted_tokens=number))
@@ -111,7 +111,7 @@ def test_the_work_that_waits_is_known_whatever_came_and_went() -> None:
     assert queue.work_tokens == 0
 
 
-def test_a_higher_class_leaves_first() -> None:
+def test_queue_pops_higher_class_first() -> None:
     queue = AdmissionQueue(Fifo())
     for priority, arrived in ((0, 1.0), (1, 3.0), (1, 2.0), (-1, 0.0)):
         queue.push(waiting(f"{priority} {arrived}", arrived)._replace(priority=priority))
@@ -130,7 +130,7 @@ def three() -> AdmissionQueue:
     return queue
 
 
-def test_new_order_holds_for_queued_and_returning_requests() -> None:
+def test_reorder_applies_to_queued_and_requeued_requests() -> None:
     queue = three()
     taken = queue.pop()
     assert taken.request_id == "a"
@@ -141,7 +141,7 @@ def test_new_order_holds_for_queued_and_returning_requests() -> None:
     assert drain(queue) == ["z", "c", "b", "a"]
 
 
-def test_while_another_order_is_made_the_old_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reorder_in_progress_keeps_the_old_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AT_ONCE", 1)
     queue = three()
     parts = queue.reorder(EarliestDeadline(60.0))
@@ -158,7 +158,7 @@ def test_while_another_order_is_made_the_old_one_holds(monkeypatch: pytest.Monke
     assert drain(queue) == ["d", "c", "b"]
 
 
-def test_an_order_that_is_not_gone_through_to_its_end_never_holds() -> None:
+def test_reorder_abandoned_midway_has_no_effect() -> None:
     queue = three()
     next(queue.reorder(EarliestDeadline(60.0)))
     assert drain(queue) == ["a", "b", "c"]

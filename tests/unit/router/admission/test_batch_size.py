@@ -18,16 +18,16 @@ ROW = StepSize(num_rows=1, num_tokens=3, kv_tokens=1000, num_pairs=3000)
 WAITING = Waiting("r", "g", 0.0, 10, max_tokens=10)
 
 
-def test_as_many_as_are_there_where_they_are_fast_enough() -> None:
+def test_largest_batch_is_the_limit_if_steps_are_fast() -> None:
     assert largest_batch(ROOFLINE, ROW, 1.0, at_most=64) == 64
 
 
-def test_one_at_the_least() -> None:
+def test_largest_batch_is_at_least_one() -> None:
     assert largest_batch(ROOFLINE, ROW, 0.001, at_most=64) == 1
 
 
 @given(st.floats(0.0, 0.1), st.integers(1, 1000))
-def test_one_more_would_take_too_long(tpot_s: float, at_most: int) -> None:
+def test_largest_batch_is_maximal_within_tpot_target(tpot_s: float, at_most: int) -> None:
     rows = largest_batch(ROOFLINE, ROW, tpot_s, at_most)
     assert 1 <= rows <= at_most
     assert rows == 1 or ROOFLINE.seconds(batch_of(rows, ROW)) <= tpot_s
@@ -55,7 +55,7 @@ def placement_after(seconds: int, tpot_target: float, step_s: float = 0.01) -> P
     return placement
 
 
-def test_a_worker_gets_what_it_can_run_fast_enough() -> None:
+def test_placement_limits_slots_to_meet_tpot_target() -> None:
     placement = placement_after(30, tpot_target=0.055)
     worker = placement.workers["w"]
     assert worker.slots == 5
@@ -65,19 +65,19 @@ def test_a_worker_gets_what_it_can_run_fast_enough() -> None:
     assert placement.choose(WAITING) is None, "nobody waits for a slot that is there"
 
 
-def test_how_soon_tokens_come_is_predicted_of_what_runs() -> None:
+def test_worker_tpot_is_predicted_from_its_running_batch() -> None:
     worker = placement_after(30, tpot_target=0.0).workers["w"]
     assert worker.tpot_s == pytest.approx(0.01 * worker.load.num_running, rel=0.05)
     assert worker.step_time.error is not None and worker.step_time.error < 0.05
     assert placement_after(1, tpot_target=0.0).workers["w"].tpot_s is None
 
 
-def test_batch_size_is_the_most_without_target_or_step_times() -> None:
+def test_batch_size_is_maximal_without_target_or_step_times() -> None:
     assert placement_after(30, tpot_target=0.0).workers["w"].slots == 16
     assert placement_after(1, tpot_target=0.055).workers["w"].slots == 16
 
 
-def test_another_target_holds_from_the_next_look_on() -> None:
+def test_tpot_target_change_applies_at_next_expire() -> None:
     placement = placement_after(30, tpot_target=0.0)
     for target, slots in ((0.055, 5), (0.0, 16)):
         placement.tpot_target = target
@@ -85,7 +85,7 @@ def test_another_target_holds_from_the_next_look_on() -> None:
         assert placement.workers["w"].slots == slots
 
 
-def test_workers_of_a_kind_learn_from_each_other() -> None:
+def test_step_times_are_shared_by_workers_of_one_kind() -> None:
     placement = placement_after(30, tpot_target=0.055)
     placement.join("like it", Capacity(max_num_seqs=16, num_blocks=1000))
     placement.join("another", Capacity(max_num_seqs=16, num_blocks=1000, kind="2x"))

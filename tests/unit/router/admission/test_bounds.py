@@ -60,7 +60,7 @@ def expired(cluster: Cluster, moment: float) -> dict[str, str]:
     return {it.waiting.request_id: it.slug for it in cluster.leader_state.expire(moment)}
 
 
-def test_a_higher_class_takes_the_place_of_the_newest_of_the_lowest() -> None:
+def test_full_queue_sheds_newest_of_lowest_class_for_higher() -> None:
     full = cluster()
     for name, priority in (("a", 0), ("b", -1), ("c", -1)):
         assert come(full, name, priority=priority) == {}
@@ -71,7 +71,7 @@ def test_a_higher_class_takes_the_place_of_the_newest_of_the_lowest() -> None:
     assert full.leader_state.queued == 3
 
 
-def test_what_has_run_or_was_told_to_another_leader_is_never_refused() -> None:
+def test_accepted_request_is_never_refused_on_arrival() -> None:
     full = cluster(refuse_late=True)
     for number in range(5):
         assert come(full, f"r{number}", attempt=1, accepted=True) == {}
@@ -79,7 +79,7 @@ def test_what_has_run_or_was_told_to_another_leader_is_never_refused() -> None:
     assert come(full, "high", priority=1) == {"told": "shed"}
 
 
-def test_who_waits_for_too_long_is_refused() -> None:
+def test_queue_ttl_refuses_requests_that_never_ran() -> None:
     some = cluster(queue_ttl=5.0)
     come(some, "a", arrived=0.0)
     come(some, "b", arrived=1.0, attempt=1, accepted=True)
@@ -104,7 +104,7 @@ def test_changed_wait_bound_holds_for_later_arrivals() -> None:
     assert some.leader_state.queued == 2
 
 
-def test_late_first_token_is_refused_if_configured() -> None:
+def test_bounds_refuse_late_first_token_if_configured() -> None:
     strict, patient = cluster(refuse_late=True), cluster()
     for some in (strict, patient):
         come(some, "a", predicted_tokens=400)
@@ -118,7 +118,7 @@ def test_late_first_token_is_refused_if_configured() -> None:
     assert expired(patient, 1000.0) == {}
 
 
-def test_late_output_is_refused_if_configured() -> None:
+def test_bounds_refuse_late_output_if_configured() -> None:
     """Four seconds of wait at the least, 30 ms for its prompt, and a hundred steps of 20 ms."""
     strict, patient = learned(refuse_late=True), learned()
     for some in (strict, patient):
@@ -133,7 +133,7 @@ def test_late_output_is_refused_if_configured() -> None:
     assert expired(strict, 5.95) == {"d": "queue_timeout"}
 
 
-def test_it_is_told_of_how_long_an_output_the_end_would_be_late() -> None:
+def test_refusal_reports_output_length_that_would_be_late() -> None:
     strict = learned(refuse_late=True)
     come(strict, "a", predicted_tokens=400)
     told = [refusal(strict, deadline=it, least_tokens=101) for it in (4.0, 6.0)]
@@ -141,7 +141,7 @@ def test_it_is_told_of_how_long_an_output_the_end_would_be_late() -> None:
     assert told[1].retry_after_s == pytest.approx(0.03, abs=0.01)
 
 
-def test_too_long_output_is_refused_without_a_queue() -> None:
+def test_long_output_is_refused_even_with_an_empty_queue() -> None:
     idle = learned(refuse_late=True)
     assert refusal(idle, deadline=1.9, least_tokens=101).retry_after_s == 0.0
     assert come(idle, "b", deadline=2.1, least_tokens=101) == {}
@@ -149,26 +149,26 @@ def test_too_long_output_is_refused_without_a_queue() -> None:
     assert expired(idle, 0.0) == {}
 
 
-def test_what_came_of_predictions_is_learned_from() -> None:
+def test_queue_estimate_learns_from_reported_tpot_ratios() -> None:
     some = learned()
     before = some.leader_state.queue_estimate().least_tpot_s
     some.hear(pb.GatewayMessage(tpot_ratios=[0.4] * 100))
     assert some.leader_state.queue_estimate().least_tpot_s == pytest.approx(before / 2, rel=0.1)
 
 
-def test_it_is_told_when_the_queue_will_be_short_enough() -> None:
+def test_refusal_retry_after_is_when_queue_is_short_enough() -> None:
     strict = cluster(refuse_late=True)
     come(strict, "a", predicted_tokens=400)
     assert refusal(strict, ttft_deadline=1.0).retry_after_s == pytest.approx(3.1, abs=0.01)
 
 
-def test_of_a_higher_class_only_what_goes_before_it_counts() -> None:
+def test_deadline_check_counts_only_work_ahead_of_the_class() -> None:
     strict = cluster(refuse_late=True)
     come(strict, "a", predicted_tokens=400)
     assert come(strict, "b", priority=1, ttft_deadline=0.5) == {}
 
 
-def test_fair_bound_of_a_tenant_ignores_another_that_floods() -> None:
+def test_fair_bound_ignores_flood_of_another_tenant() -> None:
     weights = {"heavy": 4.0}
     crowded = cluster(weight_of=lambda it: weights.get(it, 1.0), refuse_late=True, max_queued=1000)
     for number in range(100):
@@ -189,14 +189,14 @@ def test_fair_bound_of_a_tenant_ignores_another_that_floods() -> None:
     assert come(crowded, "heavy/3", ttft_deadline=1.2) == {}
 
 
-def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
+def test_deadline_check_accepts_if_throughput_is_unknown() -> None:
     strict = Cluster(replace(CONFIG, refuse_late=True))
     strict.connect()
     come(strict, "a", predicted_tokens=400)
     assert come(strict, "b", ttft_deadline=0.1) == {}
 
 
-def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
+def test_queue_estimate_reports_wait_and_work_by_class() -> None:
     some = cluster()
     assert some.leader_state.queue_estimate() == pb.QueueEstimate(tokens_per_s=100.0)
     come(some, "a", priority=1, predicted_tokens=100)
@@ -208,7 +208,7 @@ def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
     assert waits == [(1, pytest.approx(1.6), 200), (-1, pytest.approx(3.2), 400)]
 
 
-def test_what_was_predicted_goes_with_a_dispatch() -> None:
+def test_dispatch_carries_predicted_wait_and_ttft() -> None:
     some = cluster()
     come(some, "a", predicted_tokens=400)
     come(some, "b")

@@ -15,11 +15,11 @@ from router.admission.workers import Connected, capacity
 INFO = WorkerInfo(max_num_seqs=8, num_blocks=100)
 
 
-def test_without_workers_and_a_leader_nothing_is_known() -> None:
+def test_capacity_is_empty_without_workers_and_leader() -> None:
     assert capacity(None, []) == CapacityResponse()
 
 
-def test_workers_are_summed_but_for_those_that_drain() -> None:
+def test_capacity_sums_workers_except_draining() -> None:
     states = [
         WorkerState(num_running=3, num_waiting=2, blocks_used=40),
         WorkerState(num_running=8, blocks_used=60),
@@ -39,7 +39,7 @@ def test_workers_are_summed_but_for_those_that_drain() -> None:
     )
 
 
-def test_how_long_the_queue_takes_is_the_leader_s_word() -> None:
+def test_capacity_takes_queue_wait_from_the_leader() -> None:
     load = ClusterLoad(queued=4, queued_tokens=3000, worker_rate=250.0, wait_s=6.5)
     answer = capacity(load, [Connected(INFO, WorkerState())] * 2)
     assert (answer.queued, answer.queued_tokens, answer.wait_s) == (4, 3000, 6.5)

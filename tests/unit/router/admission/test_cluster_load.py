@@ -14,11 +14,11 @@ def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
     return cluster_load(7, cluster.leader_state, workers, ledger_now - 100.0, ledger_now)
 
 
-def test_without_workers_or_requests_there_is_none() -> None:
+def test_cluster_load_is_empty_without_workers_or_requests() -> None:
     assert say(Cluster()) == pb.ClusterLoad(term=7, wait_s=0.0)
 
 
-def test_what_waits_is_told_in_tokens_and_since_when() -> None:
+def test_cluster_load_reports_queued_tokens_and_longest_wait() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.enqueue("a", arrived=5.0, prompt_tokens=30, predicted_tokens=12)
@@ -28,7 +28,7 @@ def test_what_waits_is_told_in_tokens_and_since_when() -> None:
     assert load.offered_tokens == 70
 
 
-def test_who_comes_back_from_a_worker_has_waited_since_then() -> None:
+def test_cluster_load_measures_requeued_wait_from_requeue() -> None:
     """And not since it came at first: the autoscaler would see a queue of ten minutes."""
     cluster = Cluster()
     cluster.connect()
@@ -37,7 +37,7 @@ def test_who_comes_back_from_a_worker_has_waited_since_then() -> None:
     assert say(cluster, ledger_now=600.5).waited_s == 0.5
 
 
-def test_what_came_counts_once_also_when_it_went() -> None:
+def test_cluster_load_counts_withdrawn_arrivals_once() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
@@ -49,7 +49,7 @@ def test_what_came_counts_once_also_when_it_went() -> None:
     assert (load.queued_tokens, load.offered_tokens) == (51, 40)
 
 
-def test_what_workers_have_and_can_do_is_summed_of_those_that_stay() -> None:
+def test_cluster_load_sums_workers_except_draining() -> None:
     cluster = Cluster()
     loads = (
         Load(1, num_running=3, num_waiting=1, blocks_used=10),
@@ -68,7 +68,7 @@ def test_what_workers_have_and_can_do_is_summed_of_those_that_stay() -> None:
     assert said.ray_clusters == {"a": 1, "b": 1}
 
 
-def test_what_tenants_were_served_is_told_where_they_are_told_apart() -> None:
+def test_cluster_load_reports_service_counters_by_tenant() -> None:
     cluster = Cluster(weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
     cluster.connect()
     for name in ("a/1", "b/1"):
@@ -86,7 +86,7 @@ def test_what_tenants_were_served_is_told_where_they_are_told_apart() -> None:
     assert load.service_gap == 7.0
 
 
-def test_who_waits_is_counted_by_class_and_by_tenant_the_most_first() -> None:
+def test_cluster_load_counts_queue_by_class_and_tenant() -> None:
     cluster = Cluster(weight_of=lambda tenant: 1.0)
     cluster.connect()
     for name, priority in (("a/1", 1), ("a/2", 0), ("a/3", 0), ("b/1", 0)):
@@ -102,7 +102,7 @@ def test_who_waits_is_counted_by_class_and_by_tenant_the_most_first() -> None:
     assert [it.tenant for it in load.tenant_queues] == ["a"]
 
 
-def test_of_very_many_tenants_the_longest_queues_are_told() -> None:
+def test_cluster_load_lists_only_the_longest_tenant_queues() -> None:
     cluster = Cluster(weight_of=lambda tenant: 1.0)
     cluster.connect()
     for number in range(80):
@@ -112,7 +112,7 @@ def test_of_very_many_tenants_the_longest_queues_are_told() -> None:
     assert (len(queues), queues[0].tenant, queues[0].queued) == (64, "t7", 2)
 
 
-def test_where_tenants_are_not_told_apart_only_classes_are_counted() -> None:
+def test_cluster_load_without_fair_share_counts_only_classes() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.enqueue("a")

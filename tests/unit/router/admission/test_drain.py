@@ -31,7 +31,7 @@ def test_drain_rate_counts_departures_per_worker() -> None:
     assert drain.tokens_per_s(3) == pytest.approx(300)
 
 
-def test_nothing_is_known_of_a_queue_that_is_empty_or_was_in_between() -> None:
+def test_drain_rate_is_unknown_if_queue_was_empty() -> None:
     assert not DrainRate().is_known
     assert not drained(10, tokens=40, num_queued=0).is_known
     drain = DrainRate()
@@ -42,11 +42,11 @@ def test_nothing_is_known_of_a_queue_that_is_empty_or_was_in_between() -> None:
     assert not drain.is_known
 
 
-def test_without_workers_nothing_is_learned() -> None:
+def test_drain_rate_is_unknown_without_workers() -> None:
     assert not drained(10, tokens=40, workers=0).is_known
 
 
-def test_the_rate_follows_a_change() -> None:
+def test_drain_rate_follows_a_change() -> None:
     drain = drained(30, tokens=80, drain=drained(30, tokens=40))
     assert drain.tokens_per_s(2) == pytest.approx(400, rel=0.05)
 

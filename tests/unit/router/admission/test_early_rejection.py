@@ -75,7 +75,7 @@ def test_retry_after_is_bounded_and_1_s_if_unknown(
     assert 0.5 * seconds <= retry_after(error) <= 2.5 * seconds
 
 
-def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
+def test_full_queue_admits_higher_class_to_displace_lower() -> None:
     door = entrance(QueueEstimate(lowest=0))
     assert admit(door, priority=1, queued=10) is None
     assert isinstance(admit(door, priority=0, queued=10), QueueFull)
@@ -83,7 +83,7 @@ def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
 
 
 @pytest.mark.parametrize("field", Wanted._fields)
-def test_too_long_waits_are_refused_if_configured(field: str) -> None:
+def test_long_waits_are_refused_if_configured(field: str) -> None:
     def wanted(seconds: float) -> Wanted:
         return Wanted(**{field: seconds})
 
@@ -113,7 +113,7 @@ def test_fair_early_rejection_ignores_the_same_class() -> None:
     assert isinstance(admit(by_arrival, "a/r", wanted=soon), DeadlineUnmeetable)
 
 
-def test_late_output_is_refused_with_its_least_length() -> None:
+def test_early_rejection_reports_length_of_late_output() -> None:
     queue_estimate = QueueEstimate(waits=[ClassWait(priority=5, wait_s=1.0)], least_tpot_s=0.02)
     door = entrance(queue_estimate, refuse_late=True)
     soon = Wanted(first_token_s=1.5, end_s=3.0)
@@ -127,7 +127,7 @@ def test_late_output_is_refused_with_its_least_length() -> None:
     assert admit(entrance(queue_estimate), priority=5, wanted=soon, least_tokens=999) is None
 
 
-def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
+def test_leader_refusals_carry_retry_after() -> None:
     door = entrance()
     error = door.refuse("a", "shed", None, now=0.0)
     assert isinstance(error, Shed) and 5.0 <= retry_after(error) <= 25.0
@@ -137,7 +137,7 @@ def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
     assert "20 tokens at least" in str(too_long)
 
 
-def test_early_retries_are_forgiven_twice() -> None:
+def test_early_retries_beyond_the_burst_are_rejected() -> None:
     door = entrance(retry_rate=0.0)
     told = [admit(door, "r", queued=10, now=0.0) for _ in range(3)]
     assert [type(error) for error in told] == [QueueFull] * 3
@@ -149,7 +149,7 @@ def test_early_retries_are_forgiven_twice() -> None:
     assert admit(door, "r", now=due) is None
 
 
-def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
+def test_retry_limiter_refills_over_time_per_tenant() -> None:
     retrying = RetryLimiter(rate=1.0, burst=1.0)
     for name in ("a/1", "a/2", "a/3", "b/1"):
         retrying.refused(name, 0.0, 100.0)
@@ -159,7 +159,7 @@ def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
     assert retrying.too_soon_s("a/2", now=1.0) == 0.0
 
 
-def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
+def test_retry_limiter_bounds_remembered_due_times() -> None:
     retrying = RetryLimiter(rate=0.0, burst=2000.0)
     for now in range(1000):
         retrying.refused("r", now, now + 3600.0)
@@ -167,7 +167,7 @@ def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
     assert len(retrying._dues) <= 100
 
 
-def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_limiter_forgets_the_oldest_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.admission.load_shedding._MOST_REFUSALS", 10)
     retrying = RetryLimiter(rate=0.0, burst=0.0)
     for number in range(100):
@@ -177,7 +177,7 @@ def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatc
     assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
 
 
-def test_nameless_tenants_displace_no_remembered_one(
+def test_unnamed_requests_displace_no_remembered_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a flood of them would let in requests that come too soon."""

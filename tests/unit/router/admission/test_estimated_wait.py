@@ -11,14 +11,14 @@ OUTLOOK = QueueEstimate(
 )
 
 
-def test_estimate_of_a_new_cluster_assumes_it_is_slow() -> None:
+def test_estimate_assumes_a_new_cluster_is_slow() -> None:
     wait = EstimatedWait()
     assert [wait.estimate(0, 500) for _ in range(3)] == [0.0, 0.5, 1.0]
     wait.on_estimate(QueueEstimate(waits=OUTLOOK.waits))
     assert wait.estimate(0, 500) == 0.4
 
 
-def test_a_class_waits_for_those_of_its_own_and_of_higher_ones() -> None:
+def test_estimate_counts_own_and_higher_classes() -> None:
     for priority, wait_s in ((9, 0.0), (5, 1.0), (3, 1.0), (0, 4.0), (-1, 4.0)):
         wait = EstimatedWait()
         wait.on_estimate(OUTLOOK)

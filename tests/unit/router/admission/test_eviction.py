@@ -34,42 +34,42 @@ def victims(cluster: Cluster, now: float = 0.0) -> list[str]:
     return [victim.request_id for victim in placed.victims]
 
 
-def test_it_makes_room_when_its_first_token_would_come_too_late() -> None:
+def test_eviction_starts_when_first_token_would_be_late() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert not cluster.place(ledger_now=9.0)
     assert victims(cluster, now=9.6) == ["d"]
 
 
-def test_it_makes_room_earlier_if_it_would_have_to_wait_for_long() -> None:
+def test_eviction_starts_earlier_if_blocks_free_slowly() -> None:
     cluster = full(Load(1, num_running=4, num_waiting=2, blocks_used=100), paced(blocks_per_s=1))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=160)
     assert not cluster.place(ledger_now=3.5)
     assert victims(cluster, now=4.5) == ["d"]
 
 
-def test_time_to_compute_its_prompt_is_counted() -> None:
+def test_eviction_timing_includes_prefill_time() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
     assert not cluster.place(ledger_now=8.4)
     assert victims(cluster, now=8.6)
 
 
-def test_time_to_decode_is_counted_for_the_deadline_of_the_whole() -> None:
+def test_eviction_timing_includes_decode_time_for_deadline() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, deadline=10.0, max_tokens=500)
     assert not cluster.place(ledger_now=4.4)
     assert victims(cluster, now=4.6)
 
 
-def test_where_steps_are_long_it_makes_room_some_steps_earlier() -> None:
+def test_eviction_starts_earlier_if_steps_are_long() -> None:
     cluster = full(pace=paced(step_s=0.5))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert not cluster.place(ledger_now=8.2)
     assert victims(cluster, now=8.4) == ["d"]
 
 
-def test_what_its_worker_computes_before_it_is_counted() -> None:
+def test_eviction_timing_includes_prefill_ahead_at_worker() -> None:
     cluster = full(replace(FULL, pending_prefill_tokens=1500))
     cluster.runs("e", "w", priority=1, known_tokens=1000)
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
@@ -77,65 +77,65 @@ def test_what_its_worker_computes_before_it_is_counted() -> None:
     assert victims(cluster, now=8.6) == ["d", "c"]
 
 
-def test_what_only_lower_classes_have_to_compute_is_not_counted() -> None:
+def test_eviction_timing_ignores_prefill_of_lower_classes() -> None:
     cluster = full(replace(FULL, pending_prefill_tokens=1500))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert not cluster.place(ledger_now=9.4)
     assert victims(cluster, now=9.6) == ["d"]
 
 
-def test_without_a_deadline_or_after_it_nobody_makes_room() -> None:
+def test_eviction_requires_a_future_deadline() -> None:
     for fields in ({}, {"ttft_deadline": 10.0}, {"deadline": 10.0}):
         cluster = full()
         cluster.enqueue("high", priority=1, **fields)
         assert not cluster.place(ledger_now=10.5)
 
 
-def test_nobody_makes_room_for_the_own_class() -> None:
+def test_eviction_spares_the_same_class() -> None:
     cluster = full()
     cluster.enqueue("high", priority=0, ttft_deadline=10.0)
     assert not cluster.place(ledger_now=9.9)
 
 
-def test_the_victim_is_of_the_lowest_class() -> None:
+def test_eviction_victim_is_of_the_lowest_class() -> None:
     cluster = full()
     cluster.runs("a", "w", priority=-1, known_tokens=900)
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["a"]
 
 
-def test_as_many_make_room_as_its_blocks_need() -> None:
+def test_eviction_frees_as_many_blocks_as_needed() -> None:
     cluster = full(Load(1, num_running=4, num_waiting=2, blocks_used=100))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=500)
     assert victims(cluster, now=9.9) == ["d", "c"]
 
 
-def test_as_many_make_room_as_its_choices_need_slots() -> None:
+def test_eviction_frees_a_slot_for_each_choice() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, choices=3)
     assert victims(cluster, now=9.9) == ["d", "c", "b"]
 
 
-def test_where_all_together_are_too_few_nobody_makes_room() -> None:
+def test_eviction_is_skipped_if_all_victims_are_too_few() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, choices=5)
     assert not cluster.place(ledger_now=9.9)
 
 
-def test_those_of_a_higher_class_that_wait_there_take_the_room_first() -> None:
+def test_eviction_frees_room_for_higher_class_at_worker_too() -> None:
     cluster = full()
     cluster.runs("e", "w", priority=2, known_tokens=1)
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d", "c"]
 
 
-def test_slot_for_lower_classes_costs_no_eviction() -> None:
+def test_eviction_is_not_needed_before_waiting_lower_classes() -> None:
     cluster = full(Load(1, num_running=3, num_waiting=3, blocks_used=60))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == []
 
 
-def test_nobody_is_sent_away_twice_in_a_while() -> None:
+def test_eviction_does_not_repeat_a_recent_victim() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
@@ -143,7 +143,7 @@ def test_nobody_is_sent_away_twice_in_a_while() -> None:
     assert victims(cluster, now=9.9) == ["c", "b"]
 
 
-def test_who_made_room_gets_on_before_it_has_to_again() -> None:
+def test_evicted_request_is_spared_until_recomputed() -> None:
     """Its 397 tokens take 4 s to be computed again."""
     cluster = full(pace=paced(tokens_per_s=100))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
@@ -154,7 +154,7 @@ def test_who_made_room_gets_on_before_it_has_to_again() -> None:
     assert not cluster.leader_state._spared
 
 
-def test_who_made_room_is_spared_for_some_seconds_at_least() -> None:
+def test_evicted_request_is_spared_for_a_minimum_time() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
@@ -175,7 +175,7 @@ def test_eviction_chooses_the_least_recomputation() -> None:
     assert [victim.request_id for victim in placed.victims] == ["x"]
 
 
-def test_lower_class_on_its_turn_allows_evictions_above() -> None:
+def test_eviction_for_higher_class_works_on_lower_class_turn() -> None:
     cluster = full(config=replace(CONFIG, class_floor=0.5))
     cluster.enqueue("before", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
     cluster.enqueue("low", priority=-1)
@@ -188,7 +188,7 @@ def test_lower_class_on_its_turn_allows_evictions_above() -> None:
     assert cluster.leader_state.queued == 1
 
 
-def test_prompts_that_would_be_computed_first_leave_no_room_either() -> None:
+def test_eviction_cannot_bypass_same_class_pending_prefill() -> None:
     """Slots and blocks are free, and who is pending is of its own class: it would come as late."""
     pending = CONFIG.max_pending_prefill
     cluster = Cluster(CONFIG)

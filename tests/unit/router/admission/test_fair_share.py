@@ -119,7 +119,7 @@ LENGTHS = st.lists(
     st.sampled_from(POLICIES),
     st.sampled_from([1, 4]),
 )
-def test_tenants_that_always_wait_are_served_about_the_same(
+def test_fair_share_bounds_service_gap_of_backlogged_tenants(
     lengths: list[list[tuple[int, int]]], policy: Policy, telling: int
 ) -> None:
     """By the bound, whatever each of them asks for; from any moment to any other."""
@@ -147,7 +147,7 @@ def test_tenants_that_always_wait_are_served_about_the_same(
     ),
     st.sampled_from([Fifo(), EarliestDeadline(5.0), ShortestWork(0.1)]),
 )
-def test_within_a_tenant_the_order_is_as_if_it_were_alone(
+def test_fair_share_keeps_policy_order_within_a_tenant(
     arrivals: list[tuple[str, float, int, bool]], policy: Policy
 ) -> None:
     queue, alone, now = queue_in_turns(policy), defaultdict(list), 0.0
@@ -165,7 +165,7 @@ def test_within_a_tenant_the_order_is_as_if_it_were_alone(
             left[tenant].append(gone)
 
 
-def test_without_turns_who_asks_for_more_gets_more() -> None:
+def test_fair_share_equalizes_tenants_of_unequal_demand() -> None:
     """What turns are for: by arrival, who asks for ten times as much gets it."""
     for is_fair, expected in ((False, 50), (True, 27)):
         queue = AdmissionQueue(Fifo(), 0.0, fair_share(), is_fair=is_fair)
@@ -176,7 +176,7 @@ def test_without_turns_who_asks_for_more_gets_more() -> None:
         assert sum("much" in each for each in gone) == expected
 
 
-def test_turns_begin_and_end_while_requests_wait() -> None:
+def test_fair_share_toggles_while_requests_are_queued() -> None:
     queue = AdmissionQueue(Fifo(), 0.0, fair_share())
     for number in range(20):
         queue.push(waiting("much" if number < 15 else "little", number, arrived=float(number)))
@@ -188,7 +188,7 @@ def test_turns_begin_and_end_while_requests_wait() -> None:
     assert first == ["much"] * 5 + ["little", "much"]
 
 
-def test_a_weight_is_a_share() -> None:
+def test_tenant_weight_sets_share_of_service() -> None:
     engine = Engine(Fifo(), {"half": [(10, 10)], "double": [(10, 10)], "other": [(10, 10)]})
     for _ in range(2000):
         engine.step()
@@ -197,7 +197,7 @@ def test_a_weight_is_a_share() -> None:
     assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=0.02)
 
 
-def test_a_class_has_counters_of_its_own() -> None:
+def test_fair_share_keeps_separate_counters_per_class() -> None:
     """Who waits in a low class has nothing saved up for a high one, and pays nothing for it."""
     share = fair_share()
     queue = queue_in_turns(Fifo(), share)
@@ -210,7 +210,7 @@ def test_a_class_has_counters_of_its_own() -> None:
     assert share.counters(0).of("rich") == share.counters(0).of("poor") == 0
 
 
-def test_a_prompt_is_paid_for_once_whoever_leads() -> None:
+def test_fair_share_charges_a_prompt_once_across_leaders() -> None:
     share = fair_share()
     queue = queue_in_turns(Fifo(), share)
     for told in (
@@ -227,7 +227,7 @@ def test_a_prompt_is_paid_for_once_whoever_leads() -> None:
 # counters
 
 
-def test_who_asked_for_nothing_has_nothing_saved_up() -> None:
+def test_token_counters_give_idle_tenants_no_credit() -> None:
     counters = TokenCounters()
     counters.note_queued("busy", lift=True)
     counters.charge("busy", 1000)
@@ -244,7 +244,7 @@ def test_who_asked_for_nothing_has_nothing_saved_up() -> None:
     assert counters.gap == 0
 
 
-def test_who_is_replaced_by_itself_is_not_lifted() -> None:
+def test_token_counter_is_not_lifted_by_replaced_request() -> None:
     share = fair_share()
     queue = queue_in_turns(Fifo(), share)
     for tenant, tokens in (("least", 0), ("most", 500)):
@@ -254,7 +254,7 @@ def test_who_is_replaced_by_itself_is_not_lifted() -> None:
     assert share.counters(0).of("least") == 0
 
 
-def test_who_comes_and_goes_takes_no_more_memory() -> None:
+def test_token_counters_bound_memory_of_returning_tenants() -> None:
     counters = TokenCounters()
     counters.note_queued("least", lift=True)
     for _ in range(1000):
@@ -265,7 +265,7 @@ def test_who_comes_and_goes_takes_no_more_memory() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30), st.booleans()), max_size=400))
-def test_forgetting_least_served_tenants_changes_nothing(
+def test_token_counters_are_unchanged_by_forgetting(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     forgetful, other = TokenCounters(), TokenCounters()
@@ -286,7 +286,7 @@ def test_forgetting_least_served_tenants_changes_nothing(
         assert all(forgetful.of(tenant) == other.of(tenant) for tenant in here)
 
 
-def test_tenants_that_are_done_are_forgotten() -> None:
+def test_token_counters_forget_finished_tenants() -> None:
     counters = TokenCounters()
     for number in range(2000):
         counters.note_queued(f"t{number}", lift=True)

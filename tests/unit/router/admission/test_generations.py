@@ -12,11 +12,11 @@ def generations(*gateways: str, current: str = "one") -> Generations:
     return made
 
 
-def test_a_ledger_that_has_no_generations_holds_up_nobody() -> None:
+def test_generations_agree_if_the_ledger_has_none() -> None:
     assert generations("a", current="").agree(0.0)
 
 
-def test_all_must_have_said_the_current_one() -> None:
+def test_generations_require_current_one_from_all_gateways() -> None:
     made = generations("a", "b")
     made.said("a", "one", 0.0)
     assert not made.agree(0.5)
@@ -29,7 +29,7 @@ def test_all_must_have_said_the_current_one() -> None:
     assert made.agree(0.8)
 
 
-def test_who_says_nothing_is_not_waited_for_for_long() -> None:
+def test_generations_stop_waiting_for_silent_gateway() -> None:
     made = generations("a")
     assert not made.agree(0.9)
     assert made.agree(1.0)
@@ -38,7 +38,7 @@ def test_who_says_nothing_is_not_waited_for_for_long() -> None:
     assert made.agree(6.0)
 
 
-def test_leader_catches_up_with_a_gateway_that_is_ahead() -> None:
+def test_generations_wait_for_leader_behind_a_gateway() -> None:
     made = generations("a")
     made.said("a", "two", 3.0)
     assert not made.agree(3.9)
@@ -46,7 +46,7 @@ def test_leader_catches_up_with_a_gateway_that_is_ahead() -> None:
     assert made.agree(3.5)
 
 
-def test_who_has_gone_is_not_waited_for() -> None:
+def test_generations_ignore_disconnected_gateway() -> None:
     made = generations("a")
     made.disconnect("a")
     made.said("a", "old", 0.0)

@@ -16,7 +16,7 @@ def handover(*living: str) -> QueueHandover:
     return call
 
 
-def test_nothing_leaves_before_one_knows_who_is_alive() -> None:
+def test_handover_blocks_until_live_gateways_are_known() -> None:
     call = QueueHandover(now=0.0, timeout_s=1.0)
     call.connect("a", 0.0)
     call.complete("a")
@@ -25,7 +25,7 @@ def test_nothing_leaves_before_one_knows_who_is_alive() -> None:
     assert call.allows(key(1.0), 0.9)
 
 
-def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
+def test_handover_allows_head_once_all_gateways_reached_it() -> None:
     call = handover("a", "b")
     for gateway, arrived in (("a", 3.0), ("b", 2.0)):
         call.connect(gateway, 0.0)
@@ -38,7 +38,7 @@ def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
     assert not call.allows(key(4.0), 0.0)
 
 
-def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
+def test_handover_orders_later_higher_class_before_lower() -> None:
     call = handover("a")
     call.connect("a", 0.0)
     call.on_waiting("a", key(9.0, priority=1), 0.0)
@@ -46,7 +46,7 @@ def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
     assert not call.allows(key(5.0), 0.0)
 
 
-def test_news_of_something_old_does_not_set_the_mark_back() -> None:
+def test_handover_mark_never_moves_back() -> None:
     call = handover("a")
     call.connect("a", 0.0)
     call.on_waiting("a", key(5.0), 0.0)
@@ -54,7 +54,7 @@ def test_news_of_something_old_does_not_set_the_mark_back() -> None:
     assert call.allows(key(4.0), 0.0)
 
 
-def test_missing_gateway_is_waited_for_while_it_lives() -> None:
+def test_handover_waits_for_missing_gateway_until_timeout() -> None:
     call = handover("a", "dead")
     call.connect("a", 0.0)
     call.complete("a")
@@ -62,7 +62,7 @@ def test_missing_gateway_is_waited_for_while_it_lives() -> None:
     assert not call.is_gathering(1.0) and call.allows(key(1.0), 1.0)
 
 
-def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
+def test_handover_stops_waiting_for_expired_gateway() -> None:
     call = handover("a", "dying")
     call.connect("a", 0.0)
     call.complete("a")
@@ -71,7 +71,7 @@ def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
     assert call.allows(key(1.0), 0.1)
 
 
-def test_silent_gateway_delays_a_handover_briefly() -> None:
+def test_handover_stops_waiting_for_silent_gateway() -> None:
     call = handover("a")
     call.connect("a", 0.0)
     call.on_waiting("a", key(1.0), 0.5)
@@ -81,7 +81,7 @@ def test_silent_gateway_delays_a_handover_briefly() -> None:
     assert not call.allows(key(2.0), 1.6)
 
 
-def test_a_gateway_that_comes_again_tells_from_the_beginning() -> None:
+def test_handover_restarts_for_reconnected_gateway() -> None:
     call = handover("a")
     call.connect("a", 0.0)
     call.complete("a")

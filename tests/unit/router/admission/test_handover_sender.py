@@ -48,20 +48,20 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST", 2)
 
 
-def test_the_first_message_says_who_speaks_and_which_ledger_it_knows() -> None:
+def test_sender_first_message_has_router_and_generation() -> None:
     first, *others = rest(telling([waits("a", 1.0)], generation="one"))
     assert (first.router_id, first.generation) == ("router", "one")
     assert not any(part.router_id or part.generation for part in others)
 
 
-def test_everything_is_told_in_parts_and_once() -> None:
+def test_sender_sends_all_requests_once_in_parts() -> None:
     this = telling([waits("a", 1.0), waits("b", 2.0), waits("c", 3.0)], [runs("x"), runs("y")])
     parts = list(rest(this))
     assert told(parts) == ["waits a", "waits b", "waits c", "complete", "runs x", "runs y"]
     assert max(len(part.enqueue) + len(part.running) for part in parts) == 2
 
 
-def test_nothing_is_made_before_it_is_told() -> None:
+def test_sender_builds_entries_lazily() -> None:
     made: list[int] = []
 
     def waiting() -> Iterator[pb.Waiting]:
@@ -74,7 +74,7 @@ def test_nothing_is_made_before_it_is_told() -> None:
     assert len(made) <= 2
 
 
-def test_what_comes_meanwhile_behind_the_mark_is_told_in_its_turn() -> None:
+def test_sender_sends_new_request_behind_mark_in_order() -> None:
     this = telling([waits("a", 1.0), waits("c", 3.0)])
     first = this.part()
     this.enqueue(waits("d", 4.0))
@@ -82,14 +82,14 @@ def test_what_comes_meanwhile_behind_the_mark_is_told_in_its_turn() -> None:
     assert told([first, *rest(this)]) == ["waits a", "waits b", "waits c", "waits d", "complete"]
 
 
-def test_what_comes_back_before_the_mark_is_told_at_once() -> None:
+def test_sender_sends_request_before_mark_at_once() -> None:
     this = telling([waits("b", 2.0), waits("c", 3.0), waits("d", 4.0), waits("e", 5.0)])
     first = this.part()
     this.enqueue(waits("a", 1.0))
     assert told([first, this.part()]) == ["waits b", "waits a", "waits c", "waits d"]
 
 
-def test_the_roll_says_nothing_of_what_has_changed_since() -> None:
+def test_sender_omits_entries_changed_since_the_start() -> None:
     this = telling([waits(name, float(n)) for n, name in enumerate("abcd")], [runs("x"), runs("y")])
     first = this.part()
     this.withdraw("b")
@@ -99,7 +99,7 @@ def test_the_roll_says_nothing_of_what_has_changed_since() -> None:
     assert words == ["waits a", "waits d", "gone b", "gone x", "complete", "runs y"]
 
 
-def test_of_each_request_only_the_newest_word_is_told() -> None:
+def test_sender_sends_only_latest_state_of_a_request() -> None:
     this = telling()
     list(rest(this))
     this.enqueue(waits("a", 1.0))
@@ -112,7 +112,7 @@ def test_of_each_request_only_the_newest_word_is_told() -> None:
     assert told(rest(this)) == ["runs b"]
 
 
-def test_who_came_late_and_went_again_is_not_told() -> None:
+def test_sender_omits_late_request_already_withdrawn() -> None:
     this = telling([waits("a", 1.0)])
     this.enqueue(waits("late", 5.0))
     this.withdraw("late")
@@ -121,7 +121,7 @@ def test_who_came_late_and_went_again_is_not_told() -> None:
     assert told(rest(this)) == ["waits a", "gone late", "waits twice", "complete"]
 
 
-def test_a_dispatch_overtakes_that_it_waits_but_not_that_it_has_gone() -> None:
+def test_sender_dispatch_cancels_enqueue_but_not_withdraw() -> None:
     this = telling()
     list(rest(this))
     this.enqueue(waits("a", 1.0))
@@ -131,7 +131,7 @@ def test_a_dispatch_overtakes_that_it_waits_but_not_that_it_has_gone() -> None:
     assert told(rest(this)) == ["gone b"]
 
 
-def test_a_generation_is_told_when_it_comes() -> None:
+def test_sender_sends_a_new_generation() -> None:
     this = telling(generation="one")
     list(rest(this))
     assert not this

@@ -42,7 +42,7 @@ class Lined:
 
 
 @given(steps)
-def test_a_line_is_a_sorted_list(taken: list[tuple[str, float]]) -> None:
+def test_line_behaves_like_a_sorted_list(taken: list[tuple[str, float]]) -> None:
     lined = Lined()
     for step, number in taken:
         if step == "push":
@@ -52,7 +52,7 @@ def test_a_line_is_a_sorted_list(taken: list[tuple[str, float]]) -> None:
         lined.check()
 
 
-def test_places_are_compared_as_a_whole_and_equal_ones_by_ticket() -> None:
+def test_line_orders_by_whole_place_then_ticket() -> None:
     lined = Lined()
     for place in ((1.0, "a"), (1.0, "b"), (1.0, "a"), (2.0, "a")):
         lined.push(*place)
@@ -62,7 +62,7 @@ def test_places_are_compared_as_a_whole_and_equal_ones_by_ticket() -> None:
     lined.check()
 
 
-def test_about_half_of_a_line_has_left_at_most() -> None:
+def test_line_keeps_at_most_about_half_stale_entries() -> None:
     lined = Lined()
     for number in range(10_000):
         lined.push(float(number))
@@ -72,7 +72,7 @@ def test_about_half_of_a_line_has_left_at_most() -> None:
     lined.check()
 
 
-def test_a_request_that_left_before_its_line_was_told_is_skipped() -> None:
+def test_line_skips_departed_request_not_yet_noted() -> None:
     lined = Lined()
     lined.push(0.0)
     lined.push(1.0)

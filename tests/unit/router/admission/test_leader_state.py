@@ -27,7 +27,7 @@ def names(cluster: Cluster) -> list[str]:
     return [placed.waiting.request_id for placed in cluster.place()]
 
 
-def test_order_is_by_class_and_then_by_arrival() -> None:
+def test_leader_state_orders_by_class_then_arrival() -> None:
     cluster = Cluster()
     cluster.connect()
     for name, priority, arrived in (("c", 0, 1.0), ("a", 1, 3.0), ("d", -1, 0.0), ("b", 1, 4.0)):
@@ -36,7 +36,7 @@ def test_order_is_by_class_and_then_by_arrival() -> None:
     assert names(cluster) == ["a", "b", "c", "d"]
 
 
-def test_a_full_queue_refuses_what_is_new_and_nothing_else() -> None:
+def test_leader_state_refuses_only_new_requests_when_full() -> None:
     cluster = Cluster()
     cluster.connect()
     entries = [pb.Waiting(request_id=name) for name in ("a", "b", "c", "d", "a")]
@@ -45,7 +45,7 @@ def test_a_full_queue_refuses_what_is_new_and_nothing_else() -> None:
     assert cluster.leader_state.queued == 4
 
 
-def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
+def test_requeued_or_withdrawn_request_is_no_longer_running() -> None:
     cluster = Cluster()
     cluster.connect()
     for name in ("a", "b", "c"):
@@ -95,7 +95,7 @@ def reserve(cluster: Cluster, request_id: str = "new", **fields: object) -> Plac
     return cluster.leader_state.reserve(waiting(request_id, **fields), 0.0, lambda: 7)
 
 
-def test_who_finds_nobody_before_it_has_a_worker_before_it_comes() -> None:
+def test_reserve_places_request_if_queue_is_empty() -> None:
     cluster = Cluster()
     cluster.connect()
     assert reserve(cluster) is None
@@ -123,7 +123,7 @@ def test_reservation_counts_until_it_is_released() -> None:
     assert cluster.leader_state.reserve(waiting("again"), 0.0, lambda: 99) is not None
 
 
-def test_nobody_passes_those_who_wait_or_were_preempted() -> None:
+def test_reserve_fails_behind_queued_or_preempted_requests() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.add_worker("w", Load(1))
@@ -135,7 +135,7 @@ def test_nobody_passes_those_who_wait_or_were_preempted() -> None:
     assert reserve(cluster, "other") is None
 
 
-def test_nobody_passes_those_of_whom_is_not_told_yet() -> None:
+def test_reserve_fails_until_handover_completes() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1))
     cluster.leader_state.connect("g", 0.0)
@@ -144,7 +144,7 @@ def test_nobody_passes_those_of_whom_is_not_told_yet() -> None:
     assert reserve(cluster) is not None
 
 
-def test_nothing_leaves_before_its_turn_is_known() -> None:
+def test_dispatch_waits_until_handover_order_is_known() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1), capacity=HUGE)
     cluster.leader_state.connect("g", 0.0)
@@ -244,7 +244,7 @@ def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None
         pass
 
 
-def test_turns_and_the_floor_of_classes_change_while_requests_wait() -> None:
+def test_rules_change_fair_share_and_class_floor_while_queued() -> None:
     cluster = Cluster(weight_of=lambda tenant: 1.0)
     cluster.connect()
     for number in range(12):
@@ -265,7 +265,7 @@ def test_turns_and_the_floor_of_classes_change_while_requests_wait() -> None:
     assert leave(replace(by_turns, class_floor=0.5)) == ["a/4", "a/5", "a/low", "a/6"]
 
 
-def test_what_does_not_wait_is_paid_for_when_it_came() -> None:
+def test_reservation_is_charged_when_confirmed() -> None:
     cluster = Cluster(weight_of=lambda tenant: 1.0)
     cluster.connect()
     cluster.add_worker("w", Load(1), capacity=HUGE)
@@ -279,7 +279,7 @@ def test_what_does_not_wait_is_paid_for_when_it_came() -> None:
     assert cluster.leader_state.service_gap == kept.waiting.prefill_tokens
 
 
-def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:
+def test_rules_reorder_already_queued_requests() -> None:
     cluster = Cluster()
     cluster.connect()
     for name, arrived, deadline in (("a", 1.0, 0.0), ("b", 2.0, 50.0), ("c", 3.0, 40.0)):
@@ -290,7 +290,7 @@ def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:
     assert names(cluster) == ["d", "c", "b", "a"]
 
 
-def test_as_many_may_wait_as_was_set() -> None:
+def test_rules_change_queue_limit_for_new_requests() -> None:
     cluster = Cluster()
     cluster.connect()
     for name in "abc":
@@ -301,7 +301,7 @@ def test_as_many_may_wait_as_was_set() -> None:
     assert cluster.leader_state.queued == 3
 
 
-def test_who_tells_in_another_order_is_not_waited_for() -> None:
+def test_handover_does_not_await_gateway_in_another_order() -> None:
     """Its next word may go before its last one, whatever it has said."""
     cluster = Cluster(replace(CONFIG, order="deadline"))
     cluster.add_worker("w", Load(1), capacity=HUGE)
@@ -314,7 +314,7 @@ def test_who_tells_in_another_order_is_not_waited_for() -> None:
     assert names(cluster) == ["b", "c", "a"]
 
 
-def test_while_an_order_changes_nobody_who_still_tells_is_waited_for() -> None:
+def test_handover_is_not_awaited_after_order_change() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1), capacity=HUGE)
     cluster.leader_state.connect("g", 0.0)
@@ -325,7 +325,7 @@ def test_while_an_order_changes_nobody_who_still_tells_is_waited_for() -> None:
     assert names(cluster) == ["a", "b"]
 
 
-def test_what_is_due_moves_before_what_came_first() -> None:
+def test_move_order_prefers_earlier_deadline_over_arrival() -> None:
     cluster = Cluster(replace(CONFIG, order="deadline"))
     cluster.connect()
     cluster.runs("old", "home", preempted=True, arrived=1.0)

@@ -38,21 +38,21 @@ def test_move_goes_where_recomputing_beats_waiting() -> None:
     assert slowly_freed.moves() == [("r", "other")]
 
 
-def test_it_stays_where_its_blocks_come_free_sooner() -> None:
+def test_preempted_request_stays_if_blocks_free_sooner() -> None:
     assert not starved(paced(blocks_per_s=100)).moves()
 
 
-def test_it_stays_where_there_is_room_again_already() -> None:
+def test_preempted_request_stays_if_home_has_room() -> None:
     cluster = starved(paced())
     cluster.placement.report("home", Load(2, num_running=2, blocks_used=80), now=0.0)
     assert not cluster.moves()
 
 
-def test_where_nothing_comes_free_it_moves_at_any_price() -> None:
+def test_preempted_request_moves_at_any_cost_if_home_is_stuck() -> None:
     assert starved(paced(), pace=paced(tokens_per_s=1)).moves() == [("r", "other")]
 
 
-def test_a_home_that_nobody_has_watched_yet_keeps_it() -> None:
+def test_preempted_request_stays_at_unmeasured_home() -> None:
     assert not starved(ThroughputEstimator()).moves()
 
 
@@ -74,23 +74,23 @@ def test_move_assumes_an_unused_target_is_as_fast() -> None:
     ],
     ids=["drains", "no slot", "no slot that is free soon", "no blocks to spare", "claimed", "mute"],
 )
-def test_it_moves_only_where_there_is_room_to_spare(target: Load) -> None:
+def test_move_requires_spare_room_on_target(target: Load) -> None:
     assert not starved(paced(), target).moves()
 
 
-def test_it_does_not_move_to_a_slow_worker() -> None:
+def test_move_avoids_slow_worker() -> None:
     cluster = starved(paced())
     cluster.placement.workers["other"].is_slow = True
     assert not cluster.moves()
 
 
-def test_what_has_no_move_left_waits_where_it_is() -> None:
+def test_move_requires_a_move_left() -> None:
     cluster = starved(paced())
     cluster.runs("r", "home", preempted=True, moves_left=0)
     assert not cluster.moves()
 
 
-def test_what_has_resumed_or_ended_does_not_move() -> None:
+def test_move_excludes_resumed_ended_and_requeued_requests() -> None:
     for change in ("resumed", "ended", "queued"):
         cluster = starved(paced())
         if change == "resumed":
@@ -102,7 +102,7 @@ def test_what_has_resumed_or_ended_does_not_move() -> None:
         assert not cluster.moves()
 
 
-def test_queue_goes_first_if_older() -> None:
+def test_move_yields_to_older_queued_request() -> None:
     cluster = starved(paced())
     cluster.runs("r", "home", preempted=True, arrived=5.0)
     cluster.enqueue("older", arrived=4.0)
@@ -114,7 +114,7 @@ def test_queue_goes_first_if_older() -> None:
     assert cluster.moves() == [("r", "other")]
 
 
-def test_fair_move_lets_the_queue_go_first_on_its_turn() -> None:
+def test_fair_move_yields_to_tenant_whose_turn_it_is() -> None:
     """However old it is; of one tenant the older one, as ever."""
     for tenant, preempted, arrived, moves in (
         ("little", "flood", 1.0, False),
@@ -132,11 +132,11 @@ def test_fair_move_lets_the_queue_go_first_on_its_turn() -> None:
         assert bool(cluster.moves()) is moves, (tenant, preempted, arrived)
 
 
-def test_it_takes_a_fourth_of_what_is_free_and_not_reserved() -> None:
+def test_move_may_use_a_quarter_of_unreserved_free_blocks() -> None:
     assert starved(paced(), Load(1, num_running=1, blocks_used=55)).moves() == [("r", "other")]
 
 
-def test_the_room_of_one_move_is_not_promised_twice() -> None:
+def test_move_room_is_not_promised_twice() -> None:
     cluster = starved(paced(), Load(1, num_running=1, blocks_used=50))
     cluster.runs("second", "home", preempted=True, arrived=1.0)
     assert cluster.moves() == [("r", "other")]
@@ -153,18 +153,18 @@ def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
     return cluster.moves(second_at)
 
 
-def test_who_moved_has_room_to_grow_that_the_next_one_does_not_get() -> None:
+def test_growth_room_of_moved_request_is_reserved() -> None:
     cluster = starved(paced(), TIGHT)
     assert not moved_in(cluster, second_at=1.0)
 
 
-def test_what_it_has_grown_since_is_promised_no_more() -> None:
+def test_growth_room_shrinks_as_moved_request_grows() -> None:
     """In 7 s it made 700 of the 930 tokens for which there was room."""
     cluster = starved(paced(), TIGHT)
     assert moved_in(cluster, second_at=7.1) == [("second", "other")]
 
 
-def test_a_promise_ends_with_the_stay() -> None:
+def test_growth_promise_ends_when_request_leaves_worker() -> None:
     for end in ("ends", "waits again", "runs elsewhere", "its gateway goes"):
         cluster = starved(paced(), TIGHT)
         assert not moved_in(cluster, second_at=2.1)
@@ -180,7 +180,7 @@ def test_a_promise_ends_with_the_stay() -> None:
         assert not len(cluster.leader_state._growth)
 
 
-def test_a_promise_to_who_does_not_come_is_forgotten() -> None:
+def test_growth_promise_expires_if_request_never_arrives() -> None:
     cluster = starved(paced(), TIGHT)
     assert cluster.moves()
     cluster.leader_state.disconnect("g")
@@ -190,7 +190,7 @@ def test_a_promise_to_who_does_not_come_is_forgotten() -> None:
     assert not len(cluster.leader_state._growth)
 
 
-def test_each_waits_for_the_blocks_of_those_before_it_too() -> None:
+def test_move_estimate_includes_blocks_of_requests_ahead() -> None:
     cluster = starved(paced(blocks_per_s=40))
     cluster.runs("r", "home", preempted=True, arrived=1.0)
     assert not cluster.moves()
@@ -199,7 +199,7 @@ def test_each_waits_for_the_blocks_of_those_before_it_too() -> None:
     assert cluster.moves() == [("r", "other")]
 
 
-def test_what_is_told_to_move_is_not_told_again_for_a_while() -> None:
+def test_move_is_not_repeated_before_a_timeout() -> None:
     cluster = starved(paced())
     assert cluster.moves(now=0.0)
     assert not cluster.moves(now=1.0)
@@ -208,7 +208,7 @@ def test_what_is_told_to_move_is_not_told_again_for_a_while() -> None:
     assert cluster.moves(now=5.1)
 
 
-def test_it_gets_the_room_that_was_kept_when_it_comes_back() -> None:
+def test_moved_request_gets_its_held_room() -> None:
     cluster = starved(paced(), Load(1, num_running=1, blocks_used=55))
     cluster.moves()
     cluster.enqueue("younger", arrived=9.0, prompt_tokens=1200)

@@ -37,7 +37,7 @@ def slugs(load: Iterable[Asked]) -> Counter[str]:
     return Counter(error.slug for asked in load for _, error in asked.refusals)
 
 
-def test_goodput_stays_when_more_come_than_can_be_served() -> None:
+def test_goodput_holds_under_overload() -> None:
     strict = {"refuse_late": True, "tpot_target": TPOT_S}
     usual, overload = played(1.0, **strict), played(1.3, **strict)
     assert goodput(overload) >= 0.95 * goodput(usual) > 0.8 * CAPACITY
@@ -45,12 +45,12 @@ def test_goodput_stays_when_more_come_than_can_be_served() -> None:
     assert goodput(played(1.3)) < 0.5 * goodput(usual), "all wait, and nobody is in time"
 
 
-def test_few_requests_in_time_are_refused() -> None:
+def test_load_below_capacity_is_rarely_refused() -> None:
     load = played(0.8, refuse_late=True, tpot_target=TPOT_S)
     assert slugs(load).total() <= 0.01 * len(load)
 
 
-def test_first_tokens_come_when_they_are_predicted() -> None:
+def test_ttft_prediction_is_accurate_under_overload() -> None:
     load = [it for it in played(1.2) if it.first_token and it.predicted_ttft_s]
     errors = [
         abs(it.predicted_ttft_s / (it.first_token - it.arrived) - 1)
@@ -61,7 +61,7 @@ def test_first_tokens_come_when_they_are_predicted() -> None:
     assert median(errors) < 0.25
 
 
-def test_a_batch_is_no_larger_than_its_tokens_may_take() -> None:
+def test_tpot_target_bounds_mean_time_per_token() -> None:
     wanted = 0.025
     assert 0.9 * wanted < tpot_s(played(1.3, tpot_target=wanted)) < 1.02 * wanted
     assert tpot_s(played(1.3)) > 1.05 * wanted
@@ -81,7 +81,7 @@ def tpot_s(load: Iterable[Asked]) -> float:
     ],
     ids=["queue_full", "shed", "deadline_unmeetable"],
 )
-def test_a_refused_burst_that_comes_back_is_served_after_a_few_tries(
+def test_refused_burst_is_served_after_few_retries(
     load: float, num_burst: int, priority: int, settings: dict[str, object]
 ) -> None:
     config = RouterConfig(**settings)
@@ -112,7 +112,7 @@ def with_deadlines(load: float, *, is_length_known: bool) -> list[Asked]:
     return [it for it in cluster.play(asked, _END_S + 3) if it.arrived > _BEGIN_S]
 
 
-def test_few_late_outputs_are_served() -> None:
+def test_known_output_lengths_prevent_late_outputs() -> None:
     unknown = with_deadlines(1.3, is_length_known=False)
     known = with_deadlines(1.3, is_length_known=True)
     assert sum(it.is_cut_off for it in unknown) > 0.25 * len(unknown)
@@ -121,7 +121,7 @@ def test_few_late_outputs_are_served() -> None:
     assert ended[1] > 1.2 * ended[0]
 
 
-def test_of_outputs_that_can_come_in_time_hardly_any_is_refused() -> None:
+def test_timely_outputs_are_rarely_refused() -> None:
     load = with_deadlines(0.8, is_length_known=True)
     refused = [it for it in load if it.refusals]
     assert 0 < len(refused) < 0.1 * len(load)
@@ -132,13 +132,13 @@ def test_of_outputs_that_can_come_in_time_hardly_any_is_refused() -> None:
     assert served[1] >= served[0]
 
 
-def test_tokens_take_as_long_as_is_predicted() -> None:
+def test_tpot_prediction_is_accurate_under_overload() -> None:
     load = [it for it in played(1.2) if it.ended and it.output_tokens > 16]
     errors = [abs((it.predicted_tpot_s or 0.0) / it.tpot_s - 1) for it in load]
     assert len(errors) > 300 and median(errors) < 0.1
 
 
-def test_requests_without_names_come_back_as_new_ones_and_are_served() -> None:
+def test_unnamed_requests_are_served_after_few_retries() -> None:
     cluster = VirtualCluster(
         RouterConfig(max_queued=50), num_workers=1, comes_back=True, has_names=False
     )
@@ -149,6 +149,6 @@ def test_requests_without_names_come_back_as_new_ones_and_are_served() -> None:
 
 
 @pytest.mark.parametrize("order", ["deadline", "shortest"])
-def test_so_it_is_in_other_orders(order: str) -> None:
+def test_goodput_holds_under_overload_in_other_orders(order: str) -> None:
     load = played(1.3, order=order, refuse_late=True, tpot_target=TPOT_S)
     assert goodput(load) >= 0.9 * CAPACITY

@@ -14,7 +14,7 @@ from router.admission.wait_stats import BypassCounter
 
 
 @given(st.lists(st.integers(0, 200), unique=True), st.integers(0, 200))
-def test_larger_tickets_that_left_are_counted(left: list[int], oldest: int) -> None:
+def test_bypass_counter_counts_larger_tickets_that_left(left: list[int], oldest: int) -> None:
     with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
         overtaking = BypassCounter()
         for number, ticket in enumerate(left):
@@ -28,7 +28,7 @@ def test_larger_tickets_that_left_are_counted(left: list[int], oldest: int) -> N
         assert overtaking.count(oldest) == sum(it > oldest for it in left) + 1
 
 
-def test_a_queue_looks_back_no_further_than_it_has_to() -> None:
+def test_queue_bounds_the_departures_it_remembers() -> None:
     queue = AdmissionQueue(Fifo())
     for number in range(200_000):
         queue.push(Waiting(f"r{number}", "g", float(number), 1, 1))

@@ -30,20 +30,20 @@ def placement_of(**loads: Load) -> Placement:
     return placement
 
 
-def test_a_worker_that_has_not_spoken_yet_gets_nothing() -> None:
+def test_placement_skips_worker_without_a_report() -> None:
     placement = Placement(CONFIG)
     placement.join("a", CAPACITY)
     assert placement.choose(waiting()) is None
 
 
-def test_the_worker_with_the_fewest_committed_tokens_is_chosen() -> None:
+def test_placement_chooses_fewest_committed_tokens() -> None:
     placement = placement_of(
         a=Load(1, num_running=1, committed_tokens=50), b=Load(1, num_running=1, committed_tokens=20)
     )
     assert placement.choose(waiting()) == "b"
 
 
-def test_a_dispatch_counts_until_the_worker_acknowledges_it() -> None:
+def test_dispatch_counts_until_acknowledged() -> None:
     placement = placement_of(a=Load(1), b=Load(1))
     first = placement.choose(waiting())
     assert first == "a"
@@ -61,7 +61,7 @@ def test_local_depth_bounds_what_a_full_worker_holds() -> None:
     assert placement.choose(waiting()) is None
 
 
-def test_each_choice_takes_a_slot_and_few_may_wait_for_one() -> None:
+def test_choices_take_a_slot_each_within_local_depth() -> None:
     placement = Placement(CONFIG)
     placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
     placement.report("a", Load(1, num_running=3), now=0.0)
@@ -76,7 +76,7 @@ def test_each_choice_takes_a_slot_and_few_may_wait_for_one() -> None:
     assert placement.choose(waiting(choices=7)) == "a"
 
 
-def test_an_idle_worker_takes_more_choices_than_it_has_slots() -> None:
+def test_idle_worker_takes_more_choices_than_slots() -> None:
     placement = placement_of(a=Load(1))
     assert placement.choose(waiting(choices=128)) == "a"
     placement.reserve("a", 1, waiting(choices=128), now=0.0)
@@ -91,7 +91,7 @@ def test_choices_share_the_blocks_of_their_prompt() -> None:
     assert placement.choose(waiting(prefill_tokens=64, choices=2)) == "a"
 
 
-def test_an_unacknowledged_dispatch_is_released_after_a_while() -> None:
+def test_unacknowledged_dispatch_expires() -> None:
     placement = placement_of(a=Load(1, num_running=2, num_waiting=1))
     placement.reserve("a", 1, waiting(), now=0.0)
     placement.expire(now=0.9)
@@ -108,13 +108,13 @@ def test_pending_prefill_is_bounded_but_long_prompts_get_a_turn() -> None:
     assert idle.choose(waiting(prefill_tokens=500)) == "a"
 
 
-def test_a_prompt_waits_until_its_blocks_are_free() -> None:
+def test_placement_requires_free_blocks_for_the_prompt() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=98))
     assert placement.choose(waiting(prefill_tokens=64)) is None
     assert placement.choose(waiting(prefill_tokens=32)) == "a"
 
 
-def test_an_older_state_does_not_overwrite_a_newer_one() -> None:
+def test_worker_report_does_not_overwrite_a_newer_one() -> None:
     placement = placement_of(a=Load(5, draining=True))
     placement.report("a", Load(4), now=0.0)
     assert placement.choose(waiting()) is None
@@ -122,21 +122,21 @@ def test_an_older_state_does_not_overwrite_a_newer_one() -> None:
     assert placement.choose(waiting()) == "a"
 
 
-def test_a_worker_that_left_is_forgotten() -> None:
+def test_placement_forgets_removed_worker() -> None:
     placement = placement_of(a=Load(1))
     placement.remove_worker("a")
     placement.acknowledge("a", 1)
     assert placement.choose(waiting()) is None
 
 
-def test_unreachable_worker_is_the_last_choice() -> None:
+def test_avoided_worker_is_chosen_only_if_alone() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=2, num_waiting=2))
     assert placement.choose(waiting(avoid="a")) is None
     placement.remove_worker("b")
     assert placement.choose(waiting(avoid="a")) == "a"
 
 
-def test_a_slow_worker_gets_nothing_while_another_one_has_room() -> None:
+def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
     placement = placement_of(slow=Load(1), busy=Load(1, num_running=1, committed_tokens=900))
     for worker_id, busy_s in (("slow", 0.9), ("busy", 0.09)):
         load = placement.workers[worker_id].load
@@ -149,7 +149,7 @@ def test_a_slow_worker_gets_nothing_while_another_one_has_room() -> None:
     assert placement.choose(waiting()) == "slow"
 
 
-def test_room_that_is_kept_for_a_request_is_for_nobody_else() -> None:
+def test_held_room_is_exclusive_to_its_request() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2))
     placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
     assert placement.choose(waiting()) == "b"
@@ -160,7 +160,7 @@ def test_room_that_is_kept_for_a_request_is_for_nobody_else() -> None:
     assert placement.choose(waiting()) == "a"
 
 
-def test_room_is_not_kept_for_long() -> None:
+def test_held_room_expires() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90))
     placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
     placement.expire(now=1.9)
@@ -169,13 +169,13 @@ def test_room_is_not_kept_for_long() -> None:
     assert placement.choose(waiting()) == "a"
 
 
-def test_a_request_with_room_somewhere_may_still_go_elsewhere() -> None:
+def test_held_room_does_not_bind_its_request() -> None:
     placement = placement_of(a=Load(1, num_running=2, num_waiting=2), b=Load(1))
     placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
     assert placement.choose(waiting()._replace(request_id="coming")) == "b"
 
 
-def test_who_kept_room_may_leave_and_come_back() -> None:
+def test_held_room_is_dropped_when_worker_rejoins() -> None:
     placement = placement_of(a=Load(1, num_running=1))
     placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
     placement.remove_worker("a")
@@ -186,7 +186,7 @@ def test_who_kept_room_may_leave_and_come_back() -> None:
     assert placement.workers["a"].held.tokens == 0
 
 
-def test_a_lost_worker_keeps_no_room() -> None:
+def test_held_room_is_dropped_with_a_removed_worker() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=1))
     placement.hold("a", "r", tokens=30, choices=1, now=0.0)
     placement.remove_worker("a")
@@ -231,7 +231,7 @@ def events(draw: st.DrawFn, number: int) -> Event:
 
 
 @given(st.data())
-def test_who_is_chosen_is_the_best_of_those_that_would_be_alone(data: st.DataObject) -> None:
+def test_placement_chooses_best_individually_eligible_worker(data: st.DataObject) -> None:
     workers = ("a", "b", "c")
     placement = placement_of(**{worker_id: Load() for worker_id in workers})
     alone = {worker_id: placement_of(**{worker_id: Load()}) for worker_id in workers}

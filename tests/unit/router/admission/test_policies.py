@@ -63,7 +63,7 @@ def queue_of(policy: Policy, *requests: Waiting, class_floor: float = 0.0) -> Ad
     return queue
 
 
-def test_an_order_is_known_by_its_name() -> None:
+def test_policy_of_maps_each_order_name() -> None:
     assert get_args(Order) == ORDERS
     config = RouterConfig(undated_due=7.0, ageing_factor=0.2)
     assert [policy_of(order, config) for order in ORDERS] == [
@@ -132,7 +132,7 @@ def test_shortest_first_yields_to_starved_requests(policy: Policy, by: str) -> N
 
 
 @given(ARRIVALS)
-def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
+def test_rank_order_is_fifo_without_predictions(
     arrivals: list[tuple[float, int, float | None, int]],
 ) -> None:
     moment, requests = 0.0, []
@@ -145,7 +145,7 @@ def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @given(arrivals=ARRIVALS, dice=st.randoms(use_true_random=False))
-def test_whom_nobody_may_pass_any_more_nobody_passes(
+def test_policy_bypass_window_is_respected(
     arrivals: list[tuple[float, int, float | None, int]], dice: random.Random, policy: Policy
 ) -> None:
     """A random life of a queue: who leaves before one that came earlier may do so."""
@@ -204,7 +204,7 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
 
 
 @given(ARRIVALS, st.floats(0, 50))
-def test_who_has_waited_longest_for_what_it_takes_leaves_first(
+def test_hrrn_pops_highest_response_ratio_first(
     arrivals: list[tuple[float, int, float | None, int]], pause: float
 ) -> None:
     """Of each two the one whose ratio is higher, if by more than the factor that sizes are off."""
@@ -245,7 +245,7 @@ def test_hrrn_keeps_the_place_of_unpredicted_requests(
             assert all(gone.request_id < it.request_id for it in unknown)
 
 
-def test_by_the_keys_alone_a_ratio_is_fifo() -> None:
+def test_hrrn_is_fifo_without_a_time() -> None:
     """So it is told, and so it leaves until all is told."""
     queue = queue_of(
         HighestResponseRatio(), waiting("a", 1.0, 1000), waiting("b", 2.0, 1), waiting("c", 3.0, 9)
@@ -253,7 +253,7 @@ def test_by_the_keys_alone_a_ratio_is_fifo() -> None:
     assert drain(queue) == ["a", "b", "c"]
 
 
-def test_a_ratio_has_no_line_for_what_has_left() -> None:
+def test_hrrn_removes_empty_lines() -> None:
     queue = queue_of(HighestResponseRatio(), *(waiting(str(n), 0.0, 2**n) for n in range(20)))
     drain(queue, 9.0)
     queue.push(waiting("a", 10.0))
@@ -262,7 +262,7 @@ def test_a_ratio_has_no_line_for_what_has_left() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_withdrawn_leaves_nothing_behind_for_long(policy: Policy) -> None:
+def test_policy_lanes_discard_withdrawn_requests(policy: Policy) -> None:
     queue = queue_of(policy, waiting("stays", -1.0, 1, deadline=1e9))
     for number in range(20_000):
         queue.push(waiting(str(number), float(number), number % 999, deadline=1e6 + number))
@@ -283,7 +283,7 @@ def _items(queue: AdmissionQueue) -> int:
     return sum(len(line._items) for line in lines)
 
 
-def test_who_has_waited_too_long_leaves_first_by_arrival() -> None:
+def test_starved_requests_are_popped_first_by_arrival() -> None:
     policy = NeverLonger(ShortestWork(1000.0), 5.0)
     requests = [waiting(str(n), float(n), 100 - n) for n in range(6)]
     assert queue_of(policy, *requests).peek(4.9) == requests[5]
@@ -291,7 +291,7 @@ def test_who_has_waited_too_long_leaves_first_by_arrival() -> None:
     assert [queue.pop(6.0).request_id for _ in range(3)] == ["0", "1", "5"]
 
 
-def test_a_lower_class_gets_its_part_of_the_work_and_no_more() -> None:
+def test_class_floor_gives_lower_class_its_share_of_work() -> None:
     queue, served = AdmissionQueue(Fifo(), 0.1), {0: 0, 1: 0}
     for number in range(400):
         queue.push(waiting(f"high{number}", float(number), 50, priority=1))
@@ -307,7 +307,7 @@ def test_a_lower_class_gets_its_part_of_the_work_and_no_more() -> None:
     st.sampled_from([0.0, 0.05, 0.2]),
     st.randoms(use_true_random=False),
 )
-def test_waiting_class_is_owed_at_most_a_request(
+def test_class_floor_owes_at_most_one_request(
     arrivals: list[tuple[int, int]], floor: float, dice: random.Random
 ) -> None:
     queue = AdmissionQueue(Fifo(), floor)
@@ -332,14 +332,14 @@ def test_waiting_class_is_owed_at_most_a_request(
             assert all(each <= classes * 100 for each in owed.values())
 
 
-def test_first_arrival_leaves_first_if_the_clock_is_behind() -> None:
+def test_hrrn_is_fifo_if_the_clock_is_behind() -> None:
     """Nobody has waited yet, however long its output is."""
     queue = queue_of(HighestResponseRatio(), waiting("a", 10.0, 10), waiting("b", 10.1, 1000))
     first = queue.pop(9.9)
     assert (first.request_id, queue.pop(9.9).request_id) == ("a", "b")
 
 
-def test_without_a_moment_nothing_but_class_and_key_counts() -> None:
+def test_pop_without_a_time_orders_by_class_and_key() -> None:
     queue = AdmissionQueue(HighestResponseRatio(), 0.5)
     for number in range(4):
         queue.push(waiting(f"high{number}", float(number), 50, priority=1))
@@ -347,7 +347,7 @@ def test_without_a_moment_nothing_but_class_and_key_counts() -> None:
     assert drain(queue) == ["high0", "high1", "high2", "high3", "low"]
 
 
-def test_who_keeps_an_older_place_overtakes_nobody() -> None:
+def test_requeued_request_does_not_count_as_bypassing() -> None:
     queue = queue_of(Fifo(), waiting("a", 1.0))
     queue.push(waiting("back", 0.0, accepted=True))
     queue.push(waiting("higher", 2.0, priority=1))

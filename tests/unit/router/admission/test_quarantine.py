@@ -19,7 +19,7 @@ def placement_of(**loads: Load) -> Placement:
     return placement
 
 
-def test_nothing_joins_a_suspect_before_its_first_token() -> None:
+def test_suspect_excludes_others_until_its_first_token() -> None:
     placement = placement_of(a=Load(1))
     placement.reserve("a", 7, SUSPECT, now=0.0)
     assert placement.choose(OTHER) is None
@@ -30,14 +30,14 @@ def test_nothing_joins_a_suspect_before_its_first_token() -> None:
     assert placement.choose(OTHER) == "a"
 
 
-def test_a_state_from_before_the_dispatch_acquits_nobody() -> None:
+def test_suspect_is_not_cleared_by_a_state_before_dispatch() -> None:
     placement = placement_of(a=Load(1))
     placement.reserve("a", 7, SUSPECT, now=0.0)
     placement.report("a", Load(2), now=0.0)
     assert placement.choose(OTHER) is None
 
 
-def test_undelivered_suspect_blocks_nobody_forever() -> None:
+def test_undelivered_suspect_stops_blocking_after_timeout() -> None:
     placement = placement_of(a=Load(1))
     placement.reserve("a", 7, SUSPECT, now=0.0)
     placement.expire(now=1.5)
@@ -45,7 +45,7 @@ def test_undelivered_suspect_blocks_nobody_forever() -> None:
     assert placement.choose(OTHER) == "a"
 
 
-def test_a_suspect_goes_where_everybody_else_makes_tokens() -> None:
+def test_suspect_prefers_worker_where_all_others_decode() -> None:
     placement = placement_of(
         a=Load(1, num_running=2, num_waiting=1, committed_tokens=10),
         b=Load(1, num_running=2, committed_tokens=50),
@@ -54,6 +54,6 @@ def test_a_suspect_goes_where_everybody_else_makes_tokens() -> None:
     assert placement.choose(SUSPECT) == "b"
 
 
-def test_a_suspect_does_not_wait_for_such_a_worker() -> None:
+def test_suspect_does_not_wait_for_a_preferred_worker() -> None:
     placement = placement_of(a=Load(1, num_running=2, pending_prefill_tokens=5))
     assert placement.choose(SUSPECT) == "a"

@@ -26,7 +26,7 @@ def names(entries: object) -> list[str]:
     return [entry.request_id for entry in entries]  # type: ignore[attr-defined]
 
 
-def test_the_lowest_class_makes_room_first_and_there_who_knows_least() -> None:
+def test_running_table_orders_by_class_then_known_tokens() -> None:
     table = table_of(
         running("long", known_tokens=50),
         running("high", priority=2),
@@ -40,7 +40,7 @@ def test_the_lowest_class_makes_room_first_and_there_who_knows_least() -> None:
     assert not list(table.below(5, "unknown"))
 
 
-def test_what_is_told_again_replaces_what_was_known() -> None:
+def test_running_table_replaces_a_repeated_entry() -> None:
     table = table_of(running("r", choices=3), running("r", choices=2, is_preempted=True))
     assert table.preempted() == [running("r", choices=2, is_preempted=True)]
     table.add(running("r", epoch=2, worker_id="other"))
@@ -48,7 +48,7 @@ def test_what_is_told_again_replaces_what_was_known() -> None:
     assert not table.has_preempted and not list(table.below(1, "w"))
 
 
-def test_what_ends_leaves_no_trace() -> None:
+def test_running_table_removes_ended_entries_from_all_indexes() -> None:
     table = table_of(running("a", is_preempted=True), running("b", gateway="other"))
     assert table.remove("a") is not None
     assert table.remove("a") is None
@@ -58,13 +58,13 @@ def test_what_ends_leaves_no_trace() -> None:
     assert not table._of_gateway and not table._ranks and not table._preempted
 
 
-def test_a_gateway_takes_only_its_own_along() -> None:
+def test_remove_gateway_removes_only_its_entries() -> None:
     table = table_of(running("a"), running("b", gateway="dead"), running("c", gateway="dead"))
     table.remove_gateway("dead")
     assert names(table.below(1, "w")) == ["a"]
 
 
-def test_all_that_a_gateway_tells_is_known() -> None:
+def test_running_from_proto_keeps_all_fields() -> None:
     message = pb.Running(
         request_id="r",
         worker_id="w",
@@ -81,7 +81,7 @@ def test_all_that_a_gateway_tells_is_known() -> None:
     )
 
 
-def test_a_dispatch_is_known_as_what_waited() -> None:
+def test_running_dispatched_keeps_fields_of_the_request() -> None:
     waiting = Waiting("r", "g", 3.0, 20, 5, choices=2, priority=1, moves_left=4)
     assert Running.dispatched(waiting, "owner", "w", 7) == Running(
         "r", "owner", "w", 7, 1, 20, 3.0, 4, choices=2

@@ -54,20 +54,20 @@ def are_slow(*workers: Worker, now: float) -> set[str]:
     return set(slow(paces, 5.0, now))
 
 
-def test_nothing_is_known_of_who_has_done_nothing() -> None:
+def test_estimator_is_unknown_without_any_work() -> None:
     pace = ThroughputEstimator()
     assert (pace.step_s, pace.prefill_rate, pace.free_rate) == (0.0, None, None)
     assert pace.most_step_s(1) == float("inf")
 
 
-def test_a_step_takes_what_it_took_in_the_last_second() -> None:
+def test_step_time_is_that_of_the_last_second() -> None:
     worker = Worker().run(5.0, step_s=0.01, tokens=8)
     assert worker.pace.step_s == pytest.approx(0.01)
     worker.run(3.0, step_s=0.1, tokens=8)
     assert worker.pace.step_s == pytest.approx(0.1, rel=0.1)
 
 
-def test_prefill_is_as_fast_as_the_best_steps() -> None:
+def test_prefill_rate_is_that_of_the_best_steps() -> None:
     worker = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4)
     assert worker.pace.prefill_rate == pytest.approx(10_000)
 
@@ -80,7 +80,7 @@ def test_step_time_is_bounded_by_larger_and_smaller_steps() -> None:
     assert pace.most_step_s(1000) == pytest.approx(0.1)
 
 
-def test_blocks_come_free_as_sequences_end_less_what_the_others_grow() -> None:
+def test_free_rate_is_released_blocks_minus_growth() -> None:
     worker = Worker()
     assert worker.run(0.5, step_s=0.01, tokens=1, released_per_s=20).pace.free_rate is None
     worker.run(60.0, step_s=0.01, tokens=1, released_per_s=20)
@@ -89,46 +89,46 @@ def test_blocks_come_free_as_sequences_end_less_what_the_others_grow() -> None:
     assert worker.pace.free_rate == pytest.approx(-100 / BLOCK_SIZE, rel=0.01)
 
 
-def test_a_worker_ten_times_as_slow_as_the_others_is_slow() -> None:
+def test_worker_ten_times_slower_is_marked_slow() -> None:
     workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3, 0.03)]
     assert are_slow(*workers, now=5.0) == {"w1"}
     assert are_slow(*workers[:2], now=5.0) == {"w1"}
     assert not are_slow(workers[1], now=5.0)
 
 
-def test_twice_as_slow_is_not_slow() -> None:
+def test_worker_twice_slower_is_not_marked_slow() -> None:
     assert not are_slow(*(Worker().run(5.0, s, tokens=8) for s in (0.03, 0.06)), now=5.0)
 
 
-def test_a_worker_that_prefills_is_not_slow_beside_one_that_decodes() -> None:
+def test_prefilling_worker_is_not_slow_beside_a_decoding_one() -> None:
     prefills = Worker().run(5.0, step_s=0.25, tokens=512)
     decodes = Worker().run(5.0, step_s=0.025, tokens=8)
     assert not are_slow(prefills, decodes, now=5.0)
 
 
-def test_a_slow_worker_is_slow_also_with_more_to_do_than_the_others() -> None:
+def test_busy_slow_worker_is_slow_beside_a_nearly_idle_one() -> None:
     busy = Worker().run(5.0, step_s=0.3, tokens=8)
     nearly_idle = Worker().run(5.0, step_s=0.03, tokens=8).run(2.0, step_s=0.03, tokens=1)
     assert are_slow(busy, nearly_idle, now=5.0) == {"w0"}
 
 
-def test_the_noise_of_very_short_steps_makes_nobody_slow() -> None:
+def test_short_step_noise_marks_no_worker_slow() -> None:
     assert not are_slow(*(Worker().run(5.0, s, tokens=8) for s in (0.001, 0.019)), now=5.0)
 
 
-def test_a_worker_that_does_nothing_for_a_while_is_tried_again() -> None:
+def test_slow_mark_expires_without_new_steps() -> None:
     workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
     assert are_slow(*workers, now=14.0) == {"w1"}
     assert not are_slow(*workers, now=16.0)
 
 
-def test_a_worker_that_has_recovered_is_not_slow_any_more() -> None:
+def test_recovered_worker_is_no_longer_slow() -> None:
     workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
     workers[1].run(5.0, step_s=0.03, tokens=8)
     assert not are_slow(*workers, now=10.0)
 
 
-def test_what_a_full_worker_does_is_measured_only_while_it_is_full() -> None:
+def test_full_rate_is_measured_only_while_full() -> None:
     worker = Worker().run(5.0, step_s=0.05, tokens=10)
     assert worker.pace.full_rate is None
     worker.run(60.0, step_s=0.05, tokens=100, is_full=True)
@@ -139,7 +139,7 @@ def test_what_a_full_worker_does_is_measured_only_while_it_is_full() -> None:
     assert worker.pace.full_rate == pytest.approx(1000, rel=0.05)
 
 
-def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
+def test_full_rate_includes_cached_prompt_tokens() -> None:
     """What comes and what waits is counted with whole prompts, so that a rate without them asks for
     several times as many workers."""
     pace = ThroughputEstimator()
@@ -153,7 +153,7 @@ def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
-def test_throughput_counts_requested_not_cached_work(
+def test_computed_plus_spared_tokens_equal_requested_work(
     num_drafts: int,
 ) -> None:
     """All but the last token of each, which nobody goes on from."""
@@ -168,7 +168,7 @@ def test_throughput_counts_requested_not_cached_work(
     assert load.computed_tokens + spared_tokens(load.counters) == 6 * (97 + 90 - 1)
 
 
-def test_a_worker_that_was_full_for_a_moment_was_not_full() -> None:
+def test_full_rate_ignores_momentary_fullness() -> None:
     worker = Worker()
     for _ in range(20):
         worker.run(0.1, step_s=0.05, tokens=10, beat=0.1, is_full=True)

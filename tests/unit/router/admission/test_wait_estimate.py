@@ -41,7 +41,7 @@ def forecast_of(*workers: WorkerView) -> WaitEstimator:
     return forecast
 
 
-def test_nobody_waits_for_nothing_and_nobody_knows_without_workers() -> None:
+def test_wait_is_zero_without_work_and_unknown_without_workers() -> None:
     forecast = forecast_of()
     assert forecast.wait_s(0) == 0.0
     assert forecast.wait_s(100) is None
@@ -67,7 +67,7 @@ def test_estimate_follows_full_workers_and_then_the_queue() -> None:
     assert forecast.wait_s(1000) == pytest.approx(2.0)
 
 
-def test_a_prompt_takes_its_steps_and_half_of_the_one_that_runs() -> None:
+def test_prefill_estimate_adds_half_of_the_running_step() -> None:
     idle = forecast_of(worker())
     one_step = ROOFLINE.seconds(StepSize(1, 50, 50, 1250)) + 1.0 / 2
     assert idle.prefill_s(waiting("r", prefill_tokens=50)) == pytest.approx(one_step, rel=0.05)
@@ -79,7 +79,7 @@ def test_a_prompt_takes_its_steps_and_half_of_the_one_that_runs() -> None:
     assert busy.prefill_s(waiting("r", prefill_tokens=48)) == pytest.approx(expected, rel=0.05)
 
 
-def test_the_least_is_what_all_but_a_few_wait() -> None:
+def test_least_part_is_a_low_quantile_of_waits() -> None:
     least, dice = Least(), random.Random(5)
     for _ in range(5000):
         least.note(dice.uniform(0.2, 1.2))
@@ -87,15 +87,13 @@ def test_the_least_is_what_all_but_a_few_wait() -> None:
 
 
 @pytest.mark.parametrize(("predicted_s", "is_learned"), [(0.05, False), (0.1, True)])
-def test_of_waits_that_hardly_are_any_nothing_is_learned(
-    predicted_s: float, is_learned: bool
-) -> None:
+def test_least_part_ignores_negligible_waits(predicted_s: float, is_learned: bool) -> None:
     forecast = forecast_of(worker())
     forecast.note_left(waiting("r", predicted_wait_s=predicted_s), ledger_now=0.0)
     assert (forecast.least.part < Least().part) is is_learned
 
 
-def test_token_time_is_a_step_at_least_without_prompts() -> None:
+def test_least_tpot_is_from_a_step_without_prompts() -> None:
     """Two decode; of the rows of late each computed four tokens."""
     decoding = Load(1, num_running=2, committed_tokens=500)
     forecast = forecast_of(worker(decoding))

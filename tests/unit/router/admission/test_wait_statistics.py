@@ -32,7 +32,7 @@ def told(
         max_size=60,
     )
 )
-def test_those_that_left_first_are_counted_by_their_reasons(
+def test_wait_stats_count_earlier_departures_by_reason(
     moves: list[tuple[int, int, bool]],
 ) -> None:
     """Each move lets somebody come, and often one of those that wait leave."""
@@ -64,7 +64,7 @@ def test_those_that_left_first_are_counted_by_their_reasons(
             wait_stats.prune(there[0][2] if there else None)
 
 
-def test_a_stay_counts_the_seconds_without_any_worker() -> None:
+def test_wait_stats_count_seconds_without_workers() -> None:
     wait_stats, one = WaitStatistics(), waiting("r")
     wait_stats.update(0.0, has_worker=False)
     arrival = wait_stats.note_arrival(one, 0, 2.0)
@@ -75,7 +75,7 @@ def test_a_stay_counts_the_seconds_without_any_worker() -> None:
     assert (queue_wait.no_worker_s, queue_wait.seconds) == (6.5, 12.5)
 
 
-def test_where_tenants_take_turns_these_are_the_reason() -> None:
+def test_wait_stats_attribute_bypass_to_fair_share() -> None:
     wait_stats, one, other = WaitStatistics(), waiting("a/1"), waiting("b/1")
     arrival = wait_stats.note_arrival(one, 0, 1.0)
     wait_stats.note_left(wait_stats.note_arrival(other, 1, 2.0), other)
@@ -83,7 +83,7 @@ def test_where_tenants_take_turns_these_are_the_reason() -> None:
     assert (queue.fair_share, queue.ordered) == (1, 0)
 
 
-def test_a_tenant_hears_of_its_own_requests_alone() -> None:
+def test_wait_stats_name_only_requests_of_the_same_tenant() -> None:
     wait_stats, one = WaitStatistics(), waiting("a/1")
     wait_stats.note_left(wait_stats.note_arrival(waiting("a/0"), 0, 0.0), waiting("a/0"))
     arrival = wait_stats.note_arrival(one, 0, 1.0)
@@ -94,7 +94,7 @@ def test_a_tenant_hears_of_its_own_requests_alone() -> None:
     assert list(before) == [f"a/{number}" for number in range(6, 22, 2)]
 
 
-def test_of_a_queue_it_is_told_who_left_first() -> None:
+def test_queue_wait_reports_requests_that_left_first() -> None:
     queue = AdmissionQueue(Fifo())
     for number in range(3):
         queue.push(Waiting(f"r{number}", "g", float(number), 1, 1), now=float(number))

@@ -26,19 +26,19 @@ SECONDS = st.floats(0, 100)
         (Wanted(first_token_s=0.5), Late(False, 4.0)),
     ],
 )
-def test_after_four_seconds_of_wait_one_of_prefill_and_two_of_output(
+def test_wanted_late_compares_wait_prefill_and_output_time(
     wanted: Wanted, late: Late | None
 ) -> None:
     assert wanted.late(4.0, 1.0, 2.0) == late
 
 
-def test_who_need_not_wait_is_late_by_its_output_alone() -> None:
+def test_wanted_without_wait_is_late_by_output_alone() -> None:
     assert Wanted(first_token_s=0.5, end_s=2.0).late(0.0, 9.0, 2.0) is None
     assert Wanted(first_token_s=0.5, end_s=1.5).late(0.0, 9.0, 2.0) == Late(True, 0.0)
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS | st.just(inf), SECONDS | st.just(inf))
-def test_punctual_retry_is_late_only_by_itself(
+def test_wanted_is_met_after_the_reported_shorter_wait(
     wait_s: float, prefill_s: float, output_s: float, first_token_s: float, end_s: float
 ) -> None:
     """It has waited for so much less then."""

@@ -15,7 +15,7 @@ def applied(place: int | None = None, **given: str) -> pb.GenerateRequest:
     return message
 
 
-def test_each_header_has_its_field() -> None:
+def test_headers_set_their_message_fields() -> None:
     assert applied(
         idempotency_key="key",
         x_slo_ttft_ms="200",
@@ -28,11 +28,11 @@ def test_each_header_has_its_field() -> None:
     )
 
 
-def test_without_headers_nothing_is_said() -> None:
+def test_message_is_unchanged_without_headers() -> None:
     assert applied() == pb.GenerateRequest()
 
 
-def test_what_the_message_says_holds() -> None:
+def test_message_fields_override_headers() -> None:
     message = pb.GenerateRequest(request_id="r", ttft_target_ms=1, session_id="s", fairness_id="f")
     said = pb.GenerateRequest.FromString(message.SerializeToString())
     service.apply(
@@ -55,7 +55,7 @@ def test_what_the_message_says_holds() -> None:
         ({"x_request_id": "proxy-1"}, ""),
     ],
 )
-def test_the_request_is_named(given: dict[str, str], request_id: str) -> None:
+def test_idempotency_key_names_the_request(given: dict[str, str], request_id: str) -> None:
     assert applied(**given).request_id == request_id
 
 
@@ -71,50 +71,48 @@ def test_the_request_is_named(given: dict[str, str], request_id: str) -> None:
         ("é", False),
     ],
 )
-def test_a_call_s_name_elsewhere_is_taken_as_a_log_line_can_have_it(
-    given: str, taken: bool
-) -> None:
+def test_x_request_id_is_accepted_if_loggable(given: str, taken: bool) -> None:
     assert service.header_request_id({"x-request-id": given}) == (given if taken else "")
 
 
-def test_a_call_need_have_no_name_elsewhere() -> None:
+def test_x_request_id_is_optional() -> None:
     assert service.header_request_id({"idempotency-key": "k"}) == ""
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 129, "tenant/id", "key,key"])
-def test_a_key_that_cannot_name_is_refused(key: str) -> None:
+def test_idempotency_key_that_is_no_id_is_rejected(key: str) -> None:
     with pytest.raises(InvalidRequest, match="idempotency-key") as caught:
         applied(idempotency_key=key)
     assert caught.value.field == "idempotency-key"
 
 
-def test_several_requests_have_their_places_in_their_names() -> None:
+def test_idempotency_key_is_suffixed_with_the_request_index() -> None:
     assert applied(7, idempotency_key="k").request_id == "k:7"
     with pytest.raises(InvalidRequest, match="idempotency-key"):
         applied(7, idempotency_key="x" * 127)
 
 
 @pytest.mark.parametrize("value", ["", "soon", "1 2", "0x10"])
-def test_a_target_that_is_no_number_is_refused(value: str) -> None:
+def test_slo_ttft_header_rejects_non_numbers(value: str) -> None:
     with pytest.raises(InvalidRequest, match="x-slo-ttft-ms"):
         applied(x_slo_ttft_ms=value)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300", "604800001"])
-def test_a_target_out_of_range_is_refused(value: str) -> None:
+def test_slo_ttft_header_rejects_values_out_of_range(value: str) -> None:
     with pytest.raises(OutOfRange, match="x-slo-ttft-ms"):
         applied(x_slo_ttft_ms=value)
 
 
 @pytest.mark.parametrize("value", ["1", "604800000", "250.4"])
-def test_a_target_within_it_is_taken(value: str) -> None:
+def test_slo_ttft_header_accepts_values_in_range(value: str) -> None:
     assert applied(x_slo_ttft_ms=value).ttft_target_ms == round(float(value))
 
 
 @pytest.mark.parametrize(
     "name", ["x_session_id", "x_gateway_inference_fairness_id", "x_application"]
 )
-def test_a_label_has_an_end(name: str) -> None:
+def test_label_headers_are_limited_in_length(name: str) -> None:
     applied(**{name: "x" * 128})
     with pytest.raises(OutOfRange, match=name.replace("_", "-")):
         applied(**{name: "x" * 129})

@@ -13,7 +13,7 @@ from router.ledger.base import Position
 
 @pytest.mark.parametrize("request_id", ["r", "acme/r", "a" * 128])
 @pytest.mark.parametrize("arrived", [0.0, 1795356845.956299, 9e9])
-def test_a_position_comes_back(request_id: str, arrived: float) -> None:
+def test_page_token_round_trips(request_id: str, arrived: float) -> None:
     position = Position(arrived, request_id)
     assert service.read(service.write(position)) == position
 
@@ -36,12 +36,12 @@ def test_a_position_comes_back(request_id: str, arrived: float) -> None:
         "5 a/b/c",
     ],
 )
-def test_what_says_no_position_is_refused(text: str) -> None:
+def test_page_token_without_a_position_is_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest, match="page_token"):
         service.read(urlsafe_b64encode(text.encode()).decode())
 
 
 @pytest.mark.parametrize("token", ["!", "ä", "abcde", "\x00", "=" * 4])
-def test_what_is_no_token_is_refused(token: str) -> None:
+def test_malformed_page_token_is_rejected(token: str) -> None:
     with pytest.raises(InvalidRequest, match="page_token"):
         service.read(token)

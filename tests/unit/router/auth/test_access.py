@@ -55,7 +55,7 @@ def refusal(headers: Mapping[str, str], now: float = NOW, key: Key | None = None
 # keys
 
 
-def test_a_new_key_is_read_as_what_it_was_made_of() -> None:
+def test_key_parts_round_trip() -> None:
     key_id, secret = keys.new_id(), keys.new_secret()
     assert keys.parts(keys.whole(key_id, secret)) == (key_id, secret)
     assert len({keys.new_secret() for _ in range(100)}) == 100
@@ -65,11 +65,11 @@ def test_a_new_key_is_read_as_what_it_was_made_of() -> None:
     "shown",
     ["", "ev", SHOWN[:-1], SHOWN + "s", SHOWN.upper(), f" {SHOWN}", SHOWN.replace("_", "-")],
 )
-def test_what_is_no_key_has_no_parts(shown: str) -> None:
+def test_malformed_key_has_no_parts(shown: str) -> None:
     assert keys.parts(shown) is None
 
 
-def test_a_key_keeps_nothing_of_its_secret_but_the_hash() -> None:
+def test_key_stores_only_the_hash_of_its_secret() -> None:
     key = make_key()
     assert key.opens_with(SECRET)
     assert not key.opens_with(SECRET[:-1])
@@ -79,17 +79,17 @@ def test_a_key_keeps_nothing_of_its_secret_but_the_hash() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("1m", 60.0), ("12h", 43_200.0), ("90d", 90 * 86_400.0)]
 )
-def test_times_are_written_in_minutes_hours_or_days(text: str, seconds: float) -> None:
+def test_duration_accepts_minutes_hours_and_days(text: str, seconds: float) -> None:
     assert keys.duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "1", "1s", "0d", "-1d", "1.5h", "1 d", "9999999d"])
-def test_other_times_are_refused(text: str) -> None:
+def test_duration_rejects_malformed_text(text: str) -> None:
     with pytest.raises(ValueError, match="such as 30m"):
         keys.duration(text)
 
 
-def test_a_moment_is_written_and_read_to_the_second() -> None:
+def test_key_expiry_has_second_precision() -> None:
     key = make_key(expires=keys.moment(NOW + 0.9))
     assert [key.has_expired(NOW + more) for more in (-1.0, 0.0, 1.0)] == [False, True, True]
 
@@ -108,7 +108,7 @@ def test_a_moment_is_written_and_read_to_the_second() -> None:
         {"authorization": "", "x-api-key": SHOWN},
     ],
 )
-def test_a_key_may_come_in_several_headers(headers: dict[str, str]) -> None:
+def test_key_is_accepted_in_several_headers(headers: dict[str, str]) -> None:
     limits = Limits(max_concurrent=9)
     assert table().admit(headers, NOW) == Caller("acme", frozenset({Scope.INFER}), limits)
 
@@ -124,7 +124,7 @@ def test_a_key_may_come_in_several_headers(headers: dict[str, str]) -> None:
         "",
     ],
 )
-def test_any_other_key_is_refused_without_a_word_of_it(shown: str) -> None:
+def test_unknown_key_is_rejected_without_quoting_it(shown: str) -> None:
     said = refusal({"authorization": f"Bearer {shown}"})
     assert said == "unknown API key"
     assert refusal({"authorization": f"Basic {shown}"}) == (
@@ -132,11 +132,11 @@ def test_any_other_key_is_refused_without_a_word_of_it(shown: str) -> None:
     )
 
 
-def test_who_shows_nothing_is_told_how() -> None:
+def test_missing_key_is_rejected_with_instructions() -> None:
     assert refusal({}) == "an API key is required: send it as authorization: Bearer KEY"
 
 
-def test_a_key_that_has_expired_opens_nothing() -> None:
+def test_expired_key_is_rejected() -> None:
     key = make_key(expires=keys.moment(NOW))
     headers = {"x-api-key": SHOWN}
     assert table(key).admit(headers, NOW - 1).tenant == "acme"
@@ -145,7 +145,7 @@ def test_a_key_that_has_expired_opens_nothing() -> None:
     assert "unknown API key" in refusal({"x-api-key": keys.whole(ID, keys.new_secret())}, NOW, key)
 
 
-def test_a_key_is_good_for_its_scopes_alone() -> None:
+def test_key_is_limited_to_its_scopes() -> None:
     caller = table(make_key("ops", Scope.METRICS)).admit({"x-api-key": SHOWN}, NOW)
     caller.check(Scope.METRICS)
     for scope in (Scope.INFER, Scope.ADMIN):
@@ -156,7 +156,7 @@ def test_a_key_is_good_for_its_scopes_alone() -> None:
 # limits
 
 
-def test_a_tenants_limits_lie_over_everybodys() -> None:
+def test_tenant_limits_override_the_defaults() -> None:
     assert DOCUMENT.limits_of("acme") == Limits(max_concurrent=9)
     assert table().limits_of("acme") == Limits(max_concurrent=9)
     assert table().limits_of("another") == Limits(max_tokens=50, max_concurrent=9)
@@ -172,24 +172,24 @@ def submission(**fields: object) -> Submission:
     ("fields", "fitted"),
     [({}, 10), ({"n": 3}, 3), ({"max_tokens": 10}, 10), ({"n": 5, "max_tokens": 2}, 2)],
 )
-def test_tokens_that_nobody_limited_are(fields: dict[str, int], fitted: int) -> None:
+def test_max_tokens_defaults_to_the_tenant_limit(fields: dict[str, int], fitted: int) -> None:
     assert Limits(max_tokens=10).fitted(submission(**fields)).max_tokens == fitted
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 11}, {"n": 6, "max_tokens": 2}, {"n": 11}])
-def test_more_tokens_than_a_tenant_may_ask_for_are_refused(fields: dict[str, int]) -> None:
+def test_max_tokens_above_the_tenant_limit_is_rejected(fields: dict[str, int]) -> None:
     with pytest.raises(OutOfRange, match="from 1 to 10"):
         Limits(max_tokens=10).fitted(submission(**fields))
 
 
-def test_a_class_above_a_tenants_is_refused() -> None:
+def test_priority_above_the_tenant_limit_is_rejected() -> None:
     limits = Limits(max_priority=-1)
     assert limits.fitted(submission(priority=-1)).priority == -1
     with pytest.raises(OutOfRange, match="max_priority"):
         limits.fitted(submission())
 
 
-def test_without_limits_nothing_is_changed() -> None:
+def test_submission_without_limits_is_unchanged() -> None:
     one = submission(n=128, priority=10)
     assert NO_LIMITS.fitted(one) is one
 
@@ -197,14 +197,14 @@ def test_without_limits_nothing_is_changed() -> None:
 # what is kept
 
 
-def test_a_document_is_kept_as_yaml_and_as_records() -> None:
+def test_document_round_trips_as_yaml_and_records() -> None:
     document = DOCUMENT.with_key("ffffffffffff", make_key("ops", *Scope, expires=CREATED))
     assert from_plain(yaml.safe_load(yaml.safe_dump(document.to_plain()))) == document
     assert from_records(document.to_records()) == document
     assert from_plain(None) == from_records({}) == Document()
 
 
-def test_a_moment_without_quotes_is_one() -> None:
+def test_document_accepts_unquoted_timestamps() -> None:
     fields = f"{{tenant: a, scopes: [infer], sha256: {'a' * 64}, created: {CREATED}}}"
     text = f"keys: {{'{ID}': {fields}}}"
     assert from_plain(yaml.safe_load(text)).keys[ID].created.startswith("2030-01-31T12:00:00")
@@ -225,7 +225,7 @@ def test_a_moment_without_quotes_is_one() -> None:
         ({"tenants": {"acme": {"max_priority": 11}}}, "from -10 to 10"),
     ],
 )
-def test_what_is_no_document_is_refused_with_its_place(plain: object, cause: str) -> None:
+def test_malformed_document_is_rejected_with_its_path(plain: object, cause: str) -> None:
     with pytest.raises(SettingsError, match=cause):
         from_plain(plain)
 
@@ -242,7 +242,7 @@ def test_what_is_no_document_is_refused_with_its_place(plain: object, cause: str
         {"secret": SECRET},
     ],
 )
-def test_a_key_that_cannot_be_is_refused(change: dict[str, object]) -> None:
+def test_document_rejects_an_invalid_key(change: dict[str, object]) -> None:
     plain = DOCUMENT.to_plain()
     plain["keys"][ID] |= change
     with pytest.raises(SettingsError, match=f"^keys.{ID}") as refused:
@@ -250,7 +250,7 @@ def test_a_key_that_cannot_be_is_refused(change: dict[str, object]) -> None:
     assert plain["keys"][ID]["sha256"] == "short" or "0" * 8 not in str(refused.value)
 
 
-def test_only_what_differs_is_changed() -> None:
+def test_document_changes_contain_only_differences() -> None:
     after = DOCUMENT.with_key(ID, None).with_tenant("acme", {"max_tokens": 7})
     assert changes(DOCUMENT, after) == {
         f"keys/{ID}": None,
@@ -267,7 +267,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "access" / "keys.yaml"
 
 
-async def test_a_file_is_made_for_its_owner_alone(path: Path) -> None:
+async def test_key_file_is_created_for_its_owner_only(path: Path) -> None:
     store = FileStore(path)
     assert await store.change(lambda _: DOCUMENT) == DOCUMENT
     assert await store.news() == DOCUMENT
@@ -276,7 +276,7 @@ async def test_a_file_is_made_for_its_owner_alone(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-async def test_edits_at_once_are_made_one_after_the_other(path: Path) -> None:
+async def test_concurrent_key_file_edits_are_serialized(path: Path) -> None:
     ids = [f"{number:012x}" for number in range(20)]
     edits = [
         FileStore(path).change(
@@ -290,7 +290,7 @@ async def test_edits_at_once_are_made_one_after_the_other(path: Path) -> None:
     assert sorted(document.keys) == ids
 
 
-async def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
+async def test_failed_key_file_edit_changes_nothing(path: Path) -> None:
     store = FileStore(path)
     await store.change(lambda _: DOCUMENT)
     with pytest.raises(SettingsError):
@@ -299,7 +299,7 @@ async def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "a: 2030-13-45", "[" * 10_000, "\xff"])
-async def test_a_file_that_cannot_be_read_is_named_in_one_line(path: Path, text: str) -> None:
+async def test_unreadable_key_file_is_named_in_one_line(path: Path, text: str) -> None:
     await FileStore(path).change(lambda _: DOCUMENT)
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(SettingsError, match=str(path)) as caught:
@@ -307,14 +307,14 @@ async def test_a_file_that_cannot_be_read_is_named_in_one_line(path: Path, text:
     assert "\n" not in str(caught.value)
 
 
-async def test_a_file_that_everybody_may_write_to_is_refused(path: Path) -> None:
+async def test_world_writable_key_file_is_rejected(path: Path) -> None:
     await FileStore(path).change(lambda _: DOCUMENT)
     path.chmod(0o602)
     with pytest.raises(SettingsError, match="chmod o-w"):
         await FileStore(path).news()
 
 
-async def test_a_file_that_everybody_may_read_is_told_once(
+async def test_world_readable_key_file_is_logged_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FileStore(path)
@@ -328,7 +328,7 @@ async def test_a_file_that_everybody_may_read_is_told_once(
     ]
 
 
-async def test_a_ledger_tells_what_is_new() -> None:
+async def test_ledger_store_returns_only_changed_documents() -> None:
     ledger = MemoryLedger(time.monotonic)
     store, other = LedgerStore(ledger), LedgerStore(ledger)
     assert await store.news() == Document()
@@ -339,7 +339,7 @@ async def test_a_ledger_tells_what_is_new() -> None:
     assert await store.news() is None
 
 
-def test_a_store_is_where_the_settings_say() -> None:
+def test_store_is_chosen_by_the_settings() -> None:
     ledger = MemoryLedger(time.monotonic)
     assert store_of(RouterConfig(), ledger) is None
     assert isinstance(store_of(RouterConfig(access="ledger"), ledger), LedgerStore)
@@ -349,7 +349,7 @@ def test_a_store_is_where_the_settings_say() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"access": "file"}, {"access_file": "keys.yaml"}])
-def test_a_file_is_named_where_there_is_to_be_one(settings: dict[str, str]) -> None:
+def test_access_and_access_file_settings_must_agree(settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="access_file"):
         RouterConfig(**settings)  # type: ignore[arg-type]
 
@@ -369,7 +369,7 @@ def tenant(access: Access) -> str | None:
         return None
 
 
-async def test_what_changes_in_a_file_holds_after_the_next_look(path: Path) -> None:
+async def test_access_reload_applies_file_changes(path: Path) -> None:
     access = await opened(path)
     assert tenant(access) == "acme"
     await FileStore(path).change(lambda document: document.with_key(ID, make_key("other")))
@@ -380,7 +380,7 @@ async def test_what_changes_in_a_file_holds_after_the_next_look(path: Path) -> N
     assert tenant(access) is None
 
 
-async def test_a_secret_that_kubernetes_replaces_is_followed(tmp_path: Path) -> None:
+async def test_access_reload_follows_a_kubernetes_secret_swap(tmp_path: Path) -> None:
     """It mounts keys.yaml -> ..data/keys.yaml, and swaps ..data -> a new directory by a rename."""
     for name, owner in (("old", "acme"), ("new", "other")):
         (tmp_path / name).mkdir()
@@ -397,7 +397,7 @@ async def test_a_secret_that_kubernetes_replaces_is_followed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["keys: [", "keys: {x: {}}", "\xff", "gone"])
-async def test_a_file_that_is_broken_keeps_what_was_and_is_told_once(
+async def test_broken_access_file_keeps_keys_and_is_logged_once(
     path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     access = await opened(path)
@@ -415,12 +415,12 @@ async def test_a_file_that_is_broken_keeps_what_was_and_is_told_once(
     assert tenant(access) == "other"
 
 
-async def test_without_its_file_nobody_begins(path: Path) -> None:
+async def test_access_open_requires_its_file(path: Path) -> None:
     with pytest.raises(SettingsError, match="everlift key create"):
         await Access.open(FileStore(path))
 
 
-async def test_while_the_ledger_is_away_all_stays_as_it_was() -> None:
+async def test_access_is_unchanged_during_a_ledger_outage() -> None:
     class Away(MemoryLedger):
         is_away = False
 

@@ -103,20 +103,20 @@ async def refused(gateway: Gateway, request_id: str = "acme/refused", **fields: 
     return str(refusal.value)
 
 
-async def test_tenants_without_limits_cost_the_ledger_nothing(ledger: Counting) -> None:
+async def test_unlimited_tenants_cause_no_ledger_calls(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway:
         for request_id in ("r", "other/r"):
             await finish(gateway, await gateway.submit(request_id=request_id))
     assert ledger.calls == []
 
 
-async def test_limits_of_one_request_cost_the_ledger_nothing(ledger: Counting) -> None:
+async def test_per_request_limits_cause_no_ledger_calls(ledger: Counting) -> None:
     async with limited(ledger, Limits(max_tokens=5, max_priority=3)) as gateway:
         await finish(gateway, await gateway.submit(request_id=R))
     assert ledger.calls == []
 
 
-async def test_who_is_refused_is_not_in_the_ledger(ledger: Counting) -> None:
+async def test_rate_limited_request_is_not_in_the_ledger(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway:
         await gateway.submit(request_id=R)
         assert await refused(gateway) == "tenant 'acme' has reached its max_concurrent (1)"
@@ -124,14 +124,14 @@ async def test_who_is_refused_is_not_in_the_ledger(ledger: Counting) -> None:
         await gateway.submit(request_id="other/r")
 
 
-async def test_the_next_one_may_come_as_soon_as_the_end_is_seen(ledger: Counting) -> None:
+async def test_slot_is_free_as_soon_as_the_end_is_seen(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway:
         for number in range(20):
             live = await gateway.submit(request_id=f"acme/{number}")
             await finish(gateway, live)
 
 
-async def test_what_is_not_used_is_given_back(ledger: Counting) -> None:
+async def test_unused_tokens_are_refunded(ledger: Counting) -> None:
     async with limited(ledger, TEN) as gateway:
         await finish(gateway, await gateway.submit(request_id=R), "abc")
         assert "tokens_per_minute" in await refused(gateway, max_tokens=4)
@@ -139,7 +139,7 @@ async def test_what_is_not_used_is_given_back(ledger: Counting) -> None:
         assert "tokens_per_minute" in await refused(gateway, max_tokens=1)
 
 
-async def test_all_choices_are_charged_and_given_back(ledger: Counting) -> None:
+async def test_choices_are_all_charged_and_refunded(ledger: Counting) -> None:
     async with limited(ledger, Limits(tokens_per_minute=34)) as gateway:
         live = await gateway.submit(request_id=R, n=4)
         assert "tokens_per_minute" in await refused(gateway, max_tokens=1)
@@ -148,7 +148,7 @@ async def test_all_choices_are_charged_and_given_back(ledger: Counting) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancel", "forget", "reader", "deadline"])
-async def test_every_end_frees_the_slot(ledger: Counting, way: str) -> None:
+async def test_slot_is_freed_by_any_end(ledger: Counting, way: str) -> None:
     async with limited(ledger, ONE) as gateway:
         live = await gateway.submit(timeout_s=0.02 if way == "deadline" else None, request_id=R)
         match way:
@@ -164,7 +164,7 @@ async def test_every_end_frees_the_slot(ledger: Counting, way: str) -> None:
         await gateway.submit(request_id="acme/next")
 
 
-async def test_a_worker_that_fails_it_frees_the_slot(ledger: Counting) -> None:
+async def test_slot_is_freed_when_attempts_are_exhausted(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway:
         live = await gateway.submit(request_id=R)
         for _ in range(CONFIG.max_losses):
@@ -173,7 +173,7 @@ async def test_a_worker_that_fails_it_frees_the_slot(ledger: Counting) -> None:
         await gateway.submit(request_id="acme/next")
 
 
-async def test_who_finds_the_queue_full_pays_nothing(ledger: Counting) -> None:
+async def test_request_rejected_by_a_full_queue_is_not_charged(ledger: Counting) -> None:
     async with limited(ledger, Limits(requests_per_minute=1)) as gateway:
         live = await gateway.submit(request_id=R)
         gateway.requests.refused(session_pb2.Refusal(request_id=R, slug=QueueFull.slug))
@@ -182,7 +182,7 @@ async def test_who_finds_the_queue_full_pays_nothing(ledger: Counting) -> None:
         await gateway.submit(request_id="acme/next")
 
 
-async def test_what_the_ledger_does_not_take_costs_nothing(
+async def test_request_rejected_by_a_full_ledger_is_not_charged(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with limited(ledger, Limits(requests_per_minute=1)) as gateway:
@@ -197,7 +197,7 @@ async def test_what_the_ledger_does_not_take_costs_nothing(
         await gateway.submit(request_id=R)
 
 
-async def test_a_request_that_may_have_been_opened_is_charged(
+async def test_request_whose_open_answer_was_lost_is_charged_once(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer was lost; sent again it is the same one, and charged once."""
@@ -221,9 +221,7 @@ async def test_a_request_that_may_have_been_opened_is_charged(
 
 @pytest.mark.parametrize("is_over", [False, True])
 @pytest.mark.parametrize("at", ["here", "elsewhere"])
-async def test_the_same_request_again_costs_nothing(
-    ledger: Counting, at: str, is_over: bool
-) -> None:
+async def test_duplicate_request_is_not_charged(ledger: Counting, at: str, is_over: bool) -> None:
     limits = Limits(requests_per_minute=2, max_concurrent=2)
     async with limited(ledger, limits) as gateway, limited(ledger, limits, "other") as other:
         live = await gateway.submit(request_id=R)
@@ -237,7 +235,7 @@ async def test_the_same_request_again_costs_nothing(
         await refused(gateway)
 
 
-async def test_a_request_that_is_known_is_not_refused_for_a_limit(ledger: Counting) -> None:
+async def test_known_request_is_not_rate_limited(ledger: Counting) -> None:
     async with limited(ledger, Limits(requests_per_minute=1)) as gateway:
         live = await gateway.submit(request_id=R)
         await finish(gateway, live)
@@ -247,7 +245,7 @@ async def test_a_request_that_is_known_is_not_refused_for_a_limit(ledger: Counti
         assert "requests_per_minute" in await refused(gateway)
 
 
-async def test_another_body_under_a_known_id_costs_nothing(ledger: Counting) -> None:
+async def test_conflicting_request_is_not_charged(ledger: Counting) -> None:
     limits = Limits(requests_per_minute=2, max_concurrent=2)
     async with limited(ledger, limits) as gateway:
         live = await gateway.submit(request_id=R)
@@ -267,7 +265,7 @@ async def adopt(ledger: Counting, dead: Gateway, heir: Gateway) -> LiveRequest:
     return await heir.requests.attach(R)
 
 
-async def test_an_heir_frees_what_it_took_over(ledger: Counting) -> None:
+async def test_heir_frees_the_slot_of_an_adopted_request(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway, limited(ledger, ONE, "heir") as heir:
         await gateway.submit(request_id=R)
         live = await adopt(ledger, gateway, heir)
@@ -276,7 +274,7 @@ async def test_an_heir_frees_what_it_took_over(ledger: Counting) -> None:
         await heir.submit(request_id="acme/next")
 
 
-async def test_who_cancels_what_nobody_has_frees_it(ledger: Counting) -> None:
+async def test_cancel_of_an_ownerless_request_frees_its_slot(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway, limited(ledger, ONE, "other") as other:
         await gateway.submit(request_id=R)
         await ledger.heartbeat(gateway.name, "there:1", 0.0)
@@ -285,7 +283,9 @@ async def test_who_cancels_what_nobody_has_frees_it(ledger: Counting) -> None:
         await other.submit(request_id="acme/next")
 
 
-async def test_what_goes_on_is_held(ledger: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_held_while_its_request_runs(
+    ledger: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quotas, "_HOLD_S", 0.01)
     async with limited(ledger, ONE) as gateway:
         live = await gateway.submit(request_id=R)
@@ -297,7 +297,7 @@ async def test_what_goes_on_is_held(ledger: Counting, monkeypatch: pytest.Monkey
         assert not ledger.slots
 
 
-async def test_an_heir_holds_what_it_took_over(
+async def test_heir_holds_the_slot_of_an_adopted_request(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with limited(ledger, ONE) as gateway:
@@ -308,7 +308,7 @@ async def test_an_heir_holds_what_it_took_over(
             await until(lambda: "hold" in ledger.calls)
 
 
-async def test_ends_are_told_when_the_ledger_is_back(ledger: Counting) -> None:
+async def test_ends_are_settled_when_the_ledger_returns(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway:
         live = await gateway.submit(request_id=R)
         ledger.is_away = True
@@ -319,7 +319,7 @@ async def test_ends_are_told_when_the_ledger_is_back(ledger: Counting) -> None:
         await until(lambda: not ledger.slots)
 
 
-async def test_a_router_that_stops_tells_what_ended(ledger: Counting) -> None:
+async def test_stopping_router_settles_ended_requests(ledger: Counting) -> None:
     gateway = Gateway(ledger, limits_of=lambda tenant: ONE)
     await gateway.submit(request_id=R)
     await gateway.requests.cancel(R)
@@ -328,7 +328,7 @@ async def test_a_router_that_stops_tells_what_ended(ledger: Counting) -> None:
     assert not ledger.slots
 
 
-async def test_a_full_bucket_saves_nothing_up() -> None:
+async def test_full_rate_bucket_accumulates_nothing() -> None:
     clock = Clock()
     ledger = MemoryLedger(clock)
     charges = (Charge(f"acme/{number}", 0, 10, tokens_per_minute=10) for number in range(9))

@@ -24,7 +24,7 @@ def shown(*messages: Any) -> list[Any]:
     return shown_messages(list(messages))
 
 
-def test_texts_stay_and_parts_become_one_text() -> None:
+def test_content_parts_are_joined_into_one_text() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
     assert shown({"role": "system", "content": "be brief"}, {"role": "user", "content": parts}) == [
@@ -48,13 +48,13 @@ def test_null_and_echoed_fields_do_not_reach_the_template() -> None:
     assert shown(answer) == [{"role": "assistant", "content": "yes"}]
 
 
-def test_the_type_that_lm_eval_gives_a_message_is_not_shown() -> None:
+def test_message_type_of_lm_eval_is_dropped() -> None:
     assert shown({"role": "user", "content": "hi", "type": "text"}) == [
         {"role": "user", "content": "hi"}
     ]
 
 
-def test_arguments_become_objects_and_results_know_their_function() -> None:
+def test_tool_arguments_become_objects_and_results_get_names() -> None:
     messages = shown(
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call('{"city": "Bern"}', index=0)]},
@@ -83,13 +83,13 @@ def test_arguments_become_objects_and_results_know_their_function() -> None:
         ('{"a": NaN}', '{"a": NaN}'),
     ],
 )
-def test_arguments(given: Any, expected: Any) -> None:
+def test_tool_call_arguments_are_parsed_where_valid(given: Any, expected: Any) -> None:
     [message] = shown({"role": "assistant", "tool_calls": [call(given)]})
 
     assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
-def test_an_answer_may_be_empty() -> None:
+def test_assistant_message_may_be_empty() -> None:
     assert shown({"role": "assistant"}) == [{"role": "assistant", "content": ""}]
 
 
@@ -113,7 +113,7 @@ def test_assistant_without_content_has_empty_content(
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
-def test_assistant_refusal_is_content_without_content(content: Any) -> None:
+def test_assistant_refusal_replaces_missing_content(content: Any) -> None:
     refused = {"role": "assistant", "refusal": "I cannot.", **content}
 
     assert shown(refused) == [{"role": "assistant", "content": "I cannot."}]
@@ -122,7 +122,7 @@ def test_assistant_refusal_is_content_without_content(content: Any) -> None:
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
 @pytest.mark.parametrize("content", [{}, {"content": None}])
-def test_other_roles_must_have_content(role: str, content: Any) -> None:
+def test_non_assistant_roles_require_content(role: str, content: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content must be a text"):
         shown({"role": role, "tool_call_id": "c1", **content})
 
@@ -221,7 +221,7 @@ def test_reasoning_is_shown(key: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_its_place(
+def test_malformed_messages_are_rejected_with_their_path(
     messages: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -231,7 +231,7 @@ def test_what_is_wrong_is_refused_by_its_place(
     assert type(caught.value) is error
 
 
-def test_depth_of_what_a_client_sends_is_bounded() -> None:
+def test_message_nesting_depth_is_bounded() -> None:
     deep: Any = "x"
     for _ in range(100_000):
         deep = [deep]
@@ -240,7 +240,7 @@ def test_depth_of_what_a_client_sends_is_bounded() -> None:
         shown({"role": "user", "content": deep})
 
 
-def test_switches_of_a_template_may_be_set() -> None:
+def test_template_variables_may_be_set() -> None:
     given = {"enable_thinking": False, "reasoning_effort": "low", "thinking_budget": 3}
 
     assert checked(given) == given
@@ -264,14 +264,14 @@ def test_switches_of_a_template_may_be_set() -> None:
         ({"a": "x" * 5000}, "bytes"),
     ],
 )
-def test_other_variables_are_refused(given: Any, words: str) -> None:
+def test_template_variables_reserved_or_invalid_are_rejected(given: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(given)
 
     assert words in str(caught.value)
 
 
-def test_no_variable_has_the_name_of_what_transformers_or_jinja_know() -> None:
+def test_template_variables_exclude_transformers_and_jinja_names() -> None:
     """CVE-2025-62426 and CVE-2025-61620: such names chose what the server did, or the template."""
     functions = (
         PreTrainedTokenizerBase.apply_chat_template,

@@ -74,7 +74,9 @@ def marked(call: str) -> str:
         (f"<<tool_call>{CALL}", ["<", SEARCH]),
     ],
 )
-def test_hermes(text: str, expected: list[str | tuple[str, str]]) -> None:
+def test_hermes_output_is_split_into_content_and_calls(
+    text: str, expected: list[str | tuple[str, str]]
+) -> None:
     assert read(text, HERMES) == ([text] if expected == ["all of it"] else expected)
 
 
@@ -95,11 +97,13 @@ def test_hermes(text: str, expected: list[str | tuple[str, str]]) -> None:
         (f'{CALL}; {{"name": "wea', [SEARCH]),
     ],
 )
-def test_llama3(text: str, expected: list[str | tuple[str, str]]) -> None:
+def test_llama3_output_is_split_into_content_and_calls(
+    text: str, expected: list[str | tuple[str, str]]
+) -> None:
     assert read(text, LLAMA3) == expected
 
 
-def test_arguments_stream_as_they_come_and_escapes_come_whole() -> None:
+def test_arguments_are_streamed_with_whole_escapes() -> None:
     parser = USE.parser(HERMES, "request", 0)
     begins = CallBegins(0, call_id("request", 0, 0), "weather")
 
@@ -125,14 +129,14 @@ def test_incomplete_character_is_sent_with_what_follows() -> None:
     assert parser.feed('"') == [Arguments(0, '\\ud83d"')]
 
 
-def test_content_is_told_at_once_where_it_cannot_become_a_call() -> None:
+def test_content_that_cannot_become_a_call_is_sent_at_once() -> None:
     parser = USE.parser(HERMES, "request", 0)
 
     assert parser.feed("Well, 1 <") == [Content("Well, 1")]
     assert parser.feed(" 2") == [Content(" < 2")]
 
 
-def test_what_cannot_be_a_call_is_told_with_the_key_that_shows_it() -> None:
+def test_non_call_is_sent_as_content_at_its_first_wrong_key() -> None:
     parser = USE.parser(HERMES, "request", 0)
 
     assert parser.feed('<tool_call>{"thought') == []
@@ -140,7 +144,7 @@ def test_what_cannot_be_a_call_is_told_with_the_key_that_shows_it() -> None:
     assert parser.feed(': "') == [Content(': "')]
 
 
-def test_a_key_may_be_all_escapes() -> None:
+def test_call_key_may_be_fully_escaped() -> None:
     escaped = "".join(f"\\u{ord(char):04x}" for char in "parameters")
 
     assert read(marked(f'{{"name": "search", "{escaped}": {{"a": 1}}}}'), HERMES) == [SEARCH]
@@ -175,7 +179,7 @@ NESTED = '<tool_call>{"id":[' * 10 + "]" * 40
         (NESTED * 100, 8),
     ],
 )
-def test_each_character_is_read_a_few_times_whatever_the_text_is(text: str, at_most: int) -> None:
+def test_parser_reads_each_character_a_bounded_number_of_times(text: str, at_most: int) -> None:
     parser = USE.parser(HERMES, "request", 0)
     assert isinstance(parser, CallParser)
     parser._unread = counted = Counted()
@@ -184,13 +188,13 @@ def test_each_character_is_read_a_few_times_whatever_the_text_is(text: str, at_m
     assert counted.num_taken <= at_most * len(text)
 
 
-def test_a_call_behind_a_long_one_that_failed_is_read() -> None:
+def test_call_after_a_long_failed_one_is_parsed() -> None:
     failed = f'<tool_call>{{"arguments": {{"a": "{"x" * 1000}"}}, "name": 3'
 
     assert read(failed + marked(CALL), HERMES) == [failed, SEARCH]
 
 
-def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
+def test_parser_reads_one_call_if_not_parallel() -> None:
     use = ToolUse.of(TOOLS, "auto", False)
 
     assert read(f"Well. {marked(CALL)} {marked(OTHER)} more", HERMES, use) == ["Well.", SEARCH]
@@ -207,7 +211,7 @@ def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
         ("[", []),
     ],
 )
-def test_calls_that_had_to_be(text: str, expected: list[str | tuple[str, str]]) -> None:
+def test_required_calls_are_parsed(text: str, expected: list[str | tuple[str, str]]) -> None:
     assert read(text, None, ToolUse.of(TOOLS, "required", True)) == expected
 
 
@@ -221,18 +225,20 @@ def test_calls_that_had_to_be(text: str, expected: list[str | tuple[str, str]]) 
         ("no", ["no"]),
     ],
 )
-def test_arguments_of_the_named_function(text: str, expected: list[str | tuple[str, str]]) -> None:
+def test_named_function_arguments_are_parsed(
+    text: str, expected: list[str | tuple[str, str]]
+) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
 
     assert read(text, None, ToolUse.of(TOOLS, named, True)) == expected
 
 
 @pytest.mark.parametrize("use", [ToolUse.of(TOOLS, "none", True), ToolUse.of(None, None, True)])
-def test_without_tools_everything_is_content(use: ToolUse) -> None:
+def test_output_without_tools_is_all_content(use: ToolUse) -> None:
     assert read(marked(CALL), HERMES, use) == [marked(CALL)]
 
 
-def test_ids_of_calls_are_the_same_again_and_no_others() -> None:
+def test_call_ids_are_stable_and_unique() -> None:
     ids = [
         call_id(request, choice, index)
         for request in ("a", "b")

@@ -32,7 +32,7 @@ def allows(use: ToolUse, text: str, form: Any = HERMES) -> bool:
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
-def test_a_template_is_shown_what_is_the_models_to_know() -> None:
+def test_shown_tools_have_parameters_and_no_strict() -> None:
     function = {key: value for key, value in TOOLS[0]["function"].items() if key != "strict"}
 
     assert USE.shown == [
@@ -52,7 +52,9 @@ def test_a_template_is_shown_what_is_the_models_to_know() -> None:
         (None, None, Choice.NONE),
     ],
 )
-def test_choices(tools: Any, tool_choice: Any, choice: Choice) -> None:
+def test_tool_choice_decides_shown_tools_and_grammar(
+    tools: Any, tool_choice: Any, choice: Choice
+) -> None:
     use = ToolUse.of(tools, tool_choice, True)
 
     assert use.choice is choice
@@ -84,7 +86,7 @@ def test_choices(tools: Any, tool_choice: Any, choice: Choice) -> None:
         ([], NAMED, "tools must have at least one tool"),
     ],
 )
-def test_what_is_wrong_is_refused(tools: Any, tool_choice: Any, words: str) -> None:
+def test_malformed_tools_are_rejected(tools: Any, tool_choice: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ToolUse.of(tools, tool_choice, True)
 
@@ -115,13 +117,13 @@ def deep(levels: int) -> Any:
         [tool(parameters=deep(100_000))],
     ],
 )
-def test_too_much_is_refused(tools: Any) -> None:
+def test_tools_beyond_limits_are_rejected(tools: Any) -> None:
     with pytest.raises(OutOfRange):
         ToolUse.of(tools, None, True)
 
 
 @pytest.mark.parametrize(("form", "key"), [(HERMES, "arguments"), (LLAMA3, "parameters")])
-def test_required_calls_are_kept_to_the_tools(form: Any, key: str) -> None:
+def test_required_calls_are_constrained_to_the_tools(form: Any, key: str) -> None:
     use = ToolUse.of(TOOLS, "required", True)
     weather = f'{{"name": "weather", "{key}": {{"city": "Bern", "days": 2}}}}'
     search = f'{{"name": "search", "{key}": {{}}}}'
@@ -139,7 +141,7 @@ def test_required_calls_are_kept_to_the_tools(form: Any, key: str) -> None:
     assert not allows(use, f"Well: [{search}]", form)
 
 
-def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
+def test_tool_grammar_allows_one_call_if_not_parallel() -> None:
     search = '{"name": "search", "arguments": {}}'
     use = ToolUse.of(TOOLS, "required", False)
 
@@ -147,7 +149,7 @@ def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
     assert not allows(use, f"[{search}, {search}]")
 
 
-def test_a_named_function_gets_its_arguments_alone() -> None:
+def test_named_function_grammar_allows_only_its_arguments() -> None:
     use = ToolUse.of(TOOLS, NAMED, True)
 
     assert allows(use, '{"city": "Bern"}')
@@ -157,7 +159,7 @@ def test_a_named_function_gets_its_arguments_alone() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_references_in_a_schema_lead_to_its_own_root(choice: Any) -> None:
+def test_schema_references_resolve_to_their_own_root(choice: Any) -> None:
     node = {
         "type": "object",
         "properties": {"default": {"$ref": "#/$defs/n"}, "next": {"$ref": "#"}},
@@ -187,7 +189,7 @@ def test_required_calls_allow_an_id_at_the_root_of_parameters(choice: Any) -> No
     assert not allows(use, written % '{"n": "1"}')
 
 
-def test_too_large_schemas_are_refused_if_a_grammar_is_needed() -> None:
+def test_large_tool_schemas_are_rejected_if_grammar_is_needed() -> None:
     tools = [tool(name=f"f{i}", parameters={"title": "x" * 40_000}) for i in range(3)]
 
     assert ToolUse.of(tools, "auto", True).grammar(HERMES) is None
@@ -205,12 +207,12 @@ def test_tools_of_an_unknown_format_need_a_grammar() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"template_timeout": 0.0}, {"template_processes": 0}])
-def test_settings_that_would_render_nothing_are_refused(setting: Any) -> None:
+def test_template_settings_that_render_nothing_are_rejected(setting: Any) -> None:
     with pytest.raises(ValueError, match="template"):
         RouterConfig(**setting)
 
 
-def test_formats_show_in_templates() -> None:
+def test_tool_format_is_detected_from_the_template() -> None:
     assert tool_format("auto", chat_support.HERMES) is HERMES
     assert tool_format("auto", chat_support.LLAMA3) is LLAMA3
     assert tool_format("auto", chat_support.MISTRAL) is None

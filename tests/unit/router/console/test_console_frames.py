@@ -32,7 +32,7 @@ class Page:
         return json.loads(text)
 
 
-def test_the_first_frame_tells_all_and_the_next_what_has_changed() -> None:
+def test_frame_is_complete_first_and_then_incremental() -> None:
     cluster = FakeCluster([link("a"), link("b")])
     page = Page(cluster.snapshot())
     first = page.frame(1.0)
@@ -43,7 +43,7 @@ def test_the_first_frame_tells_all_and_the_next_what_has_changed() -> None:
     assert set(page.frame(3.0)) == {"at", "totals", "queue"}
 
 
-def test_a_request_that_loses_its_worker_is_seen_to_go_on() -> None:
+def test_frame_shows_the_transfer_after_a_worker_loss() -> None:
     cluster = FakeCluster([link("a"), link("b")])
     cluster.links[0].seat("r")
     page = Page(cluster.snapshot())
@@ -83,7 +83,7 @@ def test_request_tenants_are_shown_to_tenant_and_admins() -> None:
     assert names == [everybodys, everybodys, {"1": "r"}, None]
 
 
-def test_rights_that_are_taken_away_end_with_the_next_frame() -> None:
+def test_revoked_rights_end_with_the_next_frame() -> None:
     cluster = FakeCluster([link("a")])
     cluster.links[0].seat("acme/r")
     page = Page(cluster.snapshot(), ADMIN)
@@ -95,7 +95,7 @@ def test_rights_that_are_taken_away_end_with_the_next_frame() -> None:
     assert later["seats"] and "names" not in later
 
 
-def test_who_waits_is_told_by_class_and_each_tenant_sees_its_own() -> None:
+def test_queue_is_shown_by_class_and_by_visible_tenant() -> None:
     cluster = FakeCluster(queued=5)
     cluster.queue_estimate.waits.add(priority=1, wait_s=0.5)
     cluster.queue_estimate.waits.add(priority=0, wait_s=0.0)
@@ -130,7 +130,7 @@ def test_who_waits_is_told_by_class_and_each_tenant_sees_its_own() -> None:
     assert seen == [["other", "acme"], ["acme"]]
 
 
-def test_what_a_leader_said_long_ago_says_nothing() -> None:
+def test_stale_leader_report_is_ignored() -> None:
     cluster = FakeCluster(queued=5)
     snapshot = cluster.snapshot()
     snapshot.load = report(age_s=6.0, queued=9)
@@ -138,7 +138,7 @@ def test_what_a_leader_said_long_ago_says_nothing() -> None:
     assert (queue["is_known"], queue["queued"]) == (False, 5)
 
 
-def test_latencies_and_errors_are_those_of_late() -> None:
+def test_latencies_and_errors_are_recent_ones() -> None:
     cluster = FakeCluster(failed={"queue_full": 2})
     page = Page(cluster.snapshot())
     page.frame(1.0)
@@ -149,7 +149,7 @@ def test_latencies_and_errors_are_those_of_late() -> None:
     assert frame["errors"] == [["queue_full", 5, 0]]
 
 
-def test_who_comes_later_is_told_the_last_five_minutes_once() -> None:
+def test_later_viewer_is_sent_the_history_once() -> None:
     cluster = FakeCluster()
     snapshot = cluster.snapshot()
     first = Page(snapshot)
@@ -182,7 +182,7 @@ def test_events_are_ordered_and_kept_for_later_viewers() -> None:
     assert len(Page(snapshot).frame(3.0)["happened"]) == 6
 
 
-def test_preemptions_are_told_as_a_number_every_five_seconds() -> None:
+def test_preemptions_are_summed_every_five_seconds() -> None:
     cluster = FakeCluster([link("a")])
     page = Page(cluster.snapshot())
     told = []
@@ -192,7 +192,7 @@ def test_preemptions_are_told_as_a_number_every_five_seconds() -> None:
     assert told == [(1.0, 10), (6.0, 50)]
 
 
-def test_a_thousand_workers_and_ten_thousand_waiting_are_few_bytes() -> None:
+def test_frame_size_is_bounded_for_a_large_cluster() -> None:
     """A frame's size has a bound, whatever runs and waits: 8 lanes of 256 slots in all of the
     first, and in the next ones those that changed."""
     cluster = FakeCluster([link(f"{number:016x}", 256) for number in range(1000)], queued=10_000)

@@ -54,7 +54,7 @@ class Alone:
         (0.0, 1.0, 50),
     ],
 )
-def test_a_busy_router_is_looked_at_as_often(
+def test_console_refresh_rate_is_bounded_by_its_cpu_time(
     cpu_s: float, wall_s: float, num_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, nobody = Clock(), cast("Any", None)

@@ -15,14 +15,14 @@ from router.console.workers import MOST_CELLS, cells, names, row, summary
 from tests.support.router.console_support import link
 
 
-def test_a_quantile_is_linear_within_its_bucket() -> None:
+def test_quantile_is_linear_within_its_bucket() -> None:
     bounds, cumulative = (1.0, 2.0, 4.0, inf), (0, 10, 30, 30)
     assert [quantile(bounds, cumulative, part) for part in (0.1, 1 / 3, 2 / 3, 1.0)] == [
         *(pytest.approx(1.3), pytest.approx(2.0), pytest.approx(3.0), pytest.approx(4.0))
     ]
 
 
-def test_beyond_the_last_bound_nothing_is_known_but_that() -> None:
+def test_quantile_is_capped_at_the_last_bound() -> None:
     assert quantile((1.0, inf), (1, 10), 0.99) == 1.0
 
 
@@ -53,7 +53,7 @@ def test_failures_are_counted_for_five_minutes() -> None:
     assert failures.recent(300.0) == [Failed("no_worker", 3, 200.0), Failed("queue_full", 1, 200.0)]
 
 
-def test_a_rate_needs_two_looks_a_second_apart() -> None:
+def test_rate_needs_two_samples_a_second_apart() -> None:
     rates = Rates()
     assert [rates.of("a", tokens, now) for tokens, now in ((10, 0.0), (50, 0.5), (90, 1.0))] == [
         *(0.0, 0.0, 80.0)
@@ -64,7 +64,7 @@ def test_a_rate_needs_two_looks_a_second_apart() -> None:
     assert rates.of("a", 200, 5.0) == 0.0
 
 
-def test_more_workers_than_cells_share_them() -> None:
+def test_cells_are_shared_by_excess_workers() -> None:
     links = [link(f"w{number:05}") for number in range(2 * MOST_CELLS + 1)]
     links[3].is_up = False
     for each in links:
@@ -87,7 +87,7 @@ def test_cached_tokens_are_summed_over_present_workers() -> None:
     assert (found["prompt_tokens"], found["prefix_hit_tokens"]) == (200, 10)
 
 
-def test_lanes_come_by_themselves_and_stay_where_they_are() -> None:
+def test_lanes_are_assigned_automatically_and_stay_fixed() -> None:
     lanes = Lanes(None)
     lanes.update(["a", "b"], 0.0)
     lanes.update(["b", "c"], 1.0)
@@ -98,7 +98,7 @@ def test_lanes_come_by_themselves_and_stay_where_they_are() -> None:
     assert lanes.worker_ids == ["g", "b", "c", "d", "e", "f"]
 
 
-def test_chosen_lanes_are_those_that_were_asked_for_and_no_more() -> None:
+def test_chosen_lanes_are_deduplicated_and_limited() -> None:
     lanes = Lanes(["a", "a", *map(str, range(20))])
     lanes.update(["z"], 0.0)
     assert lanes.worker_ids == ["a", *map(str, range(7))]
@@ -117,7 +117,7 @@ def counts(router_id: str, completed: int, ttft: tuple[int, int], **failures: in
     return Counts(router_id=router_id, completed=completed, latencies=latencies, failures=failures)
 
 
-def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
+def test_aggregates_count_each_router_from_its_first_report() -> None:
     aggregates = Aggregates("a", {"ttft": (1.0, inf)})
     aggregates.note(counts("a", 5, (10, 10), queue_full=1), 0.0)
     aggregates.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
@@ -134,7 +134,7 @@ def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
     assert aggregates.totals()["completed"] == 6
 
 
-def test_buckets_of_another_release_say_nothing() -> None:
+def test_aggregates_ignore_buckets_of_another_release() -> None:
     aggregates = Aggregates("a", {"ttft": (1.0, inf)})
     for number in range(2):
         other = counts("b", number, (0, 0))

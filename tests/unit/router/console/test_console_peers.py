@@ -60,19 +60,21 @@ async def counts(cluster: Cluster) -> tuple[list[str], int]:
     return [each.router_id for each in heard], num_silent
 
 
-async def test_an_address_with_two_leases_is_asked_once() -> None:
+async def test_peers_ask_an_address_with_two_leases_once() -> None:
     cluster = Cluster({"me": "a:1", "b": "b:1", "c": SILENT, "c again": SILENT, "b again": "b:1"})
     assert await counts(cluster) == (["b:1"], 1)
     assert sorted(cluster.asked) == [SILENT, "b:1"]
 
 
-async def test_who_had_its_address_before_is_not_asked_in_its_place() -> None:
+async def test_peers_skip_earlier_leases_of_their_own_address() -> None:
     cluster = Cluster({"me": "a:1", "me before": "a:1"})
     assert await counts(cluster) == ([], 0)
     assert not cluster.asked
 
 
-async def test_what_nobody_foresaw_ends_no_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_console_keeps_asking_peers_after_an_unexpected_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(console, "_ASK_S", 0)
     heard_again = asyncio.Event()
 

@@ -19,7 +19,7 @@ def told(age_s: float, *changes: ScalingChange) -> Any:
     return described(report(age_s, *changes), now=1000.0)
 
 
-def test_what_is_wanted_and_why_and_the_changes_by_their_moments() -> None:
+def test_scaling_section_has_target_reason_and_changes() -> None:
     change = ScalingChange(ago_s=19.0, before=1, workers=3, reason="requests would wait 7.0 s")
     assert told(1.0, change) == {
         "late_s": None,
@@ -37,5 +37,5 @@ def test_silent_autoscaler_is_late_and_gone_after_an_hour() -> None:
     assert told(3601.0) is None
 
 
-def test_number_of_workers_is_fixed_without_a_report() -> None:
+def test_scaling_section_is_absent_without_a_report() -> None:
     assert described(None, now=1000.0) is None

@@ -31,7 +31,7 @@ def transfers(news: News) -> list[tuple[str, Cause, Seat, Seat, float]]:
     return [(it.request_id, it.cause, it.source, it.target, it.left_at) for it in news.transfers]
 
 
-def test_who_boards_prefills_decodes_and_leaves_is_told_once() -> None:
+def test_slot_grid_reports_each_phase_change_once() -> None:
     grid = SlotGrid()
     assert grid.update({"a": EMPTY}, 0.0) == News()
     boarded = grid.update({"a": worker("r", phase=Phase.PREFILL)}, 1.0)
@@ -41,13 +41,13 @@ def test_who_boards_prefills_decodes_and_leaves_is_told_once() -> None:
     assert grid.update({"a": EMPTY}, 4.0) == News([Change(A0, 0, Phase.EMPTY)])
 
 
-def test_another_one_in_the_slot_needs_no_empty_one_between() -> None:
+def test_slot_reassignment_needs_no_empty_state() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r")}, 0.0)
     assert grid.update({"a": worker("s")}, 1.0).changes == [Change(A0, 2, Phase.DECODE)]
 
 
-def test_a_lost_workers_requests_go_on_elsewhere() -> None:
+def test_transfer_after_a_worker_loss_is_reported() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
     lost = grid.update({"a": LOST, "b": EMPTY}, 1.0)
@@ -57,7 +57,7 @@ def test_a_lost_workers_requests_go_on_elsewhere() -> None:
     ]
 
 
-def test_a_draining_worker_is_the_cause_and_else_it_was_moved() -> None:
+def test_transfer_cause_is_a_drain_or_else_a_move() -> None:
     for source, cause in (
         (replace(EMPTY, is_draining=True), Cause.WORKER_DRAINED),
         (EMPTY, Cause.MOVED),
@@ -86,14 +86,14 @@ def test_returning_request_was_preempted_if_its_worker_preempted() -> None:
     assert transfers(back) == [("r", Cause.PREEMPTED, A0, A1, 1.0)]
 
 
-def test_the_next_choice_of_a_request_is_no_transfer() -> None:
+def test_next_choice_of_a_request_is_no_transfer() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r")}, 0.0)
     assert not grid.update({"a": worker("", "r")}, 1.0).transfers
     assert not grid.update({"a": worker("r", "r")}, 2.0).transfers
 
 
-def test_a_request_is_looked_for_for_two_minutes_and_keeps_its_key() -> None:
+def test_departed_request_keeps_its_key_for_two_minutes() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
     grid.update({"a": EMPTY, "b": EMPTY}, 1.0)
@@ -104,7 +104,7 @@ def test_a_request_is_looked_for_for_two_minutes_and_keeps_its_key() -> None:
     assert again == News([Change(A0, 2, Phase.DECODE)], requests={2: "r"})
 
 
-def test_who_comes_back_is_named_again() -> None:
+def test_returning_request_is_named_again() -> None:
     """A page forgets the names of those that it does not show."""
     grid = SlotGrid()
     grid.update({"a": worker("r", preemptions=4)}, 0.0)
@@ -113,7 +113,7 @@ def test_who_comes_back_is_named_again() -> None:
     assert back.requests == {1: "r"} and back.transfers
 
 
-def test_what_is_kept_of_those_that_left_is_bounded() -> None:
+def test_departed_request_traces_are_bounded() -> None:
     grid = SlotGrid()
     for number in range(5000):
         grid.update({"a": worker(f"r{number}")}, float(number) / 50)
@@ -121,7 +121,7 @@ def test_what_is_kept_of_those_that_left_is_bounded() -> None:
     assert not grid.update({"a": worker("r0")}, 100.0).transfers
 
 
-def test_a_choice_whose_sibling_left_long_ago_is_still_known() -> None:
+def test_choice_keeps_its_key_after_its_sibling_left() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r", "r", phase=Phase.PREFILL)}, 0.0)
     grid.update({"a": worker("r", phase=Phase.PREFILL)}, 1.0)

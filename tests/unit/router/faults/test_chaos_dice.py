@@ -19,12 +19,12 @@ def throws(seed: int, times: int, every_s: float = 2.0) -> list[Happening | None
     return [dice.throw(at * every_s, WORKERS) for at in range(times)]
 
 
-def test_the_same_seed_makes_the_same_faults() -> None:
+def test_dice_repeat_faults_for_the_same_seed() -> None:
     assert throws(1, 50) == throws(1, 50)
     assert throws(1, 50) != throws(2, 50)
 
 
-def test_every_fault_comes_and_every_cluster_takes_it() -> None:
+def test_dice_throw_every_fault_in_valid_form() -> None:
     seen = set()
     for seed in range(20):
         for happening in throws(seed, 20):
@@ -38,7 +38,7 @@ def test_every_fault_comes_and_every_cluster_takes_it() -> None:
 
 @settings(max_examples=examples(50))
 @given(st.integers(0, 1 << 32), st.floats(0.1, 10.0))
-def test_one_worker_is_always_spared(seed: int, every_s: float) -> None:
+def test_dice_always_spare_one_worker(seed: int, every_s: float) -> None:
     """As nobody starts another worker: those that are killed or drained stay so."""
     dice, ends = Dice(seed), dict.fromkeys(WORKERS, 0.0)
     for step in range(60):
@@ -57,7 +57,7 @@ def _end(happening: Happening, now: float) -> float:
     return now + fault.seconds
 
 
-def test_where_only_workers_are_struck_the_last_one_ends_the_game() -> None:
+def test_dice_throw_nothing_if_only_one_worker_is_left() -> None:
     dice = Dice(1, ["kill worker"])
     assert {dice.throw(0.0, WORKERS).target for _ in range(2)} < {*WORKERS}  # type: ignore[union-attr]
     assert dice.throw(0.0, WORKERS) is None

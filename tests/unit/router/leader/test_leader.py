@@ -163,7 +163,7 @@ async def opened(ledger: MemoryLedger, request_id: str, gateway: str) -> None:
     await ledger.open(request, gateway)
 
 
-async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader) -> None:
+async def test_leader_refuses_only_new_requests_when_full(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     for request_id in ("a", "b", "c"):
         gateway.enqueue(request_id)
@@ -173,7 +173,7 @@ async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader)
     assert leader.queued == 3
 
 
-async def test_who_makes_room_in_a_full_queue_is_told_so_by_its_own_line(leader: Leader) -> None:
+async def test_shed_request_is_reported_to_its_own_gateway(leader: Leader) -> None:
     low, high = Gateway(leader, "low"), Gateway(leader, "high")
     for request_id in ("a", "b"):
         low.enqueue(request_id)
@@ -182,7 +182,7 @@ async def test_who_makes_room_in_a_full_queue_is_told_so_by_its_own_line(leader:
     assert [it.slug for message in low.heard for it in message.refusals] == ["shed"]
 
 
-async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
+async def test_leader_sends_queue_estimate_to_gateways(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", priority=3)
     waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
@@ -190,7 +190,7 @@ async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
     await until(lambda: queue_estimate in [it for m in gateway.heard for it in m.queue_estimates])
 
 
-async def test_who_has_waited_for_too_long_leaves(ledger: FlakyLedger) -> None:
+async def test_leader_refuses_request_after_queue_ttl(ledger: FlakyLedger) -> None:
     leader = Leader(replace(CONFIG, queue_ttl=0.3), "router", "here:1", ledger)
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)
@@ -207,7 +207,7 @@ def arriving(arrived: float) -> session_pb2.Waiting:
     return session_pb2.Waiting(request_id="new", arrived=arrived, prompt_tokens=3, choices=1)
 
 
-async def test_who_need_not_wait_is_opened_as_dispatched(
+async def test_reserved_request_is_opened_as_dispatched(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     leader.on_heartbeat(Membership(now() + 500.0, "router", "here:1", 1, 0))
@@ -227,7 +227,7 @@ async def test_who_need_not_wait_is_opened_as_dispatched(
     await until(lambda: gateway.told("dispatched") == ["waits"])
 
 
-async def test_what_was_given_back_is_the_next_one_s(leader: Leader) -> None:
+async def test_cancelled_reservation_frees_its_room(leader: Leader) -> None:
     Gateway(leader, "g")
     leader.worker_up(session_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, num_blocks=100))
     say(leader, num_running=1)
@@ -239,7 +239,7 @@ async def test_what_was_given_back_is_the_next_one_s(leader: Leader) -> None:
     assert leader.reserve("g", arriving) is not None
 
 
-async def test_a_new_tenure_knows_nothing_of_what_was_reserved(leader: Leader) -> None:
+async def test_new_tenure_invalidates_reservations(leader: Leader) -> None:
     Gateway(leader, "g")
     give_it_a_worker(leader)
     reservation = leader.reserve("g", arriving)
@@ -248,14 +248,14 @@ async def test_a_new_tenure_knows_nothing_of_what_was_reserved(leader: Leader) -
     assert not reservation.begun()
 
 
-async def test_while_the_ledger_is_told_again_nobody_begins(leader: Leader) -> None:
+async def test_reserve_fails_while_ledger_is_being_restored(leader: Leader) -> None:
     Gateway(leader, "g", generation="before")
     give_it_a_worker(leader)
     leader.on_heartbeat(Membership(now(), "router", "here:1", 1, 0, generation="after"))
     assert leader.reserve("g", arriving) is None
 
 
-async def test_the_work_there_is_lies_in_the_ledger(leader: Leader, ledger: FlakyLedger) -> None:
+async def test_leader_writes_its_load_to_the_ledger(leader: Leader, ledger: FlakyLedger) -> None:
     Gateway(leader, "g").enqueue("a", predicted_tokens=9)
     async with asyncio.timeout(10.0):
         while (report := await ledger.load()) is None or report.load.queued != 1:
@@ -264,7 +264,7 @@ async def test_the_work_there_is_lies_in_the_ledger(leader: Leader, ledger: Flak
     assert report.load.term == ledger.terms[-1]
 
 
-async def test_who_lost_a_request_hears_of_it_and_cannot_withdraw_it(leader: Leader) -> None:
+async def test_replaced_gateway_gets_stale_and_cannot_withdraw(leader: Leader) -> None:
     old, new = Gateway(leader, "old"), Gateway(leader, "new")
     old.enqueue("r")
     new.enqueue("r")
@@ -273,7 +273,7 @@ async def test_who_lost_a_request_hears_of_it_and_cannot_withdraw_it(leader: Lea
     assert leader.queued == 1
 
 
-async def test_who_withdraws_what_waits_is_told_of_its_stay(leader: Leader) -> None:
+async def test_withdrawal_reports_queue_wait_once(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("r")
     gateway.withdraw("r")
@@ -281,7 +281,7 @@ async def test_who_withdraws_what_waits_is_told_of_its_stay(leader: Leader) -> N
     assert gateway.told("withdrawn") == ["r"]
 
 
-async def test_a_dispatch_is_told_to_whom_the_ledger_names(
+async def test_dispatch_is_sent_to_the_gateway_in_the_ledger(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     mistaken, owner = Gateway(leader, "mistaken"), Gateway(leader, "owner")
@@ -293,7 +293,7 @@ async def test_a_dispatch_is_told_to_whom_the_ledger_names(
     assert not mistaken.told("dispatched")
 
 
-async def test_a_gateway_that_hung_up_is_told_nothing_more(leader: Leader) -> None:
+async def test_disconnected_gateway_is_dropped_and_ignored(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("r")
     leader._lines.disconnect("g", gateway.send)
@@ -302,7 +302,7 @@ async def test_a_gateway_that_hung_up_is_told_nothing_more(leader: Leader) -> No
     assert leader.queued == 0
 
 
-async def test_a_gateway_that_comes_again_is_not_disturbed_by_its_old_line(leader: Leader) -> None:
+async def test_reconnected_gateway_survives_old_line_disconnect(leader: Leader) -> None:
     old = Gateway(leader, "g")
     old.enqueue("before")
     again = Gateway(leader, "g")
@@ -314,7 +314,7 @@ async def test_a_gateway_that_comes_again_is_not_disturbed_by_its_old_line(leade
 # who leads
 
 
-async def test_a_paused_leader_is_fenced_off_and_loses_nothing(ledger: FlakyLedger) -> None:
+async def test_paused_leader_is_fenced_without_losing_requests(ledger: FlakyLedger) -> None:
     async with running(ledger, "old") as old:
         await until(lambda: old.is_leading)
         gateway = Gateway(old, "g")
@@ -335,7 +335,7 @@ async def test_a_paused_leader_is_fenced_off_and_loses_nothing(ledger: FlakyLedg
         assert not gateway.told("dispatched")
 
 
-async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
+async def test_campaign_starts_at_once_if_there_is_no_leader(
     ledger: FlakyLedger,
 ) -> None:
     await ledger.lead("old", "there:1", 1, lease_s=1000.0)
@@ -349,7 +349,7 @@ async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
         await until(lambda: leader.is_leading)
 
 
-async def test_leader_that_stands_back_leads_again_only_alone(
+async def test_stand_back_yields_lead_while_another_replica_runs(
     ledger: FlakyLedger,
 ) -> None:
     async with running(ledger, "old") as old:
@@ -369,7 +369,7 @@ async def test_leader_that_stands_back_leads_again_only_alone(
         assert old._lease.term != term
 
 
-async def test_unanswered_campaign_is_repeated_under_its_term(
+async def test_unanswered_campaign_is_retried_with_the_same_term(
     ledger: FlakyLedger,
 ) -> None:
     """Under another one it would be refused until its own lease is over."""
@@ -382,7 +382,7 @@ async def test_unanswered_campaign_is_repeated_under_its_term(
         assert len(set(ledger.terms)) == 2
 
 
-async def test_leader_that_slept_through_a_term_starts_anew(
+async def test_leader_resets_its_state_after_a_missed_term(
     ledger: FlakyLedger,
 ) -> None:
     """It would go on with the queue of before."""
@@ -398,7 +398,7 @@ async def test_leader_that_slept_through_a_term_starts_anew(
         assert ledger._term == old._lease.term
 
 
-async def test_a_leader_goes_on_though_the_ledger_forgot_that_anybody_led(
+async def test_leader_continues_if_ledger_lost_its_term(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     leader_state, term = leader._leader_state, leader._lease.term
@@ -410,7 +410,7 @@ async def test_a_leader_goes_on_though_the_ledger_forgot_that_anybody_led(
 # a ledger that came back without its last second
 
 
-async def test_nothing_is_dispatched_until_all_have_told_the_ledger_again(
+async def test_dispatch_waits_until_all_gateways_restore_ledger(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateways = [Gateway(leader, "a"), Gateway(leader, "b")]
@@ -425,7 +425,7 @@ async def test_nothing_is_dispatched_until_all_have_told_the_ledger_again(
     await until(lambda: gateways[0].told("dispatched") == ["r"])
 
 
-async def test_forgotten_term_is_written_first(leader: Leader, ledger: FlakyLedger) -> None:
+async def test_lost_term_is_rewritten_before_dispatch(leader: Leader, ledger: FlakyLedger) -> None:
     gateway = Gateway(leader, "g", generation="two")
     give_it_a_worker(leader)
     await opened(ledger, "r", "g")
@@ -440,7 +440,7 @@ async def test_forgotten_term_is_written_first(leader: Leader, ledger: FlakyLedg
 # order and room
 
 
-async def test_known_gateway_is_waited_for_with_a_limit(
+async def test_leader_waits_for_known_gateway_up_to_a_limit(
     ledger: FlakyLedger,
 ) -> None:
     await ledger.heartbeat("frozen", "there:2", lease_s=1000.0)
@@ -455,9 +455,7 @@ async def test_known_gateway_is_waited_for_with_a_limit(
         await until(lambda: gateway.told("dispatched") == ["r"])
 
 
-async def test_a_shard_that_hangs_keeps_nobody_else_waiting(
-    leader: Leader, ledger: FlakyLedger
-) -> None:
+async def test_hanging_shard_delays_no_other_dispatch(leader: Leader, ledger: FlakyLedger) -> None:
     gateway = Gateway(leader, "g")
     ledger.hangs = frozenset({"stuck"})
     for number, name in enumerate(("stuck", "a", "b")):
@@ -472,7 +470,7 @@ async def test_a_shard_that_hangs_keeps_nobody_else_waiting(
     await until(lambda: gateway.told("dispatched") == ["a", "b", "c", "stuck"])
 
 
-async def test_only_so_many_dispatches_are_under_way_at_once(
+async def test_dispatches_in_flight_are_bounded(
     leader: Leader, ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.leader.leader.DISPATCHES_AT_ONCE", 2)
@@ -492,9 +490,7 @@ async def test_only_so_many_dispatches_are_under_way_at_once(
     assert (leader._asking, leader._late) == (0, 0)
 
 
-async def test_a_dispatch_whose_answer_was_lost_is_asked_for_again(
-    leader: Leader, ledger: FlakyLedger
-) -> None:
+async def test_dispatch_is_retried_after_a_lost_answer(leader: Leader, ledger: FlakyLedger) -> None:
     gateway = Gateway(leader, "g")
     await opened(ledger, "r", "g")
     ledger.loses_dispatches = 1
@@ -504,7 +500,7 @@ async def test_a_dispatch_whose_answer_was_lost_is_asked_for_again(
     assert (leader._asking, leader._late) == (0, 0)
 
 
-async def test_what_goes_wrong_unforeseen_in_a_dispatch_ends_the_leader(
+async def test_dispatch_with_unexpected_error_ends_the_leader(
     ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_: object) -> None:
@@ -521,7 +517,7 @@ async def test_what_goes_wrong_unforeseen_in_a_dispatch_ends_the_leader(
     assert raised.group_contains(ZeroDivisionError)
 
 
-async def test_what_is_dispatched_for_a_gateway_that_is_gone_is_not_kept(
+async def test_dispatch_for_disconnected_gateway_is_not_tracked(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateway = Gateway(leader, "g")
@@ -537,7 +533,7 @@ async def test_what_is_dispatched_for_a_gateway_that_is_gone_is_not_kept(
     assert leader._leader_state is not None and leader._leader_state.running == 0
 
 
-async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
+async def test_eviction_is_sent_after_successful_dispatch(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateway, other = Gateway(leader, "g"), Gateway(leader, "other")
@@ -552,7 +548,7 @@ async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
     assert (await ledger.get("high")).state is State.RUNNING
 
 
-async def test_a_preempted_request_is_moved_where_there_is_room(leader: Leader) -> None:
+async def test_preempted_request_is_moved_to_worker_with_room(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     leader.worker_up(INFO)
     say(leader, num_running=8, blocks_used=100)
@@ -605,7 +601,7 @@ async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: Fl
     await until(lambda: gateway.told("adopt") == ["r"])
 
 
-async def test_frozen_gateway_inherits_nothing(leader: Leader, ledger: FlakyLedger) -> None:
+async def test_frozen_gateway_adopts_no_orphans(leader: Leader, ledger: FlakyLedger) -> None:
     """Its line is open, but its lease is over: what it has is given to others, not to itself."""
     living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
     await ledger.heartbeat("living", "there:1", lease_s=1000.0)
@@ -622,7 +618,7 @@ def rules(order: str, max_queued: int = CONFIG.max_queued) -> Rules:
     return Rules.of(replace(CONFIG, order=order, max_queued=max_queued))
 
 
-async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> None:
+async def test_leader_applies_rules_while_leading(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", arrived=1.0)
     gateway.enqueue("b", arrived=2.0, deadline=9.0)
@@ -635,12 +631,12 @@ async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> No
     await until(lambda: gateway.told("refusals") == ["d"])
 
 
-async def test_a_target_for_output_tokens_is_the_placement_s_at_once(leader: Leader) -> None:
+async def test_tpot_target_is_passed_to_placement_at_once(leader: Leader) -> None:
     leader.apply_rules(replace(rules("fifo"), tpot_target=0.05))
     assert leader._placement.tpot_target == 0.05
 
 
-async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger) -> None:
+async def test_new_leader_starts_with_the_current_rules(ledger: FlakyLedger) -> None:
     leader = Leader(CONFIG, "next", "here:1", ledger)
     leader.apply_rules(rules("deadline"))
     run = asyncio.create_task(leader.run())
@@ -652,7 +648,7 @@ async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger)
     await asyncio.gather(run, return_exceptions=True)
 
 
-async def test_of_two_changes_in_a_row_the_last_one_holds(
+async def test_last_of_consecutive_rule_changes_holds(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
@@ -693,7 +689,7 @@ async def counters(ledger: FlakyLedger) -> dict[str, float]:
     return {it.tenant: it.counter for it in report.load.services} if report else {}
 
 
-async def test_the_next_leader_knows_what_tenants_were_served(ledger: FlakyLedger) -> None:
+async def test_next_leader_recalls_tenant_service_counters(ledger: FlakyLedger) -> None:
     served = [session_pb2.ServedTokens(tenant="much", tokens=500)]
     async with leading(ledger, "one") as leader:
         gateway = Gateway(leader, "g")
@@ -717,7 +713,7 @@ async def test_the_next_leader_knows_what_tenants_were_served(ledger: FlakyLedge
         assert gateway.told("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
 
 
-async def test_what_a_leader_reports_takes_no_unread_report_s_place(ledger: FlakyLedger) -> None:
+async def test_leader_does_not_overwrite_an_unread_load_report(ledger: FlakyLedger) -> None:
     async with leading(ledger, "one") as leader:
         Gateway(leader, "g").say(
             served=[session_pb2.ServedTokens(tenant="much", tokens=500)],

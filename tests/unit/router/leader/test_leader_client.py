@@ -109,14 +109,14 @@ def leader_state(leader: Leader) -> tuple[int, int]:
     return leader._leader_state.queued, leader._leader_state.running
 
 
-async def test_a_new_leader_is_told_all_that_waits_and_runs(
+async def test_client_reports_all_requests_to_a_new_leader(
     leader: Leader, gateway: Gateway
 ) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     await until(lambda: gateway.line.queued == 3)
 
 
-async def test_what_changes_is_told_after_it(leader: Leader, gateway: Gateway) -> None:
+async def test_client_reports_changes_after_the_handover(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     gateway.line.enqueue(pb.Waiting(request_id="g-new", arrived=9.0, choices=1))
     gateway.line.withdraw("g-runs")
@@ -125,7 +125,7 @@ async def test_what_changes_is_told_after_it(leader: Leader, gateway: Gateway) -
     await until(lambda: leader_state(leader) == (3, 1))
 
 
-async def test_the_leader_hears_which_ledger_has_been_told(
+async def test_client_reports_the_restored_ledger_generation(
     leader: Leader, gateway: Gateway
 ) -> None:
     assert leader._leader_state is not None
@@ -140,7 +140,7 @@ async def test_the_leader_hears_which_ledger_has_been_told(
     assert generations._said["g"].generation == "two"
 
 
-async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: Gateway) -> None:
+async def test_client_delivers_every_leader_message(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     send = leader._lines._sends["g"]
     full = pb.Refusal(request_id="a", slug="queue_full")
@@ -155,7 +155,7 @@ async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: G
     await until(lambda: pb.QueueEstimate(tokens_per_s=2.0) in gateway.queue_estimates)
 
 
-async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:
+async def test_line_closes_when_its_leader_resigns(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     leader._lease.lose()
     await until(lambda: not gateway.line.is_open)
@@ -163,7 +163,7 @@ async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gate
     assert gateway.line._telling is None
 
 
-async def test_a_line_on_which_nobody_speaks_is_opened_again(
+async def test_silent_line_is_closed_and_reopened(
     leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
@@ -181,7 +181,7 @@ async def test_a_line_on_which_nobody_speaks_is_opened_again(
     await until(lambda: gateway.made == 6)
 
 
-async def test_what_fails_on_a_line_is_logged(
+async def test_line_failure_is_logged(
     leader: Leader, gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
@@ -195,7 +195,7 @@ async def test_what_fails_on_a_line_is_logged(
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Leader) -> None:
+async def test_dispatch_does_not_wait_for_the_full_handover(leader: Leader) -> None:
     """Counted in entries, not seconds: however much waits, little of it is told by then."""
     gateways = [Gateway(f"g{number}", leader, total=20_000) for number in range(20)]
     leader.worker_up(INFO)
@@ -212,7 +212,7 @@ async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Lea
         await gateway.line.close()
 
 
-async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
+async def test_client_reports_tpot_ratio_once_with_next_message(
     leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[float] = []
@@ -231,7 +231,7 @@ async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
     assert told == [0.5, 2.0]
 
 
-async def test_each_new_leader_is_told_the_workers_of_the_cluster(
+async def test_client_reports_worker_demand_to_each_new_leader(
     leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
@@ -255,7 +255,7 @@ async def test_each_new_leader_is_told_the_workers_of_the_cluster(
     await until(lambda: told == [2, 2, 3])
 
 
-async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
+async def test_client_reports_served_tokens_once_across_leaders(
     leader: Leader, gateway: Gateway
 ) -> None:
     told: list[tuple[str, int, int]] = []

@@ -64,12 +64,12 @@ def replica(ledger: MemoryLedger) -> Replica:
     return Replica(ledger)
 
 
-async def test_where_nothing_was_set_the_configuration_holds(replica: Replica) -> None:
+async def test_policy_defaults_to_the_configuration(replica: Replica) -> None:
     await replica.beat()
     assert (replica.runtime_policy.rules, replica.subject.obeyed) == (CONFIGURED, [])
 
 
-async def test_policy_reaches_all_routers_with_the_next_beat(
+async def test_policy_reaches_all_routers_at_the_next_heartbeat(
     replica: Replica,
 ) -> None:
     other = Replica(replica.ledger)
@@ -103,20 +103,20 @@ async def test_engines_get_the_policy_version_of_all_settings(
     assert versions == sorted({*versions})
 
 
-async def test_a_policy_that_is_not_known_here_may_be_known_to_workers(replica: Replica) -> None:
+async def test_unknown_engine_policy_is_forwarded_to_workers(replica: Replica) -> None:
     policy = await replica.ledger.set_policy({"engine_policy": "newer"})
     await replica.beat()
     assert replica.engines.told == [(policy.version, "newer")]
     assert replica.runtime_policy.holding.values["engine_policy"] == "default"
 
 
-async def test_a_name_that_no_policy_has_is_told_the_nearest_one(replica: Replica) -> None:
+async def test_unknown_policy_name_suggests_the_nearest(replica: Replica) -> None:
     with pytest.raises(SettingsError, match="slai, static, magnus, not 'statik'; did you mean st"):
         await replica.runtime_policy.set({"engine_policy": "statik"})
     assert replica.engines.told == []
 
 
-async def test_a_router_that_starts_finds_what_was_set(replica: Replica) -> None:
+async def test_started_router_loads_the_stored_policy(replica: Replica) -> None:
     await replica.runtime_policy.set(CHANGES)
     started = Replica(replica.ledger)
     await started.beat()
@@ -137,7 +137,7 @@ async def test_reset_policy_is_the_configured_one(
     assert replica.runtime_policy.holding.overridden == ()
 
 
-async def test_a_ledger_that_forgot_what_was_set_is_told(replica: Replica) -> None:
+async def test_policy_is_rewritten_to_a_ledger_that_lost_it(replica: Replica) -> None:
     await replica.runtime_policy.set(CHANGES)
     replica.ledger._policy = ClusterPolicy()
     await replica.beat()
@@ -146,7 +146,7 @@ async def test_a_ledger_that_forgot_what_was_set_is_told(replica: Replica) -> No
     assert replica.subject.obeyed == [SET]
 
 
-async def test_what_is_not_known_here_is_as_configured(replica: Replica) -> None:
+async def test_unknown_stored_settings_fall_back_to_configuration(replica: Replica) -> None:
     """A newer router may have set it."""
     texts = {
         "order": "newer",
@@ -161,7 +161,7 @@ async def test_what_is_not_known_here_is_as_configured(replica: Replica) -> None
     assert replica.runtime_policy.holding.overridden == ("max_queued",)
 
 
-async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
+async def test_policy_settings_round_trip_through_the_ledger(replica: Replica) -> None:
     said = {
         "order": "hrrn",
         "max_queued": 9,
@@ -185,7 +185,7 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
     assert other.runtime_policy.rules == Rules.of(replace(CONFIG, **said))  # type: ignore[arg-type]
 
 
-def test_the_console_offers_what_there_is_to_choose_from() -> None:
+def test_console_offers_all_orders_and_engine_policies() -> None:
     page = (Path(console.__file__).parent / "page" / "policies.js").read_text()
     offered = [re.findall(r'"(\w+)"', names) for names in re.findall(r"\[(.*)\]", page)]
     assert offered == [[*ORDERS], ["default", *get_args(EnginePolicy)]]
@@ -209,7 +209,7 @@ def test_the_console_offers_what_there_is_to_choose_from() -> None:
         ("lease", 9.0),
     ],
 )
-async def test_what_cannot_be_configured_cannot_be_set(
+async def test_policy_rejects_values_invalid_in_configuration(
     replica: Replica, name: str, value: object
 ) -> None:
     with pytest.raises(SettingsError, match=name):

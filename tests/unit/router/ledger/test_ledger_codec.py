@@ -32,19 +32,19 @@ RECORDS = st.lists(
 
 
 @given(RECORDS)
-def test_log_probabilities_come_back_as_they_were(logprobs: tuple[TokenLogprobs, ...]) -> None:
+def test_logprobs_round_trip_through_the_codec(logprobs: tuple[TokenLogprobs, ...]) -> None:
     data = codec.pack_logprobs(logprobs)
     assert codec.unpack_logprobs(data, NUM_TOP) == logprobs
     # Records of one size, so that bytes can be cut at any token.
     assert len(data) == len(logprobs) * (8 + 8 * NUM_TOP)
 
 
-def test_a_record_is_little_endian_whatever_the_machine_is() -> None:
+def test_logprob_record_is_little_endian() -> None:
     [it] = scored(-0.5, num_top=1)
     assert codec.pack_logprobs([it]) == struct.pack("<fIIf", -0.5, 1, 2**32 - 1, -0.5)
 
 
-def test_records_of_several_sizes_cannot_be_packed() -> None:
+def test_logprob_records_of_mixed_sizes_are_rejected() -> None:
     with pytest.raises(struct.error):
         codec.pack_logprobs([*scored(-1.0, num_top=1), *scored(-1.0, num_top=2)])
 
@@ -53,7 +53,7 @@ def fields_of(*items: Append) -> list[Any]:
     return list(msgpack.unpackb(codec.appends(items), raw=True))
 
 
-def test_an_append_of_tokens_alone_is_five_fields() -> None:
+def test_append_of_tokens_alone_has_five_fields() -> None:
     """Epochs are text: Lua's numbers have not their digits."""
     one = [b"r", b"18446744073709551615", 3, b"\x01\0\0\0\x02\0\0\0", b""]
     append = Append("r", 2**64 - 1, 3, (1, 2))
@@ -61,7 +61,7 @@ def test_an_append_of_tokens_alone_is_five_fields() -> None:
     assert fields_of(append, append) == [*one, *one]
 
 
-def test_what_is_not_simply_ok_is_answered_by_its_number() -> None:
+def test_append_answers_list_failures_by_index() -> None:
     answers = codec.appended([2, b"fenced", 3, b"finished"], 4)
     assert answers == [Appended.OK, Appended.FENCED, Appended.FINISHED, Appended.OK]
 
@@ -76,7 +76,7 @@ def test_what_is_not_simply_ok_is_answered_by_its_number() -> None:
         {"tally": Tally()},
     ],
 )
-def test_whatever_else_an_append_has_makes_it_eleven(more: dict[str, object]) -> None:
+def test_append_with_optional_data_has_eleven_fields(more: dict[str, object]) -> None:
     fields = fields_of(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
     assert (len(fields), fields[4]) == (11, b"more")
 
@@ -88,7 +88,7 @@ def test_append_fields_hold_the_tally_as_text(tally: Tally | None, expected: byt
     assert fields_of(Append("r", 7, 3, (1,), choice=1, tally=tally))[9] == expected
 
 
-def test_moments_are_told_to_the_microsecond() -> None:
+def test_timestamps_are_encoded_in_microseconds() -> None:
     for moment in (1.000001, 1790000000.123457, 1790000000.999999):
         request = replace(make_request(), deadline=moment)
         entry = Entry("r", State.QUEUED, "gateway", arrived=moment, moves=1)
@@ -96,13 +96,13 @@ def test_moments_are_told_to_the_microsecond() -> None:
         assert fields.count(round(moment * 1e6)) == 2
 
 
-def test_why_something_happened_may_have_any_words() -> None:
+def test_event_cause_may_be_any_text() -> None:
     text = "1790000000123457 release its worker said: ä b".encode()
     assert codec.event(text) == Event(1790000000.123457, "release", "its worker said: ä b")
     assert codec.event(b"0 finish ") == Event(0.0, "finish", "")
 
 
-def test_every_way_to_finish_has_its_letter() -> None:
+def test_finish_reasons_have_distinct_letters() -> None:
     letters = {fields_of(Append("r", 7, 3, (), finish_reason=reason))[6] for reason in FinishReason}
     assert len(letters) == len(FinishReason)
     assert b"-" not in letters
@@ -112,7 +112,5 @@ def test_every_way_to_finish_has_its_letter() -> None:
     ("options", "expected"),
     [({}, False), ({"logprobs": 0}, True), ({"prompt_logprobs": 0}, True)],
 )
-def test_keys_are_made_for_the_log_probabilities_that_are_asked_for(
-    options: dict[str, int], expected: bool
-) -> None:
+def test_logprob_keys_exist_only_if_requested(options: dict[str, int], expected: bool) -> None:
     assert codec.has_logprobs(make_request(**options)) is expected  # type: ignore[arg-type]

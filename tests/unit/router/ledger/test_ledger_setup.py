@@ -39,7 +39,7 @@ def info(policy: str = "noeviction", **versions: str) -> dict[str, object]:
         ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, "Valkey 9.1.2"),
     ],
 )
-def test_a_server_from_the_floor_on_is_taken(versions: dict[str, str], name: str) -> None:
+def test_server_of_supported_version_is_accepted(versions: dict[str, str], name: str) -> None:
     assert check_server(info(**versions)) == name
 
 
@@ -52,12 +52,12 @@ def test_a_server_from_the_floor_on_is_taken(versions: dict[str, str], name: str
         {},
     ],
 )
-def test_an_older_or_unknown_server_is_refused(versions: dict[str, str]) -> None:
+def test_server_too_old_or_unknown_is_rejected(versions: dict[str, str]) -> None:
     with pytest.raises(LedgerSetupError, match=r"needs Valkey 7\.2 or Redis 7\.0 or newer"):
         check_server(info(**versions))
 
 
-def test_a_server_that_still_reads_its_data_back_is_waited_for() -> None:
+def test_server_loading_its_data_is_unavailable() -> None:
     reads = info(redis_version="7.0.15") | {"loading": 1, "aof_enabled": 0}
     with pytest.raises(LedgerUnavailable, match="is loading its data"):
         check_server(reads)
@@ -65,12 +65,12 @@ def test_a_server_that_still_reads_its_data_back_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
-def test_a_server_that_would_evict_is_refused(policy: str) -> None:
+def test_server_with_eviction_policy_is_rejected(policy: str) -> None:
     with pytest.raises(LedgerSetupError, match=policy):
         check_server(info(policy, redis_version="7.0.15"))
 
 
-def test_a_node_of_a_cluster_is_taken_as_such_alone() -> None:
+def test_cluster_node_is_accepted_only_as_cluster() -> None:
     node = info(redis_version="7.0.15") | {"cluster_enabled": 1}
     assert check_server(node, is_cluster=True) == "Redis 7.0.15"
     with pytest.raises(LedgerSetupError, match=r"redis\+cluster://"):
@@ -95,7 +95,7 @@ def test_a_node_of_a_cluster_is_taken_as_such_alone() -> None:
         ("replicated", 1, "always", True),
     ],
 )
-def test_a_server_that_promises_at_least_what_is_demanded_is_taken(
+def test_server_must_meet_the_demanded_durability_class(
     demanded: DurabilityClass, aof: int, fsync: str | None, taken: bool
 ) -> None:
     if taken:
@@ -113,9 +113,7 @@ def test_a_server_that_promises_at_least_what_is_demanded_is_taken(
         ({"redis_version": "7.2.4", "valkey_version": "7.2.5"}, True),
     ],
 )
-def test_servers_that_know_what_is_on_a_replicas_disk(
-    versions: dict[str, str], knows: bool
-) -> None:
+def test_waitaof_support_depends_on_server_version(versions: dict[str, str], knows: bool) -> None:
     assert knows_waitaof(info(**versions)) is knows
 
 
@@ -131,7 +129,7 @@ def test_generation_changes_with_any_server() -> None:
     assert len({first, *map(generation, others)}) == 5
 
 
-def test_memory_is_as_full_as_the_fullest_server() -> None:
+def test_memory_used_is_that_of_the_fullest_server() -> None:
     free = {"used_memory": 80, "maxmemory": 0}
     half = {"used_memory": 60, "mem_not_counted_for_evict": 10, "maxmemory": 100}
     full = {"used_memory": 90, "maxmemory": 100}
@@ -143,7 +141,7 @@ def test_memory_is_as_full_as_the_fullest_server() -> None:
     ]
 
 
-def test_the_readmes_rule_lets_every_script_run() -> None:
+def test_readme_acl_rule_allows_every_script_command() -> None:
     sources = "".join(it.source for it in vars(scripts).values() if isinstance(it, scripts.Script))
     commands = set(re.findall(r"redis\.p?call\(\s*'([A-Z]+)'", sources))
     allowed = set(re.findall(r"\+([a-z]+)", readme_rule()))
@@ -151,7 +149,7 @@ def test_the_readmes_rule_lets_every_script_run() -> None:
     assert {command.lower() for command in commands} <= allowed
 
 
-def test_a_layout_is_taken_as_it_was_made_and_no_other() -> None:
+def test_layout_with_other_schema_or_shards_is_rejected() -> None:
     config = LedgerConfig(shards=4)
     check_layout(config, SCHEMA, 4)
     with pytest.raises(LedgerSetupError, match=f"schema {SCHEMA + 1}"):
@@ -181,7 +179,7 @@ def test_a_layout_is_taken_as_it_was_made_and_no_other() -> None:
         ("redis+cluster://a:1,[::1]:2", Address(Kind.CLUSTER, (("a", 1), ("::1", 2)))),
     ],
 )
-def test_a_url_says_where_the_servers_are(url: str, address: Address) -> None:
+def test_url_is_parsed_into_server_addresses(url: str, address: Address) -> None:
     assert parse(url) == address
 
 
@@ -207,7 +205,7 @@ def test_a_url_says_where_the_servers_are(url: str, address: Address) -> None:
         "redis+cluster://u:hunter2@h/1",
     ],
 )
-def test_a_url_that_cannot_be_is_refused_and_not_shown(url: str) -> None:
+def test_invalid_url_is_rejected_without_showing_password(url: str) -> None:
     with pytest.raises(ValueError, match=r"^url must") as error:
         parse(url)
     cause: BaseException | None = error.value
@@ -216,18 +214,16 @@ def test_a_url_that_cannot_be_is_refused_and_not_shown(url: str) -> None:
         cause = cause.__context__
 
 
-def test_an_address_shows_no_login() -> None:
+def test_address_repr_hides_credentials() -> None:
     assert "hunter2" not in repr(parse("redis://user:hunter2@h"))
 
 
-def test_the_embedded_server_has_no_replica() -> None:
+def test_embedded_server_rejects_replicated_durability() -> None:
     with pytest.raises(SettingsError, match=r"^durability_class must"):
         settings.load(LedgerConfig, {"durability_class": "replicated"})
 
 
-def test_files_are_found_from_wherever_a_process_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tls_file_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert LedgerConfig(tls_ca="ca.pem").tls_ca == str(tmp_path / "ca.pem")
 
@@ -235,7 +231,7 @@ def test_files_are_found_from_wherever_a_process_runs(
 @pytest.mark.parametrize(
     "url", ["embedded", "unix:///run/x", "redis://u:p@h:1/0", "rediss+cluster://u:p@h:1"]
 )
-def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
+def test_config_accepts_every_url_kind_and_hides_it_in_repr(url: str) -> None:
     config = LedgerConfig(url=url)
     assert config.url == url
     assert url not in repr(config)
@@ -260,11 +256,11 @@ def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
         ({"tls_cert": "cert.pem"}, "tls_cert"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(given: dict[str, object], key: str) -> None:
+def test_config_error_names_the_invalid_setting(given: dict[str, object], key: str) -> None:
     with pytest.raises(SettingsError, match=f"^{key} must") as error:
         settings.load(LedgerConfig, given)
     assert "secret" not in str(error.value)
 
 
-def test_each_durability_class_says_what_it_promises() -> None:
+def test_durability_classes_all_have_a_promise() -> None:
     assert PROMISES.keys() == set(get_args(DurabilityClass))

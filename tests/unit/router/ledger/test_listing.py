@@ -22,7 +22,7 @@ def arrivals(page: Page) -> list[float]:
     return [entry.arrived for entry in page.entries]
 
 
-def test_what_is_not_known_to_be_next_waits_for_the_next_part() -> None:
+def test_listing_holds_rows_until_their_order_is_known() -> None:
     listing = Listing(10, None)
     listing.add([Part([row(9), row(7), row(6)], False), Part([row(8), row(3)], True)])
     assert arrivals(listing.page()) == [9, 8, 7, 6]
@@ -32,26 +32,26 @@ def test_what_is_not_known_to_be_next_waits_for_the_next_part() -> None:
     assert listing.is_over
 
 
-def test_a_page_that_is_full_says_where_the_next_one_begins() -> None:
+def test_full_page_reports_start_of_next_page() -> None:
     listing = Listing(2, Position(9, "r"))
     listing.add([Part([row(9), row(8), row(7), row(6)], True)])
     assert (arrivals(listing.page()), listing.page().last) == ([8, 7], Position(7, "r"))
 
 
-def test_a_full_page_is_the_last_one_where_nothing_is_left() -> None:
+def test_full_page_is_last_if_nothing_remains() -> None:
     listing = Listing(2, None)
     listing.add([Part([row(8), row(7)], True)])
     assert listing.page().last is None
 
 
-def test_no_more_than_so_many_are_looked_at() -> None:
+def test_listing_bounds_the_rows_it_examines() -> None:
     listing = Listing(5, None)
     rows = [row(-number, is_wanted=False) for number in range(MOST_LISTED + 1)]
     listing.add([Part(rows, True)])
     assert listing.page() == Page((), Position(1.0 - MOST_LISTED, "r"))
 
 
-def test_listing_stops_at_a_shard_without_progress() -> None:
+def test_listing_rejects_a_shard_without_progress() -> None:
     with pytest.raises(AssertionError, match="a shard that has more"):
         Listing(5, Position(5, "r")).add([Part([row(5)], False)])
 
@@ -78,7 +78,7 @@ def _part(rows: list[Row], last: Position | None, at_once: int) -> Part:
     st.integers(1, 8),
     st.integers(1, 8),
 )
-def test_every_request_comes_once_in_its_turn(
+def test_listing_returns_each_request_once_in_order(
     requests: list[tuple[int, int, bool]], limit: int, at_once: int
 ) -> None:
     rows = [

@@ -12,7 +12,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.redis.shards import Shards
 
 
-async def test_call_timeout_holds_though_the_cancellation_is_hidden() -> None:
+async def test_call_timeout_holds_if_cancellation_is_swallowed() -> None:
     tries = 0
 
     async def fail_when_cancelled() -> None:

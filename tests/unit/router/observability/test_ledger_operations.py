@@ -6,5 +6,5 @@ from router.ledger.base import Ledger
 from router.observability.metrics.catalogue import LEDGER_OPERATIONS
 
 
-def test_every_timed_operation_is_a_method_of_the_ledger() -> None:
+def test_timed_operations_are_methods_of_the_ledger() -> None:
     assert [name for name in LEDGER_OPERATIONS if not hasattr(Ledger, name)] == []

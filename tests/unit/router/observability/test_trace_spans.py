@@ -52,7 +52,7 @@ def told(spans: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.name.removeprefix("everlift."), span.start, span.end) for span in spans]
 
 
-def test_a_request_that_nothing_happens_to() -> None:
+def test_trace_spans_of_an_undisturbed_request() -> None:
     journal = WatchedJournal(CLOCK + 99.5)
     journal.accepted(CLOCK + 100)
     journal.dispatch(CLOCK + 102, 1)
@@ -88,7 +88,7 @@ def test_a_request_that_nothing_happens_to() -> None:
     assert {span.context.trace_id for span in made} == {TRACE.trace_id}
 
 
-def test_attributes_say_what_was_asked_and_what_became_of_it() -> None:
+def test_root_span_attributes_describe_request_and_result() -> None:
     finished = entry(tally=Tally(2, 1, 30), losses=1, attempts=2)
     root = spans(moves((100, "open"), (101, "finish")), Journal(CLOCK), finished)[-1]
     assert (
@@ -111,7 +111,7 @@ def test_attributes_say_what_was_asked_and_what_became_of_it() -> None:
     assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
 
 
-def test_each_attempt_is_there_and_says_how_it_ended() -> None:
+def test_attempt_spans_state_how_each_attempt_ended() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK + 9, 3)
     events = moves(
@@ -138,7 +138,7 @@ def test_each_attempt_is_there_and_says_how_it_ended() -> None:
     assert [name for _, name in root.events] == ["take_over", "take_over"]
 
 
-def test_what_the_ledger_no_longer_has_of_it_is_left_out() -> None:
+def test_trace_omits_events_the_ledger_has_dropped() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK + 8, 70)
     events = moves((7, "release", ""), (8, "dispatch", "w"), (9, "finish"))
@@ -147,7 +147,7 @@ def test_what_the_ledger_no_longer_has_of_it_is_left_out() -> None:
     assert (made[-1].start, made[-1].end) == (100.0, 9)
 
 
-def test_times_without_blocks_lie_within_the_attempt() -> None:
+def test_preempted_spans_lie_within_the_attempt() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)
     journal.says(CLOCK + 1, 1, waited_s=0.0)
@@ -160,7 +160,7 @@ def test_times_without_blocks_lie_within_the_attempt() -> None:
     assert pauses == [(2, 3), (4, 4.5)]
 
 
-def test_late_end_does_not_stretch_the_attempt() -> None:
+def test_engine_spans_are_clamped_to_the_attempt() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)
     journal.says(CLOCK + 9, 1, waited_s=9.0)
@@ -169,7 +169,7 @@ def test_late_end_does_not_stretch_the_attempt() -> None:
     assert all(1 <= span.start <= span.end <= 2 for span in made if "engine" in span.name)
 
 
-def test_an_attempt_without_a_token_has_no_decode() -> None:
+def test_attempt_without_a_token_has_no_decode_span() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)
     journal.says(CLOCK + 1, waited_s=0.5)
@@ -178,14 +178,14 @@ def test_an_attempt_without_a_token_has_no_decode() -> None:
     assert "everlift.engine.prefill" in names and "everlift.engine.decode" not in names
 
 
-def test_a_refusal_is_a_trace_of_one_span() -> None:
+def test_refusal_trace_is_one_span() -> None:
     span = refusal_span(TRACE, 1.0, 2.0, "queue_full", "mesh/1")
     assert (span.name, span.error, span.context) == ("text_completion", "queue_full", TRACE)
     assert span.attributes["error.type"] == "queue_full"
     assert span.attributes["http.request.header.x-request-id"] == ["mesh/1"]
 
 
-def test_a_span_has_these_attributes_and_no_others() -> None:
+def test_span_attributes_are_a_closed_set() -> None:
     """Errors may quote what a client sent."""
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)

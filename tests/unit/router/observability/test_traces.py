@@ -45,24 +45,24 @@ def read(path: Path, **how: float) -> list[Arrival]:
     return list(Trace(path, **how).arrivals())
 
 
-def test_azures_format(tmp_path: Path) -> None:
+def test_trace_reads_azure_format(tmp_path: Path) -> None:
     first, second, third = read(written(tmp_path, AZURE))
     assert first == Arrival(0.0, 374, 44, 4096)
     assert second.at == pytest.approx(4.314579, abs=1e-5)
     assert (third.at, third.output_tokens, third.max_tokens) == (120.0, 5000, 5000)
 
 
-def test_azures_later_format(tmp_path: Path) -> None:
+def test_trace_reads_azure_2024_format(tmp_path: Path) -> None:
     assert [each.at for each in read(written(tmp_path, AZURE_2024))] == [0.0, 1.0]
 
 
-def test_burstgpts_format_without_the_requests_that_failed(tmp_path: Path) -> None:
+def test_trace_reads_burstgpt_without_failed_requests(tmp_path: Path) -> None:
     first, second = read(written(tmp_path, BURSTGPT))
     assert first == Arrival(0.0, 472, 18, 4096, application="Conversation log")
     assert second == Arrival(113.5, 417, 276, 4096, application="API log")
 
 
-def test_mooncakes_format_with_its_whole_blocks(tmp_path: Path) -> None:
+def test_trace_reads_mooncake_with_whole_blocks(tmp_path: Path) -> None:
     first, second, third = read(written(tmp_path, MOONCAKE))
     assert first == Arrival(0.0, 1100, 52, 4096, prefix=(46, 47), prefix_part_tokens=512)
     assert (second.at, second.prefix) == (3.0, (46, 49))
@@ -70,14 +70,14 @@ def test_mooncakes_format_with_its_whole_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [AZURE, BURSTGPT, "".join(f"{json.dumps(x)}\n" for x in MOONCAKE)])
-def test_empty_lines_and_foreign_line_ends_are_ignored(tmp_path: Path, text: str) -> None:
+def test_trace_ignores_empty_lines_and_crlf(tmp_path: Path, text: str) -> None:
     expected = read(written(tmp_path, text))
     path = tmp_path / "other"
     path.write_bytes(text.replace("\n", "\r\n\r\n").encode() + b"\r\n")
     assert read(path) == expected
 
 
-def test_a_window_faster_than_it_was(tmp_path: Path) -> None:
+def test_trace_window_can_be_sped_up(tmp_path: Path) -> None:
     path = written(tmp_path, BURSTGPT.replace(",0,1087", ",9,1087"))
     (only,) = read(path, begin_s=40.0, end_s=100.0, speed=2.0)
     assert (only.at, only.prompt_tokens) == (0.0, 1087)
@@ -85,14 +85,18 @@ def test_a_window_faster_than_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begin_s, end_s", [(1.0, 2.0), (500.0, inf)])
-def test_a_window_without_a_request(tmp_path: Path, begin_s: float, end_s: float) -> None:
+def test_trace_window_without_requests_is_rejected(
+    tmp_path: Path, begin_s: float, end_s: float
+) -> None:
     path = written(tmp_path, BURSTGPT)
     with pytest.raises(WorkloadFailed, match="has no request in that window"):
         read(path, begin_s=begin_s, end_s=end_s)
 
 
 @pytest.mark.parametrize("how", [{"begin_s": 3.0, "end_s": 3.0}, {"speed": 0.0}, {"begin_s": -1.0}])
-def test_a_window_that_cannot_be(tmp_path: Path, how: dict[str, float]) -> None:
+def test_trace_window_with_invalid_bounds_is_rejected(
+    tmp_path: Path, how: dict[str, float]
+) -> None:
     with pytest.raises(WorkloadFailed):
         read(written(tmp_path, AZURE), **how)
 
@@ -111,7 +115,7 @@ def test_a_window_that_cannot_be(tmp_path: Path, how: dict[str, float]) -> None:
         (AZURE, "", ":1: neither Azure's columns"),
     ],
 )
-def test_a_wrong_line_of_a_table_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_trace_names_the_malformed_csv_line(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = written(tmp_path, AZURE.replace(old, new))
     with pytest.raises(WorkloadFailed) as failure:
         read(path)
@@ -133,14 +137,14 @@ def test_a_wrong_line_of_a_table_is_named(tmp_path: Path, old: str, new: str, sa
         ),
     ],
 )
-def test_a_wrong_line_of_json_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_trace_names_the_malformed_json_line(tmp_path: Path, line: str, said: str) -> None:
     path = written(tmp_path, f"{json.dumps(MOONCAKE[0])}\n{line}\n")
     with pytest.raises(WorkloadFailed) as failure:
         read(path)
     assert str(failure.value).startswith(f"{path}:2: {said}")
 
 
-def test_a_file_that_is_not_there_and_one_that_is_no_text(tmp_path: Path) -> None:
+def test_trace_rejects_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(WorkloadFailed, match="No such file"):
         read(tmp_path / "none")
     path = tmp_path / "picture"
@@ -149,7 +153,7 @@ def test_a_file_that_is_not_there_and_one_that_is_no_text(tmp_path: Path) -> Non
         read(path)
 
 
-def test_a_long_trace_is_read_as_it_is_asked_for(tmp_path: Path) -> None:
+def test_trace_is_read_lazily(tmp_path: Path) -> None:
     path = written(tmp_path, f"{AZURE}not a line\n")
     arrivals = Trace(path).arrivals()
     assert [next(arrivals).prompt_tokens for _ in range(3)] == [374, 396, 879]

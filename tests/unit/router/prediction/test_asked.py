@@ -30,7 +30,7 @@ def features(prompt: str, **changes: object) -> dict[str, float]:
     return dict(zip(STATIC, asked(prompt, **changes).static, strict=True))
 
 
-def test_words_are_found_at_the_beginning_and_at_the_end() -> None:
+def test_features_find_keywords_at_prompt_start_and_end() -> None:
     assert features("Summarise this.")["summarise"] == 1
     long = "tea " * 4000
     assert features(f"Translate this: {long}")["translate"] == 1
@@ -39,19 +39,19 @@ def test_words_are_found_at_the_beginning_and_at_the_end() -> None:
     assert features(f"{long}\nIs it?")["ends_in_question"] == 1
 
 
-def test_what_is_asked_beside_the_prompt() -> None:
+def test_features_include_sampling_options() -> None:
     told = features("a", choices=3, temperature=0.5, stops=2, has_grammar=True)
     expected = {"choices": 3, "temperature": 0.5, "stops": 2, "grammar": 1, "hour": 6}
     assert expected.items() <= told.items()
 
 
-def test_a_prompt_of_any_length_is_read_as_far_as_another() -> None:
+def test_features_ignore_the_middle_of_a_prompt() -> None:
     """Of the text nothing counts but its ends."""
     a, b = (features(f"{SYSTEM} {middle} {SYSTEM}") for middle in ("tea " * 2000, "cup " * 3000))
     assert {**a, "log_prompt_tokens": 0} == {**b, "log_prompt_tokens": 0}
 
 
-def test_groups_are_of_equal_names_and_beginnings() -> None:
+def test_groups_follow_names_and_prompt_beginnings() -> None:
     one, other = (
         asked(f"{SYSTEM} {it}", "acme", application="chat") for it in ("Tea?", "And milk?")
     )
@@ -61,21 +61,21 @@ def test_groups_are_of_equal_names_and_beginnings() -> None:
     assert elsewhere.groups[0] != one.groups[0] and elsewhere.groups[1:] == one.groups[1:]
 
 
-def test_a_tenant_and_an_application_of_the_same_name_are_two_groups() -> None:
+def test_groups_separate_tenant_and_application_of_one_name() -> None:
     tenant, application, *_ = asked("Hi", "acme", application="acme").groups
     assert tenant != application
 
 
-def test_a_short_prompt_is_its_tenants_alone() -> None:
+def test_short_prompt_has_only_its_tenant_group() -> None:
     short = asked("Hi")
     assert short.groups[1:] == ("", "", "") and narrowest(short.groups) == short.groups[0]
 
 
-def test_no_word_is_in_two_lines() -> None:
+def test_keyword_lists_are_disjoint() -> None:
     words = [word for line in WORDS.values() for word in line]
     assert len(set(words)) == len(words)
 
 
-def test_nothing_of_prompt_or_tenant_is_kept() -> None:
+def test_asked_keeps_no_prompt_or_tenant_text() -> None:
     kept = repr(asked(f"{SYSTEM} pepper", "acme"))
     assert not any(word in kept for word in ("assistant", "tea", "pepper", "acme"))

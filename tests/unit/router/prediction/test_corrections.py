@@ -59,7 +59,7 @@ def test_correction_follows_one_template_and_no_other() -> None:
     assert corrections.apply("as before", (3.0, 3.9))[0] == pytest.approx(3.0, abs=0.3)
 
 
-def test_a_group_of_which_nothing_ended_is_shifted_as_others_are() -> None:
+def test_correction_of_a_new_group_follows_other_groups() -> None:
     corrections = Corrections(QUANTILES)
     assert corrections.apply("new", (3.0, 4.0)) == [3.0, 4.0]
     for number in range(4000):
@@ -68,7 +68,7 @@ def test_a_group_of_which_nothing_ended_is_shifted_as_others_are() -> None:
     assert 1.5 < corrections.apply("new", (3.0, 4.0))[0] - 3.0 < 3.5
 
 
-def test_so_many_groups_are_remembered_and_no_more() -> None:
+def test_corrections_remember_a_bounded_number_of_groups() -> None:
     corrections = Corrections(QUANTILES)
     for number in range(_MOST + 10):
         corrections.note(str(number), (3.0, 4.0), 5.0)

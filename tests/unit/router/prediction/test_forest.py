@@ -28,18 +28,18 @@ def forest(**changes: Any) -> Forest:
     return Forest(**(TREE | changes))
 
 
-def test_a_node_leads_to_the_left_up_to_its_threshold() -> None:
+def test_forest_goes_left_up_to_the_threshold() -> None:
     assert forest().sums([1.5, 9.0]) == [10]
     assert forest().sums([1.6, 0.0]) == [20]
     assert forest().sums([1.6, 0.1]) == [30]
 
 
-def test_each_sum_has_its_own_trees() -> None:
+def test_forest_sums_have_separate_trees() -> None:
     assert forest(roots=[[0, 0], [2], [1]]).sums([9.0, -1.0]) == [40, 20, 10]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_they_answer_as_lightgbm_does(seed: int) -> None:
+def test_forest_matches_lightgbm(seed: int) -> None:
     dice = np.random.default_rng(seed)
     rows = dice.normal(size=(800, 6)).round(1)
     targets = rows[:, 0] * 3 + (rows[:, 1] > 0) * rows[:, 2] + dice.normal(size=800)
@@ -72,12 +72,12 @@ def test_they_answer_as_lightgbm_does(seed: int) -> None:
         {"value": [0, float("inf"), 0, 20, 30]},
     ],
 )
-def test_what_is_no_forest_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_forest_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         forest(**wrong)
 
 
-def test_a_tree_with_too_many_leaves_is_refused() -> None:
+def test_tree_with_too_many_leaves_is_rejected() -> None:
     """A line of nodes, of each of which a leaf hangs."""
     left = [child for node in range(16) for child in (2 * node + 1, 2 * node + 1)] + [32]
     right = [child for node in range(16) for child in (2 * node + 2, 2 * node + 1)] + [32]
@@ -87,7 +87,7 @@ def test_a_tree_with_too_many_leaves_is_refused() -> None:
     assert forest(roots=[[2]], left=left, right=right, **columns).sums([0.0, 0.0]) == [1]
 
 
-def test_numbers_out_of_any_order_are_walked_right() -> None:
+def test_forest_evaluates_random_inputs_correctly() -> None:
     dice = random.Random(4)
     for _ in range(200):
         x, y = dice.uniform(0, 3), dice.uniform(-1, 1)

@@ -20,7 +20,7 @@ def told(histories: Histories, *groups: str) -> dict[str, float]:
     return dict(zip(names, histories.features(asked(*groups)), strict=True))
 
 
-def test_a_history_has_mean_and_variance_of_what_came() -> None:
+def test_history_has_mean_and_variance_of_its_values() -> None:
     dice, history = random.Random(1), History()
     values = [dice.gauss(5, 2) for _ in range(50)]
     for value in values:
@@ -29,14 +29,14 @@ def test_a_history_has_mean_and_variance_of_what_came() -> None:
     assert history.variance == pytest.approx(pvariance(values) + 1 / 50)
 
 
-def test_a_history_follows() -> None:
+def test_history_follows_recent_values() -> None:
     history = History()
     for value in [1.0] * 500 + [9.0] * 500:
         history = history.with_one(value)
     assert history.mean == pytest.approx(9.0, abs=0.01)
 
 
-def test_a_group_of_which_nothing_ended_is_as_the_one_around_it() -> None:
+def test_history_of_a_new_group_is_that_of_its_parent() -> None:
     histories = Histories()
     for _ in range(10):
         histories.note(("acme", "", "", ""), 3.0)
@@ -50,7 +50,7 @@ def test_a_group_of_which_nothing_ended_is_as_the_one_around_it() -> None:
     assert told(histories, "new", "", "", "")["tenant_log_mean"] == pytest.approx(11 / 3, abs=0.01)
 
 
-def test_so_many_groups_are_remembered_and_no_more() -> None:
+def test_histories_remember_a_bounded_number_of_groups() -> None:
     histories = Histories()
     for number in range(_MOST + 5):
         histories.note((str(number),), 1.0)
@@ -59,7 +59,7 @@ def test_so_many_groups_are_remembered_and_no_more() -> None:
     assert "4" not in groups and "5" in groups
 
 
-def test_what_is_learnt_from_a_file_takes_nothing_from_what_is_known() -> None:
+def test_histories_from_a_file_replace_no_known_ones() -> None:
     histories = Histories()
     histories.note(("acme",), 2.0)
     histories.learn({"all": History(9, 4.0, 1.0), "acme": History(9, 8.0, 1.0), "new": History(3)})
@@ -85,7 +85,7 @@ def test_histories_forget_the_oldest_of_a_file_first() -> None:
     assert "1" not in known and "2" not in known and "3" in known
 
 
-def test_too_large_file_keeps_the_latest_histories() -> None:
+def test_oversized_history_file_keeps_the_latest_groups() -> None:
     trained, served = Histories(), Histories()
     for number in range(_MOST):
         trained.note((str(number),), 1.0)

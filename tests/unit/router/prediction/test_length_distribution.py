@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from router.prediction.predictor import LengthDistribution
 
 
-def test_a_length_without_a_spread_is_what_it_is() -> None:
+def test_length_without_spread_is_exact() -> None:
     assert LengthDistribution(100).to_come(0, 1000) == 100
     assert LengthDistribution(100).to_come(30, 1000) == 70
     assert LengthDistribution(100).to_come(100, 1000) == 1
     assert LengthDistribution(100).to_come(400, 1000) == 1
 
 
-def test_no_output_gets_longer_than_it_may() -> None:
+def test_length_is_capped_at_max_tokens() -> None:
     assert LengthDistribution(100).to_come(0, 16) == 16
     assert LengthDistribution(100).to_come(15, 16) == 1
     assert LengthDistribution(100).to_come(16, 16) == 0
     assert LengthDistribution(100, 3.0).to_come(0, 16) == 16
 
 
-def test_a_mean_is_that_of_the_distribution() -> None:
+def test_remaining_length_is_the_conditional_mean() -> None:
     dice = random.Random(5)
     drawn = [dice.lognormvariate(log(200), 0.7) for _ in range(200_000)]
     forecast = LengthDistribution(200, 0.7)
@@ -36,7 +36,7 @@ def test_a_mean_is_that_of_the_distribution() -> None:
         assert forecast.to_come(made, 1 << 30) == pytest.approx(fmean(left), rel=0.03)
 
 
-def test_within_a_quantile_stays_its_part_of_the_outputs() -> None:
+def test_quantile_covers_its_share_of_outputs() -> None:
     dice = random.Random(6)
     drawn = [dice.lognormvariate(log(200), 0.7) for _ in range(20_000)]
     for part in (0.1, 0.5, 0.9):
@@ -45,7 +45,7 @@ def test_within_a_quantile_stays_its_part_of_the_outputs() -> None:
 
 
 @given(st.floats(1, 1 << 30), st.floats(0, 50), st.integers(0, 1 << 20), st.integers(1, 1 << 20))
-def test_prediction_is_at_least_1_and_at_most_max(
+def test_remaining_length_is_between_1_and_the_maximum(
     median: float, sigma: float, made: int, max_tokens: int
 ) -> None:
     to_come = LengthDistribution(median, sigma).to_come(made, max_tokens)

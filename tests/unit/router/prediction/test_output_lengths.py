@@ -14,11 +14,11 @@ def mean(*ended: int) -> float:
     return lengths.mean
 
 
-def test_the_first_ones_are_averaged_and_later_ones_followed() -> None:
+def test_output_lengths_average_then_follow_recent_ones() -> None:
     assert mean(10) == 10
     assert mean(10, 20, 60) == 30
     assert mean(*[10] * 1000, *[500] * 2000) == pytest.approx(500, abs=1)
 
 
-def test_before_the_first_one_something_is_expected() -> None:
+def test_output_lengths_have_a_default_mean() -> None:
     assert 0 < mean() < 1000

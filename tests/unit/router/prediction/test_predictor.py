@@ -43,7 +43,7 @@ def by_chance(predictor: Predictor, requests: list[Drawn], seed: int = 0) -> Non
         )
 
 
-def test_without_a_model_outputs_are_as_long_as_those_before_them() -> None:
+def test_predictor_without_model_uses_mean_output_length() -> None:
     bare = predictor(is_loaded=False)
     long, short = mixed(3, 2)
     for tokens in (10, 20, 60):
@@ -54,7 +54,7 @@ def test_without_a_model_outputs_are_as_long_as_those_before_them() -> None:
     assert bare.trust is None
 
 
-def test_of_all_choices_and_the_prompt() -> None:
+def test_prediction_covers_all_choices_and_the_prompt() -> None:
     bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
     three = request(it, n=3, max_tokens=7)
     prediction = bare.predict(three, 0.0)
@@ -62,7 +62,7 @@ def test_of_all_choices_and_the_prompt() -> None:
     assert prediction.queue_key.predicted_total == 21 + len(three.prompt_ids)
 
 
-def test_outputs_ended_by_max_tokens_teach_nothing() -> None:
+def test_predictor_ignores_outputs_ended_by_max_tokens() -> None:
     bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
     endless = request(it, stop_token_ids=(), max_tokens=5000)
     prediction = bare.predict(endless, 0.0)
@@ -71,7 +71,7 @@ def test_outputs_ended_by_max_tokens_teach_nothing() -> None:
     assert bare.predict(request(it), 0.0).output_tokens == 128
 
 
-def test_a_model_predicts_in_an_order_like_that_of_what_comes() -> None:
+def test_predictions_correlate_with_actual_lengths() -> None:
     requests = mixed(5, 600)
     tau = kendall_tau([*zip(told(predictor(), requests), lengths(requests), strict=True)])
     oracle = kendall_tau([(it.mean_tokens, it.output_tokens) for it in requests])
@@ -82,7 +82,7 @@ def lengths(requests: list[Drawn]) -> list[int]:
     return [it.output_tokens for it in requests]
 
 
-def test_a_rank_is_of_all_outputs_together() -> None:
+def test_predicted_rank_is_of_all_choices_together() -> None:
     made, requests = predictor(), mixed(6, 300)
     told(made, requests)
     proofs = next(it for it in requests if it.application == "proofs")
@@ -92,7 +92,7 @@ def test_a_rank_is_of_all_outputs_together() -> None:
     assert made.predict(request(sentiment, n=128), 0.0).queue_key.predicted_rank > 0.5
 
 
-def test_when_all_outputs_get_longer_predictions_do() -> None:
+def test_predictions_follow_growing_output_lengths() -> None:
     made, requests = predictor(), mixed(7, 900)
     tokens = told(made, requests, factor=3.0)
     late = slice(600, None)
@@ -119,7 +119,7 @@ def test_correction_is_bounded_with_many_in_flight() -> None:
     assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
 
 
-def test_a_template_that_no_training_saw_is_known_soon() -> None:
+def test_predictor_learns_an_unseen_template_quickly() -> None:
     new = mixes.Application("new", "acme", "Be terse. " * 20, (mixes.Kind(("{text}",), 700, 0.2),))
     drawn = mixes.drawn(random.Random(1), [new])
     made, requests = predictor(), [*islice(drawn, 60)]
@@ -180,7 +180,7 @@ def test_certain_lengths_keep_arrival_order() -> None:
     assert prediction.output_tokens == 5000
 
 
-def test_that_trust_changed_is_said_once() -> None:
+def test_trust_change_is_reported_once() -> None:
     made, changes = predictor(), 0
     dice, requests = random.Random(0), mixed(8, 700)
     for it in requests:
@@ -189,7 +189,7 @@ def test_that_trust_changed_is_said_once() -> None:
     assert changes == 1
 
 
-def test_all_but_a_few_outputs_get_what_is_predicted_as_the_least() -> None:
+def test_least_tokens_is_reached_by_nearly_all_outputs() -> None:
     made, requests = predictor(), mixed(7, 900)
     shorter, least = 0, []
     for number, it in enumerate(requests):
@@ -202,7 +202,7 @@ def test_all_but_a_few_outputs_get_what_is_predicted_as_the_least() -> None:
     assert sum(least) > 0.2 * sum(lengths(requests))
 
 
-def test_one_of_twenty_is_let_in_whatever_it_gets_at_the_least() -> None:
+def test_least_tokens_is_waived_for_one_in_twenty_requests() -> None:
     made, requests = predictor(), mixed(6, 300)
     told(made, requests)
     proof = next(it for it in requests if it.application == "proofs")
@@ -212,7 +212,7 @@ def test_one_of_twenty_is_let_in_whatever_it_gets_at_the_least() -> None:
     assert 50 < least.count(1) < 200
 
 
-def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
+def test_least_tokens_follows_min_tokens_and_stop_settings() -> None:
     made, (it,) = predictor(is_loaded=False), mixed(3, 1)
 
     def least(**changes: Any) -> int:
@@ -226,7 +226,7 @@ def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
     assert least(stop_token_ids=(), sampling=SamplingParams(grammar=grammar)) == 1
 
 
-def test_distrusted_model_refuses_nobody() -> None:
+def test_distrusted_model_predicts_no_least_tokens() -> None:
     made, requests = predictor(), mixed(8, 700)
     asked = [request(it, request_id=str(number)) for number, it in enumerate(requests[:50])]
     assert max(made.predict(each, 0.0).least_tokens for each in asked) > 1
@@ -234,7 +234,7 @@ def test_distrusted_model_refuses_nobody() -> None:
     assert {made.predict(each, 0.0).least_tokens for each in asked} == {1}
 
 
-def test_an_output_that_its_deadline_cut_off_is_known_to_be_longer() -> None:
+def test_truncated_output_is_learned_as_a_lower_bound() -> None:
     made, (it,) = predictor(), mixed(9, 1)
     before = made.predict(request(it), 0.0)
     for _ in range(300):
@@ -249,7 +249,7 @@ def test_an_output_that_its_deadline_cut_off_is_known_to_be_longer() -> None:
     )
 
 
-def test_a_new_model_begins_with_what_its_training_found() -> None:
+def test_loaded_model_starts_with_trust_from_training() -> None:
     made, requests = predictor(), mixed(8, 600)
     by_chance(made, requests)
     old = made.predict(request(requests[0]), 0.0)
@@ -260,7 +260,7 @@ def test_a_new_model_begins_with_what_its_training_found() -> None:
     assert made.trust.coverage == []
 
 
-def test_a_model_of_other_outputs_is_refused() -> None:
+def test_predictor_rejects_model_trained_for_other_outputs() -> None:
     made = Predictor(served().tokenizer, "another", 0.1)
     with pytest.raises(ValueError, match=r"is of '.+', and 'another' is served"):
         made.load(Model.parse(learnt()[0]))

@@ -33,7 +33,7 @@ def write(path: Path, text: str) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-async def test_a_new_file_is_loaded_once(
+async def test_predictor_file_is_loaded_once_per_version(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]]
 ) -> None:
     path, loaded = tmp_path / "lengths.json", list[Model]()
@@ -50,7 +50,7 @@ async def test_a_new_file_is_loaded_once(
     assert [line for line, _ in told[1:]] == ["info: predictor loaded"] * 2
 
 
-async def test_what_is_there_is_in_use_from_the_beginning(
+async def test_predictor_file_is_loaded_at_start(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who came in the first second was predicted without it."""
@@ -66,7 +66,7 @@ async def test_what_is_there_is_in_use_from_the_beginning(
         await following
 
 
-async def test_a_broken_file_is_told_once_and_the_old_one_stays(
+async def test_broken_predictor_file_is_logged_once_and_not_loaded(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]]
 ) -> None:
     path, loaded = tmp_path / "lengths.json", list[Model]()
@@ -86,7 +86,7 @@ async def test_a_broken_file_is_told_once_and_the_old_one_stays(
     assert len(loaded) == 2
 
 
-async def test_a_file_that_does_not_fit_is_told_once(
+async def test_mismatched_predictor_file_is_logged_once(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]]
 ) -> None:
     def refuse(model: Model) -> None:
@@ -105,7 +105,7 @@ async def test_a_file_that_does_not_fit_is_told_once(
     ]
 
 
-async def test_too_large_a_file_is_not_read(
+async def test_oversized_predictor_file_is_not_read(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]]
 ) -> None:
     path = tmp_path / "lengths.json"

@@ -19,7 +19,7 @@ def plain() -> dict[str, Any]:
     return json.loads(learnt()[0])  # type: ignore[no-any-return]
 
 
-def test_it_has_neither_prompts_nor_names() -> None:
+def test_model_file_has_no_prompts_or_tenant_names() -> None:
     text = learnt()[0]
     for it in mixed(1, 50):
         assert it.prompt not in text and f'"{it.tenant}"' not in text
@@ -45,12 +45,12 @@ def test_it_has_neither_prompts_nor_names() -> None:
         ({"forest": []}, "not whole: TypeError: forest must be an object"),
     ],
 )
-def test_what_is_wrong_with_it_is_said(wrong: dict[str, Any], cause: str) -> None:
+def test_model_parse_error_names_the_cause(wrong: dict[str, Any], cause: str) -> None:
     with pytest.raises(ValueError, match=cause):
         Model.parse(json.dumps(plain() | wrong))
 
 
-def test_half_a_file_is_refused() -> None:
+def test_malformed_or_truncated_model_file_is_rejected() -> None:
     text = learnt()[0]
     for wrong in ("", "[]", "[" * 100_000, text[: len(text) // 2], b"\x80" + text.encode()):
         with pytest.raises(ValueError):
@@ -72,7 +72,7 @@ _WRONG = st.one_of(
     st.integers(0, 1 << 16),
     _WRONG,
 )
-def test_trees_with_a_wrong_number_are_trees_or_refused(
+def test_model_with_altered_tree_predicts_or_is_rejected(
     column: str, place: int, wrong: object
 ) -> None:
     made = plain()
@@ -101,7 +101,7 @@ _JSON = st.recursive(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
-def test_whatever_stands_somewhere_in_it_it_predicts_or_is_refused(data: st.DataObject) -> None:
+def test_model_with_altered_value_predicts_or_is_rejected(data: st.DataObject) -> None:
     made = plain()
     inside: Any = made
     while True:

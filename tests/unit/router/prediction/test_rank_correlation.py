@@ -21,11 +21,11 @@ def by_definition(pairs: list[tuple[float, float]]) -> float:
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=40))
-def test_it_is_what_the_definition_says(pairs: list[tuple[float, float]]) -> None:
+def test_kendall_tau_matches_its_definition(pairs: list[tuple[float, float]]) -> None:
     assert kendall_tau(pairs) == pytest.approx(by_definition(pairs))
 
 
-def test_the_same_order_the_reverse_and_none() -> None:
+def test_kendall_tau_of_same_reverse_and_no_order() -> None:
     assert kendall_tau([(n, n * n) for n in range(9)]) == 1
     assert kendall_tau([(n, -n) for n in range(9)]) == -1
     assert kendall_tau([(1, n) for n in range(9)]) == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.prediction.predictor import _WINDOW, RecentRanks
 
 
-def test_the_first_one_and_equal_ones_are_in_the_middle() -> None:
+def test_recent_ranks_put_equal_lengths_in_the_middle() -> None:
     ranks = RecentRanks()
     assert [ranks.rank(7) for _ in range(5)] == [0.5] * 5
     assert ranks.rank(8) == pytest.approx(5.5 / 6)
@@ -17,7 +17,7 @@ def test_the_first_one_and_equal_ones_are_in_the_middle() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60))
-def test_longer_ones_have_higher_ranks(lengths: list[int]) -> None:
+def test_recent_ranks_increase_with_length(lengths: list[int]) -> None:
     ranks = RecentRanks()
     for number, length in enumerate(lengths):
         rank, before = ranks.rank(length), lengths[:number]
@@ -27,7 +27,7 @@ def test_longer_ones_have_higher_ranks(lengths: list[int]) -> None:
         assert 0 < rank < 1
 
 
-def test_it_forgets() -> None:
+def test_recent_ranks_forget_old_lengths() -> None:
     ranks = RecentRanks()
     for _ in range(_WINDOW):
         ranks.rank(1000)

@@ -26,7 +26,7 @@ def reverse(actual: float) -> float:
     return -actual
 
 
-def test_training_says_it_until_enough_outputs_ended() -> None:
+def test_trust_follows_training_until_enough_outputs() -> None:
     assert Trust(0.1, tau=0.1).is_trusted
     assert not Trust(0.1, tau=0.09).is_trusted
     trust = after(Trust(0.1, tau=0.6), 99, reverse)
@@ -34,7 +34,7 @@ def test_training_says_it_until_enough_outputs_ended() -> None:
     assert not after(trust, 1, reverse).is_trusted
 
 
-def test_trust_is_lost_and_comes_back() -> None:
+def test_trust_is_lost_and_regained() -> None:
     trust = after(Trust(0.1, tau=0.6), 1000, right)
     assert trust.is_trusted and trust.tau == 1
     after(trust, 500, reverse)
@@ -42,7 +42,7 @@ def test_trust_is_lost_and_comes_back() -> None:
     assert after(trust, 500, right).is_trusted
 
 
-def test_what_was_lost_comes_back_a_little_above_the_limit(
+def test_trust_is_regained_with_hysteresis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taus = [0.12, 0.09, 0.12, 0.14, 0.16, 0.12, 0.1, 0.099]
@@ -52,7 +52,7 @@ def test_what_was_lost_comes_back_a_little_above_the_limit(
     assert trusted == [True, False, False, False, True, True, True, False]
 
 
-def test_an_order_by_chance_is_not_trusted() -> None:
+def test_trust_rejects_a_random_order() -> None:
     dice = random.Random(2)
     for _ in range(20):
         trust = after(Trust(0.1, tau=0.9), 500, lambda _: dice.random())

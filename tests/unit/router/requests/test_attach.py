@@ -33,7 +33,7 @@ async def read(
 
 
 @pytest.mark.parametrize("seen", ["", "a", "ab", "abc"])
-async def test_who_has_the_same_tokens_goes_on_behind_them(gateway: Gateway, seen: str) -> None:
+async def test_attach_with_matching_digest_continues_behind_it(gateway: Gateway, seen: str) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abc")
@@ -47,7 +47,9 @@ async def test_who_has_the_same_tokens_goes_on_behind_them(gateway: Gateway, see
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-async def test_who_has_other_tokens_is_told_where(gateway: Gateway, has_ended: bool) -> None:
+async def test_attach_with_other_digest_is_data_loss_at_its_offset(
+    gateway: Gateway, has_ended: bool
+) -> None:
     live = await gateway.submit(n=2, on_disconnect=pb.ON_DISCONNECT_CONTINUE)
     epoch = await gateway.dispatch()
     for choice in range(2):
@@ -58,7 +60,7 @@ async def test_who_has_other_tokens_is_told_where(gateway: Gateway, has_ended: b
         await read(gateway, live, "ab", "a?")
 
 
-async def test_what_was_seen_beyond_what_there_is_is_waited_for(gateway: Gateway) -> None:
+async def test_attach_ahead_of_the_output_waits_for_it(gateway: Gateway) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab")
@@ -77,7 +79,7 @@ async def test_what_was_seen_beyond_what_there_is_is_waited_for(gateway: Gateway
     assert (piece.offset, piece.text) == (4, "e")
 
 
-async def test_what_is_made_again_otherwise_is_data_loss(gateway: Gateway) -> None:
+async def test_attach_ahead_is_data_loss_if_regenerated_otherwise(gateway: Gateway) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     reading = asyncio.create_task(read(gateway, live, "abc"))
@@ -87,7 +89,7 @@ async def test_what_is_made_again_otherwise_is_data_loss(gateway: Gateway) -> No
         await reading
 
 
-async def test_an_end_before_what_was_seen_is_data_loss(gateway: Gateway) -> None:
+async def test_attach_ahead_is_data_loss_if_output_ends_earlier(gateway: Gateway) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     reading = asyncio.create_task(read(gateway, live, "abcd"))
@@ -98,7 +100,7 @@ async def test_an_end_before_what_was_seen_is_data_loss(gateway: Gateway) -> Non
             await again
 
 
-async def test_who_waits_for_what_he_has_seen_hears_of_another_end(gateway: Gateway) -> None:
+async def test_attach_ahead_reports_cancellation(gateway: Gateway) -> None:
     live = await gateway.submit()
     reading = asyncio.create_task(read(gateway, live, "abc"))
     await asyncio.sleep(0)
@@ -107,14 +109,14 @@ async def test_who_waits_for_what_he_has_seen_hears_of_another_end(gateway: Gate
         await reading
 
 
-async def test_no_digest_lets_anybody_wait_for_what_can_never_come(gateway: Gateway) -> None:
+async def test_attach_rejects_an_unreachable_offset_with_digest(gateway: Gateway) -> None:
     live = await gateway.submit(max_tokens=8)
     for offset in (9, -1):
         with pytest.raises(OffsetOutOfRange):
             await read(gateway, live, "x" * 9, offsets=(offset,))
 
 
-async def test_one_choice_is_waited_for_and_the_other_is_read(gateway: Gateway) -> None:
+async def test_attach_reads_one_choice_while_awaiting_another(gateway: Gateway) -> None:
     live = await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     reading = asyncio.create_task(read(gateway, live, "ab", ""))

@@ -64,7 +64,7 @@ def wire(logprobs: tuple[TokenLogprobs, ...]) -> list[pb.TokenLogprobs]:
 # several choices
 
 
-async def test_all_choices_start_under_one_epoch_and_end_by_themselves(gateway: Gateway) -> None:
+async def test_choices_share_an_epoch_and_end_independently(gateway: Gateway) -> None:
     live = await gateway.submit(n=3)
     [waiting] = gateway.line.enqueued
     assert (waiting.choices, waiting.prompt_tokens, waiting.max_tokens) == (3, 2, 24)
@@ -92,7 +92,7 @@ async def test_all_choices_start_under_one_epoch_and_end_by_themselves(gateway: 
     assert not gateway.workers.aborted
 
 
-async def test_a_stop_string_ends_its_choice_alone(gateway: Gateway) -> None:
+async def test_stop_string_ends_only_its_choice(gateway: Gateway) -> None:
     live = await gateway.submit(n=2, stop=["#"])
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab#cd", choice=1)
@@ -127,7 +127,7 @@ async def test_lost_worker_requeues_only_unfinished_choices(
     assert (await gateway.ledger.get("r")).losses == 1
 
 
-async def test_what_is_given_back_waits_for_the_last_choice(gateway: Gateway) -> None:
+async def test_returned_choices_are_requeued_after_the_last_one_ends(gateway: Gateway) -> None:
     live = await gateway.submit(n=3)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "a", RETURNED, choice=0)
@@ -142,7 +142,7 @@ async def test_what_is_given_back_waits_for_the_last_choice(gateway: Gateway) ->
     assert gateway.line.enqueued[-1].choices == 2
 
 
-async def test_one_choice_that_the_engine_lost_is_the_whole_attempt(gateway: Gateway) -> None:
+async def test_failed_choice_fails_the_whole_attempt(gateway: Gateway) -> None:
     live = await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "a", choice=0)
@@ -152,14 +152,14 @@ async def test_one_choice_that_the_engine_lost_is_the_whole_attempt(gateway: Gat
     assert (await gateway.ledger.get("r")).losses == 1
 
 
-async def test_a_choice_beyond_n_is_not_taken(gateway: Gateway) -> None:
+async def test_choice_index_beyond_n_is_aborted(gateway: Gateway) -> None:
     await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "a", choice=1)
     assert gateway.workers.aborted == [(epoch, (1,))]
 
 
-async def test_each_choice_is_read_from_its_own_offset_live_and_ended(gateway: Gateway) -> None:
+async def test_choices_are_read_at_separate_offsets_live_and_ended(gateway: Gateway) -> None:
     live = await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab", choice=0)
@@ -228,7 +228,7 @@ class SlowToStore(MemoryLedger):
         return await super().append(appends)
 
 
-async def test_an_end_is_in_the_ledger_before_the_other_choices_go_back() -> None:
+async def test_choice_end_is_stored_before_siblings_are_requeued() -> None:
     ledger = SlowToStore()
     await ledger.lead("leader", "", TERM, 1000.0)
     gateway = Gateway(ledger)
@@ -250,7 +250,7 @@ async def test_an_end_is_in_the_ledger_before_the_other_choices_go_back() -> Non
     run.cancel()
 
 
-async def test_an_end_that_the_ledger_forgot_is_told_again(
+async def test_choice_end_lost_by_the_ledger_is_stored_again(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit(n=2, sampling=pb.Sampling(logprobs=0))
@@ -316,7 +316,7 @@ async def test_choice_end_is_stored_after_the_ledger_lost_the_dispatch(
 # long ones
 
 
-async def test_long_choices_start_in_parts_until_they_are_lost(
+async def test_long_choices_start_in_batches_until_dropped(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.requests.attempt_runner._TOKENS_AT_ONCE", 12)
@@ -334,7 +334,7 @@ async def test_long_choices_start_in_parts_until_they_are_lost(
     assert [start.choice for start in started] == [*range(6), 0, 1, 2]
 
 
-async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
+async def test_piece_size_is_limited_in_tokens(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.requests.request._TOKENS_A_PIECE", 3)
@@ -348,7 +348,7 @@ async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
     assert sizes == [(0, 3, False), (0, 3, True), (1, 3, False), (1, 2, True)]
 
 
-async def test_a_piece_has_the_fewer_tokens_the_more_is_told_of_each(
+async def test_piece_size_shrinks_with_logprobs_per_token(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.requests.request._LOGPROBS_A_PIECE", 6)
@@ -361,7 +361,7 @@ async def test_a_piece_has_the_fewer_tokens_the_more_is_told_of_each(
     assert logprobs_of(pieces) == list(scores)
 
 
-async def test_others_have_their_turn_while_an_ended_request_is_replayed(gateway: Gateway) -> None:
+async def test_replay_of_an_ended_request_yields_to_other_tasks(gateway: Gateway) -> None:
     await gateway.submit(n=3, max_tokens=2048)
     epoch = await gateway.dispatch()
     for index in range(3):
@@ -382,7 +382,7 @@ async def test_others_have_their_turn_while_an_ended_request_is_replayed(gateway
     assert turns >= 6
 
 
-async def test_what_is_known_of_a_request_comes_without_its_tokens(gateway: Gateway) -> None:
+async def test_get_returns_a_request_without_its_tokens(gateway: Gateway) -> None:
     await gateway.submit(n=2, sampling=pb.Sampling(logprobs=0))
     epoch = await gateway.dispatch()
     for index in range(2):
@@ -396,7 +396,7 @@ async def test_what_is_known_of_a_request_comes_without_its_tokens(gateway: Gate
 # log probabilities
 
 
-async def test_tokens_come_with_their_log_probabilities_again_and_again(gateway: Gateway) -> None:
+async def test_logprobs_are_repeated_with_tokens_at_any_offset(gateway: Gateway) -> None:
     live = await gateway.submit(sampling=pb.Sampling(logprobs=2))
     epoch = await gateway.dispatch()
     all_of_them = scored(-0.5, -1.0, -1.5, -2.0, num_top=2)
@@ -409,7 +409,7 @@ async def test_tokens_come_with_their_log_probabilities_again_and_again(gateway:
             assert all(len(p.logprobs) == len(p.token_ids) for p in pieces)
 
 
-async def test_log_probabilities_end_with_the_tokens_at_a_stop_string(gateway: Gateway) -> None:
+async def test_logprobs_are_truncated_at_a_stop_string(gateway: Gateway) -> None:
     live = await gateway.submit(stop=["b"], sampling=pb.Sampling(logprobs=0))
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abc", logprobs=wire(scored(-1.0, -2.0, -3.0)))
@@ -417,7 +417,7 @@ async def test_log_probabilities_end_with_the_tokens_at_a_stop_string(gateway: G
 
 
 @pytest.mark.parametrize("logprobs", [(), scored(-1.0), scored(-1.0, -2.0, num_top=1)])
-async def test_tokens_without_what_was_asked_for_cost_the_attempt(
+async def test_tokens_without_requested_logprobs_fail_the_attempt(
     gateway: Gateway, logprobs: tuple[TokenLogprobs, ...]
 ) -> None:
     live = await gateway.submit(sampling=pb.Sampling(logprobs=0))
@@ -428,7 +428,7 @@ async def test_tokens_without_what_was_asked_for_cost_the_attempt(
     assert gateway.workers.aborted == [(epoch, ())]
 
 
-async def test_the_prompt_is_scored_once_whatever_happens(gateway: Gateway) -> None:
+async def test_prompt_logprobs_are_computed_once_across_attempts(gateway: Gateway) -> None:
     """Its first piece comes from one worker, the rest from the next one, which begins anew."""
     live = await gateway.submit(n=2, text="prompt", sampling=pb.Sampling(prompt_logprobs=1))
     all_of_them = scored(-1.0, -2.0, -3.0, -4.0, -5.0, num_top=1)
@@ -462,7 +462,7 @@ async def test_the_prompt_is_scored_once_whatever_happens(gateway: Gateway) -> N
 
 
 @pytest.mark.parametrize(("offset", "count", "text"), [(2, 1, ""), (1, 2, "a")])
-async def test_a_gap_in_the_scores_of_the_prompt_costs_the_attempt(
+async def test_prompt_logprobs_gap_fails_the_attempt(
     gateway: Gateway, offset: int, count: int, text: str
 ) -> None:
     live = await gateway.submit(text="four", sampling=pb.Sampling(prompt_logprobs=0))
@@ -473,7 +473,7 @@ async def test_a_gap_in_the_scores_of_the_prompt_costs_the_attempt(
     assert not live.prompt_logprobs
 
 
-async def test_a_prompt_of_one_token_has_nothing_to_score(gateway: Gateway) -> None:
+async def test_prompt_logprobs_are_skipped_for_one_token(gateway: Gateway) -> None:
     live = await gateway.submit(text="x", sampling=pb.Sampling(prompt_logprobs=0))
     epoch = await gateway.dispatch()
     assert not gateway.workers.started[0].sampling.HasField("prompt_logprobs")
@@ -539,7 +539,7 @@ async def test_worker_refusal_fails_the_request_with_its_cause(
         assert (entry.state, entry.error_slug) == (State.FAILED, expected.slug)
 
 
-async def test_the_stop_and_its_text_are_left_out_or_in_as_asked_for(gateway: Gateway) -> None:
+async def test_include_stop_controls_the_stop_text(gateway: Gateway) -> None:
     for number, (included, expected) in enumerate([(False, ["a", "b"]), (True, ["a#", "b!"])]):
         live = await gateway.submit(
             request_id=f"r{number}", n=2, stop=["#"], stop_token_ids=[33], include_stop=included
@@ -550,7 +550,7 @@ async def test_the_stop_and_its_text_are_left_out_or_in_as_asked_for(gateway: Ga
         assert by_choice(await gateway.read(live), 2) == expected
 
 
-async def test_min_tokens_come_before_a_stop_string_counts(gateway: Gateway) -> None:
+async def test_min_tokens_delay_stop_strings(gateway: Gateway) -> None:
     live = await gateway.submit(stop=["#"], sampling=pb.Sampling(min_tokens=3))
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "a#b#cd")
@@ -562,7 +562,7 @@ async def test_min_tokens_come_before_a_stop_string_counts(gateway: Gateway) -> 
     ("asked", "n", "prompt", "max_tokens"),
     [("logprobs", 64, 1, 3121), ("prompt_logprobs", 1, 12484, 1)],
 )
-async def test_more_log_probabilities_than_a_gateway_can_keep_are_refused(
+async def test_logprobs_beyond_gateway_capacity_are_rejected(
     gateway: Gateway, asked: str, n: int, prompt: int, max_tokens: int
 ) -> None:
     gateway.requests._model.max_model_len = 20_000
@@ -574,7 +574,7 @@ async def test_more_log_probabilities_than_a_gateway_can_keep_are_refused(
     await gateway.submit(**fields | {"max_tokens": max_tokens} | less, sampling=sampling)
 
 
-async def test_blocks_are_shared_under_the_same_salt_alone(gateway: Gateway) -> None:
+async def test_cache_salt_limits_block_sharing(gateway: Gateway) -> None:
     salts = []
     for number, salt in enumerate(["", "a", "a", "b"]):
         live = await gateway.submit(request_id=f"r{number}", cache_salt=salt)
@@ -593,7 +593,7 @@ def test_best_of_is_refused_with_the_reason() -> None:
     assert Submission.from_proto(message, "r", seed=1).n == 2
 
 
-def test_what_shapes_the_result_is_in_the_hash_of_the_body() -> None:
+def test_body_hash_covers_output_shaping_fields() -> None:
     changes = [
         {},
         {"n": 2},
@@ -621,7 +621,7 @@ def test_what_shapes_the_result_is_in_the_hash_of_the_body() -> None:
     assert len(set(hashes)) == len(changes)
 
 
-def test_what_two_tries_may_differ_in_is_not() -> None:
+def test_body_hash_ignores_fields_that_retries_may_change() -> None:
     tries = (
         pb.GenerateRequest(text="hi"),
         pb.GenerateRequest(

@@ -114,7 +114,7 @@ async def ended(gateway: Gateway) -> LiveRequest:
     return live
 
 
-async def test_how_long_a_client_read_is_kept_after_the_next_beat() -> None:
+async def test_client_read_time_is_stored_with_the_next_heartbeat() -> None:
     async with started_gateway() as gateway:
         live = await ended(gateway)
         record = gateway.ledger._records["r"]
@@ -129,7 +129,7 @@ async def test_how_long_a_client_read_is_kept_after_the_next_beat() -> None:
         assert answer == live.explanation(now())
 
 
-async def test_a_router_that_stops_tells_what_it_has_to_tell() -> None:
+async def test_stopping_router_flushes_pending_deliveries() -> None:
     async with started_gateway() as gateway:
         live = await ended(gateway)
         await asyncio.sleep(0.05)
@@ -138,7 +138,7 @@ async def test_a_router_that_stops_tells_what_it_has_to_tell() -> None:
     assert answer.spans[-1].kind == pb.SPAN_KIND_CLIENT
 
 
-async def test_who_reads_what_ended_long_ago_changes_nothing() -> None:
+async def test_reread_of_an_old_request_keeps_its_explanation() -> None:
     async with started_gateway() as gateway:
         await ended(gateway)
         gateway.requests._recent.discard("r")

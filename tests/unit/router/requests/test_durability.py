@@ -104,9 +104,7 @@ async def test_behind_shows_tokens_at_once_and_marks_unstored_ones(
     assert [(p.text, p.unledgered) for p in await read_now(behind, live)] == [("abc", False)]
 
 
-async def test_behind_the_end_is_seen_when_the_ledger_has_it(
-    ledger: SlowLedger, behind: Gateway
-) -> None:
+async def test_behind_shows_the_end_only_once_stored(ledger: SlowLedger, behind: Gateway) -> None:
     live, epoch = await begin(behind, "ab")
     behind.make(epoch, 2, "c", EOS)
     reading = asyncio.create_task(behind.read(live))
@@ -116,7 +114,7 @@ async def test_behind_the_end_is_seen_when_the_ledger_has_it(
     assert (await reading)[-1].usage.output_tokens == 3
 
 
-async def test_behind_what_comes_within_some_milliseconds_is_one_append(
+async def test_behind_gathers_tokens_into_one_append(
     ledger: SlowLedger, behind: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger.let.set()
@@ -143,7 +141,7 @@ async def test_behind_what_comes_within_some_milliseconds_is_one_append(
         ("behind", "strict", 9.0, "ab"),
     ],
 )
-async def test_while_the_ledger_is_away_streams_go_on_or_pause(
+async def test_streams_continue_or_pause_during_ledger_outage(
     ledger: SlowLedger, durability: str, on_loss: str, unledgered: float, seen: str
 ) -> None:
     """What comes while nobody knows yet that it is away, and what comes then."""
@@ -168,7 +166,7 @@ async def test_while_the_ledger_is_away_streams_go_on_or_pause(
         assert not gateway.requests.ledger_status().away
 
 
-async def test_while_the_ledger_is_away_requests_are_refused_at_once(ledger: SlowLedger) -> None:
+async def test_requests_are_rejected_during_ledger_outage(ledger: SlowLedger) -> None:
     async with started_gateway(ledger) as gateway:
         live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
         gateway.requests.ledger_failed()
@@ -183,7 +181,7 @@ async def test_while_the_ledger_is_away_requests_are_refused_at_once(ledger: Slo
 MEMBERSHIP = Membership(0.0, "", "", 0, 0)
 
 
-async def test_a_ledger_that_is_nearly_full_takes_nothing_more(ledger: SlowLedger) -> None:
+async def test_ledger_nearly_full_rejects_new_requests(ledger: SlowLedger) -> None:
     async with started_gateway(ledger) as gateway:
         live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
         gateway.requests.ledger_answered(replace(MEMBERSHIP, memory_used=0.81))
@@ -195,7 +193,7 @@ async def test_a_ledger_that_is_nearly_full_takes_nothing_more(ledger: SlowLedge
         await gateway.submit(request_id="another")
 
 
-async def test_the_ledger_is_shown_as_it_is(ledger: SlowLedger) -> None:
+async def test_ledger_status_reports_server_and_memory(ledger: SlowLedger) -> None:
     async with started_gateway(ledger) as gateway:
         gateway.requests.ledger_answered(replace(MEMBERSHIP, memory_used=0.25))
         assert gateway.requests.ledger_status() == pb.LedgerStatus(

@@ -33,7 +33,7 @@ def accepted() -> WatchedJournal:
     return journal
 
 
-def test_a_request_that_nothing_happens_to() -> None:
+def test_journal_spans_of_an_undisturbed_request() -> None:
     journal = accepted()
     queue_wait = session_pb2.QueueWait(
         seconds=10.0,
@@ -87,7 +87,7 @@ def test_spans_of_one_kind_and_attempt_are_joined() -> None:
     ]
 
 
-def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
+def test_breakdown_longer_than_the_attempt_is_scaled_down() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 1, breakdown=session_pb2.TimeBreakdown(prefill_s=3, decode_s=1))
@@ -96,7 +96,7 @@ def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
     assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
 
 
-def test_ledger_has_what_came_after_the_first_token() -> None:
+def test_ledger_time_runs_from_first_token_to_readable() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 7, 0, waited_s=0.5)
@@ -110,7 +110,7 @@ def test_ledger_has_what_came_after_the_first_token() -> None:
     assert (journal.ttft_s, journal.ledger_s) == (13.0, 5.0)
 
 
-def test_a_lost_worker_is_told_from_what_it_said_last() -> None:
+def test_migration_begins_at_the_lost_workers_last_report() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 1, breakdown=session_pb2.TimeBreakdown(prefill_s=1.0))
@@ -125,14 +125,14 @@ def test_a_lost_worker_is_told_from_what_it_said_last() -> None:
     assert journal.spans[-1] == (pb.SPAN_KIND_NETWORK, 7.0, 2)
 
 
-def test_a_worker_that_told_nothing_has_all_of_its_time() -> None:
+def test_attempt_without_reports_is_attributed_to_other() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.left("worker w was lost", CAME + 12, is_lost=True)
     assert kinds(journal)["other"] == 6.0
 
 
-def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
+def test_attempt_without_breakdown_is_wait_prefill_and_decode() -> None:
     """As where a stop string ends an output before its worker has told of it."""
     journal = accepted()
     journal.dispatch(CAME + 6)
@@ -143,7 +143,7 @@ def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
     assert at_worker == [("worker_wait", 0.5), ("prefill", 1.5), ("decode", 3.0)]
 
 
-def test_a_long_prefill_is_prefill_from_the_first_report_on() -> None:
+def test_long_prefill_counts_as_prefill_from_first_report() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 0, waited_s=1.0, cached_tokens=2)
@@ -158,7 +158,7 @@ def test_a_long_prefill_is_prefill_from_the_first_report_on() -> None:
     assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("migration", 2.0)]
 
 
-def test_time_since_a_report_is_split_as_its_neighbours() -> None:
+def test_time_since_a_report_is_split_by_decode_shares() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     breakdown = session_pb2.TimeBreakdown(prefill_s=1.0, decode_s=1.0, steps=2)
@@ -200,7 +200,7 @@ def test_shares_exclude_requests_without_blocks_or_tokens(residence: str) -> Non
     assert list(kinds(journal).items())[2:] == [("prefill", 1.0), (kind, 2.0)]
 
 
-def test_silent_worker_is_missed_from_its_last_message() -> None:
+def test_silent_worker_counts_as_lost_since_its_last_message() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 7, 1, session_pb2.TimeBreakdown(prefill_s=1.0))
@@ -212,7 +212,7 @@ def test_silent_worker_is_missed_from_its_last_message() -> None:
     assert seen == [("prefill", 1.0), ("decode", 2.0), ("migration", 12.0)]
 
 
-def test_what_is_preempted_stays_so_until_something_else_is_told() -> None:
+def test_preempted_state_lasts_until_the_next_report() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     breakdown = session_pb2.TimeBreakdown(decode_s=1.0)
@@ -223,7 +223,7 @@ def test_what_is_preempted_stays_so_until_something_else_is_told() -> None:
     assert kinds(journal)["preempted"] == 3.0
 
 
-def test_a_worker_that_has_not_begun_lets_it_wait() -> None:
+def test_worker_wait_lasts_until_the_first_report() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     assert kinds(journal.until(CAME + 8))["worker_wait"] == 2.0
@@ -240,7 +240,7 @@ def test_running_request_is_explained_up_to_now() -> None:
     assert journal.total_s == 9.0 and "decode" not in kinds(journal)
 
 
-def test_what_ends_in_the_queue_was_there_for_what_the_leader_says() -> None:
+def test_withdrawn_request_uses_the_leaders_queue_wait() -> None:
     journal = accepted()
     queue_wait = session_pb2.QueueWait(
         seconds=4.0, no_worker_s=1.0, queue=pb.QueueBypass(earlier=1)
@@ -257,7 +257,7 @@ def test_what_ends_in_the_queue_was_there_for_what_the_leader_says() -> None:
     ]
 
 
-def test_neighbours_are_named_only_if_it_waited_for_room() -> None:
+def test_occupants_are_named_only_after_a_wait_for_room() -> None:
     for no_worker_s, told in ((4.0, ()), (3.999, ()), (2.0, ("a",))):
         journal = accepted()
         queue_wait = session_pb2.QueueWait(seconds=4.0, no_worker_s=no_worker_s)
@@ -267,7 +267,7 @@ def test_neighbours_are_named_only_if_it_waited_for_room() -> None:
         assert attempt.occupants == told
 
 
-def test_who_comes_when_it_has_left_is_none_of_its_newcomers() -> None:
+def test_newcomers_exclude_arrivals_after_departure() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.joined(("a",))
@@ -277,7 +277,7 @@ def test_who_comes_when_it_has_left_is_none_of_its_newcomers() -> None:
     assert [attempt.newcomers for attempt in journal] == [("b", "a")]
 
 
-def test_an_heir_begins_with_what_was_told_before_it() -> None:
+def test_adopted_journal_continues_earlier_spans() -> None:
     journal = Journal(CAME)
     earlier = accepted()
     journal.adopted(earlier.spans, 3, CAME + 16)
@@ -303,7 +303,7 @@ def test_old_attempts_are_summed() -> None:
     assert kinds(journal)["migration"] == pytest.approx(100.0)
 
 
-def test_a_later_reader_does_not_lengthen_what_was_read_at_once() -> None:
+def test_later_reader_does_not_extend_total_time() -> None:
     journal = accepted()
     journal.ended("cancelled", CAME + 7)
     journal.delivered(CAME + 7)
@@ -348,7 +348,7 @@ STEPS: list[Callable[[WatchedJournal, float], None]] = [
     st.lists(st.tuples(st.sampled_from(STEPS), st.floats(0.0, 5.0)), max_size=40),
     st.floats(0.0, 5.0),
 )
-def test_whatever_comes_to_pass_adds_up(
+def test_journal_spans_sum_to_total_for_any_events(
     steps: list[tuple[Callable[[WatchedJournal, float], None], float]], more: float
 ) -> None:
     journal, now = WatchedJournal(CAME), CAME

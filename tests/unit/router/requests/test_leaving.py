@@ -24,7 +24,7 @@ async def waiting() -> Gateway:
     return gateway
 
 
-async def test_the_leaders_answer_goes_into_the_ledger_with_the_end() -> None:
+async def test_withdrawal_answer_is_stored_with_the_end() -> None:
     gateway = await waiting()
     cancelling = asyncio.create_task(gateway.requests.cancel("r"))
     while not gateway.line.withdrawn:
@@ -40,13 +40,13 @@ async def test_the_leaders_answer_goes_into_the_ledger_with_the_end() -> None:
     assert pb.SPAN_KIND_QUEUE not in await kinds(gateway)
 
 
-async def test_where_there_is_no_answer_its_time_is_told_as_one() -> None:
+async def test_withdrawal_without_answer_counts_as_queue_time() -> None:
     gateway = await waiting()
     await gateway.requests.cancel("r")
     assert pb.SPAN_KIND_QUEUE in await kinds(gateway)
 
 
-async def test_nobody_is_waited_for_where_nobody_leads_or_a_worker_has_it() -> None:
+async def test_cancel_awaits_the_leader_only_for_queued_requests() -> None:
     for is_running in (False, True):
         gateway = await waiting()
         gateway.line.is_quiet = not is_running

@@ -46,7 +46,7 @@ def names(requests: Iterable[pb.RequestSummary]) -> list[str]:
     return [each.request_id for each in requests]
 
 
-async def test_a_tenant_sees_its_own_requests_by_its_own_names(inference: Inference) -> None:
+async def test_listing_shows_a_tenant_its_own_requests(inference: Inference) -> None:
     answer = await ask(inference, ACME)
     assert names(answer.requests) == ["b", "a"]
     assert answer == await ask(inference, ACME, tenant="acme")
@@ -58,19 +58,19 @@ async def test_a_tenant_sees_its_own_requests_by_its_own_names(inference: Infere
 
 
 @pytest.mark.parametrize("tenant", ["", "acme.b", "nobody", "*"])
-async def test_it_does_not_see_those_of_others(inference: Inference, tenant: str) -> None:
+async def test_listing_of_another_tenant_is_forbidden(inference: Inference, tenant: str) -> None:
     with pytest.raises(Forbidden):
         await ask(inference, ACME, tenant=tenant)
 
 
-async def test_another_tenants_token_leads_nowhere_else(inference: Inference) -> None:
+async def test_page_token_of_another_tenant_grants_no_access(inference: Inference) -> None:
     everybodys = await ask(inference, OPERATOR, tenant="", page_size=1)
     assert names(everybodys.requests) == ["ops/a"]
     answer = await ask(inference, ACME, page_token=everybodys.next_page_token)
     assert names(answer.requests) == ["b", "a"]
 
 
-async def test_who_administers_the_cluster_sees_anybodys_and_everybodys(
+async def test_listing_shows_an_admin_every_tenant(
     inference: Inference,
 ) -> None:
     everybodys = ["ops/a", "acme.b/a", "acme/b", "acme/a"]
@@ -87,7 +87,7 @@ async def test_listing_of_all_tenants_needs_a_right(
         await ask(inference, Caller("", frozenset({INFER})))
 
 
-async def test_pages_follow_each_other_to_the_end(inference: Inference) -> None:
+async def test_listing_pages_cover_all_requests(inference: Inference) -> None:
     found, token = [], ""
     for _ in range(4):
         page = await ask(inference, ANYONE, page_size=1, page_token=token)
@@ -96,7 +96,7 @@ async def test_pages_follow_each_other_to_the_end(inference: Inference) -> None:
     assert (found, token) == (["ops/a", "acme.b/a", "acme/b", "acme/a"], "")
 
 
-async def test_only_the_states_that_are_named_are_listed(inference: Inference) -> None:
+async def test_listing_filters_by_state(inference: Inference) -> None:
     answer = await ask(inference, ANYONE, states=[pb.REQUEST_STATE_CANCELLED])
     assert names(answer.requests) == ["acme/a"]
 
@@ -111,7 +111,7 @@ async def test_only_the_states_that_are_named_are_listed(inference: Inference) -
         (dict(tenant="A/b"), InvalidRequest),
     ],
 )
-async def test_what_cannot_be_meant_is_refused(
+async def test_listing_rejects_invalid_fields(
     inference: Inference, fields: dict[str, object], error: type[EverliftError]
 ) -> None:
     with pytest.raises(error):

@@ -27,7 +27,7 @@ def residences(gateway: Gateway) -> list[bool]:
     return [running.preempted for running in gateway.line.residences]
 
 
-async def test_a_moved_request_goes_on_elsewhere_with_what_it_has(gateway: Gateway) -> None:
+async def test_moved_request_resumes_elsewhere_with_its_tokens(gateway: Gateway) -> None:
     live = await gateway.submit()
     first = await gateway.dispatch()
     gateway.make(first, 0, "abc")
@@ -47,7 +47,7 @@ async def test_a_moved_request_goes_on_elsewhere_with_what_it_has(gateway: Gatew
     assert gateway.requests.counters.moved == 1
 
 
-async def test_what_no_worker_has_is_not_moved(gateway: Gateway) -> None:
+async def test_move_ignores_requests_without_a_worker(gateway: Gateway) -> None:
     await gateway.submit()
     gateway.requests.move(0)
     gateway.requests.move(1)
@@ -59,7 +59,7 @@ async def test_what_no_worker_has_is_not_moved(gateway: Gateway) -> None:
     assert gateway.requests.counters.moved == 0
 
 
-async def test_a_late_word_does_not_take_the_next_attempt_off_its_worker(gateway: Gateway) -> None:
+async def test_stale_move_or_eviction_spares_the_next_attempt(gateway: Gateway) -> None:
     await gateway.submit()
     first = await gateway.dispatch()
     gateway.requests.attempts.worker_lost("w")
@@ -71,7 +71,7 @@ async def test_a_late_word_does_not_take_the_next_attempt_off_its_worker(gateway
     assert [running.epoch for running in gateway.requests.running()] == [second]
 
 
-async def test_to_make_room_costs_none_of_the_own_moves(gateway: Gateway) -> None:
+async def test_eviction_does_not_count_against_moves_left(gateway: Gateway) -> None:
     await gateway.submit()
     for number in range(3):
         gateway.requests.evict(session_pb2.Eviction(epoch=await gateway.dispatch()))
@@ -84,7 +84,7 @@ async def test_to_make_room_costs_none_of_the_own_moves(gateway: Gateway) -> Non
     "whom, told",
     [("acme/high", "preempted for high"), ("other/high", "preempted for a higher class")],
 )
-async def test_who_made_room_is_told_for_whom_if_that_is_its_own_tenants(
+async def test_eviction_names_the_preemptor_only_within_its_tenant(
     gateway: Gateway, whom: str, told: str
 ) -> None:
     live = await gateway.submit(request_id="acme/r")
@@ -97,7 +97,7 @@ async def test_who_made_room_is_told_for_whom_if_that_is_its_own_tenants(
     assert not live.is_over
 
 
-async def test_moves_are_counted_and_never_fewer_than_none_are_left(gateway: Gateway) -> None:
+async def test_moves_left_never_falls_below_zero(gateway: Gateway) -> None:
     await gateway.submit()
     for number in range(3):
         gateway.requests.move(await gateway.dispatch())
@@ -105,7 +105,7 @@ async def test_moves_are_counted_and_never_fewer_than_none_are_left(gateway: Gat
     assert [waiting.moves_left for waiting in gateway.line.enqueued] == [2, 1, 0, 0]
 
 
-async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gateway) -> None:
+async def test_preemption_and_resume_are_reported_to_leader_once(gateway: Gateway) -> None:
     await gateway.submit(priority=-2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abc")
@@ -141,14 +141,14 @@ async def test_worker_gets_the_predicted_lengths(
     assert len(starts[0].prompt_ids) + sum(outputs) == running.predicted_total
 
 
-async def test_a_new_leader_is_told_how_many_choices_are_unfinished(gateway: Gateway) -> None:
+async def test_running_report_counts_unfinished_choices(gateway: Gateway) -> None:
     await gateway.submit(n=3)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "x", EOS, choice=1)
     assert [running.choices for running in gateway.requests.running()] == [2]
 
 
-async def test_one_choice_that_still_runs_holds_the_request_where_it_is(gateway: Gateway) -> None:
+async def test_request_is_preempted_only_if_all_its_choices_are(gateway: Gateway) -> None:
     await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "", residence=PREEMPTED, choice=0)
@@ -159,7 +159,7 @@ async def test_one_choice_that_still_runs_holds_the_request_where_it_is(gateway:
     assert residences(gateway) == [True, False]
 
 
-async def test_the_next_worker_has_preempted_nothing_yet(gateway: Gateway) -> None:
+async def test_preempted_flag_is_reset_for_the_next_worker(gateway: Gateway) -> None:
     await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "", residence=PREEMPTED)
@@ -183,7 +183,7 @@ async def test_new_leader_learns_running_and_queued_requests(
     assert [it.request_id for it in gateway.requests.running()] == ["c", "e"]
 
 
-async def test_the_leader_knows_until_when_a_request_is_wanted(gateway: Gateway) -> None:
+async def test_waiting_request_carries_deadlines_and_priority(gateway: Gateway) -> None:
     await gateway.submit(timeout_s=60.0, ttft_target_ms=500, priority=4)
     [waiting] = gateway.line.enqueued
     assert waiting.deadline == waiting.arrived + 60.0
@@ -197,7 +197,7 @@ async def test_the_leader_knows_until_when_a_request_is_wanted(gateway: Gateway)
     assert gateway.line.enqueued[-1].ttft_deadline == 0
 
 
-async def test_who_finished_needs_its_place_no_more(gateway: Gateway) -> None:
+async def test_request_is_withdrawn_when_its_last_choice_ends(gateway: Gateway) -> None:
     await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "a", EOS, choice=0)
@@ -206,7 +206,7 @@ async def test_who_finished_needs_its_place_no_more(gateway: Gateway) -> None:
     assert gateway.line.withdrawn == ["r"]
 
 
-async def test_what_a_request_went_through_is_counted_over_all_attempts(gateway: Gateway) -> None:
+async def test_tally_is_summed_over_all_attempts(gateway: Gateway) -> None:
     live = await gateway.submit()
     first = await gateway.dispatch(bypassed=4)
     gateway.make(first, 0, "a", preemptions=2, recomputed_tokens=5, num_computed=2)
@@ -227,7 +227,7 @@ async def test_what_a_request_went_through_is_counted_over_all_attempts(gateway:
     assert (counters.preempted, counters.recomputed_tokens) == (2, 8)
 
 
-async def test_a_dispatch_that_is_declined_takes_back_nothing(gateway: Gateway) -> None:
+async def test_declined_dispatch_keeps_tally_and_losses(gateway: Gateway) -> None:
     """It comes for a request that is let go of: its client has just attached elsewhere."""
     live = await gateway.submit()
     gateway.make(await gateway.dispatch(), 0, "a", preemptions=2)
@@ -245,7 +245,7 @@ async def test_a_dispatch_that_is_declined_takes_back_nothing(gateway: Gateway) 
 @pytest.mark.parametrize(
     ("output", "num_computed", "expected"), [("", 0, 0), ("", 2, 2), ("abc", 0, 4), ("abc", 5, 5)]
 )
-async def test_the_next_worker_is_told_what_was_computed_before(
+async def test_start_carries_num_computed_of_earlier_attempts(
     gateway: Gateway, output: str, num_computed: int, expected: int
 ) -> None:
     """A prompt of two tokens; to draw the last of three, the two before it were computed."""
@@ -259,7 +259,7 @@ async def test_the_next_worker_is_told_what_was_computed_before(
     assert gateway.workers.started[-1].num_computed == expected
 
 
-async def test_failed_sequence_is_tried_on_another_worker(
+async def test_failed_sequence_is_retried_on_another_worker(
     gateway: Gateway,
 ) -> None:
     live = await gateway.submit()

@@ -136,7 +136,7 @@ async def test_source_that_does_not_continue_is_data_loss(offset: int) -> None:
         await read(stream(first, Routers(Scripted(head(2), piece(offset, 9)))))
 
 
-async def test_other_errors_end_the_stream() -> None:
+async def test_stream_ends_on_a_non_resumable_error() -> None:
     routers = Routers(Scripted())
     with pytest.raises(QueueFull):
         await read(stream(Scripted(head(), error=QueueFull()), routers))
@@ -166,7 +166,7 @@ async def test_search_for_the_owner_ends(
     ],
 )
 @pytest.mark.parametrize("is_found_first", [True, False])
-async def test_request_that_no_router_knows(
+async def test_stream_fails_for_a_request_no_router_knows(
     pieces: tuple[pb.GenerateResponse, ...],
     options: dict[str, bool],
     error: EverliftError,
@@ -180,7 +180,7 @@ async def test_request_that_no_router_knows(
     assert raised.type is expected
 
 
-async def test_failed_stream_delivers_what_is_there_first() -> None:
+async def test_failed_stream_delivers_pending_pieces_first() -> None:
     reading = stream(Scripted(head(), piece(0, 1)), Routers(Scripted()))
     reading._source._error = Moved()  # type: ignore[attr-defined]
     reading.fail(RouterStopping())
@@ -207,7 +207,7 @@ async def test_closed_stream_stops_its_search() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_search_that_the_router_cancels_is_an_error() -> None:
+async def test_search_cancelled_by_the_router_is_an_error() -> None:
     async def never(message: pb.AttachRequest) -> Source:
         await asyncio.Event().wait()
         raise AssertionError
@@ -254,7 +254,7 @@ async def moved_away(gateway: Gateway, ledger: MemoryLedger) -> Gateway:
     return other
 
 
-async def test_local_stream_is_read_on_where_the_request_went(
+async def test_local_stream_continues_at_the_new_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Offsets and digests are those of the tokens that were taken, not of all that came."""

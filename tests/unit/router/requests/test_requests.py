@@ -90,7 +90,7 @@ async def test_tokens_pass_from_worker_to_ledger_to_client(gateway: Gateway) -> 
     assert await gateway.stored() == (State.FINISHED, b"abcd")
 
 
-async def test_a_stop_string_cuts_before_the_append(gateway: Gateway) -> None:
+async def test_stop_string_truncates_text_before_the_append(gateway: Gateway) -> None:
     live = await gateway.submit(stop=["END"])
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abE")
@@ -102,7 +102,7 @@ async def test_a_stop_string_cuts_before_the_append(gateway: Gateway) -> None:
     assert gateway.workers.aborted == [(epoch, (0,))]
 
 
-async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -> None:
+async def test_worker_loss_neither_drops_nor_repeats_tokens(gateway: Gateway) -> None:
     live = await gateway.submit()
     first = await gateway.dispatch()
     gateway.make(first, 0, "abc")
@@ -124,7 +124,7 @@ async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -
     assert gateway.line.outputs == {("r", 0): 5}
 
 
-async def test_repeated_tokens_are_dropped_and_a_gap_costs_the_attempt(gateway: Gateway) -> None:
+async def test_progress_drops_duplicates_and_fails_on_a_gap(gateway: Gateway) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abc")
@@ -135,7 +135,7 @@ async def test_repeated_tokens_are_dropped_and_a_gap_costs_the_attempt(gateway: 
     assert await gateway.stored() == (State.QUEUED, b"abcd")
 
 
-async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gateway) -> None:
+async def test_request_fails_after_max_losses(gateway: Gateway) -> None:
     live = await gateway.submit()
     for _ in range(CONFIG.max_losses):
         assert not live.is_over
@@ -156,7 +156,7 @@ async def test_losses_outside_a_step_end_at_the_larger_limit(gateway: Gateway) -
     assert (await gateway.stored())[0] is State.FAILED
 
 
-async def test_an_unreported_first_loss_counts_as_in_a_step(gateway: Gateway) -> None:
+async def test_unreported_first_loss_counts_as_in_a_step(gateway: Gateway) -> None:
     """The worker may have ended in the first step, before the report was sent."""
     live = await gateway.submit()
     await gateway.lose(live, in_step=False)
@@ -169,7 +169,7 @@ async def test_an_unreported_first_loss_counts_as_in_a_step(gateway: Gateway) ->
     assert (live.losses.in_step, live.losses.in_a_row) == (2, 2)
 
 
-async def test_a_new_token_forgives_all_losses(gateway: Gateway) -> None:
+async def test_new_token_resets_all_losses(gateway: Gateway) -> None:
     live = await gateway.submit(max_tokens=64)
     for offset in range(2 * CONFIG.max_losses_total):
         epoch = await gateway.dispatch()
@@ -182,7 +182,7 @@ async def test_a_new_token_forgives_all_losses(gateway: Gateway) -> None:
     assert (live.losses.in_step, live.losses.in_a_row) == (1, 1)
 
 
-async def test_with_a_limit_of_one_the_first_attempt_confirms(ledger: MemoryLedger) -> None:
+async def test_max_losses_of_one_confirms_the_first_attempt(ledger: MemoryLedger) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, max_losses=1))
     live = await gateway.submit()
     await gateway.lose(live, in_step=False)
@@ -211,7 +211,7 @@ async def without_workers(ledger: MemoryLedger, **settings: float) -> Gateway:
     return gateway
 
 
-async def test_without_a_worker_a_request_waits_for_one_and_then_no_more(
+async def test_request_fails_after_worker_wait_without_a_worker(
     ledger: MemoryLedger,
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.05)
@@ -222,7 +222,7 @@ async def test_without_a_worker_a_request_waits_for_one_and_then_no_more(
     assert gateway.line.withdrawn == ["r"]
 
 
-async def test_where_a_worker_has_come_requests_wait_as_long_as_they_must(
+async def test_worker_wait_ends_when_a_worker_connects(
     ledger: MemoryLedger,
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.05)
@@ -233,7 +233,7 @@ async def test_where_a_worker_has_come_requests_wait_as_long_as_they_must(
     assert not before.is_ending and not after.is_ending
 
 
-async def test_with_the_last_worker_the_time_begins_for_all_that_wait(
+async def test_worker_wait_begins_when_the_last_worker_is_lost(
     ledger: MemoryLedger,
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.1)
@@ -251,7 +251,7 @@ async def test_with_the_last_worker_the_time_begins_for_all_that_wait(
             await gateway.read(live)
 
 
-async def test_what_somebody_else_has_is_withdrawn_here(
+async def test_request_taken_over_elsewhere_is_withdrawn(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -264,7 +264,7 @@ async def test_what_somebody_else_has_is_withdrawn_here(
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-async def test_what_the_ledger_has_ended_or_given_away_is_withdrawn(
+async def test_reconcile_withdraws_ended_and_moved_requests(
     gateway: Gateway, ledger: MemoryLedger, has_ended: bool
 ) -> None:
     live = await gateway.submit()
@@ -278,7 +278,7 @@ async def test_what_the_ledger_has_ended_or_given_away_is_withdrawn(
     assert gateway.line.withdrawn == ["r"]
 
 
-async def test_what_was_dispatched_while_it_ended_is_withdrawn_again(gateway: Gateway) -> None:
+async def test_dispatch_during_an_end_is_withdrawn_again(gateway: Gateway) -> None:
     """The leader may have heard of its end before the ledger's answer to the dispatch."""
     await gateway.submit()
     entry = await gateway.ledger.dispatch("r", "w", 7, TERM)
@@ -289,7 +289,7 @@ async def test_what_was_dispatched_while_it_ended_is_withdrawn_again(gateway: Ga
     await until(lambda: gateway.line.withdrawn == ["r", "r"])
 
 
-async def test_what_a_draining_worker_gives_back_is_not_a_loss(gateway: Gateway) -> None:
+async def test_return_by_a_draining_worker_is_no_loss(gateway: Gateway) -> None:
     live = await gateway.submit()
     for round_trip in range(CONFIG.max_losses + 1):
         epoch = await gateway.dispatch()
@@ -298,7 +298,7 @@ async def test_what_a_draining_worker_gives_back_is_not_a_loss(gateway: Gateway)
     assert await gateway.stored() == (State.QUEUED, b"xxx")
 
 
-async def test_a_plain_clients_disconnect_cancels_and_frees_the_worker(gateway: Gateway) -> None:
+async def test_disconnect_cancels_and_frees_the_worker(gateway: Gateway) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     stream = gateway.requests.stream(live)
@@ -320,7 +320,7 @@ async def test_grace_waits_for_the_client_and_then_cancels(gateway: Gateway) -> 
     assert isinstance(live.error, Cancelled)
 
 
-async def test_continue_goes_on_without_a_client(gateway: Gateway) -> None:
+async def test_continue_mode_runs_without_a_client(gateway: Gateway) -> None:
     live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
     await _leave(gateway, live)
     await asyncio.sleep(2 * CONFIG.grace)
@@ -336,7 +336,7 @@ async def _leave(gateway: Gateway, live: LiveRequest) -> None:
     await stream.aclose()
 
 
-async def test_the_deadline_ends_a_request_wherever_it_is(gateway: Gateway) -> None:
+async def test_deadline_expires_queued_and_running_requests(gateway: Gateway) -> None:
     waits = await gateway.submit(timeout_s=0.02, request_id="waits")
     runs = await gateway.submit(timeout_s=0.02, request_id="runs")
     epoch = await gateway.dispatch("runs")
@@ -348,7 +348,7 @@ async def test_the_deadline_ends_a_request_wherever_it_is(gateway: Gateway) -> N
     assert (await gateway.stored("runs"))[0] is State.EXPIRED
 
 
-async def test_the_same_request_twice_is_one_run_with_two_streams(gateway: Gateway) -> None:
+async def test_duplicate_request_shares_one_run(gateway: Gateway) -> None:
     live = await gateway.submit()
     twin = await gateway.submit()
     assert twin is live
@@ -363,7 +363,7 @@ async def test_the_same_request_twice_is_one_run_with_two_streams(gateway: Gatew
         await gateway.submit(max_tokens=3)
 
 
-async def test_attach_goes_on_at_any_offset_live_and_ended(gateway: Gateway) -> None:
+async def test_attach_continues_at_any_offset_live_and_ended(gateway: Gateway) -> None:
     live = await gateway.submit(stop=["#"], max_tokens=20)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "caf\u00e9 au")
@@ -385,7 +385,7 @@ async def test_attach_goes_on_at_any_offset_live_and_ended(gateway: Gateway) -> 
     assert ended == expected
 
 
-async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
+async def test_attach_adopts_the_request_of_a_dead_gateway(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -411,7 +411,7 @@ async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
     run.cancel()
 
 
-async def test_adoptions_that_wait_for_the_ledger_keep_no_others_waiting(
+async def test_adoption_awaiting_the_ledger_delays_no_other(
     ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard of it may be away, and the others not."""
@@ -437,7 +437,7 @@ async def test_adoptions_that_wait_for_the_ledger_keep_no_others_waiting(
     await other.requests.stop(0.0)
 
 
-async def test_what_was_forgotten_while_its_gateway_was_frozen_stays_so(
+async def test_frozen_gateway_does_not_restore_a_forgotten_request(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -470,7 +470,7 @@ async def test_adopted_request_has_a_grace(
     await other.requests.stop(0.0)
 
 
-async def test_a_ledger_that_lost_its_last_second_is_told_again(
+async def test_tokens_lost_by_the_ledger_are_appended_again(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -518,7 +518,7 @@ async def test_arriving_request_can_be_cancelled_and_forgotten(
     assert ("r" in ledger._records) is (what == "cancel")
 
 
-async def test_a_router_that_stops_waits_for_who_is_just_coming(
+async def test_stopping_router_waits_for_arriving_requests(
     ledger: MemoryLedger, slow_open: asyncio.Event
 ) -> None:
     gateway = Gateway(ledger)
@@ -536,7 +536,7 @@ async def test_a_router_that_stops_waits_for_who_is_just_coming(
 
 
 @pytest.mark.usefixtures("slow_open")
-async def test_who_cannot_come_in_before_a_router_stops_is_sent_elsewhere(
+async def test_stopping_router_redirects_an_unanswered_submission(
     ledger: MemoryLedger,
 ) -> None:
     gateway = Gateway(ledger)
@@ -566,7 +566,7 @@ async def test_stopping_router_takes_no_new_request(
 
 
 @pytest.mark.parametrize("before", [1, 2], ids=["as many choices", "fewer choices"])
-async def test_late_answer_belongs_to_its_own_request(
+async def test_append_answer_applies_only_to_its_own_request(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     may_answer, append = asyncio.Event(), ledger.append
@@ -591,7 +591,7 @@ async def test_late_answer_belongs_to_its_own_request(
     assert texts(await gateway.read(other)) == "xy"
 
 
-async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
+async def test_full_queue_rejects_and_leaves_no_entry(
     gateway: Gateway,
 ) -> None:
     gateway.line.queued = CONFIG.max_queued
@@ -606,7 +606,7 @@ async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
     assert again is not live
 
 
-async def test_what_was_accepted_once_is_not_refused_when_it_is_sent_again(
+async def test_accepted_request_is_not_rejected_when_resent(
     gateway: Gateway,
 ) -> None:
     """Here, long after its end, or to another gateway, though the queue is full."""
@@ -636,7 +636,7 @@ async def test_what_was_accepted_once_is_not_refused_when_it_is_sent_again(
         (_told("deadline_unmeetable", 1.0), DeadlineUnmeetable),
     ],
 )
-async def test_what_the_leader_refuses_says_why_and_when_to_come_again(
+async def test_refusal_reports_its_cause_and_retry_after(
     gateway: Gateway, cause: session_pb2.Refusal, error: type[EverliftError]
 ) -> None:
     gateway.requests.on_queue_estimate(BUSY)
@@ -664,7 +664,7 @@ async def test_early_retry_is_refused_before_any_check(
     await gateway.requests.stop(0.0)
 
 
-async def test_a_higher_class_passes_the_door_of_a_full_queue(gateway: Gateway) -> None:
+async def test_higher_class_passes_a_full_queue(gateway: Gateway) -> None:
     gateway.line.queued = CONFIG.max_queued
     gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(lowest=0))
     with pytest.raises(QueueFull):
@@ -672,7 +672,7 @@ async def test_a_higher_class_passes_the_door_of_a_full_queue(gateway: Gateway) 
     assert await gateway.submit(request_id="high", priority=1)
 
 
-async def test_a_worker_that_cannot_be_reached_costs_no_attempt(gateway: Gateway) -> None:
+async def test_unreachable_worker_counts_as_no_loss(gateway: Gateway) -> None:
     live = await gateway.submit()
     gateway.workers.reachable = False
     await gateway.dispatch()
@@ -689,7 +689,7 @@ async def test_cancelling_a_finished_request_changes_nothing(gateway: Gateway) -
     assert (await gateway.requests.cancel("r")).state is State.FINISHED
 
 
-async def test_a_stopping_router_sends_its_clients_elsewhere(gateway: Gateway) -> None:
+async def test_stopping_router_redirects_its_clients(gateway: Gateway) -> None:
     live = await gateway.submit()
     await gateway.requests.stop(0.0)
     with pytest.raises(RouterStopping):
@@ -721,7 +721,7 @@ async def test_stopping_router_waits_for_unstored_tokens(
     assert await gateway.stored() == (State.RUNNING, b"abc")
 
 
-async def test_what_finished_elsewhere_is_not_passed_off_as_complete(
+async def test_request_finished_elsewhere_is_reported_as_moved(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     """This gateway stalls beyond its lease; another one goes on with its request, and finishes."""
@@ -763,7 +763,7 @@ class SlowToEnd(MemoryLedger):
         return await super().end_request(request_id, state, slug, message, owner, explanation)
 
 
-async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
+async def test_cancel_completes_after_its_caller_is_gone() -> None:
     ledger = SlowToEnd()
     await ledger.lead("leader", "", TERM, 1000.0)
     gateway = Gateway(ledger)
@@ -777,7 +777,7 @@ async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
     assert (await gateway.stored())[0] is State.CANCELLED
 
 
-async def test_a_client_that_leaves_what_was_refused_brings_nothing_back(
+async def test_disconnect_during_a_refusal_restores_nothing(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = await gateway.submit()
@@ -798,7 +798,7 @@ async def test_a_client_that_leaves_what_was_refused_brings_nothing_back(
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
-async def test_a_cancel_in_the_moment_of_a_refusal_brings_nothing_back(
+async def test_cancel_during_a_refusal_restores_nothing(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -810,7 +810,7 @@ async def test_a_cancel_in_the_moment_of_a_refusal_brings_nothing_back(
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
-async def test_a_rejection_after_the_deadline_changes_nothing(gateway: Gateway) -> None:
+async def test_refusal_after_the_deadline_changes_nothing(gateway: Gateway) -> None:
     live = await gateway.submit(timeout_s=100.0)
     gateway.requests._timeouts._expire(live)
     gateway.requests.refused(FULL)
@@ -821,7 +821,7 @@ async def test_a_rejection_after_the_deadline_changes_nothing(gateway: Gateway) 
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
-async def test_a_refusal_that_comes_late_leaves_the_heirs_request_alone(
+async def test_delayed_refusal_spares_an_adopted_request(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     """The gateway was frozen meanwhile."""
@@ -833,7 +833,7 @@ async def test_a_refusal_that_comes_late_leaves_the_heirs_request_alone(
     assert await ledger.get("r") == taken.entry
 
 
-async def test_what_another_gateway_gave_up_meanwhile_is_to_be_sent_again(
+async def test_submit_reports_moved_if_another_gateway_discarded(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its queue was full; here the same id is known for a moment."""
@@ -850,7 +850,7 @@ async def test_what_another_gateway_gave_up_meanwhile_is_to_be_sent_again(
         await gateway.submit()
 
 
-async def test_the_same_of_what_the_other_gateway_does_not_know_any_more(
+async def test_generate_reports_moved_if_owner_forgot_the_request(
     ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await Gateway(ledger).submit()
@@ -868,7 +868,7 @@ async def test_the_same_of_what_the_other_gateway_does_not_know_any_more(
         await anext(opened.pieces)
 
 
-async def test_cancellation_during_a_takeover_holds(
+async def test_cancel_during_a_takeover_is_redirected_to_the_heir(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await Gateway(ledger, "gone").submit()
@@ -895,7 +895,7 @@ async def test_request_cancelled_before_its_first_step_leaves_nothing(
     gc.collect()
 
 
-async def test_where_a_request_is_is_no_news(
+async def test_redirect_to_another_gateway_is_not_logged(
     gateway: Gateway, ledger: MemoryLedger, caplog: pytest.LogCaptureFixture
 ) -> None:
     await gateway.submit()
@@ -904,7 +904,7 @@ async def test_where_a_request_is_is_no_news(
     assert "request operation failed" not in caplog.text
 
 
-async def test_nothing_begins_while_the_ledger_is_not_what_was_demanded(gateway: Gateway) -> None:
+async def test_unfit_ledger_blocks_new_requests(gateway: Gateway) -> None:
     membership = Membership(0.0, "", "", 0, 0, unfit="appendonly no")
     gateway.requests.ledger_answered(membership)
     with pytest.raises(LedgerUnavailable, match="appendonly no"):
@@ -913,7 +913,7 @@ async def test_nothing_begins_while_the_ledger_is_not_what_was_demanded(gateway:
     await gateway.submit()
 
 
-async def test_no_more_than_so_many_ended_requests_are_kept(
+async def test_registry_keeps_a_bounded_number_of_ended_requests(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_MAX_ENDED", 2)
@@ -928,7 +928,7 @@ async def test_no_more_than_so_many_ended_requests_are_kept(
     assert [each() is not None for each in ended] == [False, False, True, True]
 
 
-async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
+async def test_dispatch_of_an_ending_request_starts_nothing() -> None:
     ledger = SlowToEnd()
     await ledger.lead("leader", "", TERM, 1000.0)
     gateway = Gateway(ledger)
@@ -943,7 +943,7 @@ async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
     assert not gateway.requests.attempts.running()
 
 
-async def test_each_disconnect_has_the_whole_grace(gateway: Gateway) -> None:
+async def test_disconnect_restarts_the_whole_grace(gateway: Gateway) -> None:
     live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_GRACE)
     ends = []
     for _ in range(4):
@@ -956,7 +956,7 @@ async def test_each_disconnect_has_the_whole_grace(gateway: Gateway) -> None:
     await until(lambda: live.is_over)
 
 
-async def test_only_the_gateway_that_has_a_request_ends_it_for_its_client(
+async def test_disconnect_at_a_former_owner_cancels_nothing(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -971,7 +971,7 @@ async def test_only_the_gateway_that_has_a_request_ends_it_for_its_client(
     await other.requests.stop(0.0)
 
 
-async def test_what_another_model_began_is_given_up(ledger: MemoryLedger) -> None:
+async def test_takeover_fails_a_request_of_another_model(ledger: MemoryLedger) -> None:
     gone = Gateway(ledger, "gone")
     live = await gone.submit()
     record = ledger._records["r"]
@@ -982,7 +982,7 @@ async def test_what_another_model_began_is_given_up(ledger: MemoryLedger) -> Non
     assert (await heir.stored())[0] is State.FAILED
 
 
-async def test_the_tokens_of_another_model_are_not_read_as_this_ones_text(
+async def test_attach_rejects_tokens_of_another_model(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
@@ -1028,9 +1028,7 @@ async def test_begun_request_fails_under_other_weights(
         await heir.requests.forget("r")
 
 
-async def test_a_forgotten_request_is_erased_whatever_it_is_doing(
-    gateway: Gateway, ledger: MemoryLedger
-) -> None:
+async def test_forget_erases_a_request_in_any_phase(gateway: Gateway, ledger: MemoryLedger) -> None:
     for step in range(4):
         live = await gateway.submit()
         if step > 0:
@@ -1053,7 +1051,7 @@ async def test_a_forgotten_request_is_erased_whatever_it_is_doing(
         await gateway.requests.forget("never")
 
 
-async def test_the_gateway_that_has_or_had_a_request_forgets_it(
+async def test_forget_is_redirected_to_the_owning_gateway(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     other = Gateway(ledger, "other")
@@ -1071,7 +1069,7 @@ async def test_the_gateway_that_has_or_had_a_request_forgets_it(
     assert not ledger._records
 
 
-async def test_what_is_known_of_a_request_are_its_moves_too(gateway: Gateway) -> None:
+async def test_get_returns_the_events_of_a_request(gateway: Gateway) -> None:
     await gateway.submit(priority=2)
     await gateway.dispatch()
     gateway.requests.attempts.worker_lost("w")
@@ -1085,7 +1083,7 @@ async def test_what_is_known_of_a_request_are_its_moves_too(gateway: Gateway) ->
     ]
 
 
-async def test_a_client_that_another_gateway_speaks_for_has_the_grace(gateway: Gateway) -> None:
+async def test_relayed_client_always_has_the_grace(gateway: Gateway) -> None:
     """Whatever it asked for: it may be that gateway that died."""
     live = await gateway.submit()
     stream = gateway.requests.stream(live, is_relayed=True)
@@ -1096,13 +1094,13 @@ async def test_a_client_that_another_gateway_speaks_for_has_the_grace(gateway: G
     assert isinstance(live.error, Cancelled)
 
 
-async def test_a_request_that_was_accepted_is_not_refused_later(gateway: Gateway) -> None:
+async def test_waiting_report_marks_requests_as_accepted(gateway: Gateway) -> None:
     await gateway.submit()
     assert [w.accepted for w in gateway.line.enqueued] == [False]
     assert [w.accepted for w in gateway.requests.waiting(Fifo())] == [True]
 
 
-async def test_an_unforeseen_error_ends_its_request_and_no_other(
+async def test_unexpected_error_fails_only_its_request(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     struck = await gateway.submit(request_id="struck")

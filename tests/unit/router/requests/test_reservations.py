@@ -56,7 +56,7 @@ def reserve(gateway: Gateway, term: int = TERM, **fields: bool) -> RecordedReser
     return reservation
 
 
-async def test_what_has_a_worker_begins_there_and_is_never_queued(gateway: Gateway) -> None:
+async def test_reserved_request_starts_without_queueing(gateway: Gateway) -> None:
     reservation = reserve(gateway)
     live = await gateway.submit(timeout_s=9.0, max_tokens=8, priority=2)
     assert reservation.came == "begun"
@@ -83,14 +83,14 @@ async def test_what_has_a_worker_begins_there_and_is_never_queued(gateway: Gatew
     )
 
 
-async def test_it_is_told_as_it_would_be_if_it_waited(gateway: Gateway) -> None:
+async def test_reservation_describes_the_request_as_queued(gateway: Gateway) -> None:
     await gateway.submit(n=3, max_tokens=200, ttft_target_ms=500)
     [arriving], [waiting] = gateway.line.arriving, gateway.line.enqueued
     waiting.arrived, waiting.ttft_deadline = 1000.0, 1000.5
     assert arriving == waiting
 
 
-async def test_it_goes_on_to_its_end(gateway: Gateway) -> None:
+async def test_reserved_request_runs_to_completion(gateway: Gateway) -> None:
     reserve(gateway)
     live = await gateway.submit()
     gateway.make(EPOCH, 0, "yes", session_pb2.STOP_CAUSE_EOS)
@@ -99,14 +99,14 @@ async def test_it_goes_on_to_its_end(gateway: Gateway) -> None:
     assert await gateway.stored() == (State.FINISHED, b"yes")
 
 
-async def test_who_leads_by_now_is_told_of_what_runs(gateway: Gateway) -> None:
+async def test_reserved_request_is_reported_to_a_new_leader(gateway: Gateway) -> None:
     reserve(gateway, leader_knows=False)
     await gateway.submit()
     [running] = gateway.line.residences
     assert (running.request_id, running.worker_id, running.epoch) == ("r", "w", EPOCH)
 
 
-async def test_the_dispatch_of_who_leads_no_more_is_given_back(gateway: Gateway) -> None:
+async def test_reservation_of_a_former_leader_is_returned(gateway: Gateway) -> None:
     reservation = reserve(gateway, term=TERM + 1)
     live = await gateway.submit()
     assert reservation.came == "given back"
@@ -114,7 +114,7 @@ async def test_the_dispatch_of_who_leads_no_more_is_given_back(gateway: Gateway)
     assert [waiting.request_id for waiting in gateway.line.enqueued] == ["r"]
 
 
-async def test_what_is_known_already_needs_no_worker(gateway: Gateway) -> None:
+async def test_reservation_for_a_known_request_is_returned(gateway: Gateway) -> None:
     await gateway.submit()
     other = Gateway(gateway.ledger, "other")
     reservation = reserve(other)
@@ -127,7 +127,7 @@ async def test_what_is_known_already_needs_no_worker(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("error", [LedgerFull("full"), LedgerUnavailable("away")])
-async def test_what_the_ledger_does_not_take_gives_its_worker_back(
+async def test_reservation_is_returned_if_the_ledger_rejects(
     gateway: Gateway, error: Exception
 ) -> None:
     reservation = reserve(gateway)
@@ -138,7 +138,7 @@ async def test_what_the_ledger_does_not_take_gives_its_worker_back(
     assert reservation.came == "given back"
 
 
-async def test_a_worker_that_cannot_be_reached_is_not_the_end_of_it(gateway: Gateway) -> None:
+async def test_reserved_request_is_requeued_if_worker_unreachable(gateway: Gateway) -> None:
     reserve(gateway)
     gateway.workers.reachable = False
     await gateway.submit()

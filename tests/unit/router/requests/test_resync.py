@@ -144,7 +144,7 @@ NUM_STEPS = 8
 
 @pytest.mark.parametrize("is_noticed", [True, False])
 @pytest.mark.parametrize("kept", range(NUM_STEPS))
-async def test_whatever_the_ledger_forgets_the_stream_is_whole(
+async def test_stream_is_complete_after_any_ledger_rollback(
     ledger: ForgetfulLedger, gateway: Gateway, kept: int, is_noticed: bool
 ) -> None:
     """Rolled back to after its first ``kept`` steps, from after any later one."""
@@ -168,7 +168,7 @@ async def test_whatever_the_ledger_forgets_the_stream_is_whole(
         assert gateway.requests.counters.failed == 0
 
 
-async def test_a_ledger_that_lost_nothing_is_told_nothing(
+async def test_resync_sends_nothing_to_an_intact_ledger(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
@@ -181,7 +181,7 @@ async def test_a_ledger_that_lost_nothing_is_told_nothing(
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
-async def test_what_the_leader_is_told_comes_after_what_the_ledger_is_told(
+async def test_resync_informs_the_leader_after_the_ledger(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     for number in range(20):
@@ -200,7 +200,7 @@ async def test_what_the_leader_is_told_comes_after_what_the_ledger_is_told(
     assert [(await ledger.get(f"r{n}")).arrived for n in range(20)] == arrivals
 
 
-async def test_what_clients_read_is_told_before_what_waits(
+async def test_resync_sends_running_requests_before_queued(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     await gateway.submit(request_id="waits")
@@ -211,7 +211,7 @@ async def test_what_clients_read_is_told_before_what_waits(
     assert ledger.told == ["runs", "waits"]
 
 
-async def test_a_rollback_is_counted_once_a_generation(
+async def test_rollback_is_counted_once_per_generation(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     membership = Membership(0.0, "", "", 0, 0, generation="first")
@@ -240,7 +240,7 @@ async def test_rollback_before_the_next_beat_is_counted_once(
     assert gateway.requests.ledger_status().rollbacks == 1
 
 
-async def test_a_loss_before_a_restart_and_one_by_it_are_two(
+async def test_rollback_before_a_restart_is_counted_separately(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     """The first one without another generation: FLUSHALL."""
@@ -258,7 +258,7 @@ async def test_a_loss_before_a_restart_and_one_by_it_are_two(
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "refused"])
-async def test_ends_of_a_moment_ago_are_told_again(
+async def test_resync_restores_recent_ends(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object], ending: str
 ) -> None:
     await gateway.submit()
@@ -276,7 +276,7 @@ async def test_ends_of_a_moment_ago_are_told_again(
     assert not ledger._owned
 
 
-async def test_what_ended_long_ago_is_not_kept(
+async def test_resync_omits_requests_that_ended_long_ago(
     ledger: ForgetfulLedger, nothing: dict[str, object]
 ) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, reassert=0.0))
@@ -292,7 +292,7 @@ async def test_what_ended_long_ago_is_not_kept(
 
 
 @pytest.mark.parametrize("phase", ["running", "finishing", "over"])
-async def test_an_end_that_contradicts_ours_stays(
+async def test_resync_keeps_a_contradicting_end_of_the_ledger(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """Somebody found it without a living gateway, as far as the ledger knew it, and ended it."""
@@ -330,7 +330,7 @@ async def test_ended_request_cannot_be_cancelled_after_a_rollback(
     assert not ledger._records
 
 
-async def test_what_ended_here_is_not_run_again_for_its_key(
+async def test_ended_request_is_not_rerun_after_a_rollback(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     history = History(gateway, ledger)
@@ -382,7 +382,7 @@ async def test_queued_request_keeps_unstored_tokens(
     assert texts([piece for piece in pieces if piece.choice == 0]) == "abc"
 
 
-async def test_what_was_refused_in_the_queue_stays_so(
+async def test_rejected_request_stays_rejected_after_a_rollback(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     """Else it would wait for days in the hands of a gateway that knows nothing of it."""
@@ -400,7 +400,7 @@ async def test_what_was_refused_in_the_queue_stays_so(
     assert (await ledger.get("r")).arrived == again.arrived
 
 
-async def test_what_was_refused_and_came_again_elsewhere_is_not_discarded(
+async def test_rejected_request_resubmitted_elsewhere_is_kept(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     live = await gateway.submit()
@@ -411,7 +411,9 @@ async def test_what_was_refused_and_came_again_elsewhere_is_not_discarded(
     assert (await ledger.get("r")).gateway == "other"
 
 
-async def test_what_was_forgotten_stays_so(ledger: ForgetfulLedger, gateway: Gateway) -> None:
+async def test_forgotten_request_stays_erased_after_a_rollback(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS))
     before = saved(ledger)
@@ -428,7 +430,7 @@ async def test_what_was_forgotten_stays_so(ledger: ForgetfulLedger, gateway: Gat
     assert not again.is_over
 
 
-async def test_other_tokens_than_were_streamed_are_data_loss(
+async def test_resync_with_diverged_tokens_is_data_loss(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
@@ -444,7 +446,7 @@ async def test_other_tokens_than_were_streamed_are_data_loss(
     assert gateway.requests.counters.failed == 1
 
 
-async def test_the_same_of_what_was_forgotten_meanwhile(
+async def test_resync_divergence_of_an_erased_request_is_data_loss(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = History(gateway, ledger)
@@ -468,7 +470,7 @@ async def test_the_same_of_what_was_forgotten_meanwhile(
     assert not ledger._records
 
 
-async def test_what_another_gateway_has_by_now_is_its_own(
+async def test_resync_leaves_requests_of_another_gateway(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
@@ -481,7 +483,7 @@ async def test_what_another_gateway_has_by_now_is_its_own(
     assert gateway.workers.aborted == [(history.epoch, ())]
 
 
-async def test_a_dispatch_that_is_on_its_way_is_waited_for(
+async def test_resync_waits_for_a_dispatch_in_flight(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     live = await gateway.submit()
@@ -495,7 +497,7 @@ async def test_a_dispatch_that_is_on_its_way_is_waited_for(
     assert texts(await gateway.read(live)) == "a"
 
 
-async def test_dispatch_during_a_takeback_leaves_nothing(
+async def test_dispatch_during_a_takeback_is_aborted(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader has asked again for an answer that was late; another one was told stale before."""
@@ -524,7 +526,7 @@ async def test_dispatch_during_a_takeback_leaves_nothing(
     assert (await ledger.get("r")).losses == 0
 
 
-async def test_a_dispatch_that_the_ledger_made_twice_runs_once(
+async def test_duplicate_dispatch_after_a_rollback_runs_once(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     """It forgot the first one, and a leader that did not know yet was quick."""
@@ -558,7 +560,7 @@ async def test_cancellation_holds_after_a_rollback(
     assert not ledger._owned
 
 
-async def test_deadline_class_and_logprobs_are_told_again_too(
+async def test_resync_restores_deadline_priority_and_logprobs(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     scores = [pb.TokenLogprobs(logprob=-1.0)]
@@ -579,7 +581,7 @@ async def test_deadline_class_and_logprobs_are_told_again_too(
     assert replace(after, now=before.now, explanation=b"") == before
 
 
-async def test_what_comes_while_it_is_told_is_not_left_out(
+async def test_resync_includes_tokens_generated_meanwhile(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     live = await gateway.submit(max_tokens=64)

@@ -29,7 +29,7 @@ def come(running: RunningRequests, request_id: str, worker_id: str = "w") -> Liv
     return live
 
 
-def test_of_two_tenants_at_a_worker_each_is_told_its_own_alone() -> None:
+def test_neighbours_are_limited_to_the_same_tenant() -> None:
     running = RunningRequests()
     for request_id in ("mine/1", "other/1", "mine/2", "other/2"):
         come(running, request_id)
@@ -40,7 +40,7 @@ def test_of_two_tenants_at_a_worker_each_is_told_its_own_alone() -> None:
     assert running.neighbours("new", "w") == ()
 
 
-def test_of_many_the_last_sixteen_are_looked_at_and_eight_told() -> None:
+def test_neighbours_examine_sixteen_and_name_eight() -> None:
     running = RunningRequests()
     for number in range(20):
         come(running, f"mine/{number}")
@@ -50,14 +50,14 @@ def test_of_many_the_last_sixteen_are_looked_at_and_eight_told() -> None:
     assert running.neighbours("mine/new", "w") == ("mine/19", "mine/18")
 
 
-def test_who_has_left_is_nobodys_neighbour() -> None:
+def test_neighbours_exclude_departed_requests() -> None:
     running = RunningRequests()
     running.remove(come(running, "mine/1").epoch)
     assert running.neighbours("mine/new", "w") == ()
     assert running.occupants("mine/new", "v") == ()
 
 
-def test_who_came_since_is_told_the_last_one_first_gone_or_not() -> None:
+def test_newcomers_are_named_latest_first_even_if_departed() -> None:
     running = RunningRequests()
     come(running, "mine/before")
     live = come(running, "mine/it")
@@ -68,7 +68,7 @@ def test_who_came_since_is_told_the_last_one_first_gone_or_not() -> None:
     assert running.newcomers(live) == ("mine/1", "mine/2")
 
 
-def test_of_many_that_came_since_the_last_sixteen_are_looked_at() -> None:
+def test_newcomers_examine_sixteen_and_name_eight() -> None:
     running = RunningRequests()
     live = come(running, "mine/it")
     for number in range(100):
@@ -81,7 +81,7 @@ def test_of_many_that_came_since_the_last_sixteen_are_looked_at() -> None:
     assert not running._newest
 
 
-def test_without_room_those_that_other_workers_have_are_told() -> None:
+def test_occupants_are_requests_on_other_workers() -> None:
     running = RunningRequests()
     for request_id, worker_id in (("mine/1", "v"), ("other/1", "v"), ("mine/2", "w")):
         come(running, request_id, worker_id)
@@ -95,7 +95,7 @@ NAMES = st.sampled_from(["a", "b", "c"]).flatmap(
 
 
 @given(st.lists(st.tuples(NAMES, st.sampled_from(["v", "w"]))), NAMES)
-def test_nobody_is_named_to_another_tenant(
+def test_running_requests_name_no_other_tenant(
     arrivals: list[tuple[str, str]], request_id: str
 ) -> None:
     running = RunningRequests()

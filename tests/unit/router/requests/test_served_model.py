@@ -57,20 +57,20 @@ def model(directory: Path, config: object, tokenizer: str | None = None) -> str:
         ),
     ],
 )
-def test_families_spell_their_limits_differently(
+def test_served_model_reads_limits_of_each_family(
     config: object, vocab_size: int, max_model_len: int, tmp_path: Path
 ) -> None:
     served = ServedModel.load(model(tmp_path / "m", config))
     assert (served.vocab_size, served.context) == (vocab_size, max_model_len)
 
 
-def test_a_worker_says_what_a_configuration_does_not(tmp_path: Path) -> None:
+def test_worker_supplies_limits_missing_from_the_config(tmp_path: Path) -> None:
     served = ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}))
     served.limit([worker(max_model_len=100, num_blocks=3)])
     assert served.max_model_len == 3 * BLOCK_SIZE
 
 
-def test_every_worker_there_is_can_hold_what_is_accepted(tmp_path: Path) -> None:
+def test_max_model_len_is_the_smallest_of_all_workers(tmp_path: Path) -> None:
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     small, large = worker(max_model_len=100), worker(max_model_len=5000)
@@ -90,7 +90,7 @@ def test_yarn_context_is_the_same_in_router_and_worker(tmp_path: Path) -> None:
     assert served.max_model_len == held
 
 
-def test_without_workers_the_last_one_counts(tmp_path: Path) -> None:
+def test_limits_persist_after_the_last_worker_leaves(tmp_path: Path) -> None:
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     served.limit([worker(max_model_len=100)])
@@ -98,7 +98,7 @@ def test_without_workers_the_last_one_counts(tmp_path: Path) -> None:
     assert (served.max_model_len, served.fingerprint) == (100, "f")
 
 
-def test_what_the_last_worker_held_is_expected_of_the_next(tmp_path: Path) -> None:
+def test_limits_of_the_last_worker_are_expected_of_the_next(tmp_path: Path) -> None:
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     served.expect(worker(max_model_len=100, model="another"))
@@ -110,18 +110,18 @@ def test_what_the_last_worker_held_is_expected_of_the_next(tmp_path: Path) -> No
     assert served.max_model_len == 300
 
 
-def test_the_wrappers_own_end_tokens_come_first(tmp_path: Path) -> None:
+def test_eos_ids_prefer_the_outer_config(tmp_path: Path) -> None:
     config = {"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1, "vocab_size": 512}}
     assert ServedModel.load(model(tmp_path / "m", config)).eos_ids == (1, 106)
 
 
 @pytest.mark.parametrize("config", ["text", [], {"text_config": 3}])
-def test_a_configuration_of_something_else_is_explained(config: object, tmp_path: Path) -> None:
+def test_config_that_is_no_models_is_rejected(config: object, tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"config\.json is no model's configuration"):
         ServedModel.load(model(tmp_path / "m", config))
 
 
-def test_a_tokenizer_that_is_none_is_explained(tmp_path: Path) -> None:
+def test_tokenizer_file_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"tokenizer\.json is no tokenizer"):
         ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}, "{}"))
 

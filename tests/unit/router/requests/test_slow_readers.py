@@ -118,7 +118,7 @@ async def test_unread_tokens_are_reported_while_the_client_reads() -> None:
         assert told.unread_s >= 0.06 and told.unread_tokens == 0
 
 
-async def test_whoever_left_before_the_end_is_not_waited_for() -> None:
+async def test_unread_time_ends_for_a_departed_client() -> None:
     async with started_gateway() as gateway:
         live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
         async with aclosing(gateway.requests.stream(live)) as pieces:

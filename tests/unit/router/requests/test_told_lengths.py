@@ -45,7 +45,7 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield started
 
 
-async def test_a_request_is_predicted_once_and_told_so_each_time(gateway: Gateway) -> None:
+async def test_prediction_is_made_once_and_reported_consistently(gateway: Gateway) -> None:
     gateway.requests.predictor.load(model())
     for number in range(20):
         text = "Write an essay about tea, thorough and complete." if number % 2 else "Yes or no?"
@@ -59,7 +59,7 @@ async def test_a_request_is_predicted_once_and_told_so_each_time(gateway: Gatewa
         assert queued.predicted_total == queued.prompt_tokens + queued.predicted_tokens
 
 
-async def test_what_nothing_predicts_gives_way_by_its_prompt_alone(gateway: Gateway) -> None:
+async def test_work_rank_without_a_model_depends_on_the_prompt(gateway: Gateway) -> None:
     for text in ("Yes or no?", "Write an essay about tea, thorough and complete."):
         await gateway.submit(text=text, request_id=text[:3], stop=["\x00"])
     short, long = gateway.line.enqueued
@@ -87,7 +87,7 @@ async def test_distrusted_prediction_has_length_but_no_order(
     assert (explanation.predicted_output_tokens, explanation.prediction_distrusted) == (128, True)
 
 
-async def test_whose_output_cannot_end_in_time_is_refused_at_the_door(ledger: MemoryLedger) -> None:
+async def test_submit_rejects_output_that_cannot_meet_its_deadline(ledger: MemoryLedger) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, refuse_late=True))
     gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(least_tpot_s=0.02))
     with pytest.raises(DeadlineUnmeetable, match="output \\(101 tokens at least\\)") as error:
@@ -121,7 +121,7 @@ async def test_token_times_reach_the_leader_if_predicted(
     assert 0 < ratio < 1000
 
 
-async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
+async def test_estimated_wait_follows_the_leaders_estimate(gateway: Gateway) -> None:
     waits = [session_pb2.ClassWait(priority=0, work_tokens=40)]
     gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(waits=waits, tokens_per_s=10.0))
     for number in range(2):
@@ -132,7 +132,7 @@ async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
     assert gateway.line.arriving[1].estimated_wait_s == second.estimated_wait_s
 
 
-async def test_finished_outputs_are_learned_and_cancelled_ones_not(
+async def test_predictor_learns_only_finished_outputs(
     gateway: Gateway,
 ) -> None:
     gateway.requests.predictor.load(model())

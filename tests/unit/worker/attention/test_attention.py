@@ -45,7 +45,7 @@ from worker.native import native
 @every_dtype
 @every_form
 @every_backend
-def test_every_token_attends_to_what_it_sees_of_its_own_sequence(
+def test_attention_matches_float64_formula(
     backend: Backend, form: AttentionForm, dtype: torch.dtype
 ) -> None:
     batch = Batch(backend, MIXED, dtype)
@@ -56,7 +56,7 @@ def test_every_token_attends_to_what_it_sees_of_its_own_sequence(
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, 14), (80, 2), (20, 18), (7, 4)])
 @every_dtype
 @every_backend
-def test_heads_of_any_size_and_number(
+def test_attention_supports_any_head_size_and_count(
     backend: Backend, dtype: torch.dtype, head_dim: int, heads: int
 ) -> None:
     batch = Batch(backend, MIXED, dtype, head_dim, heads)
@@ -68,7 +68,7 @@ def test_heads_of_any_size_and_number(
 @every_dtype
 @every_form
 @every_backend
-def test_a_row_gets_the_same_bits_alone_and_in_any_batch(
+def test_attention_is_bitwise_batch_invariant(
     backend: Backend, form: AttentionForm, dtype: torch.dtype
 ) -> None:
     if backend is ReferenceAttention and dtype != torch.float32:
@@ -95,7 +95,9 @@ def threads_as_before() -> Iterator[None]:
 @pytest.mark.usefixtures("threads_as_before")
 @every_dtype
 @every_compiled
-def test_any_number_of_threads_makes_the_same_bits(backend: Backend, dtype: torch.dtype) -> None:
+def test_attention_is_bitwise_equal_for_any_thread_count(
+    backend: Backend, dtype: torch.dtype
+) -> None:
     batch = Batch(backend, MIXED * 4, dtype, head_dim=64)
     form = AttentionForm(0.2, window=70, sinks=SINKS)
     results = []
@@ -108,7 +110,7 @@ def test_any_number_of_threads_makes_the_same_bits(backend: Backend, dtype: torc
 @every_dtype
 @every_form
 @every_compiled
-def test_a_token_gets_the_same_bits_however_its_sequence_is_cut(
+def test_attention_is_bitwise_equal_for_any_chunking(
     backend: Backend, form: AttentionForm, dtype: torch.dtype
 ) -> None:
     batch = Batch(backend, [(0, 150)], dtype)
@@ -120,7 +122,7 @@ def test_a_token_gets_the_same_bits_however_its_sequence_is_cut(
         assert torch.equal(step.attend(1, batch.queries[0], form), whole)
 
 
-def test_gathering_in_small_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_attention_is_independent_of_gather_size(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(ReferenceAttention, MIXED * 3)
     everyone = list(range(len(batch.rows)))
     at_once = batch.attend(everyone)
@@ -130,9 +132,7 @@ def test_gathering_in_small_portions_changes_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("shape", [(40, 1), (70, 1), (70, 5), (40, 33)], ids=str)
 @every_backend
-def test_a_table_with_blocks_to_spare_changes_nothing(
-    backend: Backend, shape: tuple[int, int]
-) -> None:
+def test_attention_ignores_spare_blocks_in_table(backend: Backend, shape: tuple[int, int]) -> None:
     batch = Batch(backend, [shape])
     (out,) = batch.attend([0])
     own = batch.rows[0].block_table
@@ -144,7 +144,7 @@ def test_a_table_with_blocks_to_spare_changes_nothing(
 @pytest.mark.parametrize("form", [PLAIN, AttentionForm(0.4, window=20)], ids=["plain", "window"])
 @every_dtype
 @every_backend
-def test_a_row_sees_what_an_earlier_row_of_its_step_writes(
+def test_row_attends_to_kv_written_by_earlier_row_of_step(
     backend: Backend, dtype: torch.dtype, form: AttentionForm
 ) -> None:
     batch = Batch(backend, [(20, 50)], dtype)
@@ -156,7 +156,7 @@ def test_a_row_sees_what_an_earlier_row_of_its_step_writes(
 
 
 @every_backend
-def test_blocks_left_of_the_window_are_not_read(backend: Backend) -> None:
+def test_attention_reads_no_blocks_before_window(backend: Backend) -> None:
     batch = Batch(backend, [(100, 1), (100, 20)])
     form = AttentionForm(0.4, window=30)
     before = batch.attend([0, 1], form)
@@ -166,7 +166,7 @@ def test_blocks_left_of_the_window_are_not_read(backend: Backend) -> None:
 
 
 @every_backend
-def test_layers_of_one_step_may_differ_in_their_form(backend: Backend) -> None:
+def test_attention_form_may_differ_between_layers(backend: Backend) -> None:
     batch = Batch(backend, [(40, 1), (30, 20)])
     step = batch.backend.prepare(Rows.of(batch.rows))
     step.write(
@@ -184,7 +184,7 @@ def test_layers_of_one_step_may_differ_in_their_form(backend: Backend) -> None:
 
 @every_dtype
 @every_backend
-def test_only_the_written_positions_of_the_written_layer_change(
+def test_kv_write_changes_only_its_layer_and_positions(
     backend: Backend, dtype: torch.dtype
 ) -> None:
     batch = Batch(backend, [(40, 1), (10, 3), (30, 4)], dtype)
@@ -200,9 +200,7 @@ def test_only_the_written_positions_of_the_written_layer_change(
 
 @every_dtype
 @every_backend
-def test_a_block_tells_its_positions_to_whoever_has_it(
-    backend: Backend, dtype: torch.dtype
-) -> None:
+def test_copied_kv_block_gives_same_attention(backend: Backend, dtype: torch.dtype) -> None:
     """Copied as a whole, as swap does, or shared under another row's table."""
     batch = Batch(backend, [(40, 1)], dtype)
     (out,) = batch.attend([0])
@@ -214,7 +212,7 @@ def test_a_block_tells_its_positions_to_whoever_has_it(
 
 
 @every_backend
-def test_heads_may_lie_apart(backend: Backend) -> None:
+def test_attention_accepts_strided_heads(backend: Backend) -> None:
     """As parts of one product, and as transformers' modules hand them over."""
     batch = Batch(backend, [(0, 20)])
     (expected,) = batch.attend([0])
@@ -228,7 +226,7 @@ def test_heads_may_lie_apart(backend: Backend) -> None:
 
 
 @every_compiled
-def test_what_is_not_finite_stays_so_and_where_it_is(backend: Backend) -> None:
+def test_attention_confines_nonfinite_kv_to_its_heads(backend: Backend) -> None:
     batch = Batch(backend, [(70, 1), (70, 1), (70, 1)])
     batch.keys[0][70, 0, 3] = torch.nan
     batch.values[1][70, 1, 5] = torch.inf
@@ -239,7 +237,7 @@ def test_what_is_not_finite_stays_so_and_where_it_is(backend: Backend) -> None:
 
 
 @needs_compiler
-def test_the_kernel_shares_torchs_threads() -> None:
+def test_cpu_kernel_shares_torch_thread_pool() -> None:
     """One OpenMP library in the process has one pool."""
     compiled(KVCache(1, 1, 1, HEAD_DIM, torch.float32, CPU))
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -247,12 +245,12 @@ def test_the_kernel_shares_torchs_threads() -> None:
 
 
 @needs_compiler
-def test_a_cpu_with_a_compiler_gets_the_kernel() -> None:
+def test_choose_attention_uses_cpu_kernel_with_compiler() -> None:
     cache = KVCache(1, 1, 1, HEAD_DIM, torch.float32, CPU)
     assert isinstance(choose_attention(cache), CpuAttention)
 
 
-def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_attention_uses_reference_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", lambda *_: None)
     cpu.compiled_kernel.cache_clear()
     cache = KVCache(1, 1, 1, 3, torch.float32, CPU)

@@ -33,14 +33,14 @@ FEW_ROWS = [(32, 1), (62, 4), (40, 22)]
 
 
 @every_form
-def test_tokens_attend_to_what_they_see(form: AttentionForm) -> None:
+def test_gpu_kernel_matches_float64_formula(form: AttentionForm) -> None:
     batch = Batch(kernel, FEW_ROWS)
     for i, out in enumerate(batch.attend(list(range(len(FEW_ROWS))), form)):
         assert_formula(batch, i, out, form)
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, 14), (96, 2), (128, 8)])
-def test_in_half_precision(head_dim: int, heads: int) -> None:
+def test_gpu_kernel_supports_half_precision(head_dim: int, heads: int) -> None:
     batch = Batch(kernel, FEW_ROWS, torch.float16, head_dim, heads)
     form = AttentionForm(head_dim**-0.5, window=50)
     for i, out in enumerate(batch.attend([0, 1, 2], form)):
@@ -48,14 +48,14 @@ def test_in_half_precision(head_dim: int, heads: int) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 16])
-def test_however_many_splits_there_are(multiprocessors: int) -> None:
+def test_gpu_kernel_is_correct_for_any_split_count(multiprocessors: int) -> None:
     batch = Batch(partial(kernel, multiprocessors=multiprocessors), [(70, 1), (5, 1)])
     for form in (FORMS["everything"], FORMS["plain"]):
         for i, out in enumerate(batch.attend([0, 1], form)):
             assert_formula(batch, i, out, form)
 
 
-def test_launch_does_not_depend_on_lengths_or_padding() -> None:
+def test_decode_launch_is_independent_of_lengths_and_padding() -> None:
     """As a graph has it: the same tensors, whose numbers change."""
     batch = Batch(kernel, [(70, 1), (33, 1)])
     expected = batch.attend([0, 1])
@@ -80,7 +80,7 @@ def test_launch_does_not_depend_on_lengths_or_padding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_with_heads_as_large_as_they_may_be(dtype: torch.dtype) -> None:
+def test_gpu_kernel_supports_largest_head_dim(dtype: torch.dtype) -> None:
     """As Gemma 2 9B has them, which half precision and fp32 go through in other pieces."""
     batch = Batch(kernel, [(40, 1), (5, 20)], dtype, head_dim=256, heads=16, kv_heads=8)
     form = AttentionForm(256**-0.5, window=24, softcap=2.0)
@@ -88,7 +88,7 @@ def test_with_heads_as_large_as_they_may_be(dtype: torch.dtype) -> None:
         assert_formula(batch, i, out, form)
 
 
-def test_outputs_are_written_whatever_was_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kernel_overwrites_uninitialised_output(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(kernel, FEW_ROWS)
     everyone = list(range(len(FEW_ROWS)))
     expected = batch.attend(everyone)
@@ -98,7 +98,7 @@ def test_outputs_are_written_whatever_was_in_their_memory(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-def test_a_cache_may_have_more_numbers_than_int32_counts() -> None:
+def test_gpu_kernel_addresses_cache_beyond_int32() -> None:
     """As those of large GPUs have. It is a prompt's last block and what is decoded that lie behind
     the 2**31st; of nothing else memory is taken."""
     numbers = 2 * 2 * 8 * BLOCK_SIZE * 128
@@ -123,7 +123,7 @@ def written_and_attended(num_blocks: int, block: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dim", [64, 24])
-def test_queries_are_turned_in_place_and_keys_in_the_cache(dim: int) -> None:
+def test_fused_rope_rotates_queries_and_cached_keys(dim: int) -> None:
     batch = Batch(kernel, [(30, 5), (7, 1)], torch.float16, head_dim=64, heads=4)
     rows = Rows.of(batch.rows)
     angle = RotaryTable(Rope(dim=dim, theta=10_000.0), 64, batch.device).at(
@@ -145,7 +145,7 @@ def test_queries_are_turned_in_place_and_keys_in_the_cache(dim: int) -> None:
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(1, 16))
-def test_tiles_have_each_token_once(counts: list[int], tokens: int) -> None:
+def test_tiles_cover_each_token_once(counts: list[int], tokens: int) -> None:
     columns = np.array(counts)
     tiles = tiles_of(columns, np.arange(len(counts)), tokens)
     covered = [
@@ -157,7 +157,9 @@ def test_tiles_have_each_token_once(counts: list[int], tokens: int) -> None:
 
 
 @given(st.integers(1, 4096), st.integers(1, 16), st.integers(1, 200))
-def test_splits_fill_a_gpu_and_no_more(tiles: int, kv_heads: int, multiprocessors: int) -> None:
+def test_num_splits_fills_gpu_without_excess(
+    tiles: int, kv_heads: int, multiprocessors: int
+) -> None:
     splits = num_splits(tiles, kv_heads, multiprocessors)
     programs = tiles * kv_heads
     assert splits.bit_count() == 1 and splits <= MAX_SPLITS

@@ -31,17 +31,17 @@ def tried_again() -> Iterator[None]:
     why_no_kernels.cache_clear()
 
 
-def test_a_kernel_is_tried() -> None:
+def test_kernels_work_passes_trial_run() -> None:
     assert kernels_work(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_work_is_false_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "worker.model.kernel_pointwise", None)
     assert not kernels_work(torch.device("cpu"))
     assert "kernel_pointwise" in why_no_kernels(torch.device("cpu"))
 
 
-def test_kernels_that_are_wrong_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_work_is_false_for_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelPointwise, "norm", lambda self, x, *_, added: added + 1)
     assert why_no_kernels(torch.device("cpu")) == "one of them computes something else than torch"
 
@@ -52,7 +52,9 @@ def cache_on_gpu(head_dim: int) -> Any:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_gpu_has_them_where_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_choosers_use_kernels_only_if_they_work(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in CHOOSERS:
         monkeypatch.setattr(f"{module}.kernels_work", lambda _: works)
     properties = SimpleNamespace(multi_processor_count=132)

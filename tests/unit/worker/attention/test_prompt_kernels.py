@@ -99,7 +99,7 @@ def chosen(dtype: torch.dtype = torch.float16, head_dim: int = HEAD_DIM) -> Prom
 
 
 @every_form
-def test_it_attends_to_prompts_and_ours_to_the_rest(stand_in: StandIn, form: AttentionForm) -> None:
+def test_prompt_kernel_computes_prompts_only(stand_in: StandIn, form: AttentionForm) -> None:
     kernels = chosen()
     batch = HALF(partial(kernel, prompt_kernels=kernels), ROWS)
     stand_in.num_calls = 0
@@ -108,7 +108,7 @@ def test_it_attends_to_prompts_and_ours_to_the_rest(stand_in: StandIn, form: Att
     assert stand_in.num_calls == (form.sinks is None)
 
 
-def test_steps_without_prompts_do_without_it(stand_in: StandIn) -> None:
+def test_prompt_kernel_is_not_called_without_prompts(stand_in: StandIn) -> None:
     batch = HALF(partial(kernel, prompt_kernels=chosen()), ROWS)
     stand_in.num_calls = 0
     for i, out in zip((0, 2, 4), batch.attend([0, 2, 4]), strict=True):
@@ -116,7 +116,7 @@ def test_steps_without_prompts_do_without_it(stand_in: StandIn) -> None:
     assert not stand_in.num_calls
 
 
-def test_what_it_makes_of_a_prompt_alone_is_not_copied(stand_in: StandIn) -> None:
+def test_prompt_kernel_output_of_lone_prompt_is_not_copied(stand_in: StandIn) -> None:
     made: list[Tensor] = []
     batch = HALF(partial(kernel, prompt_kernels=chosen()), ROWS)
     stand_in.change = lambda out, _: made.append(out) or out  # type: ignore[func-returns-value]
@@ -135,7 +135,7 @@ def test_what_it_makes_of_a_prompt_alone_is_not_copied(stand_in: StandIn) -> Non
         (torch.float16, 16, 10, False),
     ],
 )
-def test_it_is_for_hopper_and_half_precision(
+def test_flashattention3_requires_hopper_and_half_precision(
     stand_in: StandIn,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -153,12 +153,12 @@ def spoilt(out: Tensor, value: float) -> Tensor:
 
 
 @pytest.mark.parametrize("value", [1.1, 0.0, torch.nan, torch.inf])
-def test_one_that_is_wrong_in_a_single_head_is_not_used(stand_in: StandIn, value: float) -> None:
+def test_prompt_kernel_wrong_in_one_head_is_rejected(stand_in: StandIn, value: float) -> None:
     stand_in.change = lambda out, _: spoilt(out, value)
     assert chosen() is None
 
 
-def test_one_that_is_wrong_with_a_softcap_is_used_without(stand_in: StandIn) -> None:
+def test_prompt_kernel_wrong_with_softcap_is_used_without_it(stand_in: StandIn) -> None:
     stand_in.change = lambda out, asked: out * (2 if asked["softcap"] else 1)
     kernels = chosen()
     assert kernels is not None
@@ -166,21 +166,21 @@ def test_one_that_is_wrong_with_a_softcap_is_used_without(stand_in: StandIn) -> 
     assert takes == {name for name, f in FORMS.items() if f.softcap is None and f.sinks is None}
 
 
-def test_one_that_cannot_be_called_is_not_used(
+def test_prompt_kernel_without_entry_point_is_rejected(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace())
     assert chosen() is None
 
 
-def test_where_it_is_not_installed_nothing_is_tried(
+def test_prompt_kernel_is_none_if_not_installed(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     assert chosen() is None
 
 
-def test_one_that_fails_is_not_asked_again_and_ours_does_its_part(stand_in: StandIn) -> None:
+def test_prompt_kernel_failure_falls_back_permanently(stand_in: StandIn) -> None:
     batch = HALF(partial(kernel, prompt_kernels=chosen()), ROWS)
 
     def fail(out: Tensor, asked: object) -> Tensor:
@@ -192,7 +192,7 @@ def test_one_that_fails_is_not_asked_again_and_ours_does_its_part(stand_in: Stan
     assert stand_in.num_calls == 1
 
 
-def test_too_little_memory_is_no_failure_of_its(stand_in: StandIn) -> None:
+def test_prompt_kernel_is_kept_after_out_of_memory(stand_in: StandIn) -> None:
     kernels = chosen()
     batch = HALF(partial(kernel, prompt_kernels=kernels), ROWS)
 
@@ -205,7 +205,7 @@ def test_too_little_memory_is_no_failure_of_its(stand_in: StandIn) -> None:
     assert kernels is not None and kernels.take(FORMS["plain"])
 
 
-def test_the_attention_says_who_attends_to_prompts(stand_in: StandIn) -> None:
+def test_attention_name_includes_prompt_kernel(stand_in: StandIn) -> None:
     cache = KVCache(1, 1, KV_HEADS, HEAD_DIM, torch.float16, CPU)
     assert GpuAttention(cache, 1).name == "GpuAttention"
     assert GpuAttention(cache, 1, chosen()).name == "GpuAttention, prompts by FlashAttention 3"
@@ -259,7 +259,7 @@ class Wrapper:
 
 
 @every_form
-def test_flashinfer_attends_where_flashattention_is_not(
+def test_flashinfer_computes_prompts_without_flashattention(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, form: AttentionForm
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -276,7 +276,9 @@ def test_flashinfer_attends_where_flashattention_is_not(
     assert Wrapper.num_plans == (form.sinks is None)
 
 
-def test_flashattention_comes_first(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashattention_is_preferred_to_flashinfer(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     kernels = chosen(head_dim=64)

@@ -24,20 +24,20 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_auto_is_the_gpu_where_there_is_one(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_device_prefers_gpu(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     assert choose_device("auto").type == ("cuda" if there else "cpu")
     assert choose_device("cpu").type == "cpu"
 
 
-def test_of_which_kind_a_gpu_is_it_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_kind_is_read_from_gpu_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     h100 = SimpleNamespace(total_memory=85_029_158_912, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
     assert kind_of(torch.device("cuda")) is DeviceKind.LARGE_GPU
     assert kind_of(CPU) is DeviceKind.CPU
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_device_rejects_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device"):
         choose_device("cuda")
@@ -59,7 +59,7 @@ def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_auto_is_bfloat16_where_the_cpu_has_it(
+def test_auto_dtype_is_bfloat16_if_cpu_supports_it(
     features: dict[str, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
@@ -67,7 +67,7 @@ def test_auto_is_bfloat16_where_the_cpu_has_it(
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_auto_is_bfloat16_where_the_gpu_has_it(
+def test_auto_dtype_is_bfloat16_if_gpu_supports_it(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = SimpleNamespace(major=capability[0])
@@ -78,13 +78,13 @@ def test_auto_is_bfloat16_where_the_gpu_has_it(
     assert choose_dtype("auto", torch.device("cuda")) is expected
 
 
-def test_auto_is_float32_where_the_cpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_is_float32_if_cpu_level_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(native, "level_limit", lambda: native.LEVELS[-1])
     assert choose_dtype("auto", CPU) is torch.float32
 
 
-def test_a_named_dtype_is_taken_as_it_is() -> None:
+def test_choose_dtype_keeps_explicit_dtype() -> None:
     assert choose_dtype("float32", CPU) is torch.float32
     assert choose_dtype("bfloat16", CPU) is torch.bfloat16
 
@@ -96,7 +96,7 @@ def test_threads_default_to_the_available_cores() -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_a_cpu_is_named_with_its_threads() -> None:
+def test_device_name_of_cpu_includes_threads() -> None:
     use_threads(3)
     name, _, threads = name_of(CPU).rpartition(", ")
     assert name and threads == "3 threads"
@@ -105,7 +105,7 @@ def test_a_cpu_is_named_with_its_threads() -> None:
 @pytest.mark.parametrize(
     ("works", "name"), [(True, "NVIDIA cuda:1"), (False, "NVIDIA cuda:1, without kernels")]
 )
-def test_a_gpu_is_named_by_its_maker(
+def test_device_name_of_gpu_notes_missing_kernels(
     works: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device}")

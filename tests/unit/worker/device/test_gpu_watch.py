@@ -12,7 +12,7 @@ from worker.device import gpu
 CUDA = torch.device("cuda")
 
 
-async def test_it_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpu_watch_reports_utilization_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     percent = iter([0, 55, 100])
     enough, told = asyncio.Event(), list[float]()
 
@@ -33,7 +33,7 @@ async def test_it_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert told[:3] == [0.0, 0.55, 1.0]
 
 
-async def test_without_pynvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpu_watch_reports_nothing_without_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:
     def utilization(device: torch.device) -> int:
         raise ModuleNotFoundError("pynvml")
 
@@ -42,6 +42,6 @@ async def test_without_pynvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
     await gpu.watch("cuda", pytest.fail)
 
 
-async def test_on_a_cpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpu_watch_does_nothing_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "utilization", pytest.fail)
     await gpu.watch("cpu", pytest.fail)

@@ -16,7 +16,7 @@ from worker.device.kv_cache import KVCache, block_bytes
 CPU = torch.device("cpu")
 
 
-def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
+def test_kv_block_is_contiguous_over_layers() -> None:
     cache = KVCache(5, 3, 2, 8, torch.bfloat16, CPU)
     assert cache.num_blocks == 5
     assert cache.tensor.shape == (5, 3, 2, 2, BLOCK_SIZE, 8)
@@ -24,7 +24,7 @@ def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
     assert cache.tensor[0].nbytes == block_bytes(3, 2, 8, torch.bfloat16) == 3 * 2 * 2 * 32 * 8 * 2
 
 
-def test_a_layer_is_a_view_of_the_whole() -> None:
+def test_kv_layer_is_view_of_cache() -> None:
     cache = KVCache(2, 3, 1, 4, torch.float32, CPU)
     cache.tensor.zero_()
     cache.layer(1)[0, 1, 0, 31] = torch.arange(4.0)
@@ -35,7 +35,7 @@ def test_a_layer_is_a_view_of_the_whole() -> None:
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here"
 )
-def test_it_asks_for_huge_pages() -> None:
+def test_kv_cache_requests_huge_pages() -> None:
     cache = KVCache(64, 1, 2, 128, torch.float32, CPU)
     middle = cache.tensor.data_ptr() + cache.tensor.nbytes // 2
     flags: dict[bool, str] = {}
@@ -49,7 +49,7 @@ def test_it_asks_for_huge_pages() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory comes as it is written to")
-def test_pages_of_the_first_requests_are_touched_and_kept(
+def test_kv_cache_prefaults_pages_and_keeps_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.device.kv_cache._TAKEN_AHEAD", 64 << 20)

@@ -36,7 +36,7 @@ ARRAYS = [
 ]
 
 
-def test_arrays_arrive_as_they_were_whatever_was_behind_them() -> None:
+def test_parcel_restores_arrays_despite_trailing_data() -> None:
     parcel = Parcel(CPU)
     sent = [parcel.add(array) for array in ARRAYS]
     packed = parcel.packed()
@@ -46,7 +46,7 @@ def test_arrays_arrive_as_they_were_whatever_was_behind_them() -> None:
     assert len(packed) % 4 == 0
 
 
-def test_each_array_begins_at_a_multiple_of_16_bytes() -> None:
+def test_parcel_aligns_arrays_to_16_bytes() -> None:
     parcel = Parcel(CPU)
     parts = [parcel.add(np.full(size, size, np.int32)) for size in (1, 4, 5)]
     parcel.arrive(torch.from_numpy(parcel.packed()))
@@ -120,9 +120,7 @@ def admission(slot: int, num_prompt: int) -> Admission:
     return Admission(slot, (5,) * num_prompt, num_prompt, DRAWN, frozenset(), choice=0)
 
 
-def test_a_step_makes_one_copy_whether_it_decodes_or_has_prompts(
-    runner: TorchRunner, copies: list[int]
-) -> None:
+def test_step_uploads_in_one_copy(runner: TorchRunner, copies: list[int]) -> None:
     first, second = Row(0, (5,) * 20, 0, (4,), True), Row(1, (5,) * 18, 0, (7,), True)
     runner.execute(Plan(0, Rows.of([first]), (admission(0, 20),)))
     copies.clear()

@@ -42,7 +42,7 @@ def work(line: Line) -> Work:
 # lines
 
 
-def test_a_line_is_a_prompt_with_its_options(tmp_path: Path) -> None:
+def test_batch_line_has_prompt_and_options(tmp_path: Path) -> None:
     text, ids = map(
         work,
         lines(
@@ -58,7 +58,7 @@ def test_a_line_is_a_prompt_with_its_options(tmp_path: Path) -> None:
     assert (ids.options["logit_bias"], ids.options["request_id"]) == ({5: -1.5}, "r")
 
 
-def test_openais_line_is_one_too(tmp_path: Path) -> None:
+def test_batch_line_accepts_openai_format(tmp_path: Path) -> None:
     body = {"prompt": "x", "max_tokens": 3, "n": 2}
     envelope = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
     (line,) = map(work, lines(tmp_path, envelope))
@@ -94,7 +94,7 @@ def test_openais_line_is_one_too(tmp_path: Path) -> None:
         ({"id": 3, "prompt": "x"}, "the id must be text"),
     ],
 )
-def test_a_line_that_cannot_be_says_why_and_stops_no_other(
+def test_invalid_batch_line_reports_cause_and_others_are_read(
     line: object, cause: str, tmp_path: Path
 ) -> None:
     bad, good = lines(tmp_path, line, {"id": "good", "prompt": "x"})
@@ -105,7 +105,7 @@ def test_a_line_that_cannot_be_says_why_and_stops_no_other(
     assert work(good).id == "good"
 
 
-def test_empty_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_batch_skips_but_counts_empty_lines(tmp_path: Path) -> None:
     (line,) = lines(tmp_path, "", "  ", {"prompt": "x"})
     assert (line.number, line.id) == (3, "line-3")
 
@@ -128,9 +128,7 @@ def test_batch_line_determines_request_id_and_seed(tmp_path: Path) -> None:
         [{"id": "a", "prompt": "x"}, "{", {"custom_id": "a", "body": {}}],
     ],
 )
-def test_an_id_that_occurs_twice_keeps_all_from_running(
-    given: list[object], tmp_path: Path
-) -> None:
+def test_batch_with_duplicate_id_is_rejected(given: list[object], tmp_path: Path) -> None:
     with pytest.raises(BatchFailed, match="lines 1 and 3 have the same id"):
         Survey(written(tmp_path, *given))
 
@@ -138,7 +136,7 @@ def test_an_id_that_occurs_twice_keeps_all_from_running(
 # results
 
 
-def test_results_know_what_they_hold_when_they_are_opened_again(tmp_path: Path) -> None:
+def test_batch_results_are_recognised_after_reopening(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with Results(path) as results:
         results.append({"id": "a", "text": "é\ud800\n"})
@@ -150,7 +148,7 @@ def test_results_know_what_they_hold_when_they_are_opened_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("torn", ['{"id": "b", "te', '{"id": "b", "text": "x"}', "\0\0\0"])
-def test_a_torn_last_line_is_cut_off(torn: str, tmp_path: Path) -> None:
+def test_batch_results_drop_torn_last_line(torn: str, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text('{"id": "a", "text": "x"}\n' + torn)
     with Results(path) as results:
@@ -160,7 +158,7 @@ def test_a_torn_last_line_is_cut_off(torn: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["hello", "[]", "{}", '{"id": null}', '{"id": 3}', '"id"'])
-def test_a_file_of_something_else_is_left_alone(line: str, tmp_path: Path) -> None:
+def test_batch_results_leave_foreign_file_unchanged(line: str, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"id": "a"}}\n{line}\ntorn')
     with pytest.raises(BatchFailed, match=r"not a file of results \(line 2\)"):
@@ -182,7 +180,7 @@ def test_a_file_of_something_else_is_left_alone(line: str, tmp_path: Path) -> No
         '{"id": "a", "choices": [',
     ],
 )
-def test_a_torn_first_line_is_cut_off(torn: str, tmp_path: Path) -> None:
+def test_batch_results_drop_torn_first_line(torn: str, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(torn)
     with Results(path) as results:
@@ -194,9 +192,7 @@ def test_a_torn_first_line_is_cut_off(torn: str, tmp_path: Path) -> None:
     "content",
     ["precious", "[1]", "\0\0", '{"id": 3, "text"', '{"id": "a", "prompt": "x"}', '{"a": "b"}'],
 )
-def test_a_file_without_a_line_is_emptied_only_where_it_is_ours(
-    content: str, tmp_path: Path
-) -> None:
+def test_batch_results_leave_foreign_partial_line_unchanged(content: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with pytest.raises(BatchFailed, match=r"not a file of results \(line 1\)"):
@@ -204,7 +200,7 @@ def test_a_file_without_a_line_is_emptied_only_where_it_is_ours(
     assert path.read_text() == content
 
 
-def test_one_batch_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
+def test_batch_results_file_allows_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with Results(path), pytest.raises(BatchFailed, match="another batch writes"):
         Results(path)
@@ -271,7 +267,7 @@ def chat_line(line_id: str, content: str, **more: object) -> dict[str, object]:
     return {"custom_id": line_id, "url": "/v1/chat/completions", "body": body}
 
 
-async def test_a_chat_is_a_line_and_its_message_the_result(tmp_path: Path) -> None:
+async def test_batch_chat_line_gives_message_result(tmp_path: Path) -> None:
     records = await run(tmp_path, [chat_line("a", "x"), chat_line("b", "y", n=2)], Backend())
     message = {"role": "assistant", "content": "x"}
     usage = {"prompt_tokens": 3, "output_tokens": 2}
@@ -279,7 +275,7 @@ async def test_a_chat_is_a_line_and_its_message_the_result(tmp_path: Path) -> No
     assert [each["message"]["content"] for each in records[1]["choices"]] == ["y", "y"]  # type: ignore[attr-defined]
 
 
-async def test_failed_lines_are_run_again_as_other_requests(tmp_path: Path) -> None:
+async def test_batch_retry_uses_new_request_ids(tmp_path: Path) -> None:
     given = [{"id": "a", "prompt": "x"}, chat_line("b", "y"), chat_line("c", "z")]
     errors: dict[str, Exception] = {"y": EngineFailed("first"), "z": EngineFailed("first")}
     backend = Backend(errors)
@@ -303,7 +299,7 @@ async def test_failed_lines_are_run_again_as_other_requests(tmp_path: Path) -> N
         assert (results.num_done("abc"), results.num_failed("abc")) == (3, 0)
 
 
-def test_a_retry_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+def test_interrupted_batch_retry_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     failure: dict[str, object] = {"line": 1, "error": {"code": "internal", "message": "m"}}
     path.write_text("".join(json.dumps({"id": name, **failure}) + "\n" for name in "ab"))
@@ -319,7 +315,7 @@ def test_a_retry_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-async def test_a_failure_is_a_result_and_stops_no_other(tmp_path: Path) -> None:
+async def test_batch_failure_is_recorded_and_others_run(tmp_path: Path) -> None:
     given = [{"id": "a", "prompt": "x"}, "{", {"id": "b", "prompt": "y"}, {"prompt": "z"}]
     backend = Backend({"y": EngineFailed("broken")})
     records = await run(tmp_path, given, backend)
@@ -346,7 +342,7 @@ async def test_a_failure_is_a_result_and_stops_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [Unreachable("gone"), RuntimeError("gone")])
-async def test_what_would_fail_all_is_raised_and_leaves_the_rest_for_later(
+async def test_batch_wide_error_is_raised_and_batch_can_resume(
     error: Exception, tmp_path: Path
 ) -> None:
     given = [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}]
@@ -357,7 +353,7 @@ async def test_what_would_fail_all_is_raised_and_leaves_the_rest_for_later(
     assert backend.asked == ["y", "z"]
 
 
-async def test_only_so_many_lines_are_read_and_asked_at_once(tmp_path: Path) -> None:
+async def test_batch_concurrency_limits_requests_in_flight(tmp_path: Path) -> None:
     backend = Backend(is_open=False)
     given = [{"prompt": str(i)} for i in range(9)]
     running = asyncio.create_task(run(tmp_path, given, backend, concurrency=3))
@@ -370,7 +366,7 @@ async def test_only_so_many_lines_are_read_and_asked_at_once(tmp_path: Path) -> 
     assert len(await running) == 9
 
 
-async def test_choices_and_log_probabilities_are_written(tmp_path: Path) -> None:
+async def test_batch_result_has_choices_and_logprobs(tmp_path: Path) -> None:
     logprobs = (TokenLogprobs(-0.5, 1, ((7, -0.5),)), TokenLogprobs(-1.25, 2))
 
     class Full(Backend):
@@ -395,7 +391,7 @@ async def test_choices_and_log_probabilities_are_written(tmp_path: Path) -> None
     }
 
 
-def test_the_text_of_a_failed_prompt_raises_its_error() -> None:
+def test_completion_text_of_failed_prompt_raises() -> None:
     error: EverliftError = EmptyPrompt("nothing")
     with pytest.raises(EmptyPrompt, match="nothing"):
         _ = Completion("r", 0, (), error=error).text

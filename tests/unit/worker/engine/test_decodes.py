@@ -23,7 +23,7 @@ STEPS = st.lists(
 )
 
 
-def test_who_decodes_is_a_position_further_in_each_step() -> None:
+def test_decodes_advance_one_position_per_step() -> None:
     decodes = Decodes(2)
     decodes.begin_decode(1, 10)
     decodes.add(1.0, 0.5)
@@ -37,7 +37,7 @@ def test_who_decodes_is_a_position_further_in_each_step() -> None:
 
 
 @given(STEPS)
-def test_it_is_as_if_every_row_was_looked_at(steps: list[tuple[str, int, int, int, int]]) -> None:
+def test_decodes_match_row_by_row_accounting(steps: list[tuple[str, int, int, int, int]]) -> None:
     decodes = Decodes(3)
     positions: dict[int, int] = {}
     seconds = [0.0] * 3

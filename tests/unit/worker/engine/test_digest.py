@@ -15,7 +15,7 @@ ADMISSION = Admission(1, (*range(64), 8, 9), 66, SamplingParams(), frozenset(), 
 PLAN = Plan(3, Rows.of([DECODE, ADMITTED]), (ADMISSION,), (BlockCopy(1, 0),), (BlockCopy(9, 2),))
 
 
-def test_equal_plans_have_equal_digests() -> None:
+def test_plan_digest_is_equal_for_equal_plans() -> None:
     assert plan_digest(PLAN) == plan_digest(
         replace(PLAN, rows=Rows.of([replace(DECODE), ADMITTED]))
     )
@@ -32,7 +32,7 @@ def test_equal_plans_have_equal_digests() -> None:
         replace(PLAN, loads=(BlockCopy(8, 2),)),
     ],
 )
-def test_another_plan_has_another_digest(other: Plan) -> None:
+def test_plan_digest_differs_for_different_plans(other: Plan) -> None:
     assert plan_digest(other) != plan_digest(PLAN)
 
 
@@ -49,11 +49,11 @@ def test_another_plan_has_another_digest(other: Plan) -> None:
         replace(DECODE, block_table=(4, 5, 7)),
     ],
 )
-def test_another_row_makes_another_digest(other: Row) -> None:
+def test_plan_digest_differs_for_different_rows(other: Row) -> None:
     assert plan_digest(replace(PLAN, rows=Rows.of([other, ADMITTED]))) != plan_digest(PLAN)
 
 
-def test_a_prefix_counts_once_where_it_is_found() -> None:
+def test_plan_digest_includes_prefix_blocks_once() -> None:
     elsewhere = replace(PLAN, rows=Rows.of([DECODE, replace(ADMITTED, block_table=(4, 3, 9))]))
     assert plan_digest(elsewhere) != plan_digest(PLAN)
     later = replace(PLAN, rows=Rows.of([replace(DECODE, block_table=(4, 3, 6)), ADMITTED]))

@@ -96,14 +96,14 @@ def test_request_is_acknowledged_and_starts_when_compiled() -> None:
     assert desk.cut().state.num_waiting == 2
 
 
-def test_without_stop_tokens_the_models_own_end_the_output() -> None:
+def test_grammar_start_defaults_to_model_stop_tokens() -> None:
     desk = Desk()
     desk.send(constrained(1))
     desk.compiler.finish(Toy(eos_token_ids=(7, 9)))
     assert desk.engine.started[0].stop_token_ids == {7, 9}
 
 
-def test_what_had_ended_so_is_not_continued() -> None:
+def test_grammar_start_with_finished_output_ends_at_once() -> None:
     desk = Desk()
     desk.send(constrained(1, output=[4, 7]))
     desk.compiler.finish(Toy(eos_token_ids=(7,)))
@@ -112,7 +112,7 @@ def test_what_had_ended_so_is_not_continued() -> None:
     assert (progress.stop, progress.offset) == (session_pb2.STOP_CAUSE_EOS, 2)
 
 
-def test_a_grammar_that_cannot_be_compiled_refuses_its_start() -> None:
+def test_invalid_grammar_refuses_its_start() -> None:
     desk = Desk()
     desk.send(constrained(1))
     desk.compiler.finish(InvalidGrammar("parenthesis"))
@@ -136,7 +136,7 @@ def test_failed_compilation_is_retried_on_another_worker(
     assert (progress.error_slug, progress.error) == (error.slug, str(error))
 
 
-def test_the_fake_model_says_that_it_follows_none() -> None:
+def test_fake_model_refuses_grammar() -> None:
     desk = Desk(NoGrammars())
     desk.send(constrained(1))
     progress = desk.cut().progress[0]
@@ -147,7 +147,7 @@ def test_the_fake_model_says_that_it_follows_none() -> None:
     )
 
 
-def test_an_abort_while_it_compiles_is_its_end() -> None:
+def test_abort_during_compilation_ends_sequence() -> None:
     desk = Desk()
     desk.send(constrained(1), constrained(1, choice=1))
     desk.send(aborts=(1,))
@@ -158,7 +158,7 @@ def test_an_abort_while_it_compiles_is_its_end() -> None:
     assert desk.sessions.is_idle
 
 
-def test_a_router_that_leaves_while_it_compiles_gets_nothing_started() -> None:
+def test_session_end_during_compilation_prevents_start() -> None:
     desk = Desk()
     desk.send(constrained(1))
     desk.sessions.end_session(desk.router)
@@ -178,7 +178,7 @@ def test_restart_after_an_abort_waits_for_its_own_compilation() -> None:
     assert [sequence.num_output for sequence in desk.engine.started] == [1]
 
 
-def test_a_drain_while_it_compiles_returns_it_at_once() -> None:
+def test_drain_during_compilation_returns_sequence() -> None:
     desk = Desk()
     desk.send(constrained(1, output=[4, 5]))
     desk.sessions.drain()

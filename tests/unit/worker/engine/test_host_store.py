@@ -20,7 +20,7 @@ def kept(num_places: int, *hashes: bytes) -> HostStore:
     return this
 
 
-def test_what_somebody_wants_is_saved_once() -> None:
+def test_host_store_saves_wanted_block_once() -> None:
     this = HostStore(3)
     this.want([A, B])
     for block, block_hash in ((5, A), (6, C), (7, A)):
@@ -35,14 +35,14 @@ def test_what_somebody_wants_is_saved_once() -> None:
     this.check_integrity(wanted=[A, B])
 
 
-def test_a_store_without_places_keeps_nothing() -> None:
+def test_host_store_without_places_keeps_nothing() -> None:
     this = kept(0, A)
     assert A not in this
     this.unwant([A])
     this.check_integrity([])
 
 
-def test_what_is_loaded_stays_where_it_was() -> None:
+def test_host_store_load_keeps_place() -> None:
     this = kept(2, A)
     this.pin(A)
     this.load(A, 9)
@@ -57,7 +57,7 @@ def test_what_is_loaded_stays_where_it_was() -> None:
     this.check_integrity([A])
 
 
-def test_the_least_recently_used_place_is_given_to_another() -> None:
+def test_host_store_reuses_least_recently_used_place() -> None:
     this = kept(2, A, B)
     this.pin(A)
     this.load(A, 9)
@@ -81,7 +81,7 @@ def test_host_store_drops_unwanted_then_later_blocks() -> None:
     this.check_integrity([A, b"d", b"e"])
 
 
-def test_last_wanted_loaded_block_is_dropped_first() -> None:
+def test_host_store_drops_unwanted_loaded_block_first() -> None:
     this = kept(2, A, B)
     this.unwant([B])
     this.pin(B)
@@ -92,7 +92,7 @@ def test_last_wanted_loaded_block_is_dropped_first() -> None:
     assert A in this and B not in this
 
 
-def test_two_may_want_the_same() -> None:
+def test_host_store_counts_wants_per_block() -> None:
     this = HostStore(1)
     this.want([A])
     this.want([A])
@@ -115,7 +115,7 @@ def test_host_store_never_saves_to_a_place_being_loaded() -> None:
     this.check_integrity([A, B])
 
 
-def test_a_place_is_saved_to_once_in_a_step() -> None:
+def test_host_store_place_is_saved_to_once_per_step() -> None:
     this = HostStore(1)
     this.want([A, B])
     this.evicted(5, A)
@@ -125,7 +125,7 @@ def test_a_place_is_saved_to_once_in_a_step() -> None:
     assert A in this and B not in this
 
 
-def test_what_is_saved_in_a_step_can_be_loaded_in_it() -> None:
+def test_host_store_loads_block_saved_in_same_step() -> None:
     this = HostStore(1)
     this.want([A])
     this.evicted(5, A)
@@ -134,7 +134,7 @@ def test_what_is_saved_in_a_step_can_be_loaded_in_it() -> None:
     assert this.planned() == ((BlockCopy(5, 0),), (BlockCopy(6, 0),))
 
 
-def test_a_failed_step_has_saved_nothing() -> None:
+def test_host_store_discards_saves_of_failed_step() -> None:
     this = kept(2, A)
     this.want([B, C])
     this.evicted(5, B)
@@ -147,7 +147,7 @@ def test_a_failed_step_has_saved_nothing() -> None:
     assert B in this, "the place is free again"
 
 
-def test_all_is_forgotten_but_who_wants_what() -> None:
+def test_host_store_invalidate_all_keeps_wants() -> None:
     this = kept(2, A, B)
     this.invalidate_all()
     assert A not in this and B not in this
@@ -158,7 +158,7 @@ def test_all_is_forgotten_but_who_wants_what() -> None:
     assert A in this and B in this
 
 
-def test_step_planned_before_a_reset_has_no_effect() -> None:
+def test_host_store_ignores_step_planned_before_reset() -> None:
     this = kept(3, A)
     this.want([B])
     this.evicted(5, B)
@@ -171,7 +171,7 @@ def test_step_planned_before_a_reset_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize("damage", ["a step is not over", "a place", "who wants"])
-def test_damaged_books_are_noticed(damage: str) -> None:
+def test_host_store_integrity_check_detects_damage(damage: str) -> None:
     this = kept(2, A)
     match damage:
         case "a step is not over":

@@ -99,7 +99,7 @@ def test_next_step_is_launched_before_the_last_results() -> None:
     ]
 
 
-def test_what_follows_a_stop_token_is_thrown_away() -> None:
+def test_tokens_after_stop_token_are_discarded() -> None:
     model = FakeModel(eos_one_in=10)
     this = Ahead(model=model)
     for epoch in (1, 2, 3):
@@ -126,7 +126,7 @@ def test_leaving_sequence_frees_slot_and_blocks_in_flight() -> None:
     assert collected.tokens[SequenceKey(2, 0)] == expected_tokens(prompt(70, 2), 20)
 
 
-def test_blocks_that_decoding_fills_are_found_by_others() -> None:
+def test_blocks_filled_by_decoding_are_prefix_hits() -> None:
     this = Ahead()
     this.add(1, 30, max_tokens=70)
     whole = [*prompt(30, 1), *expected_tokens(prompt(30, 1), 70)]
@@ -156,25 +156,25 @@ def num_found(this: Ahead, epoch: int, tokens: list[int]) -> int:
     return this.engine.load().counters.prefix_hit_tokens - before
 
 
-def test_of_who_left_before_its_row_failed_nothing_is_found() -> None:
+def test_failed_row_of_departed_sequence_leaves_no_hits() -> None:
     this = left_before_its_row_failed()
     this.engine.step()
     assert num_found(this, 2, prompt(70, 1)) == 0
 
 
-def test_nor_where_another_one_has_its_slot_by_then() -> None:
+def test_failed_row_leaves_no_hits_after_slot_reuse() -> None:
     this = left_before_its_row_failed(limits(num_blocks=16, max_num_seqs=1, watermark_blocks=0))
     assert num_found(this, 2, prompt(70, 2)) == 0
     assert num_found(this, 3, prompt(70, 1)) == 0
 
 
-def test_what_others_computed_meanwhile_in_its_blocks_is_found_still() -> None:
+def test_reallocated_blocks_stay_valid_after_row_failure() -> None:
     this = left_before_its_row_failed(limits(num_blocks=3, max_num_seqs=1, watermark_blocks=0))
     assert num_found(this, 2, prompt(70, 2)) == 0
     assert num_found(this, 3, prompt(70, 2)) == 64
 
 
-def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+def test_preemption_with_pipelined_steps_changes_no_tokens() -> None:
     this = Ahead(limits(num_blocks=6, max_num_seqs=4))
     for epoch in range(1, 6):
         this.add(epoch, 30, max_tokens=90)
@@ -185,7 +185,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     assert this.engine.load().preemptions > 3
 
 
-def test_a_drain_gives_back_what_was_drawn_by_then() -> None:
+def test_drain_returns_tokens_drawn_so_far() -> None:
     this = Ahead()
     this.add(1, 3, max_tokens=50)
     reports: list[Report] = []

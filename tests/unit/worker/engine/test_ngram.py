@@ -15,24 +15,24 @@ def index(tokens: list[int], min_match: int = 1, max_match: int = 3) -> NgramInd
     return this
 
 
-def test_the_longest_match_counts_and_of_these_the_last() -> None:
+def test_ngram_index_prefers_longest_then_latest_match() -> None:
     assert index([1, 2, 9, 1, 2, 8, 7, 2, 6, 1, 2]).follower() == 5
     assert index([1, 2, 9, 1, 2, 8, 7, 2, 6, 2]).follower() == 8
 
 
-def test_without_an_earlier_occurrence_there_is_no_match() -> None:
+def test_ngram_index_needs_earlier_occurrence() -> None:
     assert index([]).follower() is None
     assert index([1]).follower() is None
     assert index([1, 2, 3]).follower() is None
     assert index([1, 2, 3, 2], min_match=2).follower() is None
 
 
-def test_zeros_are_tokens_like_others() -> None:
+def test_ngram_index_treats_zero_as_ordinary_token() -> None:
     assert index([0, 5, 0, 0, 7, 5, 0]).follower() == 3
     assert index([5, 7, 0, 5], min_match=2).follower() is None
 
 
-def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
+def test_ngram_draft_continues_repetition() -> None:
     tokens = [7, 1, 2, 1, 2]
     follower = index(tokens).follower()
     assert follower == 3
@@ -48,14 +48,16 @@ def brute_force(tokens: list[int], min_match: int, max_match: int) -> int | None
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 3), st.integers(0, 2))
-def test_the_index_finds_what_a_search_finds(tokens: list[int], min_match: int, more: int) -> None:
+def test_ngram_index_matches_brute_force_search(
+    tokens: list[int], min_match: int, more: int
+) -> None:
     this = NgramIndex(min_match, min_match + more)
     for length in range(len(tokens) + 1):
         this.extend(tokens[:length], 1)
         assert this.follower() == brute_force(tokens[:length], min_match, min_match + more)
 
 
-def test_nothing_is_guessed_before_everything_was_read() -> None:
+def test_drafter_proposes_nothing_before_prompt_is_read() -> None:
     drafter = Drafter(Speculation(num_draft_tokens=2))
     prompt = [1, 2, 3, *range(10, 20), 1, 2]
     drafts = [(drafter.read(prompt, 7), drafter.propose(prompt, 2)) for _ in range(3)]
@@ -80,7 +82,7 @@ def test_drafter_starts_at_the_limit_and_respects_room() -> None:
     assert proposed(learned(), most=3) == 3
 
 
-def test_drafts_follow_their_success() -> None:
+def test_draft_length_adapts_to_acceptance() -> None:
     assert proposed(learned((8, 0))) == 4
     assert proposed(learned((8, 2))) == 3
     assert proposed(learned((8, 2), (3, 3))) == 6
@@ -88,7 +90,7 @@ def test_drafts_follow_their_success() -> None:
     assert proposed(learned((8, 0), (4, 0))) == 2
 
 
-def test_whose_drafts_are_never_right_pauses_longer_and_longer() -> None:
+def test_drafter_pauses_grow_with_rejected_drafts() -> None:
     this = learned()
     lengths = []
     for _ in range(30):
@@ -100,7 +102,7 @@ def test_whose_drafts_are_never_right_pauses_longer_and_longer() -> None:
     assert drafted == [0, 1, 2, 5, 10, 19]
 
 
-def test_a_right_draft_ends_the_pauses() -> None:
+def test_accepted_draft_ends_drafter_pauses() -> None:
     this = learned(*[(1, 0)] * 9)
     while not proposed(this):
         pass
@@ -110,6 +112,6 @@ def test_a_right_draft_ends_the_pauses() -> None:
     assert proposed(this) == 1
 
 
-def test_pauses_are_bounded() -> None:
+def test_drafter_pauses_are_bounded() -> None:
     this = learned(*[(1, 0)] * 5000)
     assert [proposed(this) for _ in range(65)] == [0] * 64 + [1]

@@ -14,7 +14,7 @@ CHUNK = Row(
 ROWS = [DECODE, DRAFTED, CHUNK]
 
 
-def test_rows_are_what_they_were_made_of() -> None:
+def test_rows_round_trip() -> None:
     rows = Rows.of(ROWS)
     assert [*rows] == ROWS
     assert (len(rows), rows.num_tokens) == (3, 7)
@@ -22,7 +22,7 @@ def test_rows_are_what_they_were_made_of() -> None:
     assert not NO_ROWS
 
 
-def test_columns_of_tokens_are_those_of_their_rows() -> None:
+def test_rows_token_columns_match_rows() -> None:
     rows = Rows.of(ROWS)
     assert rows.firsts.tolist() == [0, 1, 4]
     assert rows.positions.tolist() == [70, 31, 32, 33, 62, 63, 64]
@@ -31,24 +31,24 @@ def test_columns_of_tokens_are_those_of_their_rows() -> None:
     assert [rows.drafts(i) for i in range(3)] == [(), (1, 2), ()]
 
 
-def test_a_table_ends_with_the_rows_last_token() -> None:
+def test_rows_table_is_trimmed_to_last_token() -> None:
     longer = Row(slot=3, tokens=(7,), start=70, block_table=(4, 5, 6, 1), samples=True)
     assert [*Rows.of([longer])] == [DECODE]
 
 
 @pytest.mark.parametrize("cut", range(4))
-def test_rows_behind_others_are_all_of_them(cut: int) -> None:
+def test_rows_then_concatenates(cut: int) -> None:
     tables = Rows.of(ROWS).tables
     first, rest = Rows.of(ROWS[:cut], tables), Rows.of(ROWS[cut:], tables)
     assert first.then(rest) == Rows.of(ROWS)
 
 
-def test_rows_that_decode() -> None:
+def test_rows_decoding_builds_decode_rows() -> None:
     rows = Rows.of([DECODE])
     assert Rows.decoding(rows.slots, rows.starts, rows.tokens, rows.tables) == rows
 
 
-def test_a_token_attends_to_all_up_to_itself() -> None:
+def test_rows_count_attended_tokens_and_pairs() -> None:
     rows = Rows.of(ROWS)
     assert rows.kv_tokens == 71 + (31 + 3) + (62 + 3)
     assert rows.num_pairs == 71 + (32 + 33 + 34) + (63 + 64 + 65)

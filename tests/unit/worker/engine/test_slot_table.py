@@ -18,7 +18,7 @@ def bench() -> Bench:
     return Bench(limits(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=64))
 
 
-def test_decodes_come_by_arrival_whatever_their_slots() -> None:
+def test_plan_orders_decodes_by_arrival() -> None:
     this = bench()
     first, second = this.add(1, 5), this.add(2, 6)
     this.step()
@@ -43,7 +43,7 @@ def test_stop_token_and_last_token_end_sequences() -> None:
     assert [row.tokens for row in this.plan().rows] == [(9,)]
 
 
-def test_rows_of_a_plan_have_the_blocks_of_their_sequences() -> None:
+def test_plan_rows_have_block_tables_of_their_sequences() -> None:
     this = bench()
     sequences = [this.add(1, 31), this.add(2, 30)]
     for _ in range(4):
@@ -65,7 +65,7 @@ Damage = Callable[[SlotTable, Sequence], object]
         lambda slot_table, this: setattr(this, "block_table", this.block_table[::-1]),
     ],
 )
-def test_columns_that_are_not_the_sequences_are_noticed(damage: Damage) -> None:
+def test_slot_table_integrity_check_detects_damage(damage: Damage) -> None:
     this = bench()
     sequence = this.add(1, 40)
     this.step()

@@ -39,7 +39,7 @@ class Runner(FakeRunner):
         return results
 
 
-def test_each_part_has_its_time() -> None:
+def test_stopwatch_attributes_time_to_each_part() -> None:
     clock = Clock()
     stopwatch = Stopwatch(clock.read)
     engine = Engine(Runner(clock, stopwatch), BOUNDS, stopwatch=stopwatch)
@@ -51,7 +51,7 @@ def test_each_part_has_its_time() -> None:
     assert engine.step_times() == StepTimes(0.0, 4.0, 2.0, 0.0)
 
 
-def test_all_of_a_step_is_in_one_of_them() -> None:
+def test_stopwatch_parts_cover_whole_step() -> None:
     """A clock that goes on at every look: three boundaries a step."""
     ticks: Iterator[int] = count()
     stopwatch = Stopwatch(lambda: float(next(ticks)))
@@ -62,14 +62,14 @@ def test_all_of_a_step_is_in_one_of_them() -> None:
     assert engine.step_times() == StepTimes(4.0, 4.0, 0.0, 4.0)
 
 
-def test_an_engine_without_a_clock_takes_no_time() -> None:
+def test_engine_without_stopwatch_records_no_time() -> None:
     engine = Engine(FakeRunner(BOUNDS.num_blocks, FakeModel()), BOUNDS)
     engine.add(sequence(BOUNDS, 1, prompt(3), max_tokens=1))
     engine.step()
     assert engine.step_times() == NO_TIME
 
 
-def test_the_message_has_every_part() -> None:
+def test_step_times_message_has_every_part() -> None:
     times = StepTimes(1.0, 2.0, 3.0, 4.0).to_proto()
     fields: Collection[str] = [field.name for field in times.DESCRIPTOR.fields]
     assert [getattr(times, name) for name in fields] == [1.0, 2.0, 3.0, 4.0]

@@ -88,7 +88,7 @@ def between(one: TimeBreakdown, other: TimeBreakdown) -> TimeBreakdown:
     return TimeBreakdown(*(b - a for a, b in zip(one, other, strict=True)))
 
 
-def test_who_is_alone_waits_prefills_and_decodes() -> None:
+def test_breakdown_of_lone_sequence_has_no_interference() -> None:
     worker = Worker()
     this = worker.sequence(1, 20, max_tokens=3)
     worker.sleep(0.5)
@@ -106,7 +106,7 @@ def test_who_is_alone_waits_prefills_and_decodes() -> None:
     assert end.breakdown.until == worker.now
 
 
-def test_before_the_model_is_known_tokens_share_a_step() -> None:
+def test_breakdown_splits_step_by_tokens_before_fit() -> None:
     worker = Worker()
     one = worker.sequence(1, 20)
     worker.turn(one)
@@ -120,7 +120,7 @@ def test_before_the_model_is_known_tokens_share_a_step() -> None:
     assert worker.breakdown(other).most_neighbours == 1
 
 
-def test_prompts_in_one_step_stall_each_other() -> None:
+def test_breakdown_of_concurrent_prompts_has_interference() -> None:
     worker = Worker()
     one, other = worker.sequence(1, 16), worker.sequence(2, 48)
     worker.turn(one, other)
@@ -128,7 +128,7 @@ def test_prompts_in_one_step_stall_each_other() -> None:
     assert milliseconds(worker.breakdown(other)) == {"prefill": 60.0, "prefill_interference": 20.0}
 
 
-def test_a_prompt_that_comes_makes_a_step_longer_by_its_own_tokens() -> None:
+def test_breakdown_of_decode_has_interference_of_new_prompt() -> None:
     worker = Worker()
     worker.learn()
     one = worker.sequence(1, 20)
@@ -144,7 +144,7 @@ def test_a_prompt_that_comes_makes_a_step_longer_by_its_own_tokens() -> None:
     assert parts.decode_interference_s == pytest.approx(17e-3, rel=0.02)
 
 
-def test_co_tenancy_is_what_a_token_takes_longer_than_alone() -> None:
+def test_breakdown_decode_interference_is_excess_over_alone() -> None:
     worker = Worker()
     worker.learn()
     these = [worker.sequence(epoch, 8) for epoch in range(1, 5)]
@@ -159,7 +159,7 @@ def test_co_tenancy_is_what_a_token_takes_longer_than_alone() -> None:
         assert worker.breakdown(this).most_neighbours == 3
 
 
-def test_drafts_of_one_that_is_alone_are_its_own_time() -> None:
+def test_breakdown_counts_own_drafts_as_decode() -> None:
     bounds = limits(
         num_blocks=64, max_num_seqs=2, speculation=Speculation(num_draft_tokens=3), model=MODEL
     )
@@ -184,7 +184,7 @@ def preempting() -> tuple[Worker, Sequence, Sequence]:
     return worker, long, short
 
 
-def test_who_is_preempted_is_told_so_waits_and_computes_again() -> None:
+def test_breakdown_of_preempted_has_wait_and_recompute() -> None:
     worker, long, short = preempting()
     while not short.is_preempted:
         before, began = worker.breakdown(short), worker.now
@@ -205,7 +205,7 @@ def test_who_is_preempted_is_told_so_waits_and_computes_again() -> None:
     assert parts.preempted_s == pytest.approx(waited_s - step_s)
 
 
-def test_who_sits_a_step_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_breakdown_of_unready_sequence_is_not_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     one, other = worker.sequence(1, 10), worker.sequence(2, 10)
     worker.turn(one, other)
@@ -221,7 +221,7 @@ def test_who_sits_a_step_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert milliseconds(parts) == {"not_scheduled": 27.0}, "prompts make no difference to it"
 
 
-def test_a_drain_tells_what_came_of_all_whether_they_began_or_not() -> None:
+def test_drain_reports_breakdown_of_each_sequence() -> None:
     worker = Worker()
     one = worker.sequence(1, 10)
     worker.turn(one)
@@ -234,7 +234,7 @@ def test_a_drain_tells_what_came_of_all_whether_they_began_or_not() -> None:
     assert breakdowns == {1: {"prefill": 26.0, "between_steps": 750.0}, 2: {"waiting": 500.0}}
 
 
-def test_batch_members_are_reported_every_5_s() -> None:
+def test_breakdowns_are_reported_every_5_s() -> None:
     worker = Worker(replace(LIMITS, num_blocks=256))
     these = [worker.sequence(epoch, 5) for epoch in range(1, 6)]
     worker.turn(*these)
@@ -249,7 +249,7 @@ def test_batch_members_are_reported_every_5_s() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_whose_prompt_is_computed_is_told_of_then(ahead: bool) -> None:
+def test_breakdown_is_reported_after_prefill(ahead: bool) -> None:
     worker = Worker(ahead=ahead)
     worker.turn(worker.sequence(9, 5))
     worker.turns(2)
@@ -258,7 +258,7 @@ def test_whose_prompt_is_computed_is_told_of_then(ahead: bool) -> None:
     assert [[*told(it)] for it in reports[ahead:]][:3] == [[], [1, 2], []]
 
 
-def test_fully_cached_output_is_reported_after_the_first_step() -> None:
+def test_breakdown_of_cached_sequence_is_reported_at_first_step() -> None:
     worker = Worker()
     before = worker.sequence(1, 64, max_tokens=40)
     worker.turn(before)
@@ -271,7 +271,7 @@ def test_fully_cached_output_is_reported_after_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_came_of_all_that_decode_is_told_with_every_step(ahead: bool) -> None:
+def test_decoding_breakdown_is_reported_every_step(ahead: bool) -> None:
     worker = Worker(ahead=ahead)
     worker.learn()
     these = [worker.sequence(epoch, 8) for epoch in range(1, 5)]
@@ -293,7 +293,7 @@ def test_what_came_of_all_that_decode_is_told_with_every_step(ahead: bool) -> No
         assert parts[:9] == pytest.approx(passed[:9], rel=0.01)
 
 
-def test_a_slot_has_nothing_of_who_left_it() -> None:
+def test_breakdown_is_reset_when_slot_is_reused() -> None:
     worker = Worker()
     worker.turn(worker.sequence(1, 10), worker.sequence(2, 10))
     worker.turns(5)
@@ -306,7 +306,7 @@ def test_a_slot_has_nothing_of_who_left_it() -> None:
     assert (breakdown.steps, breakdown.most_neighbours) == (2, 0)
 
 
-def test_a_step_that_fails_is_paid_for_by_who_was_in_it() -> None:
+def test_breakdown_charges_failed_step_to_its_sequences() -> None:
     worker = Worker()
     worker.engine._runner._faults = {2: RuntimeError("broken")}  # type: ignore[attr-defined]
     worker.turn(worker.sequence(1, 10))
@@ -315,7 +315,7 @@ def test_a_step_that_fails_is_paid_for_by_who_was_in_it() -> None:
     assert milliseconds(told(report)[1].breakdown) == {"prefill": 26.0, "decode": 17.0}
 
 
-def test_what_another_worker_had_computed_is_computed_again() -> None:
+def test_breakdown_counts_moved_tokens_as_recompute() -> None:
     worker = Worker()
     tokens = worker.sequence(1, 20)
     moved = sequence(LIMITS, 2, tokens.tokens, output=range(1, 13), max_tokens=50, num_computed=31)
@@ -339,7 +339,7 @@ def test_breakdown_counts_earlier_output_as_prefill() -> None:
 # launched ahead
 
 
-def test_a_step_launched_ahead_is_paid_for_when_it_is_computed() -> None:
+def test_breakdown_charges_ahead_step_when_computed() -> None:
     worker = Worker(ahead=True)
     this = worker.sequence(1, 20, max_tokens=3)
     worker.sleep(0.5)
@@ -354,7 +354,7 @@ def test_a_step_launched_ahead_is_paid_for_when_it_is_computed() -> None:
     assert end.breakdown.until == worker.now
 
 
-def test_while_a_step_is_in_flight_no_time_is_between_steps() -> None:
+def test_breakdown_has_no_gap_while_step_is_in_flight() -> None:
     worker = Worker(ahead=True)
     this = worker.sequence(1, 20, max_tokens=2)
     worker.turn(this)
@@ -368,7 +368,7 @@ def test_while_a_step_is_in_flight_no_time_is_between_steps() -> None:
     assert milliseconds(told(worker.turn())[2].breakdown) == {"prefill": 36.0}
 
 
-def test_breakdown_of_a_step_launched_ahead_has_the_wait() -> None:
+def test_breakdown_of_ahead_step_has_the_wait() -> None:
     worker = Worker(ahead=True)
     one = worker.sequence(1, 20)
     worker.turn(one)
@@ -387,7 +387,7 @@ def test_breakdown_of_a_step_launched_ahead_has_the_wait() -> None:
     assert milliseconds(worker.breakdown(other)) == parts
 
 
-def test_breakdown_of_a_leaving_sequence_has_the_step_in_flight() -> None:
+def test_breakdown_of_aborted_neighbour_has_step_in_flight() -> None:
     worker = Worker(limits(max_num_seqs=2, model=MODEL), ahead=True)
     one, other = worker.sequence(1, 16), worker.sequence(2, 16)
     worker.turn(one, other)
@@ -404,7 +404,7 @@ def test_breakdown_of_a_leaving_sequence_has_the_step_in_flight() -> None:
     }
 
 
-def test_back_to_back_steps_are_counted_apart() -> None:
+def test_breakdown_separates_back_to_back_steps() -> None:
     worker = Worker(ahead=True)
     one = worker.sequence(1, 20)
     worker.turn(one)

@@ -33,7 +33,7 @@ def pool(num_blocks: int, store: Shelf | None = None) -> BlockPool:
     return BlockPool(num_blocks, store or Shelf())
 
 
-def test_blocks_are_handed_out_in_order_of_their_last_use() -> None:
+def test_block_pool_allocates_least_recently_used_first() -> None:
     this = pool(4)
     assert this.allocate(3) == (0, 1, 2)
     for block, block_hash in ((0, A), (1, B), (2, C)):
@@ -43,7 +43,7 @@ def test_blocks_are_handed_out_in_order_of_their_last_use() -> None:
     assert this.allocate(4) == (3, 1, 2, 0), "never used, freed first, then a tail before its head"
 
 
-def test_a_freed_block_is_found_until_somebody_needs_it() -> None:
+def test_freed_block_is_a_hit_until_reallocated() -> None:
     this = pool(2)
     this.allocate(2)
     this.publish(0, A)
@@ -55,7 +55,7 @@ def test_a_freed_block_is_found_until_somebody_needs_it() -> None:
     this.check_integrity([(1,)])
 
 
-def test_a_block_without_a_hash_is_taken_before_any_with_one() -> None:
+def test_block_pool_allocates_unhashed_blocks_first() -> None:
     this = pool(3)
     this.allocate(3)
     this.publish(0, A)
@@ -82,7 +82,7 @@ def test_claim_takes_a_free_block_and_counts_users() -> None:
     this.check_integrity([])
 
 
-def test_of_two_blocks_with_the_same_content_the_first_is_found() -> None:
+def test_block_pool_finds_first_of_duplicate_blocks() -> None:
     this = pool(2)
     this.allocate(2)
     this.publish(0, A)
@@ -96,7 +96,7 @@ def test_of_two_blocks_with_the_same_content_the_first_is_found() -> None:
     assert A not in this
 
 
-def test_registering_a_block_again_changes_nothing() -> None:
+def test_block_publish_is_idempotent() -> None:
     this = pool(1)
     this.allocate(1)
     this.publish(0, A)
@@ -104,7 +104,7 @@ def test_registering_a_block_again_changes_nothing() -> None:
     this.check_integrity([(0,)])
 
 
-def test_what_is_forgotten_is_found_no_more() -> None:
+def test_unpublished_block_is_not_found() -> None:
     this = pool(3)
     this.allocate(3)
     this.publish(0, A)
@@ -117,7 +117,7 @@ def test_what_is_forgotten_is_found_no_more() -> None:
     assert this.allocate(3) == (0, 2, 1), "as if it had never been hashed"
 
 
-def test_the_store_hears_of_what_is_about_to_be_overwritten() -> None:
+def test_block_pool_notifies_store_of_eviction() -> None:
     shelf = Shelf()
     this = pool(2, shelf)
     this.allocate(2)
@@ -127,7 +127,7 @@ def test_the_store_hears_of_what_is_about_to_be_overwritten() -> None:
     assert shelf.notes == [("evicted", 1, A)], "block 0 held nothing of a name"
 
 
-def test_what_the_store_has_is_loaded_when_it_is_claimed() -> None:
+def test_block_claim_loads_from_store() -> None:
     shelf = Shelf(B, C)
     this = pool(4, shelf)
     this.allocate(2)
@@ -141,7 +141,7 @@ def test_what_the_store_has_is_loaded_when_it_is_claimed() -> None:
     this.check_integrity([(0,), (1, 2, 3), (2,)])
 
 
-def test_a_load_takes_no_block_that_the_same_claim_finds() -> None:
+def test_block_claim_loads_into_no_block_it_hits() -> None:
     this = pool(2, Shelf(A))
     this.allocate(2)
     this.publish(0, B)
@@ -152,14 +152,14 @@ def test_a_load_takes_no_block_that_the_same_claim_finds() -> None:
 
 
 @pytest.mark.parametrize("tables", [[], [(0, 1)], [(0,), (0,)], [(1,)]])
-def test_the_books_are_compared_with_the_tables(tables: list[tuple[int, ...]]) -> None:
+def test_block_pool_integrity_check_compares_tables(tables: list[tuple[int, ...]]) -> None:
     this = pool(2)
     this.allocate(1)
     with pytest.raises(AssertionError):
         this.check_integrity(tables)
 
 
-def test_a_wrong_hash_map_is_noticed() -> None:
+def test_block_pool_integrity_check_detects_wrong_hash_map() -> None:
     this = pool(2)
     this.allocate(1)
     this.publish(0, A)

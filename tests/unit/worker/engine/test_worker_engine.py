@@ -20,7 +20,7 @@ KEY = SequenceKey(1, 0)
 
 
 @pytest.mark.parametrize("done", range(40))
-def test_a_continuation_is_exact_at_every_offset(done: int) -> None:
+def test_continuation_is_exact_at_every_offset(done: int) -> None:
     whole = expected_tokens(prompt(30), 40)
     this = engine()
     this.add(sequence(this.limits, 1, prompt(30), max_tokens=40, output=whole[:done]))
@@ -29,7 +29,7 @@ def test_a_continuation_is_exact_at_every_offset(done: int) -> None:
 
 
 @pytest.mark.parametrize("done", range(0, 20, 3))
-def test_a_sampled_continuation_draws_the_same_numbers(done: int) -> None:
+def test_sampled_continuation_draws_same_tokens(done: int) -> None:
     sampling = SamplingParams(temperature=0.7, seed=123)
     whole = expected_tokens(prompt(30), 20, sampling=sampling, choice=3)
     this = engine()
@@ -46,7 +46,7 @@ def test_a_sampled_continuation_draws_the_same_numbers(done: int) -> None:
     assert run(this).tokens[SequenceKey(1, 3)] == whole[done:]
 
 
-def test_a_tiny_pool_changes_nothing_but_the_time() -> None:
+def test_tiny_pool_changes_no_tokens() -> None:
     bounds = limits(num_blocks=6, max_num_seqs=4, max_num_batched_tokens=48)
     this = engine(bounds)
     for epoch in range(1, 9):
@@ -85,14 +85,14 @@ def test_drafts_change_no_token_and_save_steps() -> None:
     assert counters.slot_steps < without.counters.slot_steps / 2
 
 
-def test_the_hosts_memory_saves_what_would_be_computed_again() -> None:
+def test_host_memory_reduces_recomputation() -> None:
     without, swapped = repetitive(num_drafts=0), repetitive(num_drafts=0, num_host_blocks=12)
     assert without.preemptions and swapped.preemptions
     assert swapped.counters.recomputed_tokens < without.counters.recomputed_tokens / 2
     assert swapped.counters.blocks_swapped_out >= swapped.counters.blocks_swapped_in > 0
 
 
-def test_the_end_of_the_context_ends_a_sequence() -> None:
+def test_engine_stops_sequence_at_context_end() -> None:
     bounds = limits(max_model_len=50)
     this = engine(bounds)
     this.add(sequence(bounds, 1, prompt(40), max_tokens=100))
@@ -101,7 +101,7 @@ def test_the_end_of_the_context_ends_a_sequence() -> None:
     assert collected.stops[KEY] is Stop.LENGTH
 
 
-def test_an_abort_ends_every_choice_and_frees_the_blocks_at_once() -> None:
+def test_abort_ends_every_choice_and_frees_blocks() -> None:
     this = engine()
     for choice in (0, 1):
         this.add(sequence(this.limits, 1, prompt(40), choice=choice))
@@ -126,7 +126,7 @@ def test_abort_of_a_choice_keeps_the_others() -> None:
     assert collected.tokens[SequenceKey(1, 1)] == expected_tokens(prompt(70), 5)[1:]
 
 
-def test_each_step_is_executed_within_what_was_made_of_its_plan() -> None:
+def test_engine_executes_step_within_context_of_plan() -> None:
     said: list[tuple[int, str]] = []
 
     @contextmanager
@@ -145,7 +145,7 @@ def test_each_step_is_executed_within_what_was_made_of_its_plan() -> None:
     assert said == [(2, "begin"), (2, "end")], "not where there is nothing to do"
 
 
-def test_an_engine_without_work_steps_without_the_runner() -> None:
+def test_idle_engine_step_skips_runner() -> None:
     this = Engine(Failing(limits(), RuntimeError(), at=range(100)), limits())
     assert not this.has_work
     assert this.step() == []
@@ -173,7 +173,7 @@ def failing(at: range, error: Exception | None = None) -> Engine:
     return this
 
 
-def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on() -> None:
+def test_failed_step_ends_its_sequences_and_engine_continues() -> None:
     collected = run(failing(at=range(3, 4)))
     assert collected.tokens[KEY] == expected_tokens(prompt(3), 2)
     assert collected.stops[KEY] is Stop.FAILED
@@ -182,7 +182,7 @@ def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on() -> None:
         assert collected.tokens[SequenceKey(epoch, 0)] == expected_tokens(prompt(3), 4)
 
 
-def test_what_the_runner_says_of_the_model_is_passed_on() -> None:
+def test_engine_passes_on_runner_error() -> None:
     error = EngineFailed("the logits are not finite")
     (outcome,) = failing(at=range(1, 2), error=error).step()
     assert (outcome.key, outcome.offset, outcome.stop) == (KEY, 0, Stop.FAILED)
@@ -190,7 +190,7 @@ def test_what_the_runner_says_of_the_model_is_passed_on() -> None:
     assert str(outcome.error) == "the step failed: the logits are not finite"
 
 
-def test_two_failed_steps_in_a_row_are_the_end() -> None:
+def test_engine_breaks_after_two_consecutive_failures() -> None:
     this = failing(at=range(2, 4))
     collected = Collected()
     collected.take(this.step())
@@ -199,7 +199,7 @@ def test_two_failed_steps_in_a_row_are_the_end() -> None:
         this.step()
 
 
-def test_a_device_that_is_lost_is_the_end_at_once() -> None:
+def test_engine_breaks_at_once_if_device_is_lost() -> None:
     """Who was in the step goes on elsewhere, and is not FAILED."""
     this = failing(at=range(2, 3), error=DeviceLost("an illegal memory access"))
     this.step()
@@ -207,12 +207,12 @@ def test_a_device_that_is_lost_is_the_end_at_once() -> None:
         this.step()
 
 
-def test_failed_steps_with_a_good_one_between_are_not_the_end() -> None:
+def test_engine_survives_nonconsecutive_failures() -> None:
     this = failing(at=range(1, 8, 2))
     assert {*run(this).stops.values()} == {Stop.FAILED}
 
 
-def test_an_error_that_other_ranks_may_not_have_is_the_end() -> None:
+def test_engine_breaks_on_rank_local_error() -> None:
     bounds = limits()
     this = Engine(Failing(bounds, RuntimeError(), range(1, 2)), bounds, survivable=(EngineFailed,))
     this.add(sequence(bounds, 1, prompt(3)))
@@ -220,7 +220,7 @@ def test_an_error_that_other_ranks_may_not_have_is_the_end() -> None:
         this.step()
 
 
-def test_the_digest_tells_plans_apart() -> None:
+def test_engine_digest_differs_between_plans() -> None:
     one, other = engine(), engine()
     digests = []
     for this, first in ((one, 1), (other, 2)):

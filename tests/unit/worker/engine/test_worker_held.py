@@ -30,7 +30,7 @@ def slots(this: Bench, *held: int) -> list[int]:
 
 
 @under_each_policy
-def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was(
+def test_held_sequence_skips_step_and_resumes(
     scheduling: Scheduling,
 ) -> None:
     this = bench(scheduling)
@@ -53,7 +53,7 @@ def test_step_waits_for_held_sequences_in_turn(
     assert [sequence.num_output for sequence in everybody] == [3, 3, 3]
 
 
-def test_who_sat_out_longest_is_waited_for() -> None:
+def test_step_waits_for_longest_held_sequence() -> None:
     this = bench()
     for epoch in (1, 2, 3):
         this.add(epoch, 5)
@@ -63,14 +63,14 @@ def test_who_sat_out_longest_is_waited_for() -> None:
     assert [slots(this, 0, 1, 2) for _ in range(4)] == [[2], [1], [0], [2]]
 
 
-def test_a_last_chunk_is_waited_for_as_well() -> None:
+def test_step_waits_for_held_last_chunk() -> None:
     this = bench()
     this.add(1, 100)
     this.step()
     assert [(len(row.tokens), row.samples) for row in rows(this, 0)] == [(36, True)]
 
 
-def test_a_newcomer_comes_in_while_all_others_are_held() -> None:
+def test_new_sequence_is_admitted_while_others_are_held() -> None:
     this = bench()
     first = this.add(1, 5)
     this.step()
@@ -78,7 +78,7 @@ def test_a_newcomer_comes_in_while_all_others_are_held() -> None:
     assert slots(this, first.slot) == [newcomer.slot]
 
 
-def test_a_long_prompt_goes_on_up_to_its_last_chunk() -> None:
+def test_held_prompt_is_computed_up_to_last_chunk() -> None:
     this = bench()
     this.add(1, 5)
     this.step()
@@ -90,14 +90,14 @@ def test_a_long_prompt_goes_on_up_to_its_last_chunk() -> None:
     assert [row.samples for row in rows(this)] == [True, True]
 
 
-def test_one_with_a_grammar_draws_first_in_the_step_after_it_came_in() -> None:
+def test_grammar_sequence_draws_in_step_after_admission() -> None:
     this = bench()
     this.add(1, 5, sampling=CONSTRAINED)
     steps = [[(len(row.tokens), row.samples) for row in rows(this)] for _ in range(2)]
     assert steps == [[(4, False)], [(1, True)]]
 
 
-def test_a_prompt_of_one_token_draws_at_once() -> None:
+def test_single_token_grammar_prompt_draws_at_once() -> None:
     this = bench()
     this.add(1, 1, sampling=CONSTRAINED)
     assert [row.samples for row in rows(this)] == [True]

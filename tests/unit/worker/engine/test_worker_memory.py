@@ -48,7 +48,7 @@ def test_least_computed_half_of_decodes_is_preempted() -> None:
     assert [s.num_computed for s in sequences] == [0, 0, 0, 11, 12], "as before the step"
 
 
-def test_the_largest_share_gives_way_before_the_small_ones() -> None:
+def test_memory_shortage_preempts_largest_share_first() -> None:
     bench, sequences = decoding(4, max_num_batched_tokens=40)
     chunked = bench.add(9, 100, first=800)
     bench.step()
@@ -57,21 +57,21 @@ def test_the_largest_share_gives_way_before_the_small_ones() -> None:
     assert NO_SLOT not in [s.slot for s in sequences]
 
 
-def test_of_equal_shares_the_lower_class_gives_way() -> None:
+def test_memory_shortage_preempts_lower_priority_of_equals() -> None:
     bench, sequences = decoding(2)
     sequences[1].priority = -1
     shed(bench)
     assert [s.slot for s in sequences] == [0, NO_SLOT]
 
 
-def test_the_next_steps_compute_less_and_slowly_more() -> None:
+def test_token_budget_shrinks_then_recovers_slowly() -> None:
     bench, _ = decoding(4, max_num_batched_tokens=40)
     bench.add(9, 100, first=800)
     shed(bench)
     assert [sum(tokens for *_, tokens in bench.step()) for _ in range(3)] == [20, 21, 22]
 
 
-def test_the_whole_budget_comes_back_in_about_512_steps() -> None:
+def test_token_budget_recovers_fully_in_about_512_steps() -> None:
     budget = TokenBudget(8192)
     budget.shrink(2)
     assert budget.tokens == 1
@@ -82,7 +82,7 @@ def test_the_whole_budget_comes_back_in_about_512_steps() -> None:
     assert 450 < steps <= 512
 
 
-def test_new_sequence_may_hold_uncomputed_blocks() -> None:
+def test_retracted_step_frees_uncomputed_shared_blocks() -> None:
     """Two prompts with one beginning: the second was to find the first one's block, of that very
     step."""
     bench = Bench(limits(max_num_batched_tokens=200))
@@ -96,7 +96,7 @@ def test_new_sequence_may_hold_uncomputed_blocks() -> None:
     assert bench.step() == [(0, 0, 38)], "half of 70 and 6"
 
 
-def test_a_single_row_stays_and_computes_less() -> None:
+def test_memory_shortage_shrinks_single_row() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 100)
     bench.step()
@@ -104,7 +104,7 @@ def test_a_single_row_stays_and_computes_less() -> None:
     assert bench.step() == [(0, 40, 20)]
 
 
-def test_a_single_token_that_is_too_much_ends_its_sequence() -> None:
+def test_memory_shortage_of_single_token_ends_sequence() -> None:
     bench, _ = decoding(1)
     assert shed(bench) == [
         Outcome(SequenceKey(1, 0), 1, stop=Stop.FAILED, error=ERROR, num_computed=8)
@@ -114,7 +114,7 @@ def test_a_single_token_that_is_too_much_ends_its_sequence() -> None:
     assert [row.slot for row in plan.rows] == [0], "others go on"
 
 
-def test_what_the_step_was_to_fill_is_found_by_nobody() -> None:
+def test_retracted_step_blocks_are_not_prefix_hits() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=100))
     first = bench.add(1, 130)
     bench.step()
@@ -125,7 +125,7 @@ def test_what_the_step_was_to_fill_is_found_by_nobody() -> None:
     assert second.num_hits == 3, "of the 100 tokens that were computed before"
 
 
-def test_who_stays_is_admitted_again_to_the_runner_once() -> None:
+def test_retracted_sequence_is_readmitted_to_runner_once() -> None:
     bench, sequences = decoding(2)
     shed(bench)
     plan = bench.plan()
@@ -134,7 +134,7 @@ def test_who_stays_is_admitted_again_to_the_runner_once() -> None:
     assert [a.slot for a in bench.plan().admissions] == [0], "the other one comes back"
 
 
-def test_who_is_left_of_a_step_that_was_too_much_with_others_goes_on() -> None:
+def test_remaining_row_of_retracted_step_continues() -> None:
     """A step that was launched ahead: of its two tokens one is of a sequence that has ended."""
     bench, sequences = decoding(2)
     plan = bench.plan()
@@ -145,7 +145,7 @@ def test_who_is_left_of_a_step_that_was_too_much_with_others_goes_on() -> None:
     assert bench.step() == [(1, 9, 1)]
 
 
-def test_failed_step_halves_the_next_one() -> None:
+def test_retracted_step_without_rows_halves_next_step() -> None:
     bench, sequences = decoding(4, max_num_batched_tokens=40)
     plan = bench.plan()
     for each in sequences:
@@ -193,9 +193,7 @@ def short(*steps: int, way: str = EXECUTED, model: FakeModel | None = None) -> E
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [(1,), (2,), (7,), (7, 8), (1, 2, 3, 40, 60, 61)])
-def test_all_get_exactly_their_tokens_whatever_step_was_too_much(
-    steps: tuple[int, ...], way: str
-) -> None:
+def test_memory_shortage_at_any_step_changes_no_tokens(steps: tuple[int, ...], way: str) -> None:
     this = short(*steps, way=way)
     for epoch in range(1, 7):
         this.add(sequence(this.limits, epoch, prompt(30 + epoch, epoch), max_tokens=40))
@@ -208,7 +206,7 @@ def test_all_get_exactly_their_tokens_whatever_step_was_too_much(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("step", range(2, 10))
-def test_sequence_ended_before_counts_in_the_failed_step(step: int, way: str) -> None:
+def test_memory_shortage_with_ended_sequence_changes_no_tokens(step: int, way: str) -> None:
     model = FakeModel(eos_one_in=8)
     this = short(step, way=way, model=model)
     stops = [model.eos_token_id]
@@ -232,7 +230,7 @@ def test_lasting_memory_shortage_ends_sequences_in_turn(way: str) -> None:
     assert len(collected.stops) == 3
 
 
-def test_what_one_rank_among_several_cannot_have_agreed_on_ends_it() -> None:
+def test_engine_breaks_on_rank_local_memory_error() -> None:
     bounds = limits()
     runner = FakeRunner(bounds.num_blocks, FakeModel(), faults={1: MemoryError()})
     this = Engine(runner, bounds, survivable=(EngineFailed,))

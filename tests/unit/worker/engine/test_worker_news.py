@@ -19,7 +19,7 @@ def preempted() -> tuple[Bench, Sequence, Sequence, list[Outcome]]:
     return bench, long, short, outcomes
 
 
-def test_who_decodes_has_no_news_but_what_is_computed() -> None:
+def test_decode_outcome_has_only_computed_count() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 70)
     assert bench.commit(bench.plan()) == [], "a chunk is nothing to tell"
@@ -29,7 +29,7 @@ def test_who_decodes_has_no_news_but_what_is_computed() -> None:
         assert (outcome.num_computed, outcome.news) == (computed, NO_NEWS)
 
 
-def test_first_token_reports_wait_and_cache_hits() -> None:
+def test_outcome_of_first_token_reports_wait_and_cache_hits() -> None:
     bench = Bench(limits(max_num_batched_tokens=40, max_num_seqs=1))
     bench.add(1, 70, max_tokens=1)
     this = bench.add(2, 70)
@@ -42,7 +42,7 @@ def test_first_token_reports_wait_and_cache_hits() -> None:
     assert outcome.news == NO_NEWS, "it is told once"
 
 
-def test_a_preemption_is_told_in_the_step_that_needs_the_blocks() -> None:
+def test_preemption_is_reported_in_step_that_causes_it() -> None:
     _, _, short, outcomes = preempted()
     told = Outcome(
         SequenceKey(2, 0),
@@ -54,7 +54,7 @@ def test_a_preemption_is_told_in_the_step_that_needs_the_blocks() -> None:
     assert outcomes[1].tokens == (TOKEN,), "the other one's"
 
 
-def test_who_comes_back_says_so_with_what_it_computed_again() -> None:
+def test_resumed_sequence_reports_recomputed_tokens() -> None:
     bench, long, short, _ = preempted()
     bench.scheduler.remove(long)
     known = short.num_known
@@ -86,13 +86,13 @@ def test_earlier_attempt_blocks_in_the_cache_are_not_recomputed() -> None:
     assert outcomes[1].news.recomputed_tokens == 0, "of 96 tokens"
 
 
-def test_who_returns_says_what_is_known_so_far() -> None:
+def test_returned_sequence_reports_computed_tokens() -> None:
     _, _, short, _ = preempted()
     assert short.outcome().num_computed == short.num_known - 1
     assert short.to_start().num_computed == short.num_known - 1
 
 
-def test_of_a_lower_class_the_blocks_are_taken_first() -> None:
+def test_lower_priority_is_preempted_first() -> None:
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200))
     long = bench.add(1, 60, first=100, priority=-1)
     short = bench.add(2, 40, first=500)
@@ -102,7 +102,7 @@ def test_of_a_lower_class_the_blocks_are_taken_first() -> None:
     assert long.num_computed_before > short.num_computed
 
 
-def test_a_higher_class_comes_into_the_batch_first() -> None:
+def test_higher_priority_is_admitted_first() -> None:
     bench = Bench(limits(max_num_seqs=1))
     for epoch, priority in ((1, 0), (2, -1), (3, 5), (4, 0)):
         bench.add(epoch, 3, max_tokens=1, priority=priority)

@@ -42,7 +42,7 @@ def step_at(bench: Bench, now: float) -> list[tuple[int, int, int]]:
 # static
 
 
-def test_a_static_batch_is_closed_until_all_of_it_are_done() -> None:
+def test_static_batch_is_closed_until_complete() -> None:
     bench = Bench(limits(num_blocks=16, max_num_seqs=2, scheduling=STATIC))
     for epoch, max_tokens in ((1, 2), (2, 5), (3, 2), (4, 2)):
         bench.add(epoch, 3, max_tokens)
@@ -53,7 +53,7 @@ def test_a_static_batch_is_closed_until_all_of_it_are_done() -> None:
     assert batches == [{1, 2}, {2}, {2}, {2}, set(), {3, 4}, set()]
 
 
-def test_who_comes_while_a_batch_runs_waits_though_slots_are_free() -> None:
+def test_static_batch_excludes_later_arrivals() -> None:
     bench = Bench(limits(scheduling=STATIC))
     bench.add(1, 3, max_tokens=3)
     bench.step()
@@ -111,7 +111,7 @@ def batches(bench: Bench, seconds: float = 1.0) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("waste", [0.0, 0.1, 0.25, 0.7])
-def test_the_shortest_of_a_band_is_not_much_shorter_than_the_longest(waste: float) -> None:
+def test_band_begins_bound_waste_within_band(waste: float) -> None:
     begins = band_begins(waste, 1000)
     assert begins[0] == 1 and begins[-1] > 1000
     for begin, after in pairwise(begins):
@@ -120,7 +120,7 @@ def test_the_shortest_of_a_band_is_not_much_shorter_than_the_longest(waste: floa
         assert begin < (1 - waste) * after, "no more bands than it takes"
 
 
-def test_batches_have_similar_predicted_lengths() -> None:
+def test_magnus_batches_have_similar_predicted_lengths() -> None:
     bench = Bench(limits(num_blocks=16, max_num_seqs=3, scheduling=MAGNUS))
     for epoch, tokens in enumerate((8, 30, 9, 31, 32, 8, 9), 1):
         predicted(bench, epoch, tokens)
@@ -135,13 +135,13 @@ def test_magnus_batch_fits_the_predicted_cache() -> None:
     assert bench.scheduler.load().preemptions == 0
 
 
-def test_oversized_prediction_excludes_nobody() -> None:
+def test_magnus_serves_sequence_with_oversized_prediction() -> None:
     bench = Bench(limits(num_blocks=2, scheduling=MAGNUS))
     bench.add(1, 3, max_tokens=9, predicted_tokens=90)
     assert batches(bench) == [{1}]
 
 
-def test_long_batch_runs_after_a_proportional_wait() -> None:
+def test_magnus_long_batch_runs_after_proportional_wait() -> None:
     """A step takes a second, and so does a token: the long one takes 40 s."""
     bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 40)
@@ -164,7 +164,7 @@ def test_long_batch_runs_after_a_proportional_wait() -> None:
     assert present(waiting) == {2}, "1,000 s for 40 s are more than 10 s for 4 s"
 
 
-def test_who_comes_after_its_band_has_left_has_not_waited_with_it() -> None:
+def test_magnus_arrival_inherits_no_wait_of_departed_band() -> None:
     """A step takes a second, and a short one comes as soon as none waits any more."""
     bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 4)
@@ -179,14 +179,14 @@ def test_who_comes_after_its_band_has_left_has_not_waited_with_it() -> None:
     assert step < 100
 
 
-def test_a_higher_class_goes_before_all_others() -> None:
+def test_magnus_serves_higher_priority_first() -> None:
     bench = Bench(limits(max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 2)
     bench.add(2, 3, max_tokens=40, priority=1)
     assert batches(bench) == [{2}, {1}]
 
 
-def test_serving_times_are_those_of_the_batches_that_are_most_alike() -> None:
+def test_serving_time_is_estimated_from_similar_batches() -> None:
     estimator = ServingTime()
     assert estimator.estimate(BatchSize(8, 100, 50)) == 50.0, "nothing is known"
     for size, token_s in ((8, 0.01), (9, 0.02), (7, 0.03), (64, 0.5), (60, 0.5), (70, 0.5)):
@@ -198,7 +198,7 @@ def test_serving_times_are_those_of_the_batches_that_are_most_alike() -> None:
 # slai
 
 
-def test_of_two_prompts_the_shorter_one_comes_first() -> None:
+def test_slai_admits_shortest_prompt_first() -> None:
     bench = Bench(limits(max_num_seqs=1, scheduling=SLAI))
     for epoch, length in ((1, 40), (2, 20), (3, 30)):
         bench.add(epoch, length, max_tokens=1, first=100 * epoch)
@@ -210,7 +210,7 @@ def test_of_two_prompts_the_shorter_one_comes_first() -> None:
     assert came == [2, 3, 1]
 
 
-def test_a_short_prompt_does_not_wait_for_the_chunks_of_a_long_one() -> None:
+def test_slai_short_prompt_is_not_delayed_by_long_prompt() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=40, scheduling=SLAI))
     bench.add(1, 200)
     bench.step()
@@ -218,7 +218,7 @@ def test_a_short_prompt_does_not_wait_for_the_chunks_of_a_long_one() -> None:
     assert bench.step() == [(0, 40, 20), (1, 0, 20)]
 
 
-def test_who_waits_grows_shorter_with_each_that_comes_after_it() -> None:
+def test_slai_ageing_shortens_waiting_prompt() -> None:
     ageing = Scheduling("slai", ageing_tokens=10)
     bench = Bench(limits(max_num_seqs=1, scheduling=ageing))
     long = bench.add(1, 60)
@@ -247,7 +247,7 @@ def test_slai_decode_with_slack_yields_to_a_prefill() -> None:
     ]
 
 
-def test_steps_that_grow_longer_bring_deadlines_nearer() -> None:
+def test_slai_longer_steps_advance_decode_deadlines() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
     bench.add(1, 5)
     step_at(bench, 0.0)
@@ -255,7 +255,7 @@ def test_steps_that_grow_longer_bring_deadlines_nearer() -> None:
     assert step_at(bench, 2.0) == [(0, 5, 1), (1, 0, 19)], "two more steps of 2 s end at 6"
 
 
-def test_the_time_without_work_is_no_step() -> None:
+def test_slai_idle_time_is_not_counted_as_step() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
     bench.add(1, 5, max_tokens=1)
     step_at(bench, 0.0)
@@ -265,7 +265,7 @@ def test_the_time_without_work_is_no_step() -> None:
     assert step_at(bench, 101.0) == [(1, 0, 20)]
 
 
-def test_of_too_many_decodes_those_go_that_have_waited_longest() -> None:
+def test_slai_prefers_longest_waiting_decodes() -> None:
     """After a step that was too much, the budget is less than the batch."""
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=8, scheduling=SLAI))
     for epoch in (1, 2, 3, 4):
@@ -350,7 +350,7 @@ def _roomy(config: Scheduling) -> Limits:
 
 @settings(max_examples=examples(100))
 @given(configs, steps)
-def test_decode_misses_its_deadline_by_one_step_at_most(
+def test_slai_decode_misses_deadline_by_at_most_one_step(
     config: Scheduling, steps: list[tuple[list[Coming], float]]
 ) -> None:
     clocked = Clocked(config)
@@ -377,7 +377,7 @@ def test_slai_misses_no_target_with_equal_steps(
 
 @settings(max_examples=examples(50))
 @given(st.integers(1, 20), st.lists(st.lists(comings, max_size=4), min_size=1, max_size=20))
-def test_few_later_ones_overtake_a_prompt_and_all_are_served(
+def test_slai_bounds_overtaking_and_serves_all(
     ageing_tokens: int, arrivals: list[list[Coming]]
 ) -> None:
     clocked = Clocked(Scheduling("slai", tbt_target=2.0, ageing_tokens=ageing_tokens))
@@ -409,7 +409,7 @@ def presence(bench: Bench, steps: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("policy", ["static", "magnus"])
-def test_first_closed_batch_has_running_and_preempted(
+def test_policy_change_closes_batch_of_running_and_preempted(
     policy: EnginePolicy,
 ) -> None:
     bench = Bench(limits(max_num_seqs=4))
@@ -423,7 +423,7 @@ def test_first_closed_batch_has_running_and_preempted(
 
 
 @pytest.mark.parametrize("before", [STATIC, MAGNUS], ids=["static", "magnus"])
-def test_where_batches_are_closed_no_more_all_that_wait_come_in(before: Scheduling) -> None:
+def test_policy_change_to_continuous_admits_all_waiting(before: Scheduling) -> None:
     bench = Bench(limits(scheduling=before))
     bench.add(1, 3)
     bench.step()
@@ -434,7 +434,7 @@ def test_where_batches_are_closed_no_more_all_that_wait_come_in(before: Scheduli
     assert presence(bench, 1) == [{1, 2, 3}]
 
 
-def test_unadmitted_members_of_a_closed_batch_wait() -> None:
+def test_policy_change_keeps_unadmitted_batch_members_waiting() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=5, scheduling=STATIC))
     for epoch, length in ((1, 5), (2, 30), (3, 10)):
         bench.add(epoch, length, first=100 * epoch)
@@ -443,7 +443,7 @@ def test_unadmitted_members_of_a_closed_batch_wait() -> None:
     assert presence(bench, 1) == [{1, 3}], "the shorter prompt"
 
 
-def test_deadlines_begin_with_the_policy_that_has_them() -> None:
+def test_slai_deadlines_begin_at_policy_change() -> None:
     bench = Bench(replace(limits(num_blocks=16, max_num_batched_tokens=20), scheduling=SLAI))
     bench.scheduler.set_policy("continuous")
     bench.add(1, 5)
@@ -457,7 +457,7 @@ def test_deadlines_begin_with_the_policy_that_has_them() -> None:
     ]
 
 
-def test_what_comes_to_another_policy_keeps_its_order_of_arrival() -> None:
+def test_policy_change_keeps_order_of_arrival() -> None:
     bench = Bench(limits(num_blocks=64, max_num_seqs=1, scheduling=MAGNUS))
     for epoch, tokens in ((1, 9), (2, 40), (3, 8), (4, 41), (5, 9)):
         predicted(bench, epoch, tokens)
@@ -466,7 +466,7 @@ def test_what_comes_to_another_policy_keeps_its_order_of_arrival() -> None:
 
 
 @under_each_policy
-def test_a_step_does_not_look_at_those_that_wait(
+def test_policy_step_does_not_iterate_waiting_line(
     scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(limits(max_num_seqs=2, scheduling=scheduling))

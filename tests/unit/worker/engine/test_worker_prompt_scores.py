@@ -19,7 +19,7 @@ def told(outcomes: list[Outcome]) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(o.prompt_offset, len(o.prompt_logprobs), o.tokens) for o in outcomes]
 
 
-def test_a_prompt_that_is_scored_is_computed_and_told_chunk_by_chunk() -> None:
+def test_scored_prompt_is_reported_chunk_by_chunk() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 90, max_tokens=2, sampling=SCORED)
     plans = [bench.plan()]
@@ -39,7 +39,7 @@ def test_a_prompt_that_is_scored_is_computed_and_told_chunk_by_chunk() -> None:
     assert not row.scores_prompt
 
 
-def test_a_prompt_that_is_scored_takes_no_hits_but_gives_them() -> None:
+def test_scored_prompt_takes_no_hits_but_provides_them() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     bench.add(1, 70)
     bench.step()
@@ -49,7 +49,7 @@ def test_a_prompt_that_is_scored_takes_no_hits_but_gives_them() -> None:
     assert bench.step() == [(0, 70, 1), (1, 0, 70), (2, 0, 70), (3, 64, 6)]
 
 
-def test_a_score_is_told_once_whatever_is_computed_again() -> None:
+def test_prompt_scores_are_reported_once_despite_recompute() -> None:
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=45))
     this = bench.add(1, 100, sampling=SCORED)
     assert told(bench.commit(bench.plan())) == [(1, 45, ())]
@@ -65,7 +65,7 @@ def test_a_score_is_told_once_whatever_is_computed_again() -> None:
     assert told(bench.commit(plan))[0][0] == 91
 
 
-def test_a_prompt_of_one_token_has_no_scores() -> None:
+def test_single_token_prompt_has_no_scores() -> None:
     bench = Bench(limits())
     bench.add(1, 1, sampling=SCORED)
     (row,) = bench.plan().rows

@@ -17,14 +17,14 @@ from worker.engine.sequence import NO_SLOT, Sequence
 
 
 @under_each_policy
-def test_an_empty_scheduler_plans_nothing(scheduling: Scheduling) -> None:
+def test_empty_scheduler_plans_nothing(scheduling: Scheduling) -> None:
     bench = Bench(limits(scheduling=scheduling))
     assert bench.plan() == Plan(1, NO_ROWS)
     assert bench.plan() == Plan(2, NO_ROWS)
 
 
 @under_each_policy
-def test_a_prompt_is_computed_in_chunks_and_then_token_by_token(scheduling: Scheduling) -> None:
+def test_prompt_is_prefilled_in_chunks_then_decoded(scheduling: Scheduling) -> None:
     bench = Bench(limits(max_num_batched_tokens=40, scheduling=scheduling))
     bench.add(1, 100)
     assert [bench.step() for _ in range(5)] == [
@@ -36,7 +36,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_token_by_token(scheduling: Sche
     ]
 
 
-def test_what_steps_have_read_and_computed_is_summed() -> None:
+def test_load_sums_computed_and_attended_tokens() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 100)
     bench.steps(4)
@@ -46,7 +46,7 @@ def test_what_steps_have_read_and_computed_is_summed() -> None:
     assert load.num_pairs == sum(range(1, 102))
 
 
-def test_decodes_come_before_prefills_under_one_budget() -> None:
+def test_decodes_precede_prefills_within_budget() -> None:
     bench = Bench(limits(max_num_batched_tokens=10))
     bench.add(1, 5)
     bench.step()
@@ -60,7 +60,7 @@ def test_decodes_come_before_prefills_under_one_budget() -> None:
 
 
 @under_each_policy
-def test_a_step_admits_no_more_than_its_budget_and_its_slots(scheduling: Scheduling) -> None:
+def test_step_admits_within_budget_and_slots(scheduling: Scheduling) -> None:
     bench = Bench(limits(max_num_seqs=2, max_num_batched_tokens=20, scheduling=scheduling))
     for epoch in (1, 2, 3):
         bench.add(epoch, 3)
@@ -68,7 +68,7 @@ def test_a_step_admits_no_more_than_its_budget_and_its_slots(scheduling: Schedul
     assert bench.scheduler.load().num_waiting == 1
 
 
-def test_a_slot_stays_and_the_lowest_free_one_is_given() -> None:
+def test_slot_is_stable_and_lowest_free_is_assigned() -> None:
     bench = Bench(limits(max_num_seqs=3))
     first, second = bench.add(1, 3), bench.add(2, 3)
     bench.step()
@@ -79,7 +79,7 @@ def test_a_slot_stays_and_the_lowest_free_one_is_given() -> None:
     assert bench.scheduler.occupants() == (Occupant(0, "request-3"), Occupant(1, "request-2"))
 
 
-def test_an_occupant_prefills_until_its_prompt_is_computed() -> None:
+def test_occupant_is_prefilling_until_prompt_is_computed() -> None:
     bench = Bench(limits(max_num_batched_tokens=10))
     bench.add(1, 25)
     phases = []
@@ -90,7 +90,7 @@ def test_an_occupant_prefills_until_its_prompt_is_computed() -> None:
     assert phases == [True, True, False, False]
 
 
-def test_blocks_for_the_whole_prompt_are_taken_at_admission() -> None:
+def test_admission_reserves_blocks_for_whole_prompt() -> None:
     bench = Bench(limits(num_blocks=5, max_num_batched_tokens=10, watermark_blocks=1))
     bench.add(1, 70)
     bench.add(2, 40, first=500)
@@ -100,7 +100,7 @@ def test_blocks_for_the_whole_prompt_are_taken_at_admission() -> None:
     assert bench.scheduler.load().num_waiting == 1, "two more would leave less than the watermark"
 
 
-def test_nobody_overtakes_the_head_of_the_line() -> None:
+def test_waiting_head_is_not_overtaken() -> None:
     bench = Bench(limits(num_blocks=5))
     bench.add(1, 64)
     bench.step()
@@ -110,7 +110,7 @@ def test_nobody_overtakes_the_head_of_the_line() -> None:
     assert [o.request_id for o in bench.scheduler.occupants()] == ["request-1"]
 
 
-def test_a_common_prefix_is_shared_once_it_is_computed() -> None:
+def test_prefix_cache_shares_computed_prefix() -> None:
     bench = Bench(limits(num_blocks=16))
     first = bench.add(1, 64)
     bench.step()
@@ -120,7 +120,7 @@ def test_a_common_prefix_is_shared_once_it_is_computed() -> None:
     assert bench.scheduler.load().blocks_used == 4
 
 
-def test_of_a_prompt_that_is_all_there_one_token_is_left_to_compute() -> None:
+def test_fully_cached_prompt_recomputes_last_block() -> None:
     bench = Bench(limits(num_blocks=16))
     bench.scheduler.remove(bench.add(1, 64))
     bench.add(2, 64, max_tokens=1)
@@ -129,7 +129,7 @@ def test_of_a_prompt_that_is_all_there_one_token_is_left_to_compute() -> None:
     assert bench.step() == [(0, 32, 32)], "the second block holds the token that must be computed"
 
 
-def test_another_salt_shares_nothing() -> None:
+def test_prefix_cache_separates_salts() -> None:
     bench = Bench(limits(num_blocks=16))
     bench.add(1, 64)
     bench.step()
@@ -137,7 +137,7 @@ def test_another_salt_shares_nothing() -> None:
     assert bench.step() == [(0, 64, 1), (1, 0, 63)]
 
 
-def test_a_block_is_shared_in_the_very_step_that_computes_it() -> None:
+def test_prefix_block_is_shared_in_step_that_computes_it() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=40))
     first = bench.add(1, 100)
     bench.step()
@@ -148,7 +148,7 @@ def test_a_block_is_shared_in_the_very_step_that_computes_it() -> None:
 
 
 @under_each_policy
-def test_the_choices_of_a_request_compute_its_prompt_once(scheduling: Scheduling) -> None:
+def test_choices_share_one_prompt_computation(scheduling: Scheduling) -> None:
     bench = Bench(
         limits(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=512, scheduling=scheduling)
     )
@@ -160,7 +160,7 @@ def test_the_choices_of_a_request_compute_its_prompt_once(scheduling: Scheduling
     assert (counters.prompt_tokens, counters.prefix_hit_tokens) == (8 * 70, 7 * 64)
 
 
-def test_what_a_failed_step_was_to_compute_is_found_by_nobody() -> None:
+def test_failed_step_blocks_are_not_prefix_hits() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     bench.add(1, 100)
     bench.steps(30)
@@ -171,7 +171,7 @@ def test_what_a_failed_step_was_to_compute_is_found_by_nobody() -> None:
     assert bench.step() == [(0, 96, 44)], "block 3 was to be filled by the failed step"
 
 
-def test_what_a_row_that_failed_was_to_fill_is_found_by_nobody() -> None:
+def test_failed_row_blocks_are_not_prefix_hits() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     bench.add(1, 40, first=300)
     bench.step()
@@ -194,7 +194,7 @@ def fail_last_row(bench: Bench) -> None:
     bench.scheduler.check_integrity()
 
 
-def test_nor_is_what_its_sequence_computed_in_the_steps_before() -> None:
+def test_failed_row_invalidates_earlier_blocks_of_sequence() -> None:
     """Whatever made its logits no numbers may be in the cache since its first chunk."""
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=70))
     bench.add(1, 130)
@@ -204,7 +204,7 @@ def test_nor_is_what_its_sequence_computed_in_the_steps_before() -> None:
     assert bench.step() == [(0, 0, 70)]
 
 
-def test_unshared_cache_hits_are_invalidated() -> None:
+def test_failed_row_invalidates_unshared_cache_hits() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     neighbour = bench.add(1, 70)
     bench.step()
@@ -226,7 +226,7 @@ def fill(bench: Bench, *lengths: int) -> list[Sequence]:
     return sequences
 
 
-def test_least_computed_is_preempted_and_hits_its_prefix() -> None:
+def test_least_computed_sequence_is_preempted_and_hits_prefix() -> None:
     bench = Bench(limits(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=200))
     long, short, middle = fill(bench, 60, 33, 35)
     assert bench.scheduler.load().blocks_used == 6
@@ -239,7 +239,7 @@ def test_least_computed_is_preempted_and_hits_its_prefix() -> None:
     assert bench.step() == [(0, 65, 1), (1, 32, 6)]
 
 
-def test_preempted_precede_later_arrivals_in_order() -> None:
+def test_preempted_sequences_precede_later_arrivals_in_order() -> None:
     bench = Bench(limits(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=300))
     long, first, second = fill(bench, 95, 32, 31)
     bench.add(4, 3)
@@ -252,7 +252,7 @@ def test_preempted_precede_later_arrivals_in_order() -> None:
     assert waiting.head() is second
 
 
-def test_victim_leaves_less_room_than_it_needs() -> None:
+def test_preempting_step_admits_no_sequence() -> None:
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200))
     long, _ = fill(bench, 60, 40)
     bench.add(3, 3)
@@ -276,7 +276,7 @@ def test_sequence_larger_than_the_pool_fails_with_its_tokens(
 
 
 @under_each_policy
-def test_an_outcome_has_the_offset_of_its_token(scheduling: Scheduling) -> None:
+def test_outcome_has_offset_of_its_token(scheduling: Scheduling) -> None:
     bench = Bench(limits(scheduling=scheduling))
     bench.scheduler.add(sequence(bench.limits, 1, [1], max_tokens=4, output=[2, 3]))
     first = Outcome(SequenceKey(1, 0), 2, (TOKEN,), num_computed=3, news=News(waited_s=0.0))
@@ -288,7 +288,7 @@ def test_an_outcome_has_the_offset_of_its_token(scheduling: Scheduling) -> None:
 
 
 @under_each_policy
-def test_a_failed_plan_ends_its_sequences_and_no_others(scheduling: Scheduling) -> None:
+def test_failed_plan_ends_only_its_sequences(scheduling: Scheduling) -> None:
     bench = Bench(limits(max_num_seqs=1, scheduling=scheduling))
     bench.add(1, 3)
     bench.add(2, 3)
@@ -302,7 +302,7 @@ def test_a_failed_plan_ends_its_sequences_and_no_others(scheduling: Scheduling) 
 
 
 @under_each_policy
-def test_the_choices_of_an_epoch_are_found_wherever_they_are(scheduling: Scheduling) -> None:
+def test_epoch_lookup_finds_running_and_waiting_choices(scheduling: Scheduling) -> None:
     bench = Bench(limits(max_num_seqs=1, scheduling=scheduling))
     for choice in (0, 1):
         bench.scheduler.add(sequence(bench.limits, 1, prompt(3), choice=choice))
@@ -313,7 +313,7 @@ def test_the_choices_of_an_epoch_are_found_wherever_they_are(scheduling: Schedul
     assert (bench.scheduler.of_epoch(1), len(bench.scheduler)) == ((), 0)
 
 
-def test_the_load_counts_what_is_known_and_what_is_to_compute() -> None:
+def test_load_counts_committed_and_pending_tokens() -> None:
     bench = Bench(limits(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=30))
     bench.add(1, 10)
     bench.step()
@@ -338,7 +338,7 @@ def test_the_load_counts_what_is_known_and_what_is_to_compute() -> None:
     )
 
 
-def test_blocks_that_others_still_use_are_not_released_by_who_leaves() -> None:
+def test_released_blocks_exclude_shared_blocks() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     first, second = bench.add(1, 70), bench.add(2, 70)
     bench.step()
@@ -351,7 +351,7 @@ def test_blocks_that_others_still_use_are_not_released_by_who_leaves() -> None:
     assert bench.scheduler.load().released_blocks == 1 + 3
 
 
-def test_a_step_does_not_look_at_those_that_wait() -> None:
+def test_scheduler_step_does_not_touch_waiting_members() -> None:
     bench = Bench(limits(max_num_seqs=1))
     bench.add(1, 3)
     bench.step()
@@ -375,7 +375,7 @@ class Untouchable(dict[int, Sequence]):
 
 @under_each_policy
 @pytest.mark.parametrize("damage", ["slot", "computed", "lost"])
-def test_damaged_books_are_noticed(damage: str, scheduling: Scheduling) -> None:
+def test_scheduler_integrity_check_detects_damage(damage: str, scheduling: Scheduling) -> None:
     bench = Bench(limits(scheduling=scheduling))
     this = bench.add(1, 40)
     bench.step()

@@ -14,7 +14,7 @@ from worker.engine.sequence import Sequence
 LIMITS = limits(num_blocks=4, max_model_len=100)
 
 
-def test_a_start_becomes_a_sequence() -> None:
+def test_sequence_from_start_round_trips() -> None:
     sampling = SamplingParams(temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=9)
     message = start(
         *(7, [1, 2, 3], 10),
@@ -36,7 +36,7 @@ def test_a_start_becomes_a_sequence() -> None:
     assert this.to_start() == message
 
 
-def test_no_more_can_have_been_computed_than_is_known() -> None:
+def test_sequence_computed_before_is_capped_at_known() -> None:
     assert sequence(LIMITS, 1, [1, 2, 3], num_computed=900).num_computed_before == 3
 
 
@@ -58,14 +58,14 @@ def test_no_more_can_have_been_computed_than_is_known() -> None:
         ),
     ],
 )
-def test_what_can_never_run_is_refused(
+def test_sequence_from_invalid_start_is_refused(
     message: object, error: type[Exception], reason: str
 ) -> None:
     with pytest.raises(error, match=reason):
         Sequence.from_start(message, LIMITS)  # type: ignore[arg-type]
 
 
-def test_what_the_pool_can_never_hold_is_refused() -> None:
+def test_sequence_larger_than_pool_is_refused() -> None:
     small = limits(num_blocks=2, max_model_len=1000)
     Sequence.from_start(start(1, prompt(63)), small)
     with pytest.raises(PromptTooLong, match=r"64 tokens need 3 blocks of KV cache; .* has 2"):
@@ -83,7 +83,7 @@ def test_what_the_pool_can_never_hold_is_refused() -> None:
         ([5, 5, 7], Stop.EOS),
     ],
 )
-def test_a_stop_token_or_the_length_ends_it(output: list[int], stop: Stop | None) -> None:
+def test_sequence_stops_at_stop_token_or_length(output: list[int], stop: Stop | None) -> None:
     this = sequence(LIMITS, 1, [7], max_tokens=3, output=output, stop_token_ids=[7])
     assert this.stop(LIMITS) is stop
 
@@ -92,20 +92,18 @@ def test_a_stop_token_or_the_length_ends_it(output: list[int], stop: Stop | None
     ("output", "stop"),
     [([7], None), ([7, 7], None), ([5, 5, 7], Stop.EOS), ([7, 7, 5, 5], Stop.LENGTH)],
 )
-def test_a_stop_token_among_the_min_tokens_ends_nothing(
-    output: list[int], stop: Stop | None
-) -> None:
+def test_stop_token_within_min_tokens_is_ignored(output: list[int], stop: Stop | None) -> None:
     sampling = SamplingParams(min_tokens=2)
     fields = {"max_tokens": 4, "stop_token_ids": [7], "sampling": sampling}
     assert sequence(LIMITS, 1, [1], output=output, **fields).stop(LIMITS) is stop
 
 
-def test_the_end_of_the_context_ends_it() -> None:
+def test_sequence_stops_at_context_end() -> None:
     assert sequence(LIMITS, 1, prompt(98), output=[1]).stop(LIMITS) is None
     assert sequence(LIMITS, 1, prompt(98), output=[1, 1]).stop(LIMITS) is Stop.LENGTH
 
 
-def test_a_row_samples_where_it_reaches_the_last_known_token() -> None:
+def test_row_samples_only_at_last_known_token() -> None:
     this = sequence(LIMITS, 1, [1, 2, 3], output=[4], choice=2)
     this.num_computed, this.slot, this.block_table = 1, 5, (9,)
     assert this.row(2) == Row(5, (2, 3), 1, (9,), samples=False)
@@ -113,7 +111,7 @@ def test_a_row_samples_where_it_reaches_the_last_known_token() -> None:
     assert this.row(3, (8, 7)) == Row(5, (2, 3, 4, 8, 7), 1, (9,), samples=True, num_drafts=2)
 
 
-def test_blocks_are_hashed_as_the_router_hashes_them() -> None:
+def test_sequence_block_hashes_match_router() -> None:
     roomy = limits()
     this = sequence(roomy, 1, prompt(100), salt=b"tenant")
     assert [this.block_hash(i) for i in (2, 0, 1)] == [

@@ -28,7 +28,7 @@ def decoding(bench: Bench, epoch: int, max_tokens: int = 90, first: int = 200) -
     return this
 
 
-def test_drafts_that_are_right_are_as_many_tokens_in_one_outcome() -> None:
+def test_accepted_drafts_are_reported_in_one_outcome() -> None:
     bench = speculating()
     this = decoding(bench, 1)
     assert (this.num_computed, this.num_known) == (6, 7)
@@ -42,7 +42,7 @@ def test_drafts_that_are_right_are_as_many_tokens_in_one_outcome() -> None:
     assert load.output_tokens == 6
 
 
-def test_what_was_guessed_wrongly_is_computed_again() -> None:
+def test_rejected_drafts_are_recomputed() -> None:
     bench = speculating()
     this = decoding(bench, 1)
     bench.scheduler.commit(bench.plan(), [RowResult((TOKEN, 9))])
@@ -53,7 +53,7 @@ def test_what_was_guessed_wrongly_is_computed_again() -> None:
     assert (counters.draft_tokens, counters.accepted_tokens) == (4, 1)
 
 
-def test_what_was_drawn_behind_the_end_is_dropped() -> None:
+def test_draft_tokens_after_stop_token_are_dropped() -> None:
     bench = speculating()
     this = decoding(bench, 1)
     this.stop_token_ids = frozenset({TOKEN})
@@ -62,7 +62,7 @@ def test_what_was_drawn_behind_the_end_is_dropped() -> None:
     assert len(bench.scheduler) == 0
 
 
-def test_drafts_leave_room_for_the_token_behind_them() -> None:
+def test_drafts_leave_room_for_next_token() -> None:
     bench = speculating(max_model_len=11)
     bench.add(1, 3, max_tokens=7, first=200, output=[TOKEN] * 3)
     bench.add(2, 3, max_tokens=90, first=400, output=[TOKEN] * 3)
@@ -72,7 +72,7 @@ def test_drafts_leave_room_for_the_token_behind_them() -> None:
     assert [o.stop for o in bench.commit(plan)] == [Stop.LENGTH, Stop.LENGTH]
 
 
-def test_drafts_get_what_the_others_leave_of_the_budget() -> None:
+def test_drafts_use_leftover_budget() -> None:
     bench = speculating(max_num_batched_tokens=12)
     decoding(bench, 1)
     decoding(bench, 2)
@@ -83,7 +83,7 @@ def test_drafts_get_what_the_others_leave_of_the_budget() -> None:
     assert [(len(row.tokens), row.num_drafts) for row in plan.rows] == [(4, 3), (1, 0), (7, 0)]
 
 
-def test_a_step_reads_only_so_much_of_all_long_prompts() -> None:
+def test_drafter_reading_is_bounded_per_step() -> None:
     bench = speculating(num_blocks=150, max_num_batched_tokens=5000)
     these = [bench.add(epoch, 1500) for epoch in (1, 2, 3)]
     read = []
@@ -95,7 +95,7 @@ def test_a_step_reads_only_so_much_of_all_long_prompts() -> None:
     assert min(read[3]) > 1500, "in the end everything"
 
 
-def test_drafts_take_free_blocks_and_no_others() -> None:
+def test_drafts_use_only_free_blocks() -> None:
     bench = speculating(num_blocks=2, watermark_blocks=0)
     one = bench.add(1, 27, max_tokens=90, first=200, output=[TOKEN] * 3)
     two = bench.add(2, 3, max_tokens=90, first=400, output=[TOKEN] * 3)
@@ -104,7 +104,7 @@ def test_drafts_take_free_blocks_and_no_others() -> None:
     assert drafts(bench.plan()) == [1, 4]
 
 
-def test_blocks_of_drafts_stay_until_others_need_them() -> None:
+def test_draft_blocks_are_kept_until_needed() -> None:
     bench = speculating(num_blocks=3, watermark_blocks=0)
     one = bench.add(1, 25, max_tokens=90, first=200, output=[TOKEN] * 3)
     two = bench.add(2, 31, max_tokens=90, first=400)
@@ -120,7 +120,7 @@ def test_blocks_of_drafts_stay_until_others_need_them() -> None:
     assert bench.scheduler.load().preemptions == 0
 
 
-def test_a_block_with_drafts_in_it_is_hashed_when_they_are_right() -> None:
+def test_block_with_drafts_is_hashed_after_acceptance() -> None:
     bench = speculating()
     this = bench.add(1, 27, max_tokens=90, first=200, output=[TOKEN] * 3)
     bench.step()

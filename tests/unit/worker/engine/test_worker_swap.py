@@ -46,7 +46,7 @@ def test_swap_saves_preempted_blocks_and_loads_them_again() -> None:
     assert counters.recomputed_tokens == short.num_computed_before - 64 > 0
 
 
-def test_without_places_what_others_overwrote_is_computed_again() -> None:
+def test_swap_without_places_recomputes_overwritten_blocks() -> None:
     bench = swapping(num_blocks=6, max_num_batched_tokens=200, num_host_blocks=0)
     long, short = preempted(bench)
     while bench.is_on_device(short.block_hash(0)):
@@ -60,7 +60,7 @@ def test_without_places_what_others_overwrote_is_computed_again() -> None:
     assert bench.scheduler.load().counters.recomputed_tokens == short.num_computed_before
 
 
-def test_blocks_of_the_finished_are_not_saved() -> None:
+def test_swap_saves_no_blocks_of_finished_sequences() -> None:
     bench = swapping(num_blocks=6, max_num_batched_tokens=200)
     bench.add(1, 90, max_tokens=1)
     bench.step()
@@ -68,7 +68,7 @@ def test_blocks_of_the_finished_are_not_saved() -> None:
     assert bench.plan().saves == ()
 
 
-def test_a_step_that_failed_has_saved_and_loaded_nothing() -> None:
+def test_swap_copies_of_failed_step_are_discarded() -> None:
     bench = swapping(num_blocks=6, max_num_batched_tokens=200)
     preempted(bench)
     while not (plan := bench.plan()).saves:
@@ -80,7 +80,7 @@ def test_a_step_that_failed_has_saved_and_loaded_nothing() -> None:
     assert plan.rows[0].start == 32, "of its two blocks the first was not overwritten"
 
 
-def test_a_load_of_a_failed_step_is_made_again() -> None:
+def test_swap_load_of_failed_step_is_repeated() -> None:
     bench = swapping(num_blocks=6, max_num_batched_tokens=200)
     long, short = preempted(bench)
     while bench.is_on_device(short.block_hash(0)):
@@ -98,7 +98,7 @@ def test_a_load_of_a_failed_step_is_made_again() -> None:
     )
 
 
-def test_a_copy_of_what_may_be_wrong_is_not_loaded_again() -> None:
+def test_swap_copy_of_failed_row_is_not_reloaded() -> None:
     bench = swapping(num_blocks=6, max_num_batched_tokens=200)
     long, short = preempted(bench)
     while bench.is_on_device(short.block_hash(0)):

@@ -13,7 +13,7 @@ def member(order: int, priority: int = 0) -> Sequence:
     return this
 
 
-def test_who_comes_back_stands_in_its_old_place() -> None:
+def test_waiting_line_restores_original_place() -> None:
     line = WaitingLine()
     members = [member(order) for order in range(4)]
     for this in (members[2], members[3], members[1], members[0]):
@@ -26,7 +26,7 @@ def test_who_comes_back_stands_in_its_old_place() -> None:
     assert (len(line), line.num_tokens) == (0, 0)
 
 
-def test_a_higher_class_stands_before_all_that_came_earlier() -> None:
+def test_waiting_line_orders_by_priority_then_arrival() -> None:
     line = WaitingLine()
     members = [member(order, priority=order % 3) for order in range(60)]
     for this in members:
@@ -40,7 +40,7 @@ def test_a_higher_class_stands_before_all_that_came_earlier() -> None:
     assert served == sorted(served) and len(served) == 20
 
 
-def test_who_leaves_from_the_middle_is_gone() -> None:
+def test_waiting_line_forgets_removed_members() -> None:
     line = WaitingLine()
     members = [member(order) for order in range(100)]
     for this in members:
@@ -53,7 +53,7 @@ def test_who_leaves_from_the_middle_is_gone() -> None:
     assert len(line._heap) <= 2 * 40 + 16, "those that left are forgotten"
 
 
-def test_the_same_member_can_wait_leave_and_wait_again() -> None:
+def test_waiting_line_accepts_removed_member_again() -> None:
     line = WaitingLine()
     early, late = member(0), member(1)
     line.push(late)

@@ -35,7 +35,7 @@ def expired(queue: AdmissionQueue, moment: float) -> list[str]:
     return names
 
 
-def test_the_newest_of_the_lowest_class_makes_room() -> None:
+def test_backlog_sheds_newest_of_lowest_priority() -> None:
     queue = queue_of(
         waiting("a", priority=-1), waiting("b", priority=-1), waiting("c"), waiting("d", priority=1)
     )
@@ -43,18 +43,18 @@ def test_the_newest_of_the_lowest_class_makes_room() -> None:
     assert len(queue) == 1
 
 
-def test_nobody_makes_room_for_its_own_class() -> None:
+def test_backlog_sheds_none_for_equal_priority() -> None:
     assert shed(queue_of(waiting("a")), 0) is None
 
 
-def test_who_has_run_makes_no_room_and_waits_as_long_as_it_takes() -> None:
+def test_backlog_never_sheds_requests_that_have_run() -> None:
     queue = queue_of(waiting("a", has_run=True), waiting("b"), waiting("c", has_run=True))
     assert [shed(queue, 1), shed(queue, 1)] == ["b", None]
     assert queue.backlog.lowest is None
     assert queue.backlog.work_from(0) == 64
 
 
-def test_who_has_waited_too_long_leaves_whatever_the_order() -> None:
+def test_backlog_expires_by_deadline_not_queue_order() -> None:
     queue = queue_of(
         waiting("a", expires=9.0), waiting("b", expires=3.0), waiting("c", expires=inf)
     )
@@ -63,7 +63,7 @@ def test_who_has_waited_too_long_leaves_whatever_the_order() -> None:
     assert [queue.pop().request_id, len(queue)] == ["c", 0]
 
 
-def test_who_comes_again_has_the_time_of_its_last_coming() -> None:
+def test_backlog_uses_expiry_of_latest_push() -> None:
     queue = queue_of(waiting("a", expires=3.0))
     queue.push(waiting("a", expires=inf))
     assert expired(queue, 5.0) == []
@@ -90,7 +90,7 @@ _STEPS = st.one_of(
 
 
 @given(st.lists(_STEPS, max_size=60))
-def test_a_search_through_all_that_wait_finds_the_same(steps: list[object]) -> None:
+def test_backlog_matches_brute_force_search(steps: list[object]) -> None:
     queue = AdmissionQueue(FIFO)
     known: dict[str, Waiting] = {}
     for step in steps:

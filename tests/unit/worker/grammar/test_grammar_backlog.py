@@ -24,7 +24,7 @@ def test_backlog_expects_the_last_answer_time() -> None:
     assert backlog.seconds == 0.02
 
 
-def test_one_slow_answer_is_remembered_for_a_while() -> None:
+def test_backlog_forgets_slow_answer_gradually() -> None:
     backlog, this = account()
     expected = []
     for cpu_s in (0.08, 0.001, 0.001, 0.03):
@@ -34,7 +34,7 @@ def test_one_slow_answer_is_remembered_for_a_while() -> None:
     assert expected == pytest.approx([0.1, 0.08, 0.04, 0.02])
 
 
-def test_what_nobody_waits_for_is_not_reckoned() -> None:
+def test_backlog_excludes_cancelled_answers() -> None:
     backlog, this = account()
     this.asked(1)
     this.asked(2)

@@ -46,7 +46,7 @@ def process() -> Iterator[GrammarProcess]:
         yield made
 
 
-def test_a_grammar_process_that_is_silent_for_too_long_is_ended(process: GrammarProcess) -> None:
+def test_silent_grammar_process_is_ended_after_timeout(process: GrammarProcess) -> None:
     process.ask(1)
     with pytest.raises(InvalidGrammar, match="takes too long"):
         process.take(1)
@@ -72,7 +72,7 @@ def test_messages_of_a_lost_process_are_ignored(
     assert process.backlog.seconds == pytest.approx(0)
 
 
-def test_late_process_costs_only_its_waiting_sequences(
+def test_grammar_timeout_fails_only_waiting_sequences(
     process: GrammarProcess,
 ) -> None:
     process.ask(1)

@@ -83,7 +83,7 @@ async def desk() -> AsyncIterator[Desk]:
     await desk.close()
 
 
-async def test_a_grammar_is_compiled_once_for_all_who_want_it(desk: Desk) -> None:
+async def test_compiler_shares_one_compilation(desk: Desk) -> None:
     futures = [desk.order("a") for _ in range(3)]
     await desk.compile("a")
     first, *others = [await future for future in futures]
@@ -92,7 +92,7 @@ async def test_a_grammar_is_compiled_once_for_all_who_want_it(desk: Desk) -> Non
     assert desk.order("a").result() is first
 
 
-async def test_what_was_used_last_is_kept_while_there_is_room(desk: Desk) -> None:
+async def test_compiler_cache_evicts_least_recently_used(desk: Desk) -> None:
     # With what a process takes, 7 MiB each: 20 MiB hold two.
     for text in "ab":
         desk.order(text)
@@ -109,7 +109,7 @@ async def test_what_was_used_last_is_kept_while_there_is_room(desk: Desk) -> Non
     assert not desk.order("b").done()
 
 
-async def test_what_a_sequence_holds_is_not_compiled_again() -> None:
+async def test_compiler_reuses_grammar_held_by_sequence() -> None:
     desk = Desk(cache_mib=0)
     future = desk.order("a")
     await desk.compile("a")
@@ -118,7 +118,7 @@ async def test_what_a_sequence_holds_is_not_compiled_again() -> None:
     await desk.close()
 
 
-async def test_a_grammar_whose_grammar_process_died_is_compiled_again(desk: Desk) -> None:
+async def test_compiler_recompiles_grammar_of_dead_process(desk: Desk) -> None:
     future = desk.order("a")
     await desk.compile("a")
     lost = await future
@@ -128,7 +128,7 @@ async def test_a_grammar_whose_grammar_process_died_is_compiled_again(desk: Desk
     assert isinstance(await again, CompiledGrammar) and again.result() is not lost
 
 
-async def test_a_refusal_is_remembered(desk: Desk) -> None:
+async def test_compiler_caches_refusal(desk: Desk) -> None:
     future = desk.order("(")
     sock, _ = await desk.processes.next()
     sock.sendall(encode_reply(Reply(True, 0, b"parenthesis")))
@@ -136,7 +136,7 @@ async def test_a_refusal_is_remembered(desk: Desk) -> None:
     assert desk.order("(").result() is error
 
 
-async def test_grammar_too_large_when_its_compilation_is_killed(
+async def test_compiler_reports_killed_compilation_as_too_large(
     desk: Desk,
 ) -> None:
     future = desk.order("a")
@@ -159,13 +159,13 @@ async def test_compiler_retries_a_grammar_whose_process_was_killed(
     assert isinstance(await again, CompiledGrammar)
 
 
-async def test_a_grammar_process_that_never_answers_is_given_up() -> None:
+async def test_compiler_abandons_unresponsive_process() -> None:
     desk = Desk(compile_timeout=1e-3)
     assert isinstance(await desk.order("a"), InvalidGrammar)
     await desk.close()
 
 
-async def test_without_a_fork_server_nothing_is_refused_for_ever(desk: Desk) -> None:
+async def test_compiler_does_not_cache_fork_server_failure(desk: Desk) -> None:
     desk.processes.is_stillborn = True
     assert isinstance(await desk.order("a"), EngineFailed)
     desk.processes.is_stillborn = False
@@ -174,7 +174,7 @@ async def test_without_a_fork_server_nothing_is_refused_for_ever(desk: Desk) -> 
     assert isinstance(await future, CompiledGrammar)
 
 
-async def test_they_come_in_the_order_of_arrival_and_too_many_are_refused() -> None:
+async def test_compiler_is_fifo_and_rejects_when_full() -> None:
     desk = Desk(max_queued=2)
     futures = [desk.order(text) for text in "abc"]
     assert isinstance(desk.order("d").result(), QueueFull)
@@ -186,7 +186,7 @@ async def test_they_come_in_the_order_of_arrival_and_too_many_are_refused() -> N
 
 
 @pytest.mark.parametrize(("step_timeout", "timeout_s"), [(1.0, 0.5), (5.0, 2.5), (60.0, 5.0)])
-async def test_no_wait_for_a_grammar_process_makes_a_step_count_as_stuck(
+async def test_grammar_process_timeout_is_below_step_timeout(
     step_timeout: float, timeout_s: float
 ) -> None:
     desk = Desk(step_timeout, step_budget=0.1)
@@ -197,7 +197,7 @@ async def test_no_wait_for_a_grammar_process_makes_a_step_count_as_stuck(
     await desk.close()
 
 
-async def test_as_many_as_allowed_compile_at_the_same_time() -> None:
+async def test_compiler_limits_concurrent_compilations() -> None:
     desk = Desk(max_compiling=2)
     futures = [desk.order(text) for text in "abc"]
     (first, _), _ = await desk.processes.next(), await desk.processes.next()

@@ -16,6 +16,6 @@ from worker.config import Grammars
         {"max_queued": 0},
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields: dict[str, float]) -> None:
+def test_grammar_config_rejects_invalid_settings(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         Grammars(**fields)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def allows(grammar: str, text: str) -> bool:
         ('root ::= "a" root | loop | "c"\nloop ::= loop "b"', ["aac"], ["b"]),
     ],
 )
-def test_lark_of_ebnf_allows_what_can_be_derived(
+def test_lark_of_ebnf_allows_derivable_texts_only(
     grammar: str, allowed: list[str], forbidden: list[str]
 ) -> None:
     assert [text for text in allowed if not allows(grammar, text)] == []
@@ -68,7 +68,7 @@ def test_lark_of_ebnf_allows_what_can_be_derived(
         ('root ::= "a"' + "*" * 30_000, "the grammar is nested too deeply"),
     ],
 )
-def test_lark_of_ebnf_refuses_with_the_line(grammar: str, cause: str) -> None:
+def test_lark_of_ebnf_error_names_line(grammar: str, cause: str) -> None:
     with pytest.raises(EbnfError) as caught:
         lark_of_ebnf(grammar)
     assert cause in str(caught.value)

@@ -68,7 +68,7 @@ def test_drawn_sequence_is_not_ready_while_processes_are_busy() -> None:
     assert this.is_ready()
 
 
-def test_what_a_step_can_wait_for_is_ready() -> None:
+def test_matcher_is_ready_while_processes_are_idle() -> None:
     process = GrammarProcess()
     this = matcher_of(process)
     process.replies.append(MASK)
@@ -78,7 +78,7 @@ def test_what_a_step_can_wait_for_is_ready() -> None:
     assert this.is_ready()
 
 
-def test_next_mask_is_work_once_a_token_is_drawn() -> None:
+def test_matcher_expects_next_mask_once_token_is_drawn() -> None:
     process = GrammarProcess()
     this = matcher_of(process)
     assert process.num_expected == 1

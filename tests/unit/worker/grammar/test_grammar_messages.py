@@ -21,7 +21,7 @@ REPLIES = st.lists(
 
 
 @given(REPLIES, st.integers(1, 9))
-def test_replies_survive_any_cut(replies: list[Reply], size: int) -> None:
+def test_reply_messages_survive_any_split(replies: list[Reply], size: int) -> None:
     sent = b"".join(map(encode_reply, replies))
     frames = Frames()
     chunks = [sent[at : at + size] for at in range(0, len(sent), size)]
@@ -29,16 +29,16 @@ def test_replies_survive_any_cut(replies: list[Reply], size: int) -> None:
     assert got == replies
 
 
-def test_a_request_comes_back_as_it_was() -> None:
+def test_request_message_round_trips() -> None:
     request = {"do": "compile", "kind": "choice", "texts": ["é", "\0"]}
     assert [decode_request(f) for f in Frames().feed(encode_request(request))] == [request]
 
 
-def test_nothing_received_is_the_end() -> None:
+def test_frames_raise_eof_on_empty_read() -> None:
     with pytest.raises(EOFError):
         next(Frames().feed(b""))
 
 
-def test_what_was_compiled_comes_back_as_it_was() -> None:
+def test_compiled_message_round_trips() -> None:
     compiled = Compiled(num_bytes=9, eos_token_ids=(1, 2))
     assert Compiled.decode(compiled.encode()) == compiled

@@ -14,11 +14,11 @@ DEMO = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_the_bytes_of_a_texts_tokens_are_the_text(text: str) -> None:
+def test_token_bytes_concatenate_to_text(text: str) -> None:
     assert text_of(DEMO.encode(text).ids) == text.encode()
 
 
-def test_a_special_token_is_no_text() -> None:
+def test_special_token_has_no_bytes() -> None:
     assert DEMO.id_to_token(0) == "<|endoftext|>"
     assert TOKENS[0] == b""
     assert all(TOKENS[1:])
@@ -42,7 +42,7 @@ def sentencepiece(path: Path) -> Path:
     return path
 
 
-def test_sentencepiece_has_spaces_and_bytes(tmp_path: Path) -> None:
+def test_sentencepiece_tokens_have_spaces_and_bytes(tmp_path: Path) -> None:
     path = sentencepiece(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
     tokens = token_bytes(path, vocab_size=300)
@@ -52,13 +52,13 @@ def test_sentencepiece_has_spaces_and_bytes(tmp_path: Path) -> None:
         assert b"".join(tokens[index] for index in ids) == text.encode(), text
 
 
-def test_a_models_vocabulary_may_be_larger_or_smaller() -> None:
+def test_token_bytes_fit_model_vocabulary_size() -> None:
     path = DEMO_MODEL / "tokenizer.json"
     assert token_bytes(path, 600) == [*TOKENS, *[b""] * 88]
     assert token_bytes(path, 100) == TOKENS[:100]
 
 
-def test_a_vocabulary_of_words_is_refused(tmp_path: Path) -> None:
+def test_word_level_vocabulary_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"word": 0}, unk_token="word")).save(str(path))
     with pytest.raises(UnknownVocabulary, match="neither a byte-level nor a SentencePiece"):

@@ -18,7 +18,7 @@ def write(path: Path, header: object, data: bytes = b"") -> Path:
     return path
 
 
-def test_tensors_come_in_the_order_in_which_they_lie(tmp_path: Path) -> None:
+def test_read_tensors_returns_file_order(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     b = {"dtype": "F16", "shape": [2], "data_offsets": [4, 8]}
     a = {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}
@@ -30,7 +30,7 @@ def test_tensors_come_in_the_order_in_which_they_lie(tmp_path: Path) -> None:
     ]
 
 
-def test_what_safetensors_writes_can_be_read(tmp_path: Path) -> None:
+def test_read_tensors_reads_safetensors_output(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16(), "c": torch.ones(2).int()}
     save_file(tensors, path)
@@ -51,7 +51,7 @@ def test_what_safetensors_writes_can_be_read(tmp_path: Path) -> None:
         (10_000).to_bytes(8, "little") + b"[" * 10_000,
     ],
 )
-def test_what_has_no_header_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
+def test_read_tensors_rejects_file_without_header(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"x\.safetensors is no safetensors file"):
@@ -59,7 +59,7 @@ def test_what_has_no_header_is_no_safetensors_file(content: bytes, tmp_path: Pat
 
 
 @pytest.mark.parametrize("header", [[], 1, None])
-def test_a_header_that_lists_no_tensors_is_none(header: object, tmp_path: Path) -> None:
+def test_read_tensors_rejects_header_that_is_no_object(header: object, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", header)
     with pytest.raises(BadCheckpoint, match="is no safetensors file"):
         read_tensors(path)
@@ -79,13 +79,13 @@ def test_a_header_that_lists_no_tensors_is_none(header: object, tmp_path: Path) 
         {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]},
     ],
 )
-def test_an_entry_that_cannot_be_is_named(entry: object, tmp_path: Path) -> None:
+def test_read_tensors_names_malformed_entry(entry: object, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", {"some.weight": entry}, bytes(8))
     with pytest.raises(BadCheckpoint, match=r"entry of some\.weight is not right"):
         read_tensors(path)
 
 
-def test_a_file_that_ends_too_soon_names_what_is_cut(tmp_path: Path) -> None:
+def test_read_tensors_names_truncated_tensors(tmp_path: Path) -> None:
     entries = {
         name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
         for i, name in enumerate("abc")
@@ -95,7 +95,7 @@ def test_a_file_that_ends_too_soon_names_what_is_cut(tmp_path: Path) -> None:
         read_tensors(path)
 
 
-def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
+def test_read_tensors_names_overlapping_tensors(tmp_path: Path) -> None:
     places = {"a": [0, 4], "empty": [4, 4], "b": [4, 8], "c": [6, 10]}
     entries = {
         name: {"dtype": "F16", "shape": [(end - start) // 2], "data_offsets": [start, end]}
@@ -106,11 +106,11 @@ def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
         read_tensors(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_read_tensors_names_missing_file(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"x\.safetensors is missing"):
         read_tensors(tmp_path / "x.safetensors")
 
 
-def test_of_many_names_a_few_are_shown() -> None:
+def test_name_list_is_abbreviated() -> None:
     assert some({"b", "a"}) == "a, b"
     assert some(["e", "d", "c", "b", "a"]) == "a, b, c and 2 more"

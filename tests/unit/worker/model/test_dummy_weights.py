@@ -33,21 +33,21 @@ def filled(directory: Path, group: Group, dtype: torch.dtype = torch.float32) ->
     return pieces
 
 
-def test_every_split_holds_shares_of_one_model(directory: Path) -> None:
+def test_dummy_weights_are_equal_for_every_split(directory: Path) -> None:
     whole = {piece.name: piece.into for piece in filled(directory, Group.single())}
     for rank in range(2):
         for piece in filled(directory, Rank(rank, 2)):
             assert torch.equal(piece.into, whole[piece.name][piece.slices]), piece.name
 
 
-def test_it_is_the_same_in_every_dtype(directory: Path) -> None:
+def test_dummy_weights_are_equal_in_every_dtype(directory: Path) -> None:
     exact = filled(directory, Group.single())
     rounded = filled(directory, Group.single(), torch.bfloat16)
     for one, other in zip(exact, rounded, strict=True):
         assert torch.equal(one.into.bfloat16(), other.into)
 
 
-def test_tensors_differ_and_have_sensible_sizes(directory: Path) -> None:
+def test_dummy_weights_differ_and_are_scaled(directory: Path) -> None:
     pieces = {piece.name: piece.into for piece in filled(directory, Group.single())}
     first, second = (pieces[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(2))
     assert not torch.equal(first, second)

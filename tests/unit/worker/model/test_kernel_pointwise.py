@@ -33,13 +33,13 @@ def close(got: Tensor, expected: Tensor) -> None:
 @every_dtype
 @pytest.mark.parametrize("width", [64, 83, 1000])
 @pytest.mark.parametrize("add_one", [False, True])
-def test_norm(width: int, add_one: bool, dtype: torch.dtype) -> None:
+def test_kernel_norm_matches_torch(width: int, add_one: bool, dtype: torch.dtype) -> None:
     x, weight = random(3, width, dtype=dtype), random(width, dtype=dtype, seed=1)
     close(KERNEL.norm(x, weight, EPS, add_one), TORCH.norm(x, weight, EPS, add_one))
 
 
 @every_dtype
-def test_what_is_added_takes_the_place(dtype: torch.dtype) -> None:
+def test_kernel_norm_writes_sum_in_place(dtype: torch.dtype) -> None:
     x, added, weight = (random(3, 83, dtype=dtype, seed=seed) for seed in range(3))
     expected_sum = x.clone()
     expected = TORCH.norm(expected_sum, weight[0], EPS, False, added)
@@ -48,13 +48,13 @@ def test_what_is_added_takes_the_place(dtype: torch.dtype) -> None:
 
 
 @every_dtype
-def test_a_norm_of_heads_that_lie_apart(dtype: torch.dtype) -> None:
+def test_kernel_norm_accepts_strided_heads(dtype: torch.dtype) -> None:
     heads, weight = random(3, 5, 16, dtype=dtype)[:, 1:4], random(16, dtype=dtype)
     close(KERNEL.norm(heads, weight, EPS, False), TORCH.norm(heads, weight, EPS, False))
 
 
 @every_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
-def test_gate(activation: str, dtype: torch.dtype) -> None:
+def test_kernel_gate_matches_torch(activation: str, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * 1100, dtype=dtype)[:, 100:]
     close(KERNEL.gate(gate_up, activation), TORCH.gate(gate_up, activation))

@@ -87,7 +87,7 @@ def part(name: str, size: int, rank: int) -> Part:
     ("rank", "expected"),
     [(0, [5, 5, 5]), (1, [5, 5, 5]), (2, [5, 0, 5]), (3, [0, 0, 0])],
 )
-def test_output_features_past_the_last_are_zero(rank: int, expected: list[int], form: Form) -> None:
+def test_column_linear_padding_is_zero(rank: int, expected: list[int], form: Form) -> None:
     linear = ColumnLinear((part("a", 5, rank), part("b", 3, rank)), 4, True, form.place(rank))
     pieces = form.fill(linear)
     assert [piece.name for piece in pieces] == ["a.weight", "b.weight", "a.bias", "b.bias"]
@@ -95,14 +95,14 @@ def test_output_features_past_the_last_are_zero(rank: int, expected: list[int], 
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 3), (2, 1), (3, 0)])
-def test_input_features_past_the_last_count_nothing(rank: int, expected: int, form: Form) -> None:
+def test_row_linear_padding_adds_nothing(rank: int, expected: int, form: Form) -> None:
     """The bias is one rank's."""
     linear = RowLinear(part("a", 5, rank), 2, True, form.place(rank))
     form.fill(linear)
     assert linear(form.ones(1, 2)).tolist() == [[expected] * 2]
 
 
-def test_rows_of_the_vocabulary_past_the_last_are_zero(form: Form) -> None:
+def test_vocab_table_padding_is_zero(form: Form) -> None:
     table = VocabTable("embedding", 5, 4, form.place(2))
     form.fill(table)
     if form.packing is None or form.packing.keeps_rows:
@@ -112,7 +112,7 @@ def test_rows_of_the_vocabulary_past_the_last_are_zero(form: Form) -> None:
     assert logits.tolist() == [[4, 0]]
 
 
-def test_a_norm_that_adds_one_rounds_as_gemma_does() -> None:
+def test_norm_adding_one_rounds_like_gemma() -> None:
     norm = RmsNorm("norm", 64, 1e-6, True, Placement(Group.single(), torch.bfloat16, CPU))
     theirs = Gemma2RMSNorm(64).to(torch.bfloat16)
     (piece,) = norm.pieces()

@@ -16,14 +16,14 @@ def shares(num_heads: int, num_kv_heads: int, ranks: int) -> list[HeadShare]:
     return [share_heads(num_heads, num_kv_heads, ranks, rank) for rank in range(ranks)]
 
 
-def test_more_kv_heads_than_ranks_leave_the_last_rank_padded() -> None:
+def test_share_heads_pads_last_rank() -> None:
     assert shares(10, 5, 2) == [
         HeadShare(Share(0, 6, 6), Share(0, 3, 3)),
         HeadShare(Share(6, 10, 6), Share(3, 5, 3)),
     ]
 
 
-def test_ranks_that_hold_one_kv_head_part_its_query_heads() -> None:
+def test_share_heads_splits_query_heads_of_shared_kv_head() -> None:
     assert shares(6, 2, 4) == [
         HeadShare(Share(0, 2, 2), Share(0, 1, 1)),
         HeadShare(Share(2, 3, 2), Share(0, 1, 1)),
@@ -32,13 +32,13 @@ def test_ranks_that_hold_one_kv_head_part_its_query_heads() -> None:
     ]
 
 
-def test_kv_heads_are_spread_over_ranks_unevenly() -> None:
+def test_share_heads_spreads_kv_heads_unevenly() -> None:
     assert [share.kv.start for share in shares(9, 3, 4)] == [0, 0, 1, 2]
     assert {share.query.width for share in shares(9, 3, 4)} == {3}
 
 
 @given(COUNTS, COUNTS, COUNTS)
-def test_all_ranks_have_the_same_sizes(group: int, num_kv_heads: int, ranks: int) -> None:
+def test_share_heads_gives_ranks_equal_sizes(group: int, num_kv_heads: int, ranks: int) -> None:
     every = shares(group * num_kv_heads, num_kv_heads, ranks)
     assert {share.kv.width for share in every} == {local_kv_heads(num_kv_heads, ranks)}
     (width,) = {share.query.width for share in every}
@@ -46,7 +46,7 @@ def test_all_ranks_have_the_same_sizes(group: int, num_kv_heads: int, ranks: int
 
 
 @given(COUNTS, COUNTS, COUNTS)
-def test_every_query_head_is_held_once_and_beside_its_kv_head(
+def test_share_heads_holds_query_heads_once_with_kv_head(
     group: int, num_kv_heads: int, ranks: int
 ) -> None:
     held: Counter[int] = Counter()
@@ -61,11 +61,11 @@ def test_every_query_head_is_held_once_and_beside_its_kv_head(
 
 
 @given(COUNTS, COUNTS)
-def test_features_are_held_once_and_in_order(size: int, parts: int) -> None:
+def test_tail_padded_covers_features_once_in_order(size: int, parts: int) -> None:
     every = [tail_padded(size, parts, part) for part in range(parts)]
     assert [i for share in every for i in range(share.start, share.stop)] == [*range(size)]
     assert {share.width for share in every} == {-(-size // parts)}
 
 
-def test_a_share_of_features_among_others() -> None:
+def test_share_scales_and_moves() -> None:
     assert Share(2, 3, 2).of(10).moved(100) == Share(120, 130, 20)

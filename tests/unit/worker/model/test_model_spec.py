@@ -50,7 +50,7 @@ def write(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_a_config_of_transformers_4_is_read(tmp_path: Path) -> None:
+def test_read_spec_reads_transformers_4_config(tmp_path: Path) -> None:
     rope = Rope(500000.0, 8, Llama3Scaling(8.0, 1.0, 4.0, 1024))
     assert read_spec(write(tmp_path)) == ModelSpec(
         vocab_size=1000,
@@ -67,7 +67,7 @@ def test_a_config_of_transformers_4_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
+def test_read_spec_reads_transformers_5_config(tmp_path: Path) -> None:
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=300,
@@ -101,7 +101,7 @@ def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_unknown_architecture_differs_from_an_unsupported_one(
+def test_read_spec_distinguishes_unsupported_architecture(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UnsupportedArchitecture, match="OPTForCausalLM") as refused:
@@ -145,7 +145,7 @@ GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
     ],
     ids=lambda value: [*value][-1] if isinstance(value, dict) else "",
 )
-def test_what_the_decoder_does_not_do_is_refused_by_name(
+def test_read_spec_names_unsupported_setting(
     changes: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel) as refused:
@@ -154,7 +154,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"], ids=["missing", "broken", "list"])
-def test_a_directory_without_a_config_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_read_spec_rejects_missing_or_malformed_config(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=r"config\.json"):

@@ -47,9 +47,7 @@ def change(directory: Path, **tensors: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 1), (6, 2, 2), (4, 1, 3)])
-def test_a_rank_gets_its_slices_of_every_tensor(
-    heads: int, kv_heads: int, ranks: int, tmp_path: Path
-) -> None:
+def test_load_gives_rank_its_slices(heads: int, kv_heads: int, ranks: int, tmp_path: Path) -> None:
     save_llama(
         tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, attention_bias=True
     )
@@ -61,7 +59,7 @@ def test_a_rank_gets_its_slices_of_every_tensor(
             assert torch.equal(piece.into, whole[piece.name][piece.slices]), piece.name
 
 
-def test_a_rank_of_two_holds_about_half(checkpoint: Path) -> None:
+def test_load_gives_each_of_two_ranks_about_half(checkpoint: Path) -> None:
     whole = load(decoder(checkpoint, Group.single()), checkpoint)
     halves = [load(decoder(checkpoint, Rank(rank, 2)), checkpoint) for rank in (0, 1)]
     assert whole == sum(t.nbytes for t in load_file(checkpoint / "model.safetensors").values())
@@ -89,7 +87,7 @@ def test_tensor_slices_are_read_once_each(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("width", "lengths"), [(4, [48]), (16_384, [32_768] * 3)])
-def test_columns_of_short_rows_are_read_with_what_is_between_them(
+def test_load_reads_short_column_slices_with_gaps(
     width: int, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = torch.arange(3.0 * width).view(3, width)
@@ -107,7 +105,7 @@ def test_columns_of_short_rows_are_read_with_what_is_between_them(
     assert read == lengths
 
 
-def test_several_files_are_read_as_one(tmp_path: Path) -> None:
+def test_load_reads_sharded_checkpoint(tmp_path: Path) -> None:
     one = loaded(save_llama(tmp_path / "one"), Group.single())
     many = loaded(save_llama(tmp_path / "many", max_shard_size="30KB"), Group.single())
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
@@ -115,7 +113,7 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_several_readers_read_at_the_same_time(
+def test_load_readers_run_concurrently(
     dtype: torch.dtype, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers, preadv = threading.Barrier(4), os.preadv
@@ -137,9 +135,7 @@ def test_several_readers_read_at_the_same_time(
         assert torch.equal(piece.into, expected.into), piece.name
 
 
-def test_what_one_of_several_readers_cannot_read_is_told(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_raises_error_of_one_reader(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, preadv = iter(range(1000)), os.preadv
 
     def short(descriptor: int, buffers: list[memoryview], place: int) -> int:
@@ -150,7 +146,7 @@ def test_what_one_of_several_readers_cannot_read_is_told(
         load(decoder(checkpoint, Group.single()), checkpoint, num_readers=2)
 
 
-def test_parameters_get_the_dtype_they_are_asked_in(checkpoint: Path) -> None:
+def test_load_converts_parameters_to_dtype(checkpoint: Path) -> None:
     model = decoder(checkpoint, Group.single(), torch.bfloat16)
     load(model, checkpoint)
     tensors = load_file(checkpoint / "model.safetensors")
@@ -158,7 +154,7 @@ def test_parameters_get_the_dtype_they_are_asked_in(checkpoint: Path) -> None:
         assert torch.equal(piece.into, tensors[piece.name].bfloat16())
 
 
-def test_redundant_tensors_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+def test_load_ignores_redundant_tensors(tmp_path: Path) -> None:
     save_llama(tmp_path, tie_word_embeddings=True)
     change(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(6))
     loaded(tmp_path, Group.single())
@@ -169,7 +165,7 @@ def embedding_of(directory: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_head_that_is_not_the_embedding_is_not_tied_to_it(
+def test_load_unties_head_that_differs_from_embedding(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers has it: the config was left as it was when the head was trained further.
@@ -193,7 +189,7 @@ def test_a_head_that_is_not_the_embedding_is_not_tied_to_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stored_head_that_is_the_embedding_is_held_once(
+def test_load_ties_stored_head_equal_to_embedding(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal is what is so in the type of the parameters."""
@@ -217,9 +213,7 @@ def test_a_stored_head_that_is_the_embedding_is_held_once(
     ],
     ids=["shape", "dtype"],
 )
-def test_a_stored_head_that_cannot_be_one_is_named(
-    head: Tensor, words: str, tmp_path: Path
-) -> None:
+def test_load_rejects_malformed_stored_head(head: Tensor, words: str, tmp_path: Path) -> None:
     save_llama(tmp_path, tie_word_embeddings=True)
     change(tmp_path, lm_head__weight=head)
     with pytest.raises(BadCheckpoint, match=words):
@@ -242,7 +236,7 @@ def test_a_stored_head_that_cannot_be_one_is_named(
     ],
     ids=["missing", "unexpected", "shape", "dtype"],
 )
-def test_a_tensor_that_is_not_right_is_named(
+def test_load_names_wrong_tensor(
     tensors: dict[str, Tensor | None], words: str, checkpoint: Path
 ) -> None:
     change(checkpoint, **tensors)
@@ -250,14 +244,14 @@ def test_a_tensor_that_is_not_right_is_named(
         load(decoder(checkpoint, Group.single()), checkpoint)
 
 
-def test_many_missing_tensors_are_counted(checkpoint: Path) -> None:
+def test_load_counts_missing_tensors(checkpoint: Path) -> None:
     model = decoder(checkpoint, Group.single())
     save_file({"model.norm.weight": torch.zeros(48)}, checkpoint / "model.safetensors")
     with pytest.raises(BadCheckpoint, match=r"lacks lm_head\.weight, .* and \d+ more$"):
         load(model, checkpoint)
 
 
-def test_nothing_is_read_of_a_checkpoint_that_is_not_right(checkpoint: Path) -> None:
+def test_load_reads_nothing_of_invalid_checkpoint(checkpoint: Path) -> None:
     change(checkpoint, model__norm__weight=torch.zeros(47))
     model = decoder(checkpoint, Group.single())
     for piece in model.pieces():
@@ -267,7 +261,7 @@ def test_nothing_is_read_of_a_checkpoint_that_is_not_right(checkpoint: Path) -> 
     assert all(bool((piece.into == 7).all()) for piece in model.pieces())
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_load_rejects_duplicate_tensor(tmp_path: Path) -> None:
     save_llama(tmp_path, max_shard_size="30KB")
     second = tmp_path / sorted(p.name for p in tmp_path.glob("*-00002-of-*"))[0]
     save_file(load_file(second) | {"model.norm.weight": torch.ones(48)}, second)
@@ -275,7 +269,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         load(decoder(tmp_path, Group.single()), tmp_path)
 
 
-def test_files_that_cannot_be_read_are_named(checkpoint: Path) -> None:
+def test_load_names_unreadable_files(checkpoint: Path) -> None:
     model = decoder(checkpoint, Group.single())
     weights = checkpoint / "model.safetensors"
     whole = weights.read_bytes()
@@ -293,7 +287,7 @@ def test_files_that_cannot_be_read_are_named(checkpoint: Path) -> None:
         load(model, checkpoint)
 
 
-def test_short_reads_go_on_and_a_file_that_ends_is_named(
+def test_load_continues_short_reads_and_names_shrunk_file(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv = os.preadv
@@ -307,7 +301,7 @@ def test_short_reads_go_on_and_a_file_that_ends_is_named(
         load(model, checkpoint)
 
 
-def test_the_bytes_that_are_read_are_told(checkpoint: Path) -> None:
+def test_load_reports_bytes_read(checkpoint: Path) -> None:
     told: list[tuple[int, int]] = []
     held = load(
         decoder(checkpoint, Rank(0, 2)), checkpoint, lambda done, total: told.append((done, total))

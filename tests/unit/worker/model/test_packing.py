@@ -52,7 +52,7 @@ def panels(types: Types) -> PanelPacking:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products_in_panels_are_right_and_the_same_in_any_batch(
+def test_panels_multiply_is_correct_and_batch_invariant(
     shape: tuple[int, int], with_bias: bool, types: Types, panels: PanelPacking
 ) -> None:
     (outputs, inputs), (dtype, weights) = shape, types
@@ -65,7 +65,7 @@ def test_products_in_panels_are_right_and_the_same_in_any_batch(
         assert torch.equal(packed.multiply(x[:count], bias), whole[:count])
 
 
-def test_panels_of_bf16_are_multiplied_as_fp32_where_inputs_are() -> None:
+def test_bf16_panels_multiply_as_fp32_for_fp32_inputs() -> None:
     narrow, wide = panels_or_skip(FP32, BF16), panels_or_skip(FP32, FP32)
     weight, x = random(100, 96, dtype=BF16), random(13, 96, dtype=FP32)
     expected = wide.pack(weight.float()).multiply(x, None)
@@ -73,7 +73,7 @@ def test_panels_of_bf16_are_multiplied_as_fp32_where_inputs_are() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_come_back_out_of_panels(
+def test_panels_rows_restore_weight(
     shape: tuple[int, int], types: Types, panels: PanelPacking
 ) -> None:
     dtype, weights = types
@@ -82,7 +82,7 @@ def test_rows_come_back_out_of_panels(
     assert torch.equal(panels.pack(weight.clone()).rows(ids), weight.flip(0).to(dtype))
 
 
-def test_panels_take_the_memory_of_the_weight(types: Types, panels: PanelPacking) -> None:
+def test_panels_reuse_weight_memory(types: Types, panels: PanelPacking) -> None:
     weight = random(panels.width, 4, dtype=types[1])
     before = weight.clone()
     panels.pack(weight)
@@ -90,13 +90,13 @@ def test_panels_take_the_memory_of_the_weight(types: Types, panels: PanelPacking
     assert torch.equal(weight.view(torch.int32).view(packs.shape), packs)
 
 
-def test_an_input_of_another_layout_is_read_as_it_is(types: Types, panels: PanelPacking) -> None:
+def test_panels_multiply_accepts_strided_input(types: Types, panels: PanelPacking) -> None:
     weight, x = random(64, 4, dtype=types[1]), random(4, 5, dtype=types[0]).t()
     packed = panels.pack(weight)
     assert torch.equal(packed.multiply(x, None), packed.multiply(x.contiguous(), None))
 
 
-def test_wrong_products_in_panels_are_not_used(
+def test_panel_packing_with_wrong_products_is_rejected(
     types: Types,
     panels: PanelPacking,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,9 +110,7 @@ def test_wrong_products_in_panels_are_not_used(
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1100, 5), (40, 6)])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_weights_of_int8_are_those_of_their_scales(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_int8_panels_multiply_quantised_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
     packing = panels_or_skip(dtype, torch.int8)
     outputs, inputs = shape
     weight, x = random(outputs, inputs), random(max(ROWS), inputs, dtype=dtype)
@@ -131,27 +129,27 @@ def test_weights_of_int8_are_those_of_their_scales(
 
 
 @pytest.mark.parametrize("features", [{"avx512_bf16": True}, {"avx2": True}, {}])
-def test_panels_are_for_every_cpu_without_amx(
+def test_panels_pay_on_cpus_without_amx(
     features: dict[str, bool], types: Types, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     assert pays(*types)
 
 
-def test_amx_multiplies_bf16_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_do_not_pay_for_bf16_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     assert not pays(BF16, BF16)
     assert pays(FP32, BF16)
 
 
-def test_other_dtypes_are_packed_by_onednn() -> None:
+def test_onednn_packs_other_dtypes() -> None:
     assert isinstance(choose_packing(torch.float16, torch.float16), OneDnnPacking)
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (17, 5), (64, 5000)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products_of_onednn_are_right(shape: tuple[int, int], with_bias: bool) -> None:
+def test_onednn_multiply_matches_torch(shape: tuple[int, int], with_bias: bool) -> None:
     outputs, inputs = shape
     weight, x = random(outputs, inputs, dtype=torch.float32), random(9, inputs, dtype=torch.float32)
     bias = random(outputs, dtype=torch.float32) if with_bias else None
@@ -160,7 +158,7 @@ def test_products_of_onednn_are_right(shape: tuple[int, int], with_bias: bool) -
     assert agree(packed.multiply(x, bias), functional.linear(x, weight, bias), inputs)
 
 
-def test_onednn_products_have_the_rows_of_their_input() -> None:
+def test_onednn_multiply_keeps_row_count() -> None:
     weight, x = random(96, 64, dtype=torch.float32), random(200, 64, dtype=torch.float32)
     packed = OneDnn(weight)
     expected = functional.linear(x, weight)
@@ -170,7 +168,7 @@ def test_onednn_products_have_the_rows_of_their_input() -> None:
         assert count == 0 or agree(product, expected[:count], 64)
 
 
-def test_onednn_compiles_products_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_compiles_for_few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, multiplied = OneDnn(random(96, 64, dtype=torch.float32)), set[int]()
     multiply = torch.ops.mkldnn._linear_pointwise
 
@@ -196,7 +194,7 @@ def zeros(_: OneDnn, x: Tensor, __: Tensor | None) -> Tensor:
     return x.new_zeros(len(x), 8)
 
 
-def test_a_shape_with_wrong_products_stays_plain_and_is_told_of_once(
+def test_onednn_shape_with_wrong_products_stays_plain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     packing, weight = OneDnnPacking(), random(8, 4, dtype=torch.float32)
@@ -208,7 +206,7 @@ def test_a_shape_with_wrong_products_stays_plain_and_is_told_of_once(
     assert packing.pack(random(8, 6, dtype=torch.float32)) is not None
 
 
-def test_a_torch_without_the_operators_leaves_weights_plain(
+def test_onednn_without_operators_leaves_weights_plain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", torch.ops.nothing_of_this_name)
@@ -219,7 +217,7 @@ def test_a_torch_without_the_operators_leaves_weights_plain(
     assert "not packed" in caplog.text
 
 
-def test_products_that_are_not_finite_agree_with_nothing() -> None:
+def test_agree_rejects_nonfinite_products() -> None:
     good = random(4, 4)
     assert agree(good, good, 4)
     for value in (torch.nan, torch.inf):
@@ -231,7 +229,7 @@ def test_products_that_are_not_finite_agree_with_nothing() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["panels", "oneDNN"])
-def test_a_packed_decoder_is_the_plain_one(
+def test_packed_decoder_matches_plain_decoder(
     tied: bool, kind: str, types: Types, tmp_path: Path
 ) -> None:
     dtype, weights = types

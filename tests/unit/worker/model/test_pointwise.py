@@ -49,13 +49,15 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("add_one", [False, True])
-def test_norm(width: int, add_one: bool, dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+def test_compiled_norm_matches_torch(
+    width: int, add_one: bool, dtype: torch.dtype, compiled: CompiledPointwise
+) -> None:
     x, weight = random(5, width, dtype=dtype), random(width, dtype=dtype, seed=1)
     close(compiled.norm(x, weight, EPS, add_one), TORCH.norm(x, weight, EPS, add_one))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_is_added_takes_the_place(
+def test_compiled_norm_writes_sum_in_place(
     width: int, dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     x, added, weight = (random(5, width, dtype=dtype, seed=seed) for seed in range(3))
@@ -66,19 +68,23 @@ def test_what_is_added_takes_the_place(
     close(got, expected)
 
 
-def test_a_norm_of_heads_that_lie_apart(dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+def test_compiled_norm_accepts_strided_heads(
+    dtype: torch.dtype, compiled: CompiledPointwise
+) -> None:
     heads, weight = random(3, 5, 16, dtype=dtype)[:, 1:4], random(16, dtype=dtype)
     close(compiled.norm(heads, weight, EPS, False), TORCH.norm(heads, weight, EPS, False))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
-def test_gate(width: int, activation: str, dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+def test_compiled_gate_matches_torch(
+    width: int, activation: str, dtype: torch.dtype, compiled: CompiledPointwise
+) -> None:
     gate_up = random(5, 2 * width, dtype=dtype, scale=4)
     close(compiled.gate(gate_up, activation), TORCH.gate(gate_up, activation))
 
 
-def test_a_gate_that_is_no_one_run_of_memory(
+def test_compiled_gate_accepts_strided_input(
     dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     gate_up = random(300, 100, dtype=dtype)[:, 10:90]
@@ -86,7 +92,7 @@ def test_a_gate_that_is_no_one_run_of_memory(
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_a_gate_at_its_ends(
+def test_compiled_gate_handles_extreme_values(
     activation: str, dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     """Where the exponential is infinite, below 3e-37, the result is 0."""
@@ -108,7 +114,7 @@ def test_a_gate_at_its_ends(
 
 @pytest.mark.parametrize(("head_dim", "dim"), [(64, 64), (80, 40), (6, 2)])
 @pytest.mark.parametrize("tokens", [1, 300])
-def test_rotate(
+def test_compiled_rotate_matches_torch(
     head_dim: int, dim: int, tokens: int, dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     table = RotaryTable(Rope(dim=dim, theta=10_000.0), 1024, CPU)
@@ -120,7 +126,7 @@ def test_rotate(
     assert torch.equal(heads[:, 7:], untouched)
 
 
-def test_a_tokens_result_is_the_same_in_any_batch(
+def test_compiled_pointwise_is_batch_invariant(
     dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     width, tokens = 1000, 70
@@ -142,5 +148,5 @@ def test_a_tokens_result_is_the_same_in_any_batch(
             assert torch.equal(one[0], whole[token])
 
 
-def test_a_device_of_its_own_has_torchs() -> None:
+def test_choose_pointwise_uses_torch_on_other_devices() -> None:
     assert choose_pointwise(torch.float32, torch.device("meta")) is TORCH

@@ -25,7 +25,7 @@ def refuse(source: Path, flags: Sequence[str] = ()) -> None:
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_a_decoder_wants_is_there(
+def test_precompile_builds_all_libraries_of_decoder(
     dtype: torch.dtype, weights: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precompile(64, dtype, weights, CPU)
@@ -38,6 +38,6 @@ def test_what_a_decoder_wants_is_there(
         stack_library(64, dtype, weights)
 
 
-def test_a_gpu_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precompile_builds_nothing_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", refuse)
     precompile(96, torch.bfloat16, torch.bfloat16, torch.device("cuda"))

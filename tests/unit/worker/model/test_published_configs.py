@@ -243,7 +243,7 @@ def windows(spec: ModelSpec) -> Counter[int | None]:
     [*PUBLISHED.values(), *({k: c[k] for k in c if k not in OPTIONAL} for c in PUBLISHED.values())],
     ids=[*PUBLISHED, *(f"{name}, cut short" for name in PUBLISHED)],
 )
-def test_a_config_comes_to_what_transformers_makes_of_it(content: Json, tmp_path: Path) -> None:
+def test_published_config_matches_transformers(content: Json, tmp_path: Path) -> None:
     spec = read(content, tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     text = config.get_text_config()
@@ -275,18 +275,18 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def test_llama(tmp_path: Path) -> None:
+def test_llama_config_has_rope_scaling(tmp_path: Path) -> None:
     spec = read(LLAMA_3_1, tmp_path)
     assert {layer.rope.scaling for layer in spec.layers} == {Llama3Scaling(8.0, 1.0, 4.0, 8192)}
     assert spec.attention_scale == 128**-0.5
 
 
-def test_a_mistral_of_the_first_release_sees_a_window(tmp_path: Path) -> None:
+def test_mistral_v0_1_config_has_sliding_window(tmp_path: Path) -> None:
     assert windows(read(MISTRAL_V0_1, tmp_path)) == {4096: 32}
     assert windows(read(MISTRAL_V0_3, tmp_path)) == {None: 32}
 
 
-def test_qwen_has_a_bias_where_only_its_code_says_so(tmp_path: Path) -> None:
+def test_qwen_config_has_implicit_qkv_bias(tmp_path: Path) -> None:
     spec = read(QWEN_2_5, tmp_path)
     assert (spec.qkv_bias, spec.out_bias, spec.mlp_bias) == (True, False, False)
     assert windows(spec) == {None: 28}
@@ -298,7 +298,7 @@ def test_qwen_has_a_bias_where_only_its_code_says_so(tmp_path: Path) -> None:
     }
 
 
-def test_a_context_stretched_by_yarn_is_that_long(tmp_path: Path) -> None:
+def test_yarn_config_extends_context(tmp_path: Path) -> None:
     spec = read(QWEN_2_5_YARN, tmp_path)
     assert spec.max_position == 131072
     assert spec.layers[0].rope.scaling == YarnScaling(
@@ -306,14 +306,14 @@ def test_a_context_stretched_by_yarn_is_that_long(tmp_path: Path) -> None:
     )
 
 
-def test_qwen3_heads_are_normed_and_wide(
+def test_qwen3_config_has_qk_norm_and_wide_heads(
     tmp_path: Path,
 ) -> None:
     spec = read(QWEN_3, tmp_path)
     assert (spec.qk_norm, spec.head_dim, spec.qkv_bias) == (True, 128, False)
 
 
-def test_gemma_2_scales_caps_and_alternates(tmp_path: Path) -> None:
+def test_gemma2_config_has_scales_softcaps_and_windows(tmp_path: Path) -> None:
     spec = read(GEMMA_2, tmp_path)
     assert spec.attention_scale == 144**-0.5
     assert (spec.attention_softcap, spec.logits_softcap) == (50.0, 30.0)
@@ -327,7 +327,7 @@ def test_gemma_2_scales_caps_and_alternates(tmp_path: Path) -> None:
     [(GEMMA_3_1B, 512, 22, None), (GEMMA_3_4B, 1024, 29, LinearScaling(8.0))],
     ids=["1B", "4B"],
 )
-def test_gemma3_has_a_global_layer_in_six(
+def test_gemma3_config_has_global_layer_in_six(
     content: Json, window: int, local: int, scaling: LinearScaling | None, tmp_path: Path
 ) -> None:
     spec = read(content, tmp_path)
@@ -338,7 +338,7 @@ def test_gemma3_has_a_global_layer_in_six(
         assert (layer.rope.theta, layer.rope.scaling) == expected
 
 
-def test_the_text_model_of_a_gemma_3_that_sees_has_other_names(tmp_path: Path) -> None:
+def test_gemma3_multimodal_config_prefixes_tensor_names(tmp_path: Path) -> None:
     spec = read(GEMMA_3_4B, tmp_path)
     assert spec.tensors == TensorNames(
         "language_model.model",
@@ -348,7 +348,7 @@ def test_the_text_model_of_a_gemma_3_that_sees_has_other_names(tmp_path: Path) -
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 4, 256)
 
 
-def test_phi_turns_a_part_of_a_head_by_longrope(tmp_path: Path) -> None:
+def test_phi_config_has_partial_longrope(tmp_path: Path) -> None:
     three, four = read(PHI_3_MINI_128K, tmp_path), read(PHI_4_MINI, tmp_path)
     assert three.tensors.fused
     assert three.layers[0].rope.dim == three.head_dim == 96
@@ -358,13 +358,13 @@ def test_phi_turns_a_part_of_a_head_by_longrope(tmp_path: Path) -> None:
     assert (four.head_dim, four.layers[0].rope.dim) == (128, 96)
 
 
-def test_longrope_had_another_name_in_the_first_files_of_phi(tmp_path: Path) -> None:
+def test_phi_config_accepts_su_as_longrope(tmp_path: Path) -> None:
     scaling = PHI_3_MINI_128K["rope_scaling"]
     first = PHI_3_MINI_128K | {"rope_scaling": scaling | {"type": "su"}}
     assert read(first, tmp_path) == read(PHI_3_MINI_128K, tmp_path)
 
 
-def test_the_multipliers_of_granite(tmp_path: Path) -> None:
+def test_granite_config_has_multipliers(tmp_path: Path) -> None:
     spec = read(GRANITE_3, tmp_path)
     assert spec.attention_scale == 0.0078125
     assert (spec.embedding_multiplier, spec.residual_multiplier) == (12.0, 0.22)

@@ -106,9 +106,7 @@ def turned(heads: Tensor, positions: Tensor, embedding: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("parameters", KINDS.values(), ids=KINDS)
-def test_heads_are_turned_as_transformers_turns_them(
-    parameters: dict[str, Any], tmp_path: Path
-) -> None:
+def test_rope_matches_transformers(parameters: dict[str, Any], tmp_path: Path) -> None:
     config = llama(**parameters)
     positions = torch.tensor([0, 1, 31, 700, LENGTH - 1])
     heads = torch.randn(len(positions), 3, HEAD_DIM)
@@ -120,7 +118,7 @@ def test_heads_are_turned_as_transformers_turns_them(
 
 @pytest.mark.parametrize("served", [400, 401, LENGTH])
 @pytest.mark.parametrize("written", [{}, {"factor": 3.0}, {"attention_factor": 0.9}], ids=str)
-def test_longrope_goes_by_the_longest_sequence_that_is_served(
+def test_longrope_factors_follow_max_served_length(
     written: dict[str, float], served: int, tmp_path: Path
 ) -> None:
     """As transformers turns a sequence of that length; part of each head is left alone."""
@@ -144,7 +142,7 @@ def test_longrope_goes_by_the_longest_sequence_that_is_served(
     ],
     ids=str,
 )
-def test_smaller_pool_decides_the_longrope_factors(
+def test_longrope_factors_follow_smaller_pool(
     pool: dict[str, int], served: int, tmp_path: Path
 ) -> None:
     """1 MiB holds 32 blocks of a layer with two heads of 64, in fp32."""
@@ -167,7 +165,7 @@ def test_smaller_pool_decides_the_longrope_factors(
     torch.testing.assert_close(rotate(heads, table.at(positions)), expected, atol=3e-4, rtol=0)
 
 
-def test_the_dtype_of_the_heads_is_kept() -> None:
+def test_rope_keeps_dtype_of_heads() -> None:
     for dim in (HEAD_DIM, HEAD_DIM // 2):
         table = RotaryTable(Rope(10000.0, dim), 8, CPU)
         heads = torch.randn(2, 1, HEAD_DIM, dtype=torch.bfloat16)

@@ -38,7 +38,7 @@ def compiled() -> CompiledArgmax:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_is_torchs_with_many_that_are_equal(width: int) -> None:
+def test_compiled_argmax_matches_torch_with_ties(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     # bf16 has few values: the largest are several, and the first of them counts.
     logits = torch.randn(200, width, generator=generator).bfloat16().float()
@@ -54,7 +54,7 @@ def test_it_is_torchs_with_many_that_are_equal(width: int) -> None:
 
 @pytest.mark.parametrize("find", [compiled, lambda: argmax_by_torch], ids=["compiled", "torch"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_without_a_largest_are_marked(find: Callable[[], Argmax], width: int) -> None:
+def test_argmax_marks_rows_without_maximum(find: Callable[[], Argmax], width: int) -> None:
     ordinary = torch.zeros(width)
     for at in {0, width // 2, width - 1}:
         rows = {math.nan: NOT_FINITE, math.inf: NOT_FINITE, -math.inf: 0}
@@ -70,5 +70,5 @@ def test_rows_without_a_largest_are_marked(find: Callable[[], Argmax], width: in
     assert find()(nothing)[0].tolist() == [-math.inf]
 
 
-def test_elsewhere_than_on_a_cpu_it_is_torchs() -> None:
+def test_choose_argmax_uses_torch_off_cpu() -> None:
     assert choose_argmax(torch.device("cuda")) is argmax_by_torch

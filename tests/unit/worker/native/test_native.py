@@ -45,7 +45,7 @@ def libraries(source: Path) -> list[Path]:
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_again_when_it_changes(source: Path) -> None:
+def test_native_source_is_recompiled_only_when_changed(source: Path) -> None:
     library = native.compiled(source)
     assert library is not None and library.answer() == 42
     (made,) = libraries(source)
@@ -59,7 +59,7 @@ def test_it_is_compiled_once_and_again_when_it_changes(source: Path) -> None:
 
 
 @needs_compiler
-def test_a_header_that_changes_makes_another_library(source: Path) -> None:
+def test_native_header_change_rebuilds_library(source: Path) -> None:
     header = source.with_name("number.h")
     source.write_text('#include "number.h"\nextern "C" int answer() { return NUMBER; }\n')
     for number in (1, 2):
@@ -69,7 +69,7 @@ def test_a_header_that_changes_makes_another_library(source: Path) -> None:
 
 
 @needs_compiler
-def test_other_flags_are_another_library(source: Path) -> None:
+def test_native_flags_select_separate_library(source: Path) -> None:
     source.write_text('extern "C" int answer() { return ANSWER; }\n')
     for answer in (1, 2):
         library = native.compiled(source, [f"-DANSWER={answer}"])
@@ -77,16 +77,14 @@ def test_other_flags_are_another_library(source: Path) -> None:
 
 
 @needs_compiler
-def test_what_does_not_compile_is_none_and_says_why(
-    source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_native_compile_error_is_logged(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     source.write_text("this is not C++\n")
     assert native.compiled(source) is None
     assert "compilation failed" in caplog.text
     assert not libraries(source)
 
 
-def test_without_a_compiler_there_is_none(
+def test_native_without_compiler_returns_none(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -95,7 +93,7 @@ def test_without_a_compiler_there_is_none(
 
 
 @needs_compiler
-def test_a_directory_to_which_others_can_write_is_not_used(source: Path) -> None:
+def test_native_cache_rejects_world_writable_directory(source: Path) -> None:
     directory = source.parent / "cache" / "everlift" / "native"
     directory.mkdir(parents=True)
     os.chmod(directory, 0o777)
@@ -113,7 +111,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_compiler
-def test_a_shipped_library_needs_no_compiler(
+def test_native_shipped_library_needs_no_compiler(
     source: Path, shipped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.write_text('extern "C" int answer() { return ANSWER; }\n')
@@ -138,7 +136,7 @@ def test_a_shipped_library_needs_no_compiler(
         ("avx sse4_2", ""),
     ],
 )
-def test_the_highest_level_that_a_cpu_has_is_used(
+def test_native_shipped_level_is_highest_supported(
     features: str, name: str, shipped: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert native.shipped_level() is None
@@ -149,7 +147,7 @@ def test_the_highest_level_that_a_cpu_has_is_used(
     assert (level.name if level else "") == name
 
 
-def test_what_the_demo_model_needs_is_shipped() -> None:
+def test_native_ships_libraries_of_demo_model() -> None:
     dims = json.loads((DEMO_MODEL / "config.json").read_text())["head_dim"]
     for level in native.LEVELS:
         flags = {(source.name, given) for source, given in ship.libraries(level)}
@@ -164,7 +162,7 @@ def test_what_the_demo_model_needs_is_shipped() -> None:
             assert (("panels.cpp", panel_flags(dtype, weights)) in flags) == is_shipped
 
 
-def test_a_named_level_limits_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_level_variable_limits_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_cpu", lambda: f"flags : {AVX2} avx512f")
     assert native.level_limit() is None
     monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
@@ -176,9 +174,7 @@ def test_a_named_level_limits_what_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_compiler
-def test_code_is_compiled_for_the_named_level(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_compiles_for_level_variable(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.highest_level() is None:
         pytest.skip("a CPU without levels")
     source.write_text(SOURCE + "#ifdef __AVX512F__\n#error\n#endif\n")

@@ -10,7 +10,7 @@ from worker.parallel.agreement import FAILED, NO_TOKEN, from_lines, to_lines
 LOGPROBS = (TokenLogprobs(-0.5, 1), TokenLogprobs(-1.5, 2))
 
 
-def test_all_ranks_hear_tokens_and_who_failed() -> None:
+def test_agreement_sends_tokens_and_failures_to_ranks() -> None:
     results = [
         RowResult((7, 0), LOGPROBS),
         RowResult(prompt_logprobs=LOGPROBS),

@@ -62,7 +62,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("unread", [0, 2], ids=["all is read", "entries are unread"])
-async def test_a_rank_in_a_step_misses_a_rank_0_that_is_gone(bench: Bench, unread: int) -> None:
+async def test_vigil_detects_lost_rank_0_during_step(bench: Bench, unread: int) -> None:
     for _ in range(unread):
         bench.writer.write(session_pb2.StepLog(now=1.0))
     bench.writer.close()
@@ -70,14 +70,14 @@ async def test_a_rank_in_a_step_misses_a_rank_0_that_is_gone(bench: Bench, unrea
         assert await bench.cause == "rank 0 is gone"
 
 
-async def test_a_rank_0_that_is_there_is_not_missed(bench: Bench) -> None:
+async def test_vigil_ignores_live_rank_0(bench: Bench) -> None:
     bench.writer.write(session_pb2.StepLog(now=1.0))
     async with asyncio.timeout(20.0):
         await bench.watchdog.was_asked_often.wait()
     assert not bench.cause.done()
 
 
-async def test_a_rank_0_that_has_stopped_is_not_missed(bench: Bench) -> None:
+async def test_vigil_ignores_stopped_rank_0(bench: Bench) -> None:
     bench.writer.write(session_pb2.StepLog(stop=True))
     bench.writer.close()
     assert next(bench.entries).stop

@@ -17,37 +17,37 @@ def known(*steps: tuple[int, float]) -> StepTimes:
     return times
 
 
-def test_a_quick_engine_has_the_timeout() -> None:
+def test_step_limit_is_timeout_for_fast_engine() -> None:
     assert known((1, 0.02), (512, 0.3)).limit_s(1) == TIMEOUT_S
 
 
-def test_a_slow_engine_has_ten_times_its_slowest_step() -> None:
+def test_step_limit_is_ten_times_slowest_step() -> None:
     assert known((1, 0.7), (1, 0.6)).limit_s(1) == pytest.approx(7.0)
 
 
-def test_the_slowest_step_is_forgotten_after_64() -> None:
+def test_step_limit_forgets_slowest_step_after_64() -> None:
     times = known((1, 2.0), *[(1, 0.1)] * 63)
     assert times.limit_s(1) == pytest.approx(20.0)
     times.took(1, 0.1)
     assert times.limit_s(1) == TIMEOUT_S
 
 
-def test_larger_chunk_has_proportional_time() -> None:
+def test_step_limit_is_proportional_to_chunk_size() -> None:
     assert known((100, 1.0)).limit_s(800) == pytest.approx(10 * 8.0)
 
 
-def test_large_chunk_time_is_remembered() -> None:
+def test_step_limit_remembers_large_chunk_time() -> None:
     times = known((800, 4.0), *[(1, 0.02)] * 64)
     assert times.limit_s(800) == pytest.approx(40.0)
     assert times.limit_s(8) == TIMEOUT_S
 
 
-def test_of_steps_as_large_the_last_one_counts() -> None:
+def test_step_limit_uses_latest_step_of_equal_size() -> None:
     times = known((800, 40.0), (800, 4.0), *[(1, 0.02)] * 64)
     assert times.limit_s(800) == pytest.approx(40.0)
 
 
-def test_first_steps_have_more_time_and_large_ones_more_still() -> None:
+def test_step_limit_is_raised_for_first_and_large_steps() -> None:
     times = StepTimes(TIMEOUT_S)
     for _ in range(8):
         assert times.limit_s(0) == pytest.approx(50.0)
@@ -64,14 +64,14 @@ def watchdog() -> Watchdog:
     return this
 
 
-def test_a_step_is_overdue_when_its_limit_is_over() -> None:
+def test_watchdog_step_is_overdue_after_limit() -> None:
     this = watchdog()
     this.begin_step(9, 3, now=200.0)
     assert [this.overdue(now) for now in (1.0, 3.0, 6.0)] == [None] * 3
     assert this.overdue(6.1) == "step 9, of 3 tokens, takes longer than 5.0 s"
 
 
-def test_each_step_has_a_limit_of_its_own() -> None:
+def test_watchdog_limits_each_step_separately() -> None:
     this = watchdog()
     for step in range(9, 30):
         this.begin_step(step, 1, now=0.0)
@@ -81,7 +81,7 @@ def test_each_step_has_a_limit_of_its_own() -> None:
     assert this.overdue(1000.0) is None, "an idle engine is not late"
 
 
-def test_steps_that_take_long_make_later_ones_less_suspect() -> None:
+def test_watchdog_limit_grows_after_slow_step() -> None:
     this = watchdog()
     this.begin_step(9, 1, now=0.0)
     this.end_step(now=2.0)
@@ -90,13 +90,13 @@ def test_steps_that_take_long_make_later_ones_less_suspect() -> None:
     assert this.overdue(20.1) == "step 10, of 1 tokens, takes longer than 20.0 s"
 
 
-def test_time_counts_as_far_as_somebody_looked() -> None:
+def test_waking_time_excludes_suspension() -> None:
     time = WakingTime(most_s=0.5)
     assert [time.update(now) for now in (70.0, 70.25, 70.75)] == [0.0, 0.25, 0.75]
     assert time.update(370.75) == 1.25, "who was stopped for five minutes saw half a second pass"
 
 
-def test_stopped_process_is_not_overdue() -> None:
+def test_watchdog_excludes_suspension_of_process() -> None:
     this, time = watchdog(), WakingTime(most_s=0.5)
     this.begin_step(9, 1, now=0.0)
     assert this.overdue(time.update(0.0)) is None

@@ -21,7 +21,7 @@ from worker.runner.decode_buckets import Parts, bucket_for, decode_buckets, desc
         (1000, (1, 2, 4, 8, *range(16, 257, 16))),
     ],
 )
-def test_buckets(max_num_seqs: int, buckets: tuple[int, ...]) -> None:
+def test_decode_buckets_for_max_num_seqs(max_num_seqs: int, buckets: tuple[int, ...]) -> None:
     assert decode_buckets(max_num_seqs) == buckets
 
 
@@ -32,7 +32,7 @@ def decoding(*starts: int, slots: list[int] | None = None) -> Rows:
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
-def test_the_smallest_bucket_with_room_is_taken(count: int, max_num_seqs: int) -> None:
+def test_decode_bucket_is_smallest_with_room(count: int, max_num_seqs: int) -> None:
     buckets = decode_buckets(max_num_seqs)
     found = bucket_for(decoding(*[5] * count), buckets)
     assert found == min((size for size in buckets if size >= count), default=None)
@@ -51,11 +51,11 @@ PROMPT = Row(0, (1, 2), 0, (0,), True)
         [Row(0, (1,), 5, (0,), True, scores_prompt=True)],
     ],
 )
-def test_steps_that_do_more_than_decode_have_none(rows: list[Row]) -> None:
+def test_decode_bucket_is_none_for_other_steps(rows: list[Row]) -> None:
     assert bucket_for(Rows.of(rows), (1, 2, 4)) is None
 
 
-def test_an_array_describes_rows_and_what_pads_them() -> None:
+def test_decode_array_describes_rows_and_padding() -> None:
     array = describe(decoding(40, 3, 31, slots=[7, 2, 5]), 5)
     parts = Parts.of(5)
     said = {name: array[part].tolist() for name, part in parts._asdict().items()}

@@ -105,11 +105,11 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_the_largest_bucket_is_captured_first(bench: Bench) -> None:
+def test_decode_graphs_capture_largest_bucket_first(bench: Bench) -> None:
     assert bench.capture.sizes == [4, 2, 1]
 
 
-def test_what_a_replay_reads_stays_where_it_is(
+def test_decode_graphs_keep_captured_inputs_alive(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A captured graph holds addresses, and none of the tensors that lie there."""
@@ -137,7 +137,7 @@ class Graph:
     """It lives as long as somebody has it."""
 
 
-def test_what_was_captured_is_gone_at_once_when_it_is_closed(bench: Bench) -> None:
+def test_decode_graphs_close_frees_captures_at_once(bench: Bench) -> None:
     """NCCL waits for the graphs that make its collectives before it ends, collected or not."""
     captured: list[weakref.ref[Graph]] = []
 
@@ -164,7 +164,7 @@ def test_what_was_captured_is_gone_at_once_when_it_is_closed(bench: Bench) -> No
 
 
 @torch.inference_mode()
-def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
+def test_decode_graphs_replay_matches_eager(bench: Bench) -> None:
     for slots in ([0, 1, 2, 4], [2, 3, 0], [4], [1, 3], [3, 2, 1]):
         rows = bench.decoding(slots, [slot + 5 for slot in slots])
         assert bench.graphs.bucket(rows)
@@ -173,7 +173,7 @@ def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
 
 
 @torch.inference_mode()
-def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench) -> None:
+def test_decode_graphs_read_unknown_tokens_from_last_drawn(bench: Bench) -> None:
     slots, drawn = (torch.tensor(it, device=KERNELS_ON) for it in ([4, 2], [33, 11]))
     bench.last_tokens.write(slots, drawn)
     known = bench.graphs.run(bench.decoding([2, 3, 4], [11, 8, 33]), nothing()).clone()
@@ -182,7 +182,7 @@ def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench
 
 
 @torch.inference_mode()
-def test_a_mark_in_the_place_of_a_token_is_looked_up_as_some_token(bench: Bench) -> None:
+def test_decode_graphs_look_up_marks_as_valid_tokens(bench: Bench) -> None:
     slots, marks = (torch.tensor(it, device=KERNELS_ON) for it in ([0, 1], [-1, -2]))
     bench.last_tokens.write(slots, marks)
     rows = bench.decoding([0, 1], [UNKNOWN, UNKNOWN])
@@ -224,7 +224,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Captured]]:
     decode_graphs._capture_stream.cache_clear()
 
 
-def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captured]) -> None:
+def test_cuda_graphs_share_pool_and_allow_other_threads(captured: list[Captured]) -> None:
     capture = CudaGraphs()
     for _ in range(3):
         capture(lambda: torch.zeros(1))
@@ -232,7 +232,7 @@ def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captu
     assert {each.capture_error_mode for each in captured} == {"thread_local"}
 
 
-def test_memory_profile_captures_where_decoding_will(
+def test_cuda_graphs_of_profile_and_decoding_share_stream(
     captured: list[Captured],
 ) -> None:
     for capture in (CudaGraphs(), CudaGraphs()):
@@ -243,5 +243,7 @@ def test_memory_profile_captures_where_decoding_will(
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3, 4], []])
-def test_more_rows_than_the_largest_bucket_do_not_fit(bench: Bench, slots: list[int]) -> None:
+def test_decode_graphs_have_no_bucket_for_too_many_or_no_rows(
+    bench: Bench, slots: list[int]
+) -> None:
     assert bench.graphs.bucket(Rows.of([Row(slot, (1,), 3, (0,), True) for slot in slots])) is None

@@ -23,7 +23,7 @@ def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     return draw_module.draw(scores, draws(rows), choose_argmax(scores.device))
 
 
-def test_greedy_takes_the_first_of_the_largest() -> None:
+def test_greedy_draw_takes_first_maximum() -> None:
     scores = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
     assert draw(scores, [Row(GREEDY)] * 2).tolist() == [1, 0]
     wide = torch.zeros(1, WIDE)
@@ -31,19 +31,19 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert draw(wide, [Row(GREEDY)]) == 700
 
 
-def test_a_temperature_that_would_only_magnify_rounding_is_greedy() -> None:
+def test_draw_with_tiny_temperature_is_greedy() -> None:
     scores = logits(1, WIDE)
     assert draw(scores, [Row(SamplingParams(temperature=1e-30))]) == scores.argmax()
 
 
-def test_a_low_temperature_does_not_overflow() -> None:
+def test_draw_with_low_temperature_does_not_overflow() -> None:
     scores = logits(1, WIDE) * 1e30
     assert draw(scores, [Row(SamplingParams(temperature=1e-5))]) == scores.argmax()
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab", [40, WIDE])
-def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int) -> None:
+def test_draw_filters_match_transformers(params: SamplingParams, vocab: int) -> None:
     scores = logits(20, vocab)
     scaled = (scores - scores.max(-1, keepdim=True).values) / params.temperature
     kept = scaled.exp() >= least_kept(scaled.exp(), draws([Row(params)] * 20).filters)
@@ -51,7 +51,7 @@ def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int
 
 
 @pytest.mark.parametrize("top_k", [251, 255, 256, 257])
-def test_all_tokens_tied_with_the_last_of_top_k_count_for_top_p(top_k: int) -> None:
+def test_top_k_ties_count_for_top_p(top_k: int) -> None:
     """Of the 100 that are, six are among the 256 that are looked at first."""
     weights = torch.cat(
         [torch.linspace(1, 0.6, 250), torch.full((100,), 0.5), torch.linspace(0.3, 0.1, 650)]
@@ -63,7 +63,7 @@ def test_all_tokens_tied_with_the_last_of_top_k_count_for_top_p(top_k: int) -> N
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: SamplingParams) -> None:
+def test_draw_follows_filtered_distribution(params: SamplingParams) -> None:
     scores = logits(1, 40)
     probabilities = warped(scores, params)[0].double().softmax(-1)
     count = 20_000
@@ -77,7 +77,7 @@ def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: Samplin
     assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1))
 
 
-def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+def test_draw_is_batch_invariant() -> None:
     params = [GREEDY, *FILTERS] * 3
     scores = logits(len(params), WIDE)
     rows = [Row(p, position, choice=position % 2) for position, p in enumerate(params)]
@@ -87,7 +87,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     assert together == backwards == alone
 
 
-def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
+def test_draw_depends_on_seed_choice_and_position() -> None:
     scores = logits(1, WIDE).expand(64, -1).contiguous() / 4
     rows = {
         "seed": [Row(SamplingParams(seed=i)) for i in range(64)],
@@ -101,7 +101,7 @@ def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)], ids=["least", "greatest"]
 )
-def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
+def test_draw_at_interval_ends_gives_kept_tokens(
     number: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draws_module, "uniform", lambda *_: np.array([number]))
@@ -111,9 +111,7 @@ def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
-def test_logits_that_are_no_numbers_cost_only_their_own_row(
-    broken: float, params: SamplingParams
-) -> None:
+def test_draw_confines_nonfinite_logits_to_their_row(broken: float, params: SamplingParams) -> None:
     scores = logits(3, 40)
     whole = draw(scores, [Row(params)] * 3).tolist()
     scores[1, 7] = broken
@@ -121,7 +119,7 @@ def test_logits_that_are_no_numbers_cost_only_their_own_row(
 
 
 @pytest.mark.parametrize("params", [GREEDY, *FILTERS], ids=str)
-def test_a_row_in_which_everything_is_ruled_out_says_so(params: SamplingParams) -> None:
+def test_draw_marks_row_without_allowed_tokens(params: SamplingParams) -> None:
     scores = logits(3, 400)
     whole = draw(scores, [Row(params)] * 3).tolist()
     scores[1] = -math.inf
@@ -129,14 +127,14 @@ def test_a_row_in_which_everything_is_ruled_out_says_so(params: SamplingParams) 
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_what_was_ruled_out_is_never_drawn(params: SamplingParams) -> None:
+def test_draw_never_gives_masked_tokens(params: SamplingParams) -> None:
     scores = logits(1, WIDE).expand(300, -1).contiguous()
     allowed = [3, 500, 1100]
     scores[:, [i for i in range(WIDE) if i not in allowed]] = -math.inf
     assert {*draw(scores, [Row(params, i) for i in range(300)]).tolist()} <= {*allowed}
 
 
-def test_few_allowed_tokens_need_no_sorting_of_the_whole_row(
+def test_draw_of_few_allowed_tokens_skips_full_sort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scores = logits(1, WIDE)

@@ -30,14 +30,14 @@ def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("vocab", [40, 9000])
-def test_it_draws_what_torch_draws(vocab: int) -> None:
+def test_draw_kernel_matches_torch(vocab: int) -> None:
     params = [GREEDY, *FILTERS]
     scores = logits(len(params), vocab)
     got, expected = both(scores, [Row(p, i, i % 2) for i, p in enumerate(params)])
     assert got == expected
 
 
-def test_ties_at_the_edge_of_a_filter_are_kept() -> None:
+def test_draw_kernel_keeps_ties_at_filter_edge() -> None:
     scores = torch.tensor([[0.0, 1.0, 1.0, 1.0, -1.0, 1.0]]).repeat(8, 1)
     params = [SamplingParams(top_k=2), SamplingParams(top_p=0.3), SamplingParams(min_p=1.0)]
     for sampling in params:
@@ -46,7 +46,7 @@ def test_ties_at_the_edge_of_a_filter_are_kept() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
-def test_rows_from_which_nothing_can_be_drawn_are_marked(sampling: SamplingParams) -> None:
+def test_draw_kernel_marks_undrawable_rows(sampling: SamplingParams) -> None:
     scores = logits(5, 40)
     whole, _ = both(scores, [Row(sampling)] * 5)
     scores[1, 7], scores[2, 0], scores[3] = math.nan, math.inf, -math.inf
@@ -54,7 +54,7 @@ def test_rows_from_which_nothing_can_be_drawn_are_marked(sampling: SamplingParam
     assert got == expected == [whole[0], NOT_FINITE, NOT_FINITE, NOTHING_LEFT, whole[4]]
 
 
-def test_what_was_ruled_out_is_never_drawn() -> None:
+def test_draw_kernel_never_gives_masked_tokens() -> None:
     scores = logits(1, 60).repeat(len(FILTERS), 1)
     scores[:, 3:50] = -math.inf
     got, expected = both(scores, [Row(params, i) for i, params in enumerate(FILTERS)])
@@ -68,7 +68,7 @@ def fill(out, seeds, choices, positions):
     tl.store(out + i, number)
 
 
-def test_the_uniform_numbers_are_those_of_the_host() -> None:
+def test_draw_kernel_uniform_numbers_match_host() -> None:
     rng = np.random.default_rng(5)
     columns = [rng.integers(0, 2**64, 30, np.uint64) for _ in range(3)]
     columns[0][:3] = 0, 1, 2**64 - 1

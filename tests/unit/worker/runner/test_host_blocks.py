@@ -25,7 +25,7 @@ def taken(sizes: list[int], block_bytes: int) -> int:
     return sum(page_locked(size * block_bytes) for size in sizes)
 
 
-def test_pieces_are_hardly_less_than_powers_of_two() -> None:
+def test_host_block_pieces_are_just_below_powers_of_two() -> None:
     sizes = piece_sizes(1000, 5 * MIB)
     assert sizes == [204] * 4 + [102, 51, 25, 3, 1, 1, 1]
     assert page_locked(5000 * MIB) == 8192 * MIB
@@ -33,7 +33,9 @@ def test_pieces_are_hardly_less_than_powers_of_two() -> None:
 
 
 @given(st.integers(0, 100_000), st.integers(1, 40 * MIB))
-def test_each_piece_takes_less_than_a_block_too_much(num_blocks: int, block_bytes: int) -> None:
+def test_host_block_pieces_waste_less_than_one_block_each(
+    num_blocks: int, block_bytes: int
+) -> None:
     sizes = piece_sizes(num_blocks, block_bytes)
     assert sum(sizes) == num_blocks
     assert taken(sizes, block_bytes) <= (num_blocks + len(sizes)) * block_bytes
@@ -52,7 +54,7 @@ class Memory:
         return torch.empty(shape, dtype=dtype)
 
 
-def test_each_block_of_a_gpu_has_a_place_of_its_own() -> None:
+def test_host_blocks_have_separate_places() -> None:
     memory = Memory()
     block: Any = SimpleNamespace(is_cuda=True, nbytes=12, shape=(3,), dtype=torch.float32)
     blocks = HostBlocks(block, 23, memory)
@@ -63,6 +65,6 @@ def test_each_block_of_a_gpu_has_a_place_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("number", [5, 9])
-def test_there_is_no_block_beyond_the_last(number: int) -> None:
+def test_host_blocks_reject_index_beyond_last(number: int) -> None:
     with pytest.raises(IndexError):
         HostBlocks(torch.empty(3), 5)[number]

@@ -98,7 +98,7 @@ def small_cache(device: torch.device, dtype: torch.dtype = torch.float32) -> KVC
 
 @pytest.mark.parametrize(("bench", "device"), CONTRACT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_block_comes_back_bit_for_bit_wherever_it_goes(
+def test_host_cache_restores_blocks_bit_for_bit(
     bench: Callable[[KVCache], Bench], device: torch.device, dtype: torch.dtype
 ) -> None:
     cache = small_cache(device, dtype)
@@ -118,7 +118,7 @@ def test_a_block_comes_back_bit_for_bit_wherever_it_goes(
 
 
 @pytest.mark.parametrize(("bench", "device"), CONTRACT)
-def test_save_follows_and_load_precedes_computation(
+def test_host_cache_orders_copies_with_computation(
     bench: Callable[[KVCache], Bench], device: torch.device
 ) -> None:
     this = bench(small_cache(device))
@@ -165,7 +165,7 @@ def counted_cache() -> KVCache:
 SEEDS = range(60)
 
 
-def test_copies_in_parallel_equal_copies_at_once() -> None:
+def test_host_cache_parallel_copies_equal_immediate_copies() -> None:
     for seed in SEEDS:
         expected = history(Plain(counted_cache()), seed)
         assert history(Lazy(counted_cache(), seed), seed) == expected, seed
@@ -181,7 +181,7 @@ def test_copies_in_parallel_equal_copies_at_once() -> None:
         pytest.param(("compute", "into"), id="blocks are read before they are loaded"),
     ],
 )
-def test_no_wait_can_be_left_out(pair: tuple[str, str]) -> None:
+def test_host_cache_needs_every_wait(pair: tuple[str, str]) -> None:
     assert any(
         history(Lazy(counted_cache(), seed, frozenset({pair})), seed)
         != history(Plain(counted_cache()), seed)
@@ -189,7 +189,7 @@ def test_no_wait_can_be_left_out(pair: tuple[str, str]) -> None:
     )
 
 
-def test_failed_load_waits_for_its_begun_copies() -> None:
+def test_host_cache_failed_load_waits_for_begun_copies() -> None:
     """Its block is another's by the next step."""
     for seed in SEEDS:
         this = Lazy(counted_cache(), seed)

@@ -9,7 +9,7 @@ from worker.engine.limits import blocks_for
 from worker.runner.kv_blocks import largest_steps, num_blocks
 
 
-def test_the_prompts_share_the_tokens_and_then_all_decode() -> None:
+def test_largest_steps_are_prompts_then_decodes() -> None:
     prompts, decodes = largest_steps(3, 100, 4096, num_drafts=0)
     assert prompts.rows.counts.tolist() == [34, 33, 33]
     assert decodes.rows.starts.tolist() == [34, 33, 33]
@@ -18,20 +18,20 @@ def test_the_prompts_share_the_tokens_and_then_all_decode() -> None:
     assert num_blocks((prompts, decodes)) == 2, "of 34 tokens and one more"
 
 
-def test_sequences_that_draft_have_drafts() -> None:
+def test_largest_decode_step_has_drafts() -> None:
     _, decodes = largest_steps(3, 100, 4096, num_drafts=4)
     assert decodes.rows.num_drafts.tolist() == [4, 4, 4]
     assert decodes.num_tokens == 15
 
 
-def test_a_short_context_bounds_the_prompts() -> None:
+def test_largest_prompts_are_bounded_by_context() -> None:
     prompts, decodes = largest_steps(2, 512, 40, num_drafts=0)
     assert prompts.rows.counts.tolist() == [39, 39]
     assert decodes.rows.known_ends.tolist() == [40, 40]
 
 
 @given(st.integers(1, 40), st.integers(0, 3000), st.integers(2, 900), st.integers(0, 5))
-def test_they_are_steps_that_there_may_be(
+def test_largest_steps_respect_limits(
     max_num_seqs: int, more_tokens: int, max_model_len: int, num_drafts: int
 ) -> None:
     tokens = max_num_seqs + more_tokens

@@ -12,7 +12,7 @@ from worker.runner.logprobs import read_score, score
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_row_that_is_no_numbers_has_no_log_probability(broken: float) -> None:
+def test_logprob_of_nonfinite_row_is_nan(broken: float) -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, broken, 3.0], [1.0, 2.0, 3.0]])
     first, second, third = score(logits, torch.tensor([2, 0, 2]), 2).tolist()
     assert math.isnan(read_score(second, 2).logprob)
@@ -20,12 +20,12 @@ def test_a_row_that_is_no_numbers_has_no_log_probability(broken: float) -> None:
     assert math.isfinite(read_score(first, 2).logprob)
 
 
-def test_a_token_that_the_model_rules_out_has_minus_infinity() -> None:
+def test_logprob_of_excluded_token_is_minus_infinity() -> None:
     table = score(torch.tensor([[0.0, -math.inf, 0.0]]), torch.tensor([1]), 0)
     assert read_score(table[0].tolist(), 0) == TokenLogprobs(-math.inf, 3)
 
 
-def test_each_reader_takes_as_many_alternatives_as_it_asked_for() -> None:
+def test_logprobs_reader_gets_requested_alternatives() -> None:
     (columns,) = score(torch.tensor([[0.0, 4.0, 2.0, 3.0]]), torch.tensor([3]), 3).tolist()
     assert [[t for t, _ in read_score(columns, n).top] for n in range(4)] == [
         [],

@@ -18,7 +18,7 @@ CONFIG = WorkerConfig(model="m")
 BLOCK = 4 * MIB
 
 
-def test_the_kv_cache_has_what_all_else_leaves_of_what_is_allowed() -> None:
+def test_count_blocks_uses_memory_left_of_allowance() -> None:
     assert USE.left(0.9) // MIB == 22_118 - 17_700
     assert count_blocks(USE, CONFIG, BLOCK, num_beside=0) == 4_418 // 4
     assert count_blocks(USE, CONFIG, BLOCK, num_beside=8) == 4_418 // 4 - 8
@@ -26,7 +26,7 @@ def test_the_kv_cache_has_what_all_else_leaves_of_what_is_allowed() -> None:
     assert count_blocks(USE, half, BLOCK, num_beside=0) == (18_432 - 17_700) // 4
 
 
-def test_of_a_very_small_model_not_all_is_taken() -> None:
+def test_count_blocks_is_capped_for_small_model() -> None:
     assert count_blocks(USE, CONFIG, block_bytes=4096, num_beside=0) == 8 << 20 >> 5
 
 
@@ -34,7 +34,7 @@ sizes = st.integers(0, 1 << 36)
 
 
 @given(sizes, sizes, sizes, sizes, st.floats(0.1, 1.0), st.integers(1, 1 << 24), st.integers(0, 9))
-def test_no_more_is_used_than_allowed_and_no_block_less(
+def test_count_blocks_fills_allowance_to_the_block(
     total: int, outside: int, step: int, graphs: int, part: float, block: int, num_beside: int
 ) -> None:
     use = MemoryUse(total, outside, step, graphs)
@@ -65,7 +65,7 @@ def test_memory_shortage_names_amount_and_remedy() -> None:
     assert "max_model_len" not in str(told.value)
 
 
-def test_a_context_that_was_asked_for_has_room_or_is_refused() -> None:
+def test_count_blocks_refuses_context_without_room() -> None:
     asked = replace(CONFIG, max_model_len=32 * 1000)
     assert count_blocks(USE, asked, BLOCK, num_beside=0) == 1104
     with pytest.raises(ValueError, match=r"lacks 1582 MiB .* 48000 tokens.*smaller max_model_len"):

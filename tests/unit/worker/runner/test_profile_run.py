@@ -100,7 +100,7 @@ class Graphs:
 PLANS = largest_steps(2, 90, 4096, num_drafts=0)
 
 
-def test_weights_step_graphs_and_what_is_outside_are_told_apart() -> None:
+def test_profile_run_separates_outside_step_and_graphs() -> None:
     memory = CountedMemory()
     use = profile_run(memory, Counted(memory), PLANS, lambda: Graphs(memory), SCRATCH)
     assert use == MemoryUse(
@@ -109,12 +109,12 @@ def test_weights_step_graphs_and_what_is_outside_are_told_apart() -> None:
     assert memory.held == WEIGHTS + SCRATCH, "the graphs are gone, and nothing is kept"
 
 
-def test_where_nothing_can_be_captured_graphs_take_nothing() -> None:
+def test_profile_run_without_capture_counts_no_graphs() -> None:
     memory = CountedMemory()
     assert profile_run(memory, Counted(memory), PLANS, lambda: None, SCRATCH).graphs == 0
 
 
-def test_a_step_that_is_too_large_says_what_makes_it_smaller() -> None:
+def test_profile_run_of_too_large_step_names_remedy() -> None:
     memory = CountedMemory()
     with pytest.raises(ValueError, match=r"90 tokens of 2 .*max_num_batched_tokens.*3\.00 GiB"):
         profile_run(memory, Counted(memory, most=50), PLANS, lambda: None, SCRATCH)
@@ -143,18 +143,16 @@ ROOMY, TIGHT = MemoryUse(1_000, 0, 100, 0), MemoryUse(900, 100, 150, 20)
     ("group", "own"),
     [(Rank(0, TIGHT), ROOMY), (Rank(0, ROOMY), TIGHT), (Rank(1, TIGHT), ROOMY)],
 )
-def test_all_ranks_have_as_many_blocks_as_the_one_with_least_room(
-    group: Group, own: MemoryUse
-) -> None:
+def test_scarcest_rank_decides_memory_use(group: Group, own: MemoryUse) -> None:
     assert scarcest(group, own, 0.9, CPU) == TIGHT
 
 
-def test_a_rank_alone_decides_alone() -> None:
+def test_scarcest_of_single_rank_is_its_own_use() -> None:
     assert scarcest(Group.single(), ROOMY, 0.9, CPU) == ROOMY
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_model_computes_its_largest_steps(num_drafts: int) -> None:
+def test_profile_computes_largest_steps_of_model(num_drafts: int) -> None:
     config = WorkerConfig(
         model=str(DEMO_MODEL),
         max_num_seqs=4,
@@ -169,7 +167,7 @@ def test_a_model_computes_its_largest_steps(num_drafts: int) -> None:
     assert use.step == WEIGHTS + SCRATCH - scratch, "it knows nothing of torch's own memory"
 
 
-def test_blocks_are_those_that_were_asked_for() -> None:
+def test_kv_blocks_follow_settings() -> None:
     def kv(**settings: Any) -> int:
         return kv_blocks(WorkerConfig(**settings), loaded, place)
 
@@ -179,7 +177,7 @@ def test_blocks_are_those_that_were_asked_for() -> None:
     assert kv(kv_cache_mib=512) // 2 == kv(kv_cache_mib=256) == kv()
 
 
-def test_gpu_blocks_are_the_rest_without_swap(
+def test_kv_blocks_of_gpu_use_rest_and_reserve_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def kv(**settings: Any) -> int:
@@ -195,7 +193,7 @@ def test_gpu_blocks_are_the_rest_without_swap(
     assert (kv(num_blocks=7), kv(kv_cache_mib=512)) == (7, 128)
 
 
-def test_what_has_no_room_on_the_gpu_is_named() -> None:
+def test_gpu_out_of_memory_names_purpose_and_remedy() -> None:
     with (
         pytest.raises(ValueError, match=r"for the weights: CUDA .* \(more ranks\)"),
         _room_for("the weights", "more ranks"),
@@ -204,7 +202,7 @@ def test_what_has_no_room_on_the_gpu_is_named() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_what_torch_holds_is_read_from_the_gpu() -> None:
+def test_cuda_memory_reads_bytes_held_by_torch() -> None:
     memory = CudaMemory(torch.device("cuda"))
     memory.release()
     before, used = memory.held, memory.used

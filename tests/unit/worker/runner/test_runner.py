@@ -132,7 +132,7 @@ def plan(*rows: Row, admissions: Iterable[Admission] = (), **more: Any) -> Plan:
     return Plan(1, Rows.of(rows), tuple(admissions), **more)
 
 
-def test_blocks_are_saved_then_loaded_before_anything_is_computed() -> None:
+def test_runner_saves_then_loads_before_forward() -> None:
     log: list[Any] = []
     runner = build(TableModel(log=log), host=LoggedHost(log))
     assert runner.num_host_blocks == 5
@@ -172,7 +172,7 @@ class Greedy(TableModel):
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
-def test_too_little_memory_for_a_step_is_told_as_such(error: RuntimeError | None) -> None:
+def test_runner_raises_memory_error_on_out_of_memory(error: RuntimeError | None) -> None:
     """On a CPU, where torch says it by its words alone, and on a GPU."""
     plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
     with pytest.raises(MemoryError, match=r"memory|ALLOC"):
@@ -182,7 +182,7 @@ def test_too_little_memory_for_a_step_is_told_as_such(error: RuntimeError | None
 @pytest.mark.parametrize(
     "says", ["no kernel", "ncclUnhandledCudaError: Cuda failure 2 'out of memory'"]
 )
-def test_another_error_of_a_step_is_none_of_memory(says: str) -> None:
+def test_runner_keeps_errors_unrelated_to_memory(says: str) -> None:
     plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
     with pytest.raises(RuntimeError, match=says[:9]):
         build(Greedy(RuntimeError(says))).execute(plan)
@@ -204,7 +204,7 @@ class Unreachable:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_after_an_error_a_gpu_is_asked_whether_it_is_lost(
+def test_runner_checks_for_lost_device_after_error(
     goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with DSA")
@@ -225,7 +225,7 @@ def test_after_an_error_a_gpu_is_asked_whether_it_is_lost(
         assert str(raised.value) == "CUDA error: an illegal memory access"
 
 
-def test_who_has_left_is_forgotten() -> None:
+def test_runner_release_drops_grammar_state() -> None:
     grammar = FakeGrammar(lambda output: (1, 2))
     params = SamplingParams(grammar=Grammar(GrammarKind.REGEX, (".*",)))
     runner = build()
@@ -238,11 +238,11 @@ def test_who_has_left_is_forgotten() -> None:
     assert runner.unready_slots() == frozenset()
 
 
-def test_without_a_host_cache_there_are_no_places() -> None:
+def test_runner_without_host_cache_has_no_host_blocks() -> None:
     assert build().num_host_blocks == 0
 
 
-def test_logits_are_computed_where_they_are_needed_and_nowhere_else() -> None:
+def test_runner_computes_only_needed_logits() -> None:
     model = TableModel()
     runner = build(model)
     admissions = [
@@ -264,7 +264,7 @@ def test_logits_are_computed_where_they_are_needed_and_nowhere_else() -> None:
     assert model.log == ["forward"]
 
 
-def test_results_stand_in_the_order_of_the_rows() -> None:
+def test_runner_results_follow_row_order() -> None:
     admissions = [admission(GREEDY, (slot + 5,) * 4, slot=slot) for slot in range(5)]
     runner = build()
     rows = [row(slot, (slot + 5,) * 4, samples=slot != 3) for slot in (2, 0, 3, 4, 1)]
@@ -278,7 +278,7 @@ def test_results_stand_in_the_order_of_the_rows() -> None:
     ]
 
 
-def test_right_drafts_are_taken_and_wrong_ones_are_not() -> None:
+def test_runner_accepts_right_drafts_only() -> None:
     runner = build()
     first = best(PROMPT[-1])
     second, third = best(first), best(best(first))
@@ -293,7 +293,7 @@ def test_right_drafts_are_taken_and_wrong_ones_are_not() -> None:
         assert runner.execute(plan(this, admissions=admitted)) == [RowResult(expected)]
 
 
-def test_sampled_drafts_are_taken_where_single_steps_would_draw_them() -> None:
+def test_runner_accepts_sampled_drafts_like_single_steps() -> None:
     sampling = SamplingParams(temperature=1.2, seed=8)
     runner, tokens = build(), [*PROMPT]
     admitted = [admission(sampling, PROMPT)]
@@ -308,7 +308,7 @@ def test_sampled_drafts_are_taken_where_single_steps_would_draw_them() -> None:
     assert build().execute(plan(at_once, admissions=admitted)) == [RowResult(output)]
 
 
-def test_a_draw_takes_the_number_of_its_position_in_the_output() -> None:
+def test_runner_draw_depends_on_output_position() -> None:
     sampling = SamplingParams(temperature=1.5, seed=5)
 
     def drawn(num_prompt: int, choice: int = 0) -> tuple[int, ...]:
@@ -332,7 +332,7 @@ def scores_of(prompt: Sequence[int], num_top: int) -> list[Any]:
     return [own_logprobs(TABLE[before], token, num_top) for before, token in pairwise(prompt)]
 
 
-def test_a_prompt_is_scored_from_its_second_token_to_its_last() -> None:
+def test_runner_scores_prompt_from_second_token() -> None:
     expected = scores_of(PROMPT, 2)
     for cuts in ([7], [1, 6], [3, 3, 1], [2, 4, 1], [1] * 7):
         runner, admitted = build(), [admission(SCORES, PROMPT)]
@@ -347,7 +347,7 @@ def test_a_prompt_is_scored_from_its_second_token_to_its_last() -> None:
         assert is_close(got, expected)
 
 
-def test_output_of_an_earlier_attempt_is_no_prompt() -> None:
+def test_runner_does_not_score_output_of_earlier_attempt() -> None:
     admitted = admission(SCORES, PROMPT[:4], PROMPT[4:])
     (result,) = build().execute(plan(row(0, PROMPT, scores_prompt=True), admissions=[admitted]))
     assert is_close(result.prompt_logprobs, scores_of(PROMPT[:4], 2))
@@ -356,7 +356,7 @@ def test_output_of_an_earlier_attempt_is_no_prompt() -> None:
     assert result.prompt_logprobs == ()
 
 
-def test_logits_of_long_prompts_are_never_in_memory_at_once(
+def test_runner_scores_long_prompts_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_scores, "SCORED_AT_ONCE", 4)
@@ -369,7 +369,7 @@ def test_logits_of_long_prompts_are_never_in_memory_at_once(
         assert is_close(result.prompt_logprobs, scores_of(PROMPT, i))
 
 
-def test_scores_of_prompts_are_waited_for_when_results_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_waits_for_prompt_scores_only_at_results(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     wait = Arriving.wait
     monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
@@ -382,7 +382,7 @@ def test_scores_of_prompts_are_waited_for_when_results_are(monkeypatch: pytest.M
     assert len(waited) == 2
 
 
-def test_a_step_that_draws_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_waits_for_step_without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the host launches all parts of a long prompt before the device has computed one: who
     comes meanwhile waits for all of them, and the last looks like a step that does not end."""
     waited = []
@@ -395,7 +395,7 @@ def test_a_step_that_draws_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert len(waited) == 1
 
 
-def test_a_prompt_whose_logits_are_no_numbers_costs_its_own_row() -> None:
+def test_runner_confines_nonfinite_prompt_logits_to_its_row() -> None:
     model = TableModel()
     model.table[23] = math.nan
     admissions = [admission(SCORES, PROMPT), admission(SCORES, (1, 2), slot=1)]
@@ -407,7 +407,7 @@ def test_a_prompt_whose_logits_are_no_numbers_costs_its_own_row() -> None:
     assert whole.tokens == (best(2),)
 
 
-def test_what_was_captured_goes_before_the_group_that_it_holds() -> None:
+def test_runner_closes_graphs_before_group() -> None:
     ended: list[str] = []
 
     class Closed(Group):
@@ -451,7 +451,7 @@ WORD = [
 ]
 
 
-def test_rank_0_tells_the_others_what_was_drawn_and_who_failed() -> None:
+def test_rank_0_sends_drawn_tokens_and_failures() -> None:
     group = OneOfTwo(0)
     results = build(group=group).execute(batch())
     assert group.told == [WORD]
@@ -460,7 +460,7 @@ def test_rank_0_tells_the_others_what_was_drawn_and_who_failed() -> None:
     assert len(results[3].prompt_logprobs) == 3
 
 
-def test_another_rank_takes_its_word_and_asks_for_the_same_logits() -> None:
+def test_follower_rank_uses_results_of_rank_0() -> None:
     first, second = TableModel(), TableModel(rank=1)
     build(first).execute(batch())
     results = build(second, OneOfTwo(1, WORD)).execute(batch())
@@ -492,7 +492,7 @@ def plain_batch() -> Plan:
     return plan(*rows, admissions=admissions)
 
 
-def test_what_is_drawn_without_drafts_is_told_before_rank_0_knows_it() -> None:
+def test_rank_0_sends_draftless_tokens_before_reading_them() -> None:
     group = OneOfTwo(0)
     step = build(group=group)._launch(plain_batch())
     assert group.told == []
@@ -508,7 +508,7 @@ def test_what_is_drawn_without_drafts_is_told_before_rank_0_knows_it() -> None:
     ]
 
 
-def test_another_rank_goes_on_by_what_it_heard() -> None:
+def test_follower_rank_continues_with_received_tokens() -> None:
     model, last_tokens = TableModel(rank=1), LastTokens(4, torch.device("cpu"))
     group = OneOfTwo(1, [best(2), -2, -1])
     runner = build(model, group, last_tokens=last_tokens)
@@ -522,14 +522,14 @@ def test_another_rank_goes_on_by_what_it_heard() -> None:
     assert model.seen == [[2, *PROMPT[:4], 3, 3], [best(2)]]
 
 
-def test_a_step_without_results_is_no_reason_to_talk() -> None:
+def test_rank_0_sends_nothing_for_step_without_results() -> None:
     group = OneOfTwo(0)
     admitted = [admission(GREEDY, PROMPT)]
     build(group=group).execute(plan(row(0, PROMPT[:3], samples=False), admissions=admitted))
     assert group.told == []
 
 
-def test_a_grammar_that_cannot_follow_what_there_is_fails_its_row() -> None:
+def test_runner_fails_row_whose_output_violates_grammar() -> None:
     sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, ("a",)))
     refused = admission(sampling, (1,), (7, 6), grammar=Refusing(lambda _: ()))
     (result,) = build().execute(plan(row(0, (1, 7, 6)), admissions=[refused]))

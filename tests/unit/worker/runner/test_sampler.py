@@ -87,7 +87,7 @@ def sampler(*admissions: Admission) -> Sampler:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_logits_become_those_of_transformers(feature: str, temperature: float) -> None:
+def test_sampler_logits_match_transformers(feature: str, temperature: float) -> None:
     this, allowed = admit(params(FEATURES[feature], temperature=temperature), output=OUTPUT)
     scores = logits(1)
     expected = shaped(scores[0], this, allowed)
@@ -99,7 +99,7 @@ def test_logits_become_those_of_transformers(feature: str, temperature: float) -
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_what_was_drawn_counts_like_what_was_there_from_the_start(feature: str) -> None:
+def test_sampler_counts_drawn_tokens_like_given_output(feature: str) -> None:
     sampling = params({"min_tokens": 12} | FEATURES[feature], temperature=1.5, seed=4)
     this, allowed = admit(sampling)
     before, _ = admit(params(FEATURES["frequency"]), output=[*range(VOCAB)] * 2)
@@ -113,7 +113,7 @@ def test_what_was_drawn_counts_like_what_was_there_from_the_start(feature: str) 
         output += result.tokens
 
 
-def test_a_grammar_is_let_go_of_when_its_slot_is_left() -> None:
+def test_sampler_release_drops_grammar_matcher() -> None:
     stopping, refusing = FakeGrammar(lambda output: STOPS), FakeGrammar(lambda output: ())
     for grammar in (stopping, refusing):
         drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
@@ -123,7 +123,7 @@ def test_a_grammar_is_let_go_of_when_its_slot_is_left() -> None:
         assert len(grammar.matchers) == 0
 
 
-def test_a_slot_is_unready_while_its_grammar_is_and_until_it_is_left() -> None:
+def test_sampler_slot_is_unready_while_its_grammar_is() -> None:
     grammar = FakeGrammar(lambda output: STOPS)
     drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
     assert drawing.unready_slots() == frozenset()
@@ -134,7 +134,7 @@ def test_a_slot_is_unready_while_its_grammar_is_and_until_it_is_left() -> None:
     assert drawing.unready_slots() == frozenset()
 
 
-def test_a_new_sequence_of_a_slot_has_nothing_of_the_last_one() -> None:
+def test_sampler_slot_reuse_clears_state() -> None:
     first, _ = admit(params(FEATURES["all"]), output=OUTPUT)
     drawing = sampler(first)
     drawing.sample(logits(1), Asks.of([Ask(0, len(OUTPUT))]))
@@ -152,7 +152,7 @@ def test_a_new_sequence_of_a_slot_has_nothing_of_the_last_one() -> None:
     assert torch.equal(scores, logits(1))
 
 
-def test_histories_of_many_slots_and_lengths_stay_apart() -> None:
+def test_sampler_histories_are_separate_per_slot() -> None:
     rng = Random(5)
     drawing, expected, scores = Sampler(VOCAB, CPU), [], logits(30)
     for slot in rng.sample(range(30), 30):
@@ -167,7 +167,7 @@ def test_histories_of_many_slots_and_lengths_stay_apart() -> None:
     torch.testing.assert_close(scores, torch.stack([each for *_, each in expected]))
 
 
-def test_tokens_that_the_model_does_not_have_change_nothing() -> None:
+def test_sampler_ignores_tokens_outside_vocabulary() -> None:
     sampling = SamplingParams(logit_bias=((VOCAB, 5.0), (10**6, 5.0)), min_tokens=3)
     scores = logits(1)
     (result,) = sampler(admission(sampling, stops=[VOCAB + 7])).sample(scores, Asks.of([Ask(0, 0)]))
@@ -184,9 +184,7 @@ def test_stop_token_is_masked_beside_an_unknown_one() -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}], ids=len)
-def test_tokens_are_drawn_from_exactly_the_shaped_distribution(
-    feature: str, filters: dict[str, Any]
-) -> None:
+def test_sampler_follows_shaped_distribution(feature: str, filters: dict[str, Any]) -> None:
     sampling = params(FEATURES[feature], temperature=1.2, **filters)
     sampling = replace(sampling, min_tokens=1 << 20 if sampling.min_tokens else 0, grammar=None)
     this, _ = admit(sampling, output=OUTPUT)
@@ -242,7 +240,7 @@ def sampled(batch: Sequence[tuple[Admission, Ask]]) -> dict[int, RowResult]:
     return {ask.slot: result for (_, ask), result in zip(batch, results, strict=True)}
 
 
-def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+def test_sampler_is_batch_invariant() -> None:
     together = sampled(mixed_batch())
     backwards = sampled(mixed_batch()[::-1])
     alone = {ask.slot: sampled([(this, ask)])[ask.slot] for this, ask in mixed_batch()}
@@ -252,7 +250,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_cost_only_their_own_row(broken: float) -> None:
+def test_sampler_confines_nonfinite_logits_to_their_row(broken: float) -> None:
     whole = sampled(mixed_batch())
     for victim in range(len(whole)):
         batch = mixed_batch()
@@ -294,12 +292,12 @@ def calls(rows: int, **fields: Any) -> list[str]:
     return counted.calls
 
 
-def test_a_step_calls_torch_as_often_for_many_rows_as_for_few() -> None:
+def test_sampler_torch_calls_are_independent_of_row_count() -> None:
     feature = FEATURES["all"] | {"grammar": None, "logprobs": 2, "top_p": 0.5}
     assert calls(3, **feature) == calls(30, **feature)
 
 
-def test_rows_without_a_feature_pay_nothing_for_it() -> None:
+def test_sampler_skips_unused_features() -> None:
     assert not {*calls(3, temperature=0.0)} & {
         "aten.topk.default",
         "aten.logsumexp.default",
@@ -314,7 +312,7 @@ def test_rows_without_a_feature_pay_nothing_for_it() -> None:
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}
 
 
-def test_device_wait_happens_only_for_results(
+def test_sampler_waits_for_device_only_at_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = [(this, ask) for this, ask in mixed_batch() if not ask.drafts]
@@ -422,7 +420,7 @@ samplings = st.builds(
 
 @settings(max_examples=examples(60))
 @given(samplings, st.randoms(use_true_random=False))
-def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
+def test_sampler_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
     plain = Generation(sampling).run(16)
     future = plain.tokens
 
@@ -446,7 +444,7 @@ def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
     assert Generation(sampling, right).run(16).steps == math.ceil((len(future) - 4) / 4)
 
 
-def test_drafts_outside_the_grammar_are_rejected() -> None:
+def test_sampler_rejects_drafts_outside_grammar() -> None:
     class Cautious(FakeMatcher):
         def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
             return min(1, super().mask(drafts, into, began))
@@ -463,7 +461,7 @@ def test_drafts_outside_the_grammar_are_rejected() -> None:
     assert drawing.sample(scores, Asks.of([Ask(0, 0, (8, 9, 10))])) == [RowResult((8, 9))]
 
 
-def test_nothing_is_drawn_behind_a_stop_token() -> None:
+def test_sampler_draws_nothing_after_stop_token() -> None:
     this = admission(params({}, temperature=0.0), stops=STOPS)
     scores = torch.zeros(3, VOCAB)
     scores[[0, 1, 2], [8, 5, 9]] = 1.0
@@ -471,7 +469,7 @@ def test_nothing_is_drawn_behind_a_stop_token() -> None:
     assert result.tokens == (8, 5)
 
 
-def test_nonfinite_site_behind_a_draft_waits_for_the_next_step() -> None:
+def test_nonfinite_logits_after_draft_fail_next_step() -> None:
     this = admission(GREEDY)
     drawing = sampler(this)
     scores = torch.zeros(3, VOCAB)
@@ -485,7 +483,7 @@ def test_nonfinite_site_behind_a_draft_waits_for_the_next_step() -> None:
 # log probabilities
 
 
-def test_log_probabilities_are_the_models_own_whatever_is_asked_for() -> None:
+def test_sampler_logprobs_are_of_unshaped_logits() -> None:
     for slot, feature in enumerate(FEATURES.values()):
         for num_top in (0, 1, 5, 20):
             sampling = params(feature, temperature=0.8, seed=slot, logprobs=num_top)
@@ -496,14 +494,14 @@ def test_log_probabilities_are_the_models_own_whatever_is_asked_for() -> None:
             assert is_close(result.logprobs, [expected])
 
 
-def test_a_vocabulary_of_fewer_tokens_than_alternatives_tells_all() -> None:
+def test_sampler_logprobs_are_capped_by_vocabulary() -> None:
     drawing = Sampler(8, CPU)
     drawing.admit(admission(SamplingParams(logprobs=20)))
     (result,) = drawing.sample(logits(1)[:, :8], Asks.of([Ask(0, 0)]))
     assert is_close(result.logprobs, [own_logprobs(logits(1)[0, :8], result.tokens[0], 20)])
 
 
-def test_rank_one_is_shared_by_equals() -> None:
+def test_logprob_rank_is_shared_by_ties() -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0]])
     drawing = Sampler(3, CPU)
     drawing.admit(admission(SamplingParams(temperature=0.0, logprobs=0, logit_bias=((2, 1.0),))))
@@ -526,7 +524,7 @@ def failure(this: Admission, drafts: tuple[int, ...] = ()) -> str:
     return str(result.error)
 
 
-def test_a_row_to_which_nothing_is_left_fails_with_the_cause() -> None:
+def test_sampler_row_without_tokens_fails_with_cause() -> None:
     only_stops = FakeGrammar(lambda output: STOPS)
     sampling = SamplingParams(grammar=GRAMMAR, min_tokens=1, logprobs=1)
     this = admission(sampling, stops=STOPS, grammar=only_stops)
@@ -563,13 +561,13 @@ class Failing(FakeGrammar):
 
 
 @pytest.mark.parametrize("method", ["matcher", "mask"])
-def test_a_grammar_that_gives_up_costs_its_own_row(method: str) -> None:
+def test_sampler_grammar_error_fails_its_own_row(method: str) -> None:
     this = admission(SamplingParams(grammar=GRAMMAR), grammar=Failing(method))
     assert failure(this) == f"in {method}"
     assert failure(this, (4, 9)) == f"in {method}"
 
 
-def test_all_masks_of_a_step_are_waited_for_from_the_same_moment_on() -> None:
+def test_sampler_masks_of_a_step_share_start_time() -> None:
     moments: list[float] = []
 
     class Watched(FakeGrammar):
@@ -593,11 +591,11 @@ def test_all_masks_of_a_step_are_waited_for_from_the_same_moment_on() -> None:
     assert len({*moments[:3]}) == len({*moments[3:]}) == 1 and moments[0] < moments[3]
 
 
-def test_a_grammar_that_nobody_compiled_is_not_ignored() -> None:
+def test_sampler_fails_row_with_uncompiled_grammar() -> None:
     assert failure(admission(SamplingParams(grammar=GRAMMAR))) == "its grammar was not compiled"
 
 
-def test_what_is_drawn_has_room_before_it_is_known() -> None:
+def test_histories_reserve_room_before_token_is_known() -> None:
     """It is taken in where a step lands, which cannot be taken back for want of memory."""
     penalised = SamplingParams(presence_penalty=0.5)
     histories = Histories(CPU)

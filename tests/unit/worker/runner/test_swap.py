@@ -62,14 +62,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_there_is_room_where_copying_is_quicker_than_computing(clock: Clock) -> None:
+def test_host_cache_is_built_if_copying_is_faster(clock: Clock) -> None:
     runner = Timed(clock, seconds=100 / 32 * 2.01)
     host = build_host_cache(SWAP, CACHE, Group.single(), runner)
     assert host is not None and host.num_blocks == 3
     assert {plan.num_tokens for plan in runner.plans} == {100}, "as many as a step may have here"
 
 
-def test_there_is_none_where_computing_is_quicker(clock: Clock) -> None:
+def test_host_cache_is_not_built_if_computing_is_faster(clock: Clock) -> None:
     runner = Timed(clock, seconds=100 / 32 * 1.99)
     assert build_host_cache(SWAP, CACHE, Group.single(), runner) is None
 
@@ -87,7 +87,7 @@ class Follower(Group):
 
 
 @pytest.mark.parametrize("word", [0, 1])
-def test_rank_0_decides_for_all(clock: Clock, word: int) -> None:
+def test_host_cache_decision_is_made_by_rank_0(clock: Clock, word: int) -> None:
     runner = Timed(clock, seconds=0.0 if word else 1000.0)
     host = build_host_cache(SWAP, CACHE, Follower(word), runner)
     assert (host is not None) == bool(word)
@@ -95,13 +95,13 @@ def test_rank_0_decides_for_all(clock: Clock, word: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"preemption": "recompute"}, {"swap_mib": 0}])
-def test_what_is_not_wanted_is_not_measured(clock: Clock, changes: dict[str, object]) -> None:
+def test_swap_cost_is_not_measured_if_disabled(clock: Clock, changes: dict[str, object]) -> None:
     runner = Timed(clock, seconds=1000.0)
     config = replace(SWAP, **changes)  # type: ignore[arg-type]
     assert build_host_cache(config, CACHE, Group.single(), runner) is None
     assert not runner.plans
 
 
-def test_a_tie_is_not_worth_the_memory() -> None:
+def test_swap_cost_tie_does_not_pay() -> None:
     assert SwapCost(copy_s=1.0, compute_s=1.1).pays
     assert not SwapCost(copy_s=1.0, compute_s=1.0).pays

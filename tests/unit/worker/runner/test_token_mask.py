@@ -10,7 +10,7 @@ from worker.runner.token_mask import forbidden, mask_words
 
 
 @given(st.integers(1, 100), st.lists(st.sets(st.integers(0, 99)), min_size=1, max_size=3))
-def test_a_token_is_forbidden_where_its_bit_is_not_set(vocab: int, rows: list[set[int]]) -> None:
+def test_token_mask_forbids_tokens_with_clear_bit(vocab: int, rows: list[set[int]]) -> None:
     masks = torch.zeros(len(rows), mask_words(vocab), dtype=torch.int64)
     for mask, allowed in zip(masks, rows, strict=True):
         for token in allowed & {*range(vocab)}:
@@ -19,5 +19,5 @@ def test_a_token_is_forbidden_where_its_bit_is_not_set(vocab: int, rows: list[se
     assert forbidden(masks.to(torch.int32), vocab).tolist() == expected
 
 
-def test_a_mask_has_a_word_for_every_32_tokens() -> None:
+def test_token_mask_has_one_word_per_32_tokens() -> None:
     assert [mask_words(vocab) for vocab in (1, 31, 32, 33, 64, 65)] == [1, 1, 1, 2, 2, 3]

@@ -32,14 +32,14 @@ def test_uniform_numbers_never_change_between_versions() -> None:
 
 
 @pytest.mark.parametrize("varied", ["seed", "choice", "position"])
-def test_consecutive_counters_give_evenly_spread_numbers(varied: str) -> None:
+def test_uniform_numbers_of_consecutive_counters_are_even(varied: str) -> None:
     point: dict[str, int | Sequence[int]] = {"seed": 1, "choice": 0, "position": 0}
     values = uniforms(*(point | {varied: range(DRAWS)}).values())
     assert all(0 <= value < 1 for value in values)
     assert chi_square(Counter(int(value * BINS) for value in values), BINS) < 115  # p = 0.0001
 
 
-def test_neighbours_are_not_correlated() -> None:
+def test_uniform_numbers_of_neighbours_are_uncorrelated() -> None:
     values = uniforms(5, 0, range(DRAWS))
     pairs = Counter(
         (int(a * 8), int(b * 8)) for a, b in zip(values[::2], values[1::2], strict=True)

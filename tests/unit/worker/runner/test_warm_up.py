@@ -42,7 +42,7 @@ def known_forms(max_num_seqs: int, budget: int, group: int, kv_heads: int) -> se
     st.sampled_from([1, 3, 4, 5, 7, 16, 32]),
     st.integers(1, 8),
 )
-def test_no_step_has_a_form_of_attention_that_was_not_computed(
+def test_warm_up_covers_every_attention_form(
     data: st.DataObject, max_num_seqs: int, budget: int, group: int, kv_heads: int
 ) -> None:
     known = known_forms(max_num_seqs, budget, group, kv_heads)
@@ -53,13 +53,13 @@ def test_no_step_has_a_form_of_attention_that_was_not_computed(
     assert forms(counts, group, kv_heads) <= known
 
 
-def test_ragged_rows_have_other_tile_counts() -> None:
+def test_warm_up_covers_tile_counts_of_ragged_rows() -> None:
     assert forms(np.array([1, 3]), group=7, kv_heads=6) <= known_forms(2, 600, 7, 6)
     assert forms(np.array([3] * 30 + [1] * 10), 7, 4) <= known_forms(40, 100, 7, 4)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget", "longest"), [(1, 1, 2), (5, 5, 9), (3, 99, 64)])
-def test_every_runner_can_compute_them(
+def test_warm_up_plans_run_within_limits(
     tmp_path: Path, max_num_seqs: int, budget: int, longest: int
 ) -> None:
     config = WorkerConfig(

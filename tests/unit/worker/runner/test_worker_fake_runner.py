@@ -47,7 +47,7 @@ def draw(this: FakeRunner, *rows: Row) -> list[int]:
     return [token for result in compute(this, *rows) for token in result.tokens]
 
 
-def test_a_prompt_at_once_and_in_chunks_draw_the_same() -> None:
+def test_fake_runner_draws_same_for_whole_and_chunked_prompt() -> None:
     whole, chunks = runner(), runner()
     draw(chunks, row(prompt(33), samples=False))
     assert (
@@ -57,7 +57,7 @@ def test_a_prompt_at_once_and_in_chunks_draw_the_same() -> None:
     )
 
 
-def test_row_reads_writes_of_earlier_rows_only() -> None:
+def test_fake_runner_row_reads_only_earlier_rows() -> None:
     first = row(prompt(32), table=(2,), samples=False)
     second = row(prompt(33)[32:], start=32, table=(2, 0))
     assert draw(runner(), first, second) == expected_tokens(prompt(33), 1)
@@ -74,7 +74,7 @@ FAULTS: dict[str, Callable[[FakeRunner], Row]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_fault_changes_the_token(fault: Callable[[FakeRunner], Row]) -> None:
+def test_fake_runner_fault_changes_token(fault: Callable[[FakeRunner], Row]) -> None:
     this = runner()
     draw(this, row(prompt(40)))
     assert draw(this, fault(this)) != expected_tokens([*prompt(40), 9], 1)
@@ -82,7 +82,7 @@ def test_a_fault_changes_the_token(fault: Callable[[FakeRunner], Row]) -> None:
     assert draw(this, row([9], start=40)) == expected_tokens([*prompt(40), 9], 1)
 
 
-def test_a_block_that_somebody_else_wrote_to_changes_the_token() -> None:
+def test_fake_runner_overwritten_block_changes_token() -> None:
     this = runner()
     draw(this, row(prompt(40)))
     draw(this, row([1], table=(1,)))
@@ -93,7 +93,7 @@ def drawn(num_prompt: int, **fields: object) -> list[int]:
     return draw(runner(num_prompt=num_prompt, **fields), row(prompt(9)))  # type: ignore[arg-type]
 
 
-def test_a_sampled_token_depends_on_seed_choice_position_and_prefix() -> None:
+def test_sampled_token_depends_on_seed_choice_position_prefix() -> None:
     this = drawn(9, sampling=SAMPLED)
     assert this == expected_tokens(prompt(9), 1, sampling=SAMPLED)
     others = [
@@ -124,7 +124,7 @@ def test_expected_tokens_end_with_a_stop_token() -> None:
     assert tokens.index(2) == len(tokens) - 1
 
 
-def test_blocks_come_back_from_the_host_as_they_were_saved() -> None:
+def test_fake_runner_restores_saved_blocks() -> None:
     this, right = runner(), expected_tokens([*prompt(40), 9], 1)
     draw(this, row(prompt(40)))
     compute(this, row([1] * 40), saves=(BlockCopy(3, 1), BlockCopy(1, 0)))
@@ -134,7 +134,7 @@ def test_blocks_come_back_from_the_host_as_they_were_saved() -> None:
     assert list(result.tokens) == right
 
 
-def test_saves_are_made_before_loads() -> None:
+def test_fake_runner_saves_before_loads() -> None:
     this = runner()
     draw(this, row(prompt(40)))
     (result,) = compute(
@@ -147,7 +147,7 @@ def test_saves_are_made_before_loads() -> None:
 
 
 @pytest.mark.parametrize("num_right", range(4))
-def test_drafts_are_accepted_as_far_as_they_are_right(num_right: int) -> None:
+def test_fake_runner_accepts_drafts_up_to_first_mismatch(num_right: int) -> None:
     right = expected_tokens(prompt(40), 4, sampling=SAMPLED)
     drafts = [*right[:num_right], *[1000, 1001, 1002][num_right:]]
     this = runner(SAMPLED)
@@ -155,14 +155,14 @@ def test_drafts_are_accepted_as_far_as_they_are_right(num_right: int) -> None:
     assert list(result.tokens) == right[: num_right + 1]
 
 
-def test_plain_text_depends_on_all_tokens() -> None:
+def test_fake_model_plain_text_depends_on_all_tokens() -> None:
     model = FakeModel(surprise_one_in=4, eos_token_id=7)
     tokens = expected_tokens(prompt(40), 400, model)
     assert 200 < tokens.count(8) < 380
     assert expected_tokens([2, *prompt(40)[1:]], 400, model)[:30] != tokens[:30]
 
 
-def test_min_tokens_keep_stop_tokens_away() -> None:
+def test_min_tokens_suppress_stop_tokens() -> None:
     model = FakeModel(eos_token_id=2, eos_one_in=3)
     sampling = SamplingParams(temperature=0.0, min_tokens=50)
     tokens = expected_tokens(prompt(40), 1000, model, sampling, stop_token_ids=[2, 3])
@@ -172,7 +172,7 @@ def test_min_tokens_keep_stop_tokens_away() -> None:
     assert draw(this, row(prompt(40))) == tokens[:1]
 
 
-def test_log_probabilities_are_those_that_are_expected() -> None:
+def test_fake_runner_logprobs_match_expected() -> None:
     sampling = replace(SAMPLED, logprobs=3, prompt_logprobs=1)
     whole = [*prompt(40), *expected_tokens(prompt(40), 3, sampling=sampling)]
     this = runner(sampling)
@@ -185,7 +185,7 @@ def test_log_probabilities_are_those_that_are_expected() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 1024])
-def test_log_probabilities_agree_with_themselves(vocab_size: int) -> None:
+def test_expected_logprobs_are_consistent(vocab_size: int) -> None:
     model = FakeModel(vocab_size=vocab_size)
     tokens = [1, *expected_tokens([1], 200, model)]
     for most in (0, 1, 20):
@@ -215,13 +215,13 @@ def after_four(num_prompt: int, grammar: object = None, penalty: float = 0.0) ->
     return token
 
 
-def test_a_penalty_makes_another_token_and_so_does_its_boundary() -> None:
+def test_penalty_and_its_boundary_change_token() -> None:
     assert after_four(2) == after_four(4)
     tokens = [after_four(4), *(after_four(n, penalty=p) for n in (2, 4) for p in (0.5, 0.6))]
     assert len(set(tokens)) == len(tokens)
 
 
-def test_a_grammar_sees_the_output_and_says_what_may_follow() -> None:
+def test_fake_runner_grammar_restricts_next_token() -> None:
     class Next:
         def allowed(self, output: Sequence[int]) -> Sequence[int]:
             return [output[-1] + 90]

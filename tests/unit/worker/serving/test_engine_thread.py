@@ -14,7 +14,7 @@ from worker.serving.inbox import Inbox
 from worker.serving.startup import Startup
 
 
-def test_engine_end_has_its_cause_if_the_runner_cannot_close(
+def test_engine_thread_keeps_cause_if_runner_close_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after an illegal access on a GPU, which answers everything with that."""

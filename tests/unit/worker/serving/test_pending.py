@@ -6,7 +6,7 @@ from worker.engine.outcome import SequenceKey
 from worker.serving.pending import Pending
 
 
-def test_the_sum_follows_who_is_there() -> None:
+def test_pending_tracks_token_sum() -> None:
     pending = Pending()
     first, second = SequenceKey(1, 0), SequenceKey(1, 1)
     pending.add(first, 5)

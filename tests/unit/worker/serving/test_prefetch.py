@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_ranks_of_a_node_ask_for_every_byte_once(
+def test_prefetch_of_ranks_covers_each_byte_once(
     ranks: int, model: Path, asked: list[tuple[str, int, int]]
 ) -> None:
     for rank in range(ranks):
@@ -51,7 +51,7 @@ def test_the_ranks_of_a_node_ask_for_every_byte_once(
         assert all(end - start <= 8 * MIB for start, end in parts)
 
 
-def test_what_would_not_stay_in_memory_is_not_asked_for(
+def test_prefetch_is_skipped_without_memory_room(
     model: Path, asked: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "_room", lambda: 29 * MIB - 1)
@@ -59,9 +59,7 @@ def test_what_would_not_stay_in_memory_is_not_asked_for(
     assert asked == []
 
 
-def test_a_model_that_is_not_there_is_for_the_load_to_miss(
-    tmp_path: Path, asked: list[tuple[str, int, int]]
-) -> None:
+def test_prefetch_ignores_missing_model(tmp_path: Path, asked: list[tuple[str, int, int]]) -> None:
     for model in (tmp_path, tmp_path / "none"):
         prefetch._prefetch(str(model), "", 0, 1)
     (tmp_path / "model.safetensors.index.json").write_text("[]")

@@ -29,7 +29,7 @@ def ready_worker(monkeypatch: pytest.MonkeyPatch, answers: list[str | Exception]
     return made
 
 
-async def test_loaded_models_are_kept_until_a_router_listens(
+async def test_worker_retries_announcement_until_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers: list[str | Exception] = [LedgerUnavailable("away"), OSError("no replica"), ""]
@@ -37,12 +37,12 @@ async def test_loaded_models_are_kept_until_a_router_listens(
     assert not answers
 
 
-async def test_a_worker_that_does_not_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_refused_by_router_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="refused this worker: another model"):
         await ready_worker(monkeypatch, ["another model"])._join()
 
 
-async def test_a_router_refuses_what_does_not_fit_and_raises_what_may_pass() -> None:
+async def test_announce_refuses_mismatch_and_raises_transient_error() -> None:
     from router import app
 
     async def announce(info: object) -> None:

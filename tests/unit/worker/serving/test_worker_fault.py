@@ -12,7 +12,7 @@ def slow(factor: float, seconds: float) -> chaos_pb2.Fault:
     return chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=factor, seconds=seconds)
 
 
-def test_a_slow_engine_sleeps_after_each_step_for_a_while() -> None:
+def test_slowness_adds_sleep_until_it_expires() -> None:
     slowness = Slowness()
     assert slowness.extra_s(0.1, now=0.0) == 0
     slowness.start(slow(factor=10, seconds=5), now=100.0)
@@ -21,13 +21,13 @@ def test_a_slow_engine_sleeps_after_each_step_for_a_while() -> None:
     assert slowness.extra_s(0.25, now=105.0) == 0
 
 
-def test_a_factor_below_one_makes_nothing_quicker() -> None:
+def test_slowness_factor_below_one_has_no_effect() -> None:
     slowness = Slowness()
     slowness.start(slow(factor=0, seconds=5), now=0.0)
     assert slowness.extra_s(0.25, now=1.0) == 0
 
 
-async def test_a_whole_wire_holds_up_nobody() -> None:
+async def test_intact_wire_delays_no_router() -> None:
     await Wire().whole("router")
 
 
@@ -49,7 +49,7 @@ async def test_partition_holds_only_its_routers() -> None:
     await wire.whole("abc")
 
 
-async def test_a_cut_wire_mends_by_itself() -> None:
+async def test_cut_wire_recovers_after_its_duration() -> None:
     wire = Wire()
     wire.cut("", seconds=0.01)
     cut_off = await passes(wire, "abc")
@@ -57,7 +57,7 @@ async def test_a_cut_wire_mends_by_itself() -> None:
     await cut_off
 
 
-async def test_a_wire_that_is_cut_twice_is_whole_when_both_are_over() -> None:
+async def test_wire_with_two_cuts_recovers_after_both() -> None:
     wire = Wire()
     wire.cut("", seconds=0.01)
     wire.cut("a", seconds=3600)

@@ -114,7 +114,7 @@ def test_step_log_reproduces_outcomes_on_another_rank(
     assert load.preemptions and load.counters.accepted_tokens and load.counters.blocks_swapped_in
 
 
-def test_policy_changes_at_the_same_step_of_every_rank() -> None:
+def test_policy_changes_at_same_step_on_every_rank() -> None:
     with Lead() as lead:
         for epoch, policy in enumerate(("static", "slai", "magnus", "continuous"), 1):
             work(lead, 10 * epoch)
@@ -139,7 +139,7 @@ def test_policy_changes_at_the_same_step_of_every_rank() -> None:
         follow(engine(LIMITS, MODEL), deaf)
 
 
-def test_a_rank_whose_plan_differs_ends_at_the_next_entry() -> None:
+def test_rank_with_differing_plan_ends_at_next_entry() -> None:
     with Lead() as lead:
         work(lead)
         lead.until_ended(1)
@@ -148,7 +148,7 @@ def test_a_rank_whose_plan_differs_ends_at_the_next_entry() -> None:
         follow(other, lead.log.entries)
 
 
-def test_what_rank_0_holds_the_others_hold_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_slots_are_followed_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     lead = Lead()
     turns = count()
     monkeypatch.setattr(
@@ -164,7 +164,7 @@ def test_what_rank_0_holds_the_others_hold_too(monkeypatch: pytest.MonkeyPatch) 
     follow(engine(LIMITS, MODEL), lead.log.entries)
 
 
-def test_a_drain_gives_everything_back_here_and_on_the_other_ranks() -> None:
+def test_drain_returns_everything_on_every_rank() -> None:
     with Lead() as lead:
         lead.inbox.start(sequence(LIMITS, 1, prompt(30), max_tokens=3000))
         lead.inbox.start(sequence(LIMITS, 2, prompt(30), max_tokens=3000, output=[1, 2]))
@@ -177,7 +177,7 @@ def test_a_drain_gives_everything_back_here_and_on_the_other_ranks() -> None:
     assert not other.has_work and not lead.engine.has_work
 
 
-def test_what_is_aborted_together_with_a_drain_is_not_given_back() -> None:
+def test_drain_does_not_return_aborted_sequences() -> None:
     with Lead() as lead:
         for epoch in (1, 2):
             lead.inbox.start(sequence(LIMITS, epoch, prompt(30), max_tokens=3000))
@@ -186,7 +186,7 @@ def test_what_is_aborted_together_with_a_drain_is_not_given_back() -> None:
         assert {*lead.until_ended(2).stops} == {SequenceKey(2, 0)}
 
 
-def test_an_engine_that_is_idle_checks_its_books() -> None:
+def test_idle_loop_checks_engine_integrity() -> None:
     lead = Lead()
     checked = threading.Event()
     lead.engine.check_integrity = checked.set  # type: ignore[method-assign]
@@ -194,7 +194,7 @@ def test_an_engine_that_is_idle_checks_its_books() -> None:
         assert checked.wait(timeout=5.0)
 
 
-def test_an_idle_loop_uses_no_time() -> None:
+def test_idle_loop_uses_no_cpu_time() -> None:
     with Lead() as lead:
         lead.inbox.start(sequence(LIMITS, 1, prompt(3), max_tokens=2))
         lead.until_ended(1)
@@ -238,7 +238,7 @@ class Clock:
         self.now += seconds
 
 
-def test_a_slow_engine_is_busy_for_longer() -> None:
+def test_loop_counts_injected_slowness_as_busy() -> None:
     clock, reports = Clock(), list[Report]()
     model = FakeModel(step_time=0.25)
     bounds = limits(model=model)
@@ -279,7 +279,7 @@ class Announced:
             self.loop.turn(Orders(starts=[*starts] if not turn else []))
 
 
-def test_a_first_step_is_announced_before_it_runs() -> None:
+def test_loop_announces_first_step_before_running_it() -> None:
     this = Announced()
     first, second = (sequence(this.limits, epoch, prompt(3), max_tokens=9) for epoch in (1, 2))
     second.confirms_first_step = True
@@ -291,7 +291,7 @@ def test_a_first_step_is_announced_before_it_runs() -> None:
     assert (later, confirmed.to_confirm) == (2, {SequenceKey(2, 0)})
 
 
-def test_a_sequence_that_waits_for_a_slot_is_not_announced() -> None:
+def test_loop_does_not_announce_waiting_sequence() -> None:
     this = Announced(max_num_seqs=1)
     starts = [sequence(this.limits, epoch, prompt(3), max_tokens=9) for epoch in (1, 2)]
     this.turns(9, *starts)
@@ -300,7 +300,7 @@ def test_a_sequence_that_waits_for_a_slot_is_not_announced() -> None:
     assert [outcome.key.epoch for _, it in this.told for outcome in it.outcomes] == [1, 2]
 
 
-def test_a_preempted_sequence_that_resumes_is_not_announced_again() -> None:
+def test_loop_does_not_announce_resumed_sequence_again() -> None:
     this = Announced()
     only = sequence(this.limits, 1, prompt(3), max_tokens=9)
     this.turns(2, only)
@@ -317,7 +317,7 @@ def test_prefill_progress_is_reported_in_intervals() -> None:
     assert seen == [(0.04, 16), (0.16, 64), (0.28, 112), (0.4, 160)][:3]
 
 
-def test_a_follower_raises_what_its_log_raises() -> None:
+def test_follower_raises_step_log_error() -> None:
     def broken() -> Iterator[session_pb2.StepLog]:
         raise ConnectionError("gone")
         yield

@@ -20,7 +20,7 @@ def cut(this: Outbox) -> session_pb2.WorkerFrame:
     return this.cut(session_pb2.WorkerState(step=9))
 
 
-def test_tokens_of_one_sequence_merge_until_the_frame_is_cut() -> None:
+def test_outbox_merges_tokens_until_frame_is_cut() -> None:
     this = outbox()
     this.push(Outcome(A, 5, (10,)))
     this.push(Outcome(B, 0, (20,)))
@@ -45,7 +45,7 @@ def test_tokens_of_one_sequence_merge_until_the_frame_is_cut() -> None:
     assert cut(this).progress[0].offset == 9
 
 
-def test_where_a_sequence_stands_merges_too() -> None:
+def test_outbox_merges_residence_and_news() -> None:
     """The last residence counts, and all that happened since the frame before."""
     this = outbox()
     this.push(Outcome(A, 5, num_computed=90, news=News(Residence.PREEMPTED, preemptions=1)))
@@ -69,7 +69,7 @@ def test_where_a_sequence_stands_merges_too() -> None:
     ]
 
 
-def test_last_report_travels_with_the_next_frame() -> None:
+def test_outbox_sends_last_breakdown_with_next_frame() -> None:
     calls: list[int] = []
     this = Outbox(lambda: calls.append(1))
     this.breakdown(SequenceBreakdown(A, TimeBreakdown(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
@@ -83,11 +83,11 @@ def test_last_report_travels_with_the_next_frame() -> None:
     assert not cut(this).breakdowns
 
 
-def test_every_frame_has_the_state() -> None:
+def test_outbox_frame_always_has_state() -> None:
     assert cut(outbox()) == session_pb2.WorkerFrame(state=session_pb2.WorkerState(step=9))
 
 
-def test_what_was_dropped_is_not_told() -> None:
+def test_outbox_does_not_send_dropped_sequences() -> None:
     this = outbox()
     this.push(Outcome(A, 0, (1,)))
     this.push(Outcome(B, 0, (2,)))
@@ -99,7 +99,7 @@ def test_what_was_dropped_is_not_told() -> None:
     assert [it.choice for it in frame.progress] == [it.choice for it in frame.breakdowns] == [1]
 
 
-def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:
+def test_outbox_sends_acknowledgements_once_and_bounded() -> None:
     this = outbox()
     for epoch in range(1, _MAX_ACCEPTED + 3):
         this.accept(epoch)
@@ -108,7 +108,7 @@ def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:
     assert not cut(this).accepted_epochs
 
 
-def test_occupants_wait_for_a_frame_and_are_no_reason_for_one() -> None:
+def test_outbox_occupants_do_not_trigger_a_frame() -> None:
     this = outbox()
     this.show((Occupant(2, "old"),))
     this.show((Occupant(3, "new", prefilling=True),))
@@ -118,7 +118,7 @@ def test_occupants_wait_for_a_frame_and_are_no_reason_for_one() -> None:
     assert not cut(this).state.running
 
 
-def test_whatever_is_worth_a_frame_is_notified() -> None:
+def test_outbox_notifies_of_pending_frame() -> None:
     calls: list[int] = []
     this = Outbox(lambda: calls.append(1))
     this.push(Outcome(A, 0, tuple(prompt(3))))

@@ -44,7 +44,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_looks_for_all_who_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_check_is_shared_by_all_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     # The test is the timer.
     monkeypatch.setattr(health_server, "_LOOK_S", 3600.0)
     requests = Requests()
@@ -71,7 +71,7 @@ async def test_one_looks_for_all_who_watch(monkeypatch: pytest.MonkeyPatch) -> N
     assert server._timer is None
 
 
-async def test_a_change_that_only_who_comes_sees_is_told_when_it_is_undone(
+async def test_health_change_found_by_a_new_watcher_reaches_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between two looks of the timer, which sees the same both times."""

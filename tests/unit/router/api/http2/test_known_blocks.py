@@ -16,7 +16,7 @@ HEADERS = [
 ]
 
 
-def test_a_block_that_names_entries_alone_is_known_again() -> None:
+def test_known_blocks_reuse_a_block_of_indexed_fields() -> None:
     encoder, decoder = Encoder(), KnownBlocks(1 << 16)
     first = encoder.encode(HEADERS)
     assert list(decoder.decode(first, raw=True)) == HEADERS
@@ -27,7 +27,7 @@ def test_a_block_that_names_entries_alone_is_known_again() -> None:
     assert decoder.decode(encoder.encode(HEADERS), raw=True) is headers
 
 
-def test_changed_table_changes_the_headers() -> None:
+def test_known_blocks_follow_changes_of_the_table() -> None:
     encoder, decoder = Encoder(), KnownBlocks(1 << 16)
     decoder.decode(encoder.encode([(b"x-one", b"1")]), raw=True)
     block = encoder.encode([(b"x-one", b"1")])
@@ -37,7 +37,7 @@ def test_changed_table_changes_the_headers() -> None:
     assert list(decoder.decode(block, raw=True)) == [(b"x-two", b"2")]
 
 
-def test_it_says_what_hpack_says() -> None:
+def test_known_blocks_decode_as_hpack_does() -> None:
     chance = random.Random(7)
     encoder, plain, known = Encoder(), Decoder(1 << 16), KnownBlocks(1 << 16)
     same = 0
@@ -54,7 +54,7 @@ def test_it_says_what_hpack_says() -> None:
     assert same > 200
 
 
-def test_only_so_many_are_known() -> None:
+def test_known_blocks_are_bounded() -> None:
     encoder, decoder = Encoder(), KnownBlocks(1 << 16)
     names = [b"x-%d" % n for n in range(12)]
     for name in names:

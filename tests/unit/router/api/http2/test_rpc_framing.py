@@ -25,30 +25,30 @@ def read(data: bytes, encoding: str = "identity", cut: int = 1 << 20) -> list[by
     st.sampled_from(ENCODINGS),
     st.integers(1, 50),
 )
-def test_messages_come_out_as_they_went_in(messages: list[bytes], encoding: str, cut: int) -> None:
+def test_framing_round_trips_messages(messages: list[bytes], encoding: str, cut: int) -> None:
     data = b"".join(framed(message, encoding) for message in messages)
     assert read(data, encoding, cut) == messages
 
 
-def test_what_is_long_is_compressed_and_what_is_short_is_not() -> None:
+def test_framing_compresses_only_long_messages() -> None:
     assert len(framed(b"x" * 2000, "gzip")) < 100
     assert framed(b"x" * 20, "gzip") == b"\0" + struct.pack(">I", 20) + b"x" * 20
 
 
-def test_a_message_of_another_gzip_is_read() -> None:
+def test_message_reader_accepts_foreign_gzip() -> None:
     body = gzip.compress(b"y" * 3000)
     assert read(b"\1" + struct.pack(">I", len(body)) + body, "gzip") == [b"y" * 3000]
 
 
 @pytest.mark.parametrize("length", [MOST + 1, (1 << 32) - 1])
-def test_what_is_announced_as_too_large_is_refused_before_it_comes(length: int) -> None:
+def test_message_reader_rejects_an_announced_excess_size(length: int) -> None:
     reader = MessageReader(MOST)
     with pytest.raises(MessageTooLarge):
         reader.feed(b"\0" + struct.pack(">I", length))
     assert reader.num_held < 10
 
 
-def test_of_a_bomb_no_more_is_made_than_may_be_held() -> None:
+def test_message_reader_bounds_a_decompression_bomb() -> None:
     bomb = gzip.compress(bytes(50 << 20))
     reader = MessageReader(len(bomb), "gzip")
     with pytest.raises(MessageTooLarge):
@@ -67,20 +67,22 @@ def test_of_a_bomb_no_more_is_made_than_may_be_held() -> None:
         (1, "gzip", b""),
     ],
 )
-def test_what_is_marked_wrongly_is_refused(flag: int, encoding: str, body: bytes) -> None:
+def test_message_reader_rejects_invalid_flags_and_data(
+    flag: int, encoding: str, body: bytes
+) -> None:
     with pytest.raises(InvalidRequest):
         read(bytes([flag]) + struct.pack(">I", len(body)) + body, encoding)
 
 
 @given(st.binary(max_size=300), st.sampled_from(ENCODINGS))
-def test_no_bytes_make_it_fail_in_another_way(data: bytes, encoding: str) -> None:
+def test_message_reader_raises_only_everlift_errors(data: bytes, encoding: str) -> None:
     try:
         read(data, encoding)
     except EverliftError:
         pass
 
 
-def test_an_encoding_that_is_not_known() -> None:
+def test_check_encoding_rejects_unknown_encodings() -> None:
     assert check_encoding("gzip") == "gzip"
     with pytest.raises(Unimplemented, match="snappy"):
         check_encoding("snappy")

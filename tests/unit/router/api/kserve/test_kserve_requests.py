@@ -64,7 +64,7 @@ MEANINGS: dict[str, tuple[Any, dict[str, Any]]] = {
 FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f"}
 
 
-def test_the_meaning_of_each_parameter_is_known_here() -> None:
+def test_parameters_all_have_an_expected_meaning() -> None:
     assert set(MEANINGS) == {name for parameter in PARAMETERS for name in parameter.names}
 
 
@@ -108,7 +108,7 @@ def refused(request: pb.ModelInferRequest, cause: str) -> type[EverliftError]:
 
 
 @pytest.mark.parametrize("name", MEANINGS)
-def test_a_parameter_means_the_same_in_each_place(name: str) -> None:
+def test_parameter_means_the_same_in_each_place(name: str) -> None:
     value, meaning = MEANINGS[name]
     expected = wire.GenerateRequest(model="m", text="hi", **meaning)
     assert generate(asking(**{name: value})) == expected
@@ -121,14 +121,14 @@ def test_a_parameter_means_the_same_in_each_place(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("max_tokens", "7"), ("temperature", "0.5"), ("seed", str(2**63))]
 )
-def test_numbers_may_be_text(name: str, text: str) -> None:
+def test_parameter_numbers_may_be_text(name: str, text: str) -> None:
     """As vLLM's clients send them."""
     meaning = MEANINGS[name][1]
     nested = asking(sampling_parameters=json.dumps({name: text}))
     assert generate(nested) == wire.GenerateRequest(model="m", text="hi", **meaning)
 
 
-def test_several_values_are_one_list() -> None:
+def test_parameter_values_form_one_list() -> None:
     request = with_tensor(asking(), "stop", "BYTES", [1, 3], "a", "", "b")
     nested = asking(sampling_parameters='{"stop": ["a", "b"], "stop_token_ids": [1, 2]}')
     assert list(generate(request).stop) == list(generate(nested).stop) == ["a", "b"]
@@ -140,12 +140,12 @@ def test_several_values_are_one_list() -> None:
     [("INT32", [3]), ("INT64", [3]), ("UINT32", [3]), ("INT32", [1, 3])],
 )
 @pytest.mark.parametrize("name", ["input_ids", "token_ids"])
-def test_a_prompt_may_be_tokens(name: str, datatype: str, shape: list[int]) -> None:
+def test_prompt_may_be_token_ids(name: str, datatype: str, shape: list[int]) -> None:
     request = with_tensor(pb.ModelInferRequest(), name, datatype, shape, 5, 6, 7)
     assert list(generate(request).tokens.ids) == [5, 6, 7]
 
 
-def test_the_id_is_for_the_client_alone() -> None:
+def test_message_id_is_not_the_request_id() -> None:
     request = asking()
     request.id = "1"
     assert generate(request).request_id == ""
@@ -156,16 +156,16 @@ def test_the_id_is_for_the_client_alone() -> None:
 @pytest.mark.parametrize(
     ("priority", "expected"), [(0, 0), (1, 10), (2, 9), (11, 0), (12, -1), (21, -10)]
 )
-def test_the_first_class_is_the_highest(priority: int, expected: int) -> None:
+def test_priority_one_is_the_highest_class(priority: int, expected: int) -> None:
     assert generate(asking(priority=priority)).priority == expected
 
 
-def test_zeros_and_minus_one_that_set_nothing() -> None:
+def test_zero_timeout_and_negative_top_k_set_nothing() -> None:
     assert not generate(asking(timeout=0)).HasField("timeout_ms")
     assert generate(asking(top_k=-1)).sampling.top_k == 0
 
 
-def test_how_the_answer_is_wanted() -> None:
+def test_infer_request_selects_streaming_and_outputs() -> None:
     assert infer_request.read(asking(streaming=False)).is_streamed is False
     assert infer_request.read(asking()).is_streamed is None
     assert infer_request.read(asking(triton_enable_empty_final_response=True)).has_empty_final
@@ -175,7 +175,7 @@ def test_how_the_answer_is_wanted() -> None:
     assert not infer_request.read(request).generate.HasField("sampling")
 
 
-def test_an_output_of_log_probabilities_asks_for_them() -> None:
+def test_logprobs_output_enables_logprobs() -> None:
     for logprobs in ({}, {"logprobs": 4}):
         request = asking(**logprobs)
         request.outputs.add(name="output_log_probs")
@@ -268,7 +268,7 @@ def test_an_output_of_log_probabilities_asks_for_them() -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_its_cause(
+def test_infer_request_is_rejected_with_its_cause(
     request_: pb.ModelInferRequest, cause: str, error: type[EverliftError]
 ) -> None:
     assert refused(request_, cause) is error
@@ -287,7 +287,7 @@ def test_what_cannot_be_served_is_refused_with_its_cause(
         ("unheard_of", "BYTES", 0),
     ],
 )
-def test_no_element_is_made_of_more_than_a_name_takes(
+def test_tensor_longer_than_its_parameter_is_not_decoded(
     monkeypatch: pytest.MonkeyPatch, name: str, datatype: str, most: int, is_raw: bool
 ) -> None:
     made: list[str] = []
@@ -310,7 +310,7 @@ def test_no_element_is_made_of_more_than_a_name_takes(
     assert not made
 
 
-def test_a_list_may_be_as_long_as_it_says() -> None:
+def test_parameter_list_may_have_its_maximum_length() -> None:
     stops = [str(number) for number in range(16)]
     assert list(generate(with_tensor(asking(), "stop", "BYTES", [16], *stops)).stop) == stops
     ids = [*range(64)]
@@ -318,7 +318,7 @@ def test_a_list_may_be_as_long_as_it_says() -> None:
     assert list(generate(request).stop_token_ids) == ids
 
 
-def test_outputs_are_known_by_name() -> None:
+def test_requested_outputs_are_validated() -> None:
     request = asking()
     request.outputs.add(name="embeddings")
     refused(request, "no output 'embeddings'")
@@ -329,7 +329,7 @@ def test_outputs_are_known_by_name() -> None:
     refused(request, "at most 64 outputs")
 
 
-def test_a_parameter_without_a_value_is_refused() -> None:
+def test_parameter_without_a_value_is_rejected() -> None:
     request = asking()
     request.parameters["n"].SetInParent()
     refused(request, "'n' has no value")
@@ -387,7 +387,7 @@ def request_message(draw: st.DrawFn) -> pb.ModelInferRequest:
 
 
 @given(request_message())
-def test_whatever_comes_is_read_or_refused(request_: pb.ModelInferRequest) -> None:
+def test_infer_request_is_read_or_rejected(request_: pb.ModelInferRequest) -> None:
     try:
         generate = infer_request.read(request_).generate
         assert generate.WhichOneof("prompt")
@@ -424,7 +424,7 @@ def told(answer: Answer, *names: str, has_logprobs: bool = False) -> dict[str, l
     return {tensor.name: list(tensor.values) for tensor in found}
 
 
-def test_a_whole_answer_has_its_choices_in_their_order() -> None:
+def test_answer_has_its_choices_in_order() -> None:
     answer = Answer(*PIECES)
     assert answer.is_final
     assert told(answer) == {
@@ -438,7 +438,7 @@ def test_a_whole_answer_has_its_choices_in_their_order() -> None:
     }
 
 
-def test_a_piece_has_what_is_new_of_its_choice() -> None:
+def test_answer_to_a_piece_has_only_new_output() -> None:
     answers = [Answer(it) for it in PIECES]
     assert [answer.is_empty for answer in answers] == [True, False, False, False, False]
     assert [answer.is_final for answer in answers] == [False, False, False, False, True]
@@ -452,14 +452,14 @@ def test_a_piece_has_what_is_new_of_its_choice() -> None:
     }
 
 
-def test_only_what_was_asked_for_is_told() -> None:
+def test_answer_has_only_the_requested_outputs() -> None:
     assert told(Answer(*PIECES), "finish_reason", "num_input_tokens") == {
         "finish_reason": [b"length", b"stop"],
         "num_input_tokens": [4],
     }
 
 
-def test_log_probabilities_have_the_token_and_its_alternatives() -> None:
+def test_answer_logprobs_have_the_token_and_alternatives() -> None:
     scores = wire.TokenLogprobs(logprob=-2.0, rank=3, top_ids=[5, 6], top_logprobs=[-0.5, -1.0])
     answer = Answer(piece(token_ids=[9], logprobs=[scores]))
     assert not told(answer).keys() & {"logprobs", "output_log_probs"}
@@ -474,7 +474,7 @@ def test_log_probabilities_have_the_token_and_its_alternatives() -> None:
     ]
 
 
-def test_the_description_lists_every_name() -> None:
+def test_description_lists_every_name() -> None:
     metadata, config = description.metadata("m"), description.config("m")
     inputs = {it.name: it for it in metadata.inputs}
     assert set(inputs) == {*MEANINGS, "text_input", "input_ids", "token_ids", "sampling_parameters"}

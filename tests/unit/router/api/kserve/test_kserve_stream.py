@@ -41,7 +41,7 @@ async def read(stream: InferStream, messages: AsyncIterator[bytes]) -> list[str]
     return [answer.error_message async for answer in stream.answers(messages)]
 
 
-async def test_requests_go_on_at_once_and_each_has_its_answers_in_order() -> None:
+async def test_infer_stream_runs_requests_at_once_each_in_order() -> None:
     requests = Requests()
     reading = asyncio.create_task(read(InferStream(requests.answer), sent(b"a2", b"b3", b"c0")))
     await until(lambda: requests.running == {"a", "b"})
@@ -52,11 +52,11 @@ async def test_requests_go_on_at_once_and_each_has_its_answers_in_order() -> Non
     assert answers != sorted(answers)
 
 
-async def test_a_stream_without_requests_ends() -> None:
+async def test_infer_stream_without_requests_ends() -> None:
     assert await read(InferStream(Requests().answer), sent()) == []
 
 
-async def test_only_so_many_go_on_at_once_and_the_others_come_after_them() -> None:
+async def test_infer_stream_limits_concurrent_requests() -> None:
     requests = Requests()
     messages = [f"{name}2".encode() for name in "abcdefg"]
     reading = asyncio.create_task(read(InferStream(requests.answer, 2), sent(*messages)))
@@ -66,7 +66,7 @@ async def test_only_so_many_go_on_at_once_and_the_others_come_after_them() -> No
     assert requests.most == 2
 
 
-async def test_when_nobody_reads_any_more_all_of_them_end() -> None:
+async def test_infer_stream_ends_all_requests_when_closed() -> None:
     requests = Requests()
     answers = InferStream(requests.answer).answers(sent(b"a9", b"b9"))
     await anext(answers)
@@ -75,7 +75,7 @@ async def test_when_nobody_reads_any_more_all_of_them_end() -> None:
     assert not requests.running
 
 
-async def test_who_reads_slowly_holds_its_requests_up_and_loses_nothing() -> None:
+async def test_infer_stream_loses_nothing_for_a_slow_reader() -> None:
     requests = Requests()
     requests.may_go_on.set()
     answers = InferStream(requests.answer).answers(sent(b"a5", b"b5"))
@@ -87,7 +87,7 @@ async def test_who_reads_slowly_holds_its_requests_up_and_loses_nothing() -> Non
     assert sorted(got) == sorted(f"{name}{number}" for name in "ab" for number in range(5))
 
 
-async def test_a_stream_that_breaks_says_so_after_what_had_begun() -> None:
+async def test_infer_stream_reports_broken_input_after_answers() -> None:
     async def broken() -> AsyncIterator[bytes]:
         yield b"a1"
         raise ConnectionError("gone")

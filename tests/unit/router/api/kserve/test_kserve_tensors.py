@@ -42,7 +42,7 @@ def one(datatype: str, shape: list[int], raw: bytes) -> Tensor:
 
 
 @given(st.data(), st.sampled_from(sorted(VALUES)))
-def test_what_is_written_is_read_as_it_was(data: st.DataObject, datatype: str) -> None:
+def test_tensors_round_trip(data: st.DataObject, datatype: str) -> None:
     values = data.draw(st.lists(VALUES[datatype], max_size=5))
     response = pb.ModelInferResponse()
     tensors.add_output(response, Tensor("t", datatype, (len(values),), values))
@@ -66,7 +66,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("datatype", FIELDS)
-def test_contents_say_the_same_as_bytes(datatype: str) -> None:
+def test_tensor_contents_are_read_like_raw_bytes(datatype: str) -> None:
     field, values = FIELDS[datatype]
     shape = [1, 2]
     [tensor] = read(
@@ -95,7 +95,7 @@ def test_contents_say_the_same_as_bytes(datatype: str) -> None:
         ("BYTES", [1 << 40], b"\0" * 8, "its shape has 1099511627776 elements"),
     ],
 )
-def test_shape_and_bytes_have_to_agree(
+def test_tensor_shape_must_match_its_bytes(
     datatype: str, shape: list[int], raw: bytes, cause: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=cause):
@@ -123,13 +123,13 @@ INT = {"name": "t", "datatype": "INT32", "shape": [1]}
         ),
     ],
 )
-def test_a_tensor_comes_whole_and_in_one_place(
+def test_tensor_must_be_complete_and_in_one_place(
     inputs: list[dict[str, Any]], raw: list[bytes], cause: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=cause):
         read(*inputs, raw=raw)
 
 
-def test_an_empty_tensor_has_no_values() -> None:
+def test_empty_tensor_has_no_values() -> None:
     assert [len(one(datatype, [0], b"").values) for datatype in VALUES] == [0] * len(VALUES)
     assert list(one("INT16", [], struct.pack("<h", -7)).values) == [-7]

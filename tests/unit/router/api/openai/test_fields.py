@@ -23,14 +23,14 @@ def protobuf_count(data: bytes) -> int | None:
 
 
 @given(st.lists(st.text(max_size=300), max_size=20), st.integers(0, 2**64 - 1))
-def test_a_message_has_as_many_as_protobuf_finds(texts: list[str], number: int) -> None:
+def test_field_count_equals_protobufs(texts: list[str], number: int) -> None:
     data = pb.GenerateRequest(
         stop=texts, sampling=pb.Sampling(seed=number), max_tokens=number % 2**32
     ).SerializeToString()
     assert inference_server.count(data, MANY) == protobuf_count(data) == len(texts) + 2
 
 
-def test_each_wire_type_is_passed_over() -> None:
+def test_field_count_skips_each_wire_type() -> None:
     data = pb.AttachRequest(from_offsets=[-1, 5], digests=[1, 2]).SerializeToString()
     data += pb.Timing(queued_s=0.5, attempts=3).SerializeToString()
     data += b"\x0d\x01\x02\x03\x04"  # field 1, 32 bits
@@ -38,7 +38,7 @@ def test_each_wire_type_is_passed_over() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_bytes_of_any_kind_are_counted_up_to_what_is_none(data: bytes) -> None:
+def test_field_count_handles_arbitrary_bytes(data: bytes) -> None:
     """Groups, which nobody writes any more, are none for us."""
     found, wanted = inference_server.count(data, MANY), protobuf_count(data)
     assert 0 <= found <= len(data)
@@ -47,6 +47,6 @@ def test_bytes_of_any_kind_are_counted_up_to_what_is_none(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 10])
-def test_it_stops_where_there_are_too_many(most: int) -> None:
+def test_field_count_stops_beyond_its_limit(most: int) -> None:
     data = pb.GenerateRequest(stop=[""] * 11).SerializeToString()
     assert inference_server.count(data, most) == most + 1

@@ -118,7 +118,7 @@ ODD_ENVELOPE = Envelope('cmpl-"text":""', 7, 'm"text":""\u2028é', 'f"')
 
 
 @given(text=st.text(), choice=st.integers(0, 2))
-def test_what_is_written_around_a_text_is_the_chunk(text: str, choice: int) -> None:
+def test_answer_data_equals_the_encoded_chunk(text: str, choice: int) -> None:
     answer = CompletionAnswer(ODD_ENVELOPE, TOKENIZER, has_logprobs=False)
     for news in (News(choice, text, (), ()), News(choice, text, (), (), "stop")):
         chunk = answer.chunk(news)
@@ -162,7 +162,7 @@ ENDS = st.lists(st.integers(0, 20))
 
 @pytest.mark.parametrize("kind", ANSWERS)
 @given(data=st.data())
-def test_a_stream_that_broke_goes_on_exactly_there(kind: str, data: st.DataObject) -> None:
+def test_answer_stream_resumes_exactly_where_it_broke(kind: str, data: st.DataObject) -> None:
     texts = data.draw(st.lists(OBJECTS, min_size=1, max_size=2) if kind == "call" else TEXTS)
     texts = texts[:2] if kind == "echo" else texts
     transcript = Transcript("r", 1, len(texts))
@@ -184,7 +184,7 @@ def test_a_stream_that_broke_goes_on_exactly_there(kind: str, data: st.DataObjec
 
 @pytest.mark.parametrize("kind", ANSWERS)
 @given(data=st.data())
-def test_the_whole_is_what_its_stream_says(kind: str, data: st.DataObject) -> None:
+def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
     texts = data.draw(st.lists(OBJECTS, min_size=1, max_size=2) if kind == "call" else TEXTS)
     texts = texts[:2] if kind == "echo" else texts
     read = interleaved(texts, data.draw(ENDS))
@@ -213,7 +213,7 @@ def test_the_whole_is_what_its_stream_says(kind: str, data: st.DataObject) -> No
         ]
 
 
-def test_a_completions_log_probabilities() -> None:
+def test_completion_log_probabilities_have_text_offsets() -> None:
     answer = CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=True)
     events = stream(answer, Transcript("r", 1, 1), interleaved(["abc"], [1]))
     assert [chunk["choices"][0]["logprobs"] for _, chunk in events] == [
@@ -287,7 +287,7 @@ def scored_answers(tokenizer: Tokenizer) -> list[Answer]:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_part_of_a_whole_answer_has_few_log_probabilities(
+def test_whole_answer_parts_have_few_log_probabilities(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_AT_ONCE", 10 * (1 + NUM_TOP))
@@ -302,7 +302,7 @@ def test_a_part_of_a_whole_answer_has_few_log_probabilities(
 
 @pytest.mark.parametrize("num_top", [0, NUM_TOP])
 @pytest.mark.parametrize("num_tokens", [0, 1, 11, 35])
-def test_the_parts_of_a_whole_answer_are_its_json(
+def test_whole_answer_parts_join_to_its_json(
     num_tokens: int, num_top: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_AT_ONCE", 10 * (1 + num_top))
@@ -335,7 +335,7 @@ class Read:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-async def test_others_have_their_turns_while_an_answer_is_written(
+async def test_whole_answer_yields_to_other_tasks(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_AT_ONCE", 4)
@@ -417,7 +417,7 @@ async def test_stream_yields_to_others_after_many_or_large_events(
     ],
     ids=lambda it: it.slug if isinstance(it, EverliftError) else "",
 )
-def test_error_event_says_whether_and_how_to_go_on(
+def test_error_event_states_retry_and_resume_headers(
     error: EverliftError, retry_after: float | None, should_retry: bool, is_resumable: bool
 ) -> None:
     transcript = Transcript("mine-7", 1, 1)
@@ -460,7 +460,7 @@ async def test_slow_reader_gets_no_comments() -> None:
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
-def test_what_json_cannot_hold_is_not_written(logprob: float) -> None:
+def test_non_finite_log_probabilities_are_not_written(logprob: float) -> None:
     answer = ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=True)
     piece = pb.GenerateResponse(
         token_ids=[97], text="a", logprobs=[TokenLogprobs(logprob, 5).to_proto()]
@@ -513,7 +513,7 @@ def position(text: str, *, is_end: bool = False) -> Position:
 
 
 @pytest.mark.parametrize("had", ["", "ab", "abc", "abcd", "abcdef"])
-def test_who_has_the_same_tokens_goes_on(had: str) -> None:
+def test_position_with_matching_digest_resumes(had: str) -> None:
     events = resumed([position(had)], ["abcdef"])
     assert "".join(chunk["choices"][0]["text"] for _, chunk in events) == "abcdef"[len(had) :]
 
@@ -529,7 +529,7 @@ def test_who_has_the_same_tokens_goes_on(had: str) -> None:
         (Position(0, 0, 7), "others"),
     ],
 )
-def test_who_has_other_tokens_is_told_so_and_gets_none(had: Position, cause: str) -> None:
+def test_position_with_other_tokens_is_data_loss(had: Position, cause: str) -> None:
     with pytest.raises(DataLoss, match=f"choice 1 cannot be continued at token .*: .*{cause}"):
         resumed([BEGIN, had], ["", "abcdef"])
 
@@ -547,7 +547,7 @@ POSITIONS = st.builds(
     st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True),
     st.lists(POSITIONS, min_size=1, max_size=5),
 )
-def test_an_events_id_says_where_it_was(name: str, positions: list[Position]) -> None:
+def test_event_id_round_trips(name: str, positions: list[Position]) -> None:
     event = EventId(name, positions)
     assert EventId.parse(str(event)) == event
     assert "\n" not in str(event)
@@ -562,10 +562,10 @@ def test_an_events_id_says_where_it_was(name: str, positions: list[Position]) ->
         *(f"r/{PLACE}\n", f"r/{PLACE} ", f"r/{PLACE.upper()}"),
     ],
 )
-def test_what_is_no_events_id_is_refused(text: str) -> None:
+def test_malformed_event_id_is_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest):
         EventId.parse(text)
 
 
-def test_an_output_that_has_not_begun_is_at_its_begin() -> None:
+def test_event_id_of_an_unstarted_output_is_at_zero() -> None:
     assert str(EventId("r", [BEGIN])) == f"r/0.0.{token_digest(()):016x}"

@@ -35,25 +35,25 @@ BAD: dict[str, tuple[bytes, type[InvalidRequest]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_object_of_JSON_is_refused(name: str) -> None:
+def test_body_that_is_not_a_json_object_is_refused(name: str) -> None:
     data, error = BAD[name]
     with pytest.raises(error):
         body.parse(data)
 
 
-def test_a_cause_says_where() -> None:
+def test_body_error_has_line_and_column() -> None:
     with pytest.raises(MalformedBody, match="at line 2, column 12"):
         body.parse(b'{"model": "a",\n "prompt": b}')
 
 
-def test_as_deep_as_anything_sensible() -> None:
+def test_body_nesting_depth_is_limited() -> None:
     depth = body.MAX_DEPTH - 1
     body.parse(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
     with pytest.raises(MalformedBody, match="nested more than 128"):
         body.parse(b'{"a":' + b"[" * (depth + 1) + b"]" * (depth + 1) + b"}")
 
 
-def test_a_pair_of_escapes_is_one_character() -> None:
+def test_body_surrogate_pair_is_one_character() -> None:
     assert body.parse(b'{"prompt": "\\ud83d\\ude80"}') == {"prompt": "\N{ROCKET}"}
 
 
@@ -69,7 +69,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=3), st.booleans())
-def test_any_object_is_read(value: dict[str, object], ascii: bool) -> None:
+def test_body_reads_any_json_object(value: dict[str, object], ascii: bool) -> None:
     assert body.parse(json.dumps(value, ensure_ascii=ascii).encode()) == value
 
 
@@ -88,12 +88,12 @@ def what_it_is(number: str) -> int | float | None:
         *("9" * 209 + "e99", "9" * 210 + "e99", "9" * 400 + ".5", "0." + "1" * 400),
     ],
 )
-def test_an_odd_number_is_held_or_refused(number: str) -> None:
+def test_body_odd_number_is_kept_or_rejected(number: str) -> None:
     check(number)
 
 
 @given(st.from_regex(r"\A-?(0|[1-9][0-9]{0,24})(\.[0-9]{1,24})?([eE][+-]?[0-9]{1,4})?\Z"))
-def test_any_number_is_held_or_refused(number: str) -> None:
+def test_body_number_is_kept_or_rejected(number: str) -> None:
     check(number)
 
 
@@ -106,7 +106,7 @@ def check(number: str) -> None:
         body.parse(data)
 
 
-def test_numbers_that_cannot_be_odd_are_not_looked_at_one_by_one(
+def test_body_of_plain_numbers_skips_per_number_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
@@ -122,7 +122,7 @@ def test_numbers_that_cannot_be_odd_are_not_looked_at_one_by_one(
 
 
 @given(st.binary() | st.text().map(str.encode))
-def test_any_bytes_have_an_answer(data: bytes) -> None:
+def test_body_of_any_bytes_is_parsed_or_a_client_error(data: bytes) -> None:
     try:
         body.parse(data)
     except EverliftError as error:

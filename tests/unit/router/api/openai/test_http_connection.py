@@ -63,7 +63,7 @@ async def line() -> AsyncIterator[Line]:
     await line.close()
 
 
-async def test_as_many_as_may_wait_are_all_answered_again_and_again(line: Line) -> None:
+async def test_connection_answers_the_maximum_of_pipelined_requests(line: Line) -> None:
     line.app.may.set()
     for round_ in range(1, 4):
         line.connection.data_received(REQUEST * MOST)
@@ -74,7 +74,7 @@ async def test_as_many_as_may_wait_are_all_answered_again_and_again(line: Line) 
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_who_asks_on_without_an_answer_is_hung_up_on(line: Line, at_once: bool) -> None:
+async def test_connection_closes_on_too_many_unanswered_requests(line: Line, at_once: bool) -> None:
     if at_once:
         line.connection.data_received(REQUEST * 10_000)
     else:

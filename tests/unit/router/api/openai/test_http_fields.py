@@ -50,7 +50,7 @@ def chat(tools: Grammar | None = None, **more: Any) -> pb.GenerateRequest:
     return submissions.of_chat(asked, (1, 2), tools)
 
 
-def test_every_parameter_of_a_completion_arrives() -> None:
+def test_completion_passes_every_parameter() -> None:
     [message] = completion(
         model="m",
         max_tokens=7,
@@ -108,7 +108,7 @@ def test_every_parameter_of_a_completion_arrives() -> None:
     )
 
 
-def test_what_is_not_said_is_as_openai_has_it() -> None:
+def test_omitted_fields_have_openai_defaults() -> None:
     [plain] = completion()
     # 16 tokens of a completion, what the context leaves of a chat.
     assert plain == pb.GenerateRequest(
@@ -125,7 +125,7 @@ def test_what_is_not_said_is_as_openai_has_it() -> None:
     assert completion(**nothing) == [plain]
 
 
-def test_every_message_is_one_that_the_gateway_takes() -> None:
+def test_built_messages_are_valid_submissions() -> None:
     for message in (*completion(best_of=1), chat(), chat(logprobs=True, top_logprobs=3)):
         Submission.from_proto(message, "r", seed=1)
 
@@ -139,7 +139,9 @@ def test_every_message_is_one_that_the_gateway_takes() -> None:
         ([[1, 2], [3]], [], [[1, 2], [3]]),
     ],
 )
-def test_a_prompt_in_its_four_forms(prompt: Any, texts: list[str], ids: list[list[int]]) -> None:
+def test_prompt_is_read_in_its_four_forms(
+    prompt: Any, texts: list[str], ids: list[list[int]]
+) -> None:
     messages = completion(prompt=prompt)
     assert [it.text for it in messages if it.text] == texts
     assert [list(it.tokens.ids) for it in messages if it.tokens.ids] == ids
@@ -148,19 +150,19 @@ def test_a_prompt_in_its_four_forms(prompt: Any, texts: list[str], ids: list[lis
 @pytest.mark.parametrize(
     "prompt", [["a", 1], [1, "a"], [[1], "a"], [["a"]], [1.5], {}, None, 5, True, [-1], [2**32]]
 )
-def test_mixed_prompts_and_what_is_none_are_refused(prompt: Any) -> None:
+def test_prompt_of_mixed_or_wrong_types_is_rejected(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         completion(prompt=prompt)
     assert caught.value.field.startswith("prompt")
 
 
-def test_no_more_prompts_than_one_call_may_have() -> None:
+def test_prompts_of_one_call_are_limited() -> None:
     assert len(completion(prompt=["a"] * fields.MAX_PROMPTS)) == fields.MAX_PROMPTS
     with pytest.raises(OutOfRange, match="at most 128 prompts"):
         completion(prompt=["a"] * (fields.MAX_PROMPTS + 1))
 
 
-def test_a_chats_limits_and_log_probabilities() -> None:
+def test_chat_max_tokens_and_logprobs_are_passed() -> None:
     assert chat(max_tokens=5).max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     assert not chat().sampling.HasField("logprobs")
@@ -194,7 +196,7 @@ def test_a_chats_limits_and_log_probabilities() -> None:
         ({"structured_outputs": {"json": {"a": 1}}}, pb.Grammar(json_schema='{"a": 1}')),
     ],
 )
-def test_forms_of_the_output(asked: dict[str, Any], form: pb.Grammar | None) -> None:
+def test_response_format_becomes_a_grammar(asked: dict[str, Any], form: pb.Grammar | None) -> None:
     sampling = chat(**asked).sampling
     assert (sampling.grammar if sampling.HasField("grammar") else None) == form
 
@@ -239,7 +241,7 @@ def test_chat_tool_grammar_excludes_structured_outputs() -> None:
         ({"on_disconnect": "queue_wait"}, "on_disconnect"),
     ],
 )
-def test_what_is_wrong_is_named(asked: dict[str, Any], field: str) -> None:
+def test_invalid_field_is_named(asked: dict[str, Any], field: str) -> None:
     for ask in (completion, chat):
         with pytest.raises(InvalidRequest) as caught:
             ask(**asked)
@@ -247,7 +249,7 @@ def test_what_is_wrong_is_named(asked: dict[str, Any], field: str) -> None:
         assert str(caught.value)
 
 
-def test_an_unknown_field_has_the_nearest_one_beside_it() -> None:
+def test_unknown_field_error_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownField, match="'temperatur'; did you mean 'temperature'"):
         completion(temperatur=1)
     with pytest.raises(UnknownField, match="unknown field 'promt'; did you mean 'prompt'"):
@@ -260,12 +262,12 @@ def test_an_unknown_field_has_the_nearest_one_beside_it() -> None:
     assert str(nested.value) == "unknown field 'stream_options.streams'"
 
 
-def test_what_guidellm_asks_of_every_stream_is_taken() -> None:
+def test_stream_options_of_guidellm_are_accepted() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert completion(stream=True, stream_options=options) == completion(stream=True)
 
 
-def test_fields_of_openai_that_change_nothing_here_are_taken() -> None:
+def test_ineffective_openai_fields_are_accepted() -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     assert completion(**harmless) == completion()
     assert chat(reasoning_effort="low", modalities=["text"], **harmless) == chat()
@@ -329,7 +331,7 @@ def test_null_required_field_is_missing(kind: type[Fields], name: str) -> None:
         parse(kind, {name: None})
 
 
-def test_what_cannot_be_done_is_said() -> None:
+def test_unsupported_completion_features_are_rejected() -> None:
     for asked in ({"suffix": "x"}, {"echo": True, "logprobs": 1}):
         with pytest.raises(Unsupported):
             completion(**asked)
@@ -346,7 +348,7 @@ def test_what_cannot_be_done_is_said() -> None:
         (completion(max_tokens=2**30), 2**30),
     ],
 )
-def test_a_whole_answer_holds_so_many_log_probabilities(
+def test_whole_answer_log_probabilities_are_limited(
     messages: list[pb.GenerateRequest], context: int
 ) -> None:
     submissions.check_whole(messages, context)
@@ -356,12 +358,12 @@ def test_a_whole_answer_holds_so_many_log_probabilities(
             submissions.check_whole(messages, context)
 
 
-def test_no_limit_and_negative_seeds() -> None:
+def test_negative_top_k_and_seed_are_converted() -> None:
     assert completion(top_k=-1)[0].sampling.top_k == 0
     assert completion(seed=-1)[0].sampling.seed == 2**64 - 1
 
 
-def test_a_cause_never_quotes_what_was_sent() -> None:
+def test_field_error_never_quotes_the_input() -> None:
     for ask in (
         {"prompt": {"secret": 1}},
         {"prompt": ["secret", 5]},
@@ -375,7 +377,7 @@ def test_a_cause_never_quotes_what_was_sent() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_errors_as_openais_clients_know_them() -> None:
+def test_errors_have_openai_types_and_headers() -> None:
     error = OutOfRange("too much", field="logprobs")
     assert described(error, ChatFields.PARAMS) == {
         "error": {
@@ -412,20 +414,20 @@ WRONG: dict[str, tuple[type[Fields], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_of_a_million_things_that_are_wrong_a_few_are_looked_at(name: str) -> None:
+def test_validation_of_a_million_errors_stops_after_a_few(name: str) -> None:
     kind, body = WRONG[name]
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() <= len(kind.model_fields) + 2
 
 
-def test_too_large_a_bias_is_refused_before_its_values_are_looked_at() -> None:
+def test_logit_bias_size_is_checked_before_its_values() -> None:
     bias = dict.fromkeys(map(str, range(MILLION)), "wrong")
     with pytest.raises(OutOfRange, match="at most 1024 tokens"):
         parse(CompletionFields, {"prompt": "a", "logit_bias": bias})
 
 
-def test_an_unknown_name_is_told_however_many_there_are() -> None:
+def test_unknown_field_is_named_among_a_million() -> None:
     body = {"prompt": "a"} | dict.fromkeys(map(str, range(MILLION)))
     with pytest.raises(UnknownField, match="unknown field '0'"):
         parse(CompletionFields, body)

@@ -103,11 +103,11 @@ def table() -> list[list[str]]:
         ("a connection without requests", f"{server._IDLE_S} s"),
     ],
 )
-def test_the_table_has_the_limit(rows: dict[str, str], row: str, most: str) -> None:
+def test_limits_table_states_each_limit(rows: dict[str, str], row: str, most: str) -> None:
     assert most in rows[row]
 
 
-def test_what_it_is_refused_with_is_an_error() -> None:
+def test_limits_table_names_known_error_slugs() -> None:
     named = {slug for *_, otherwise in table() for slug in re.findall(r"`(\w+)`", otherwise)}
     assert named <= BY_SLUG.keys()
     assert {cls.slug for cls in OutOfRange.__subclasses__()} <= named
@@ -120,6 +120,8 @@ def test_what_it_is_refused_with_is_an_error() -> None:
         (2.5, -2.0, 2.0, "it must be from -2 to 2, not 2.5"),
     ],
 )
-def test_a_bound_is_told_with_every_digit(value: float, low: float, high: float, told: str) -> None:
+def test_range_error_shows_every_digit_of_its_bounds(
+    value: float, low: float, high: float, told: str
+) -> None:
     with pytest.raises(OutOfRange, match=told):
         check_range("it", value, low, high)
