@@ -55,22 +55,24 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """A worker hands its running requests back to the queue, with their tokens, and takes no more.
+        """Drains a worker: it returns its running requests with their tokens to the queue, and accepts no
+        more requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Changes how the admission queue and the workers' engines work, in the whole cluster and until it is changed
-        again. Nothing that waits or runs is lost or begins again.
+        """Changes settings of the admission queue and of the workers' engines. A change applies to the
+        whole cluster until the next change. Queued and running requests are neither lost nor
+        restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Capacity(self, request, context):
-        """What the cluster can hold and do, and how much of it is in use.
+        """Returns the capacity and the throughput of the cluster, and how much of the capacity is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class ChaosServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Inject(self, request, context):
-        """Makes a fault happen. It answers when the fault is under way, not when it is over.
+        """Injects a fault. The call returns when the fault is under way, not when it is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

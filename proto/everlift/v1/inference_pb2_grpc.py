@@ -100,86 +100,89 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Submits a request and streams its tokens. A request_id that is already known with the same body
-        attaches to that request from offset 0; with another body the call fails with ALREADY_EXISTS.
+        """Submits a request and streams its tokens. If a request with the same request_id and the same
+        body exists already, the call attaches to it from offset 0. If its body differs, the call fails
+        with ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request, context):
-        """Submits many requests, each one of its own, and streams all of them. One that is refused or fails does not
-        disturb the others.
+        """Submits many independent requests and streams the outputs of all of them. The rejection or
+        failure of one request does not affect the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Streams a known request from a token offset on, whatever router took it and whatever its state.
+        """Streams an existing request from a token offset on, whichever router accepted it and whatever
+        its state is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request. Cancelling a finished request changes nothing and answers with its state.
+        """Cancels a request. Cancelling a request that has ended changes nothing and returns its state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """What the ledger knows of a request, without its tokens.
+        """Returns the ledger's record of a request, without its tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Where the time of a request went; of one that goes on, so far.
+        """Returns the time breakdown of a request; for an unfinished request, the breakdown so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """The caller's own requests that the ledger knows, newest first.
+        """Lists requests in the ledger, newest first; by default the caller's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Erases a request, its prompt and its outputs; one that goes on is cancelled first.
+        """Erases a request with its prompt and its outputs. An unfinished request is cancelled first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text to token ids, as a prompt is read.
+        """Converts text to token ids, in the same way as a prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Converts token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """What may be asked for as GenerateRequest.model.
+        """Lists the models that GenerateRequest.model may name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Workers, queue and requests of the cluster, as the leading router sees them.
+        """Returns the workers that the answering router knows, the queue as the leader reports it, and
+        counters of the answering router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

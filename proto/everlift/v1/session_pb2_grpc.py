@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class WorkerSessionStub(object):
-    """Served by rank 0 of every worker; every router replica keeps one stream open.
+    """Served by rank 0 of every worker. Every router replica keeps one stream to each worker open.
     """
 
     def __init__(self, channel):
@@ -44,12 +44,12 @@ class WorkerSessionStub(object):
 
 
 class WorkerSessionServicer(object):
-    """Served by rank 0 of every worker; every router replica keeps one stream open.
+    """Served by rank 0 of every worker. Every router replica keeps one stream to each worker open.
     """
 
     def Connect(self, request_iterator, context):
-        """The router's first frame carries hello, and so does the worker's. From then on the worker sends one
-        frame per engine step that made something for this router, and at least five a second.
+        """The first frame in each direction contains hello. After that, the worker sends one frame for
+        each engine step that produced something for this router, and at least five frames per second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_WorkerSessionServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerSession(object):
-    """Served by rank 0 of every worker; every router replica keeps one stream open.
+    """Served by rank 0 of every worker. Every router replica keeps one stream to each worker open.
     """
 
     @staticmethod
@@ -145,35 +145,36 @@ class RouterInternalServicer(object):
     """
 
     def Announce(self, request, context):
-        """A worker says that it is ready. Repeating it changes nothing.
+        """Announces a worker that is ready. Repeating the call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TellStart(self, request, context):
-        """A worker says that it starts, again and again until it is ready.
+        """Reports a worker that is starting. The worker repeats the call until it is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Admission(self, request_iterator, context):
-        """A gateway's line to the leader: what waits goes up, dispatches come down.
+        """Stream between a gateway and the leader: the gateway sends queued requests, and the leader
+        sends dispatches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Count(self, request, context):
-        """What this router counted, for the console of another one.
+        """Returns the counters of this router, for the console of another router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inject(self, request, context):
-        """A fault that another router was told, for this router.
+        """Applies this router's part of a fault that another router was asked to inject.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -197,7 +197,7 @@ async def test_private_model_needs_token_and_hides_it(
     caplog.set_level(logging.DEBUG)
     hub.push(NAME, ONE_FILE)
     hub.repositories[NAME].token = "hf_right"
-    assert "none that HF_TOKEN gives access to" in await refusal()
+    assert "no such model that HF_TOKEN gives access to" in await refusal()
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     answer = await refusal()
     assert "the hub refuses HF_TOKEN" in answer and "401" in answer

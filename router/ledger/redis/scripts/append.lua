@@ -1,19 +1,20 @@
--- running -> running, or with the end of the last choice that went on -> finished. Answers by pairs what is
--- not simply ok: the number of an item, and its word of Appended.
--- ARGV: retention_ms, and all items as one MessagePack array, since every argument of its own costs the
---       client as much as a token: for each item id, epoch, offset, tokens, and '' if they are of choice 0
---       and that is all, else 'more' and: choice, letter of its end or '', logprobs, prompt_logprobs, the
---       tally or '', and the explanation that comes with an end, or ''. All but the offset are text.
+-- running -> running, or -> finished if the last unfinished choice ends. Returns a pair for each
+-- item whose result is not ok: the number of the item, from 1, and its result, a value of Appended.
+-- ARGV: retention_ms, and all items as one MessagePack array, because each separate argument would
+--       cost the client as much as a token. An item is id, epoch, offset, tokens, and then '' if
+--       the tokens are of choice 0 and there is nothing else. Otherwise 'more' follows, and:
+--       choice, letter of its end or '', logprobs, prompt_logprobs, tally or '', and the
+--       explanation that is sent with an end, or ''. All but the offset are text.
 
 local retention_ms = ARGV[1]
 
--- An end that came a second time because its answer was lost.
+-- Return whether an append repeats a stored end, because the answer to the first one was lost.
 local function is_repeated(id, choice, last, letter, finishes)
     return letter == letter_of(choice, finishes)
         and last <= redis.call('STRLEN', tokens_key(id, choice))
 end
 
--- Stores what lies beyond the tokens that are known. All positions are in bytes.
+-- Store those of the tokens that are not stored yet. All positions are in bytes.
 local function store(id, choice, offset, tokens, logprobs, max_bytes)
     local known = redis.call('STRLEN', tokens_key(id, choice))
     if offset > known then return 'gap' end
@@ -37,7 +38,7 @@ local function end_choice(id, epoch, choice, letter, finishes, tally)
     return 'finished'
 end
 
--- `choice` is text, as keys need it; numbers are costly to write down.
+-- `choice` is text, because keys need text and converting numbers to text is costly.
 local function append(id, epoch, offset, tokens, choice, letter, logprobs, prompt_logprobs, tally, explanation)
     local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'max_tokens', 'finishes')
     local state, its_epoch, max_tokens, finishes = unpack(known)

@@ -1,12 +1,14 @@
--- Looks at places where something of a request is, and changes nothing. Answers for each place, or false
--- where nothing is there any more:
---   r, id, ''          the entry, then max_tokens, finished_by, 1 if its gateway owns it else 0, 1 if it
---                      is listed everywhere by its arrival else 0, its events, its keys that do not
---                      expire, its keys that are not there
---   s, id, its name    '', for a key whose request is not there
---   o, id, a gateway   state and owner of what the gateway owns, '' and '' if it is not there
---   a, id, its name    1 if that listing is one that the sweep takes it out of else 0
--- ARGV: for each place these three
+-- Examines items that belong to requests, and changes nothing. An item is three values: its kind, a
+-- request id, and a name. Returns for each item, or false if the item no longer exists:
+--   r, id, ''          of a request: the entry, then max_tokens, finished_by, 1 if its gateway owns
+--                      it else 0, 1 if all its listings have it at its arrival else 0, its events,
+--                      its keys without a time to live, its keys that do not exist
+--   s, id, key         of a key whose request does not exist: ''
+--   o, id, gateway     of a request that the gateway owns: its state and owner; '' and '' if the
+--                      request does not exist
+--   a, id, key         of a request in a tenant's listing: 1 if the sweep will remove it from that
+--                      listing when it no longer exists, else 0
+-- ARGV: for each item these three values
 
 local function is_listed(id)
     local arrived = redis.call('HGET', request_key(id), 'arrived')

@@ -1,9 +1,11 @@
--- Renews a gateway's lease. Answers now, the leader's router, address and term, and the versions of the
--- worker table and the policy.
+-- Renews a gateway's lease. Returns the current time, the leader's router, address and term, and
+-- the versions of the worker table and of the policy. Without a leader, router and address are
+-- empty and the term is 0.
 -- ARGV: gateway, address, lease in µs
 
 local gateway, address, lease = unpack(ARGV)
--- A gateway without a lease is as dead as one whose lease is over.
+-- Leases that ended longer ago than this (µs) are deleted, because a gateway without a lease counts
+-- as dead, too.
 local FORGOTTEN_AFTER = 86400 * 1000000
 
 write_though_full()

@@ -1,11 +1,12 @@
--- Takes of a tenant's limits what a request may need, all of it or nothing. Answers charged; known: another
--- call took it before; or refused, the limit that has to be waited for longest, and for how long in µs.
--- ARGV: tenant, id, call, lease in µs, prompt tokens, tokens in all, requests a minute, tokens a minute,
---       requests at a time; a limit that there is not is empty
+-- Charges to a tenant's limits what a request may need: to all limits, or to none. Returns charged;
+-- known, if another call charged the request before; or refused, the limit with the longest wait,
+-- and that wait in µs (0: unknown).
+-- ARGV: tenant, id, call, lease in µs, prompt tokens, tokens of prompt and outputs, and the limits,
+--       each empty if there is none: requests per minute, tokens per minute, concurrent requests
 
 local tenant, id, call, lease, prompt, tokens, requests_a_minute, tokens_a_minute, at_a_time = unpack(ARGV)
 local moment = now()
--- Of what was never settled so much is dropped at a time.
+-- Maximum number of charges that one call drops because their leases ended without a settlement.
 local MANY = 64
 
 local function drop_ended()
@@ -22,8 +23,9 @@ local function is_full()
         and redis.call('ZCOUNT', slots_key(tenant), '(' .. digits(moment), '+inf') >= tonumber(at_a_time)
 end
 
--- When a bucket is full again after `amount` is taken, and how long that has to wait; nothing and a wait
--- of 0 without a limit.
+-- Return the time at which a bucket is full again after `amount` is taken, and the wait in µs until
+-- it has `amount`, or is full if it holds less. The wait is 0 or negative if there is none. Without
+-- a limit, return nil and 0.
 local function taken(limit, amount, a_minute)
     if a_minute == '' then return nil, 0 end
     local due = math.max(tonumber(redis.call('HGET', buckets_key(tenant), limit) or 0), moment)
@@ -45,7 +47,7 @@ local function take(due_of_requests, due_of_tokens)
         redis.call('HSET', buckets_key(tenant), limit, digits(due))
         last = math.max(last, due)
     end
-    -- A bucket that is full is as good as none.
+    -- The key may expire when all buckets are full, because a missing bucket counts as full.
     local left = redis.call('PTTL', buckets_key(tenant))
     redis.call('PEXPIRE', buckets_key(tenant),
         digits(math.max(left, math.ceil((last - moment) / 1000) + 1000)))

@@ -1,59 +1,67 @@
--- What every script of the ledger begins with: this text is put in front of each of them.
+-- Common part of all scripts of the ledger: this text is prepended to each of them.
 --
--- Keys. KEYS[1] is the root "<prefix>:<schema>:{<shard>}:"; every key that a script touches is that
--- root and a name, so that Redis Cluster has them all on one node.
+-- Keys. KEYS[1] is the root "<prefix>:<schema>:{<shard>}:". Every key that a script uses is this
+-- root followed by a name, so that all of them are on the same node of a Redis Cluster. Only
+-- active.lua uses KEYS[1] itself as its key.
 --
---   r:<request id>           HASH    a request: ENTRY below, and
---                                      body          hash of what shapes the result
---                                      request       StoredRequest, its deadline left out
+--   r:<request id>           HASH    a request: the fields of ENTRY below, and
+--                                      body          hash of everything that shapes the result
+--                                      request       StoredRequest, without its deadline
 --                                      deadline      µs, or empty
---                                      max_tokens    most tokens that may be appended
---                                      call          nonce of the open or take over that came last,
---                                                    or empty
---                                      finished_by   epoch whose append finished it
+--                                      max_tokens    maximum number of tokens of each choice
+--                                      call          nonce of the last open or take_over, or empty
+--                                      finished_by   epoch whose append finished the request
 --                                      logprobs      1 if there are keys for log probabilities
---                                      explanation   where its time went, as its gateway told it last; not there
---                                                    before that
+--                                      explanation   time breakdown that the request's gateway
+--                                                    reported last; absent before the first report
 --   t:<request id>:<choice>  STRING  generated tokens, uint32 little endian: offset = byte / 4
---   l:<request id>:<choice>  STRING  their log probabilities, one record a token (codec.py)
---   p:<request id>           STRING  those of the prompt's tokens from the second on, or empty
---   e:<request id>           LIST    its last moves: "<µs> <move> <detail>"
---   f:<nonce>                STRING  empty: this call of forget was made
---   g:<hash of id, arrival>  STRING  empty: this request was forgotten, and is not told again
---   h:<hash of id>           STRING  empty: a request of this id was forgotten, not lost
+--   l:<request id>:<choice>  STRING  log probabilities of these tokens, one record per token
+--                                    (codec.py)
+--   p:<request id>           STRING  log probabilities of the prompt's tokens from the second one
+--                                    on, or empty
+--   e:<request id>           LIST    last moves of the request: "<µs> <move> <detail>"
+--   f:<nonce>                STRING  empty; it exists if this call of forget was executed
+--   g:<hash of id, arrival>  STRING  empty; it exists if this request was erased by forget, so that
+--                                    reassert does not restore it
+--   h:<hash of id>           STRING  empty; it exists if a request with this id was erased by
+--                                    forget, and not lost
 --   owned:<gateway>          SET     unfinished requests of a gateway
---   owners                   SET     gateways that own some
---   arrivals                 ZSET    requests, by arrival (µs): what listings go through
---   arrivals:<tenant>        ZSET    those of one tenant, where tenants are told apart
---   swept                    STRING  rank in `arrivals` to which the sweep has come
---   term                     HASH    term of the newest leader, and since when (µs)
---   slots:<tenant>           ZSET    its unfinished requests, where it has limits -> until when each counts
---                                    unless it is held again (µs)
---   charges:<tenant>         HASH    of these requests, what each took:
---                                    "<call> <prompt tokens> <tokens> <requests a minute> <tokens a minute>"
---   buckets:<tenant>         HASH    requests, tokens: when each bucket is full again (µs)
+--   owners                   SET     gateways that own unfinished requests
+--   arrivals                 ZSET    requests, by arrival (µs); listings read it
+--   arrivals:<tenant>        ZSET    requests of one tenant, if tenants are distinguished
+--   swept                    STRING  rank in `arrivals` up to which the sweep has checked
+--   term                     HASH    term of the newest leader, and the start of the term (µs)
+--   slots:<tenant>           ZSET    unfinished requests of a tenant that has limits -> time (µs)
+--                                    until which each counts, unless hold.lua extends it
+--   charges:<tenant>         HASH    charge of each of these requests: "<call> <prompt tokens>
+--                                    <tokens> <requests per minute> <tokens per minute>"
+--   buckets:<tenant>         HASH    requests, tokens: time (µs) at which each bucket is full again
 --
--- On shard 0 alone, for the whole cluster:
+-- On shard 0 only, for the whole cluster:
 --
 --   leases                   ZSET    gateway -> end of its lease (µs)
 --   addresses                HASH    gateway -> internal address
 --   leader                   HASH    router, address, term, since and ends (µs)
 --   workers                  HASH    worker id -> WorkerInfo
---   worker_addresses         HASH    worker id -> address in its WorkerInfo, no address twice
---   workers_version          STRING  µs of the worker table's last change
---   last_worker              STRING  WorkerInfo of the worker that came last, though it is gone
---   load                     HASH    load: ClusterLoad, moment: µs when its leader said so
---   scaling                  HASH    scaling: Scaling, moment: µs when the autoscaler said so
---   policy                   HASH    what was set of the queue, by the settings' names, and version: µs of the last change
---   access                   HASH    keys and limits of tenants by their names (router/auth/document.py)
---   access_version           STRING  µs of their last change
+--   worker_addresses         HASH    worker id -> address in its WorkerInfo; each address is unique
+--   workers_version          STRING  time (µs) of the last change of the worker table
+--   last_worker              STRING  WorkerInfo of the worker that registered last; it is kept when
+--                                    the worker is gone
+--   load                     HASH    load: ClusterLoad, moment: time (µs) of the leader's report
+--   scaling                  HASH    scaling: Scaling, moment: time (µs) of the autoscaler's report
+--   policy                   HASH    settings of queue and engines that operators set, by name, and
+--                                    version: time (µs) of the last change
+--   access                   HASH    records of API keys and tenants, by name
+--                                    (router/auth/document.py)
+--   access_version           STRING  time (µs) of the last change of these records
 --
--- What belongs to a tenant is on the shard of its name.
+-- The keys slots, charges and buckets of a tenant are on the shard of the tenant's name.
 --
--- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
--- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.
--- `finishes` has one letter a choice, - while it goes on; so its length is the number of choices.
--- `moves` counts them; `tally` is four numbers, the fields of Tally.
+-- Lua's numbers are doubles. Times in µs are below 2^53 and therefore exact. Epochs and terms are
+-- 64-bit nonces: they are passed, stored and compared as text, and never become numbers. `finishes`
+-- has one letter per choice, which is - while the choice is unfinished. Its length is the number of
+-- choices. `moves` is the number of moves of the request; `tally` is four numbers, the fields of
+-- Tally.
 
 local ROOT = KEYS[1]
 
@@ -74,7 +82,7 @@ local function grave_key(id, arrived) return ROOT .. 'g:' .. redis.sha1hex(id ..
 
 local function forgotten_key(id) return ROOT .. 'h:' .. redis.sha1hex(id) end
 
--- The answer about a request that is not there: unknown, or erased by forget.
+-- Return the answer for a request that does not exist: erased if forget erased it, else unknown.
 local function unknown(id)
     return {redis.call('EXISTS', forgotten_key(id)) == 1 and 'erased' or 'unknown'}
 end
@@ -85,7 +93,7 @@ local function num_choices(id) return redis.call('HSTRLEN', request_key(id), 'fi
 
 local function letter_of(choice, finishes) return finishes:sub(choice + 1, choice + 1) end
 
--- Every key of a request, those that are strings last.
+-- Return all keys of a request; the first two are not strings, all others are.
 local function all_keys(id)
     local finishes, logprobs = unpack(redis.call('HMGET', request_key(id), 'finishes', 'logprobs'))
     local keys = {request_key(id), events_key(id)}
@@ -97,22 +105,22 @@ local function all_keys(id)
     return keys
 end
 
--- Microseconds since 1970.
+-- Return the time in microseconds since 1970.
 local function now()
     local time = redis.call('TIME')
     return time[1] * 1000000 + time[2]
 end
 
--- All digits of a whole number; tostring keeps 14.
+-- Return all digits of a whole number; tostring keeps only 14.
 local function digits(number) return string.format('%.0f', number) end
 
--- A server that is full refuses a script's first write if that needs memory, and none after it. What
--- changes a few fields that are there already begins with this one, which needs none.
+-- A full server refuses the first write of a script if that write needs memory, and no later write.
+-- Scripts that change only a few existing fields begin with this write, which needs no memory.
 local function write_though_full() redis.call('DEL', ROOT .. 'nothing') end
 
 local function is_final(state) return state ~= 'queued' and state ~= 'running' end
 
--- The fields of ENTRY and the number of tokens of each choice.
+-- Return the fields of ENTRY, followed by the number of tokens of each choice.
 local function entry(id)
     local fields = redis.call('HMGET', request_key(id), unpack(ENTRY))
     for choice = 0, #fields[1] - 1 do
@@ -121,7 +129,7 @@ local function entry(id)
     return fields
 end
 
--- Tokens and log probabilities of a choice from `offset` on.
+-- Return the tokens and the log probabilities of a choice from `offset` on.
 local function stored_choice(id, choice, offset)
     local key, its_logprobs = tokens_key(id, choice), logprobs_key(id, choice)
     local num_tokens = redis.call('STRLEN', key) / 4
@@ -132,8 +140,9 @@ local function stored_choice(id, choice, offset)
     }
 end
 
--- The entry, and what goes on with it takes: request, deadline, choices each from its offset on (0
--- where `offsets` ends), log probabilities of the prompt, now, explanation.
+-- Return ok, the entry, and what a gateway needs to continue the request: request, deadline, each
+-- choice from its offset on (0 if `offsets` has none for it), log probabilities of the prompt, the
+-- current time, explanation.
 local function continuation(id, offsets)
     local request, deadline, explanation = unpack(redis.call(
         'HMGET', request_key(id), 'request', 'deadline', 'explanation'))
@@ -157,7 +166,7 @@ local function disown(id, gateway)
     end
 end
 
--- The sets in which a request is listed.
+-- Return the keys of the listings that contain a request.
 local function listings(id)
     local all, tenant = ROOT .. 'arrivals', id:match('^(.*)/')
     return tenant and {all, all .. ':' .. tenant} or {all}
@@ -171,7 +180,8 @@ local function unlist(id)
     for _, key in ipairs(listings(id)) do redis.call('ZREM', key, id) end
 end
 
--- Takes those out of the listings whose keys expired, among the next `count` in turn.
+-- Check the next `count` requests of `arrivals` in turn, and remove from the listings those whose
+-- keys have expired.
 local function sweep(count)
     local before = tonumber(redis.call('GET', ROOT .. 'swept') or 0)
     local ids, rank = redis.call('ZRANGE', ROOT .. 'arrivals', before, before + count - 1), before
@@ -182,19 +192,20 @@ local function sweep(count)
     if rank ~= before then redis.call('SET', ROOT .. 'swept', rank) end
 end
 
--- A request that waits for its first worker, with what else is to be set.
+-- Create a queued request that has not run. The further arguments are names and values of fields.
 local function create(id, gateway, n, ...)
     redis.call('HSET', request_key(id),
         'state', 'queued', 'gateway', gateway, 'worker', '', 'epoch', '0', 'attempts', 0,
         'losses', 0, 'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
         'tally', '0 0 0 0', ...)
-    -- Empty, so that each has its time to live before the first append.
+    -- Create the string keys as empty, so that they can get a time to live before the first append.
     local keys = all_keys(id)
     for i = 3, #keys do redis.call('SET', keys[i], '') end
     own(id, gateway)
 end
 
--- Adds a move's event, and drops the first one of too many. The move itself counts in `moves`.
+-- Add the event of a move, and drop the oldest event if there are too many. The caller counts the
+-- move in `moves`.
 local function note(id, move, detail)
     local event = digits(now()) .. ' ' .. move .. ' ' .. detail
     if redis.call('RPUSH', events_key(id), event) > MAX_EVENTS then
@@ -204,15 +215,16 @@ end
 
 local function leads(term) return redis.call('HGET', ROOT .. 'term', 'term') == term end
 
--- What waits has a worker under a fresh epoch.
+-- queued -> running: record that a worker has the request under a fresh epoch.
 local function run(id, worker, epoch, attempts, moves)
     redis.call('HSET', request_key(id), 'state', 'running', 'worker', worker, 'epoch', epoch,
         'attempts', attempts, 'moves', moves)
     note(id, 'dispatch', worker)
 end
 
--- Appends what lies beyond the `known` bytes of a choice, of tokens of which the first one is at byte
--- `offset`; `logprobs` has a record for each of them, all of the same size, or nothing.
+-- Append the part of `tokens` that is beyond the `known` bytes of a choice. The first of `tokens`
+-- is at byte `offset`. `logprobs` has one record for each of them, all of the same size, or is
+-- empty.
 local function extend(id, choice, known, offset, tokens, logprobs)
     local fresh = tokens:sub(known - offset + 1)
     if fresh == '' then return end
@@ -233,21 +245,23 @@ local function keep_for(id, ms)
     for _, key in ipairs(all_keys(id)) do redis.call('PEXPIRE', key, ms) end
 end
 
--- Where its time went; what was told before stays where nothing is told. After a move's first write.
+-- Store a time breakdown; an empty one keeps the stored one. Call this after the first write of a
+-- move, because a full server refuses only the first write.
 local function explain(id, explanation)
     if explanation ~= '' then redis.call('HSET', request_key(id), 'explanation', explanation) end
 end
 
--- The two moves below begin with a write that needs no memory: what lets go of a request always works.
+-- The two moves below begin with a write that needs no memory, so that a full server accepts them.
+-- Their further arguments are names and values of fields.
 
--- queued or running -> a final state, with what else is to be set.
+-- queued or running -> a final state.
 local function finish(id, gateway, state, retention_ms, ...)
     keep_for(id, retention_ms)
     disown(id, gateway)
     redis.call('HSET', request_key(id), 'state', state, 'worker', '', 'epoch', '0', ...)
 end
 
--- running -> queued, with what else is to be set.
+-- queued or running -> queued.
 local function queue(id, unfinished_ms, ...)
     keep_for(id, unfinished_ms)
     redis.call('HSET', request_key(id), 'state', 'queued', 'worker', '', 'epoch', '0', ...)
@@ -261,10 +275,10 @@ local function buckets_key(tenant) return ROOT .. 'buckets:' .. tenant end
 
 local MINUTE = 60 * 1000000
 
--- In how many µs a bucket is filled by `amount`.
+-- Return the time in µs in which a bucket refills by `amount`.
 local function cost(amount, a_minute) return math.floor(amount * MINUTE / a_minute) end
 
--- What nobody holds any more goes after the last lease.
+-- Let the slots and charges of a tenant expire after the last lease, when no request holds them.
 local function keep_slots(tenant, lease)
     local ms = digits(math.ceil(lease / 1000) + 1000)
     redis.call('PEXPIRE', slots_key(tenant), ms)

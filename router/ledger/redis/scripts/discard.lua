@@ -1,5 +1,5 @@
--- queued -> gone, if `owner` owns it. Answers gone, also of what is unknown; ok and the entry of one that
--- stays.
+-- queued -> gone, if `owner` owns the request. Returns gone, also if the request does not exist; or
+-- ok and the entry if the request stays.
 -- ARGV: id, owner
 
 local id, owner = unpack(ARGV)

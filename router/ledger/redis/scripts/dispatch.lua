@@ -1,4 +1,5 @@
--- queued -> running. Answers ok, stale_term or not_queued.
+-- queued -> running. Returns ok and the entry; stale_term; or not_queued and the entry, if there is
+-- one.
 -- ARGV: id, worker, epoch, term, unfinished_ms
 
 local id, worker, epoch, term, unfinished_ms = unpack(ARGV)
@@ -6,7 +7,8 @@ local id, worker, epoch, term, unfinished_ms = unpack(ARGV)
 local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'attempts', 'moves')
 local state, its_epoch, attempts, moves = unpack(known)
 if state == 'running' and its_epoch == epoch then
-    -- Done before, whoever leads by now: the leader that did it has to tell the gateway.
+    -- The dispatch was made by an earlier call. It stays valid whichever router leads now, because
+    -- the leader that made it must notify the gateway.
     return {'ok', entry(id)}
 elseif not leads(term) then
     return {'stale_term'}

@@ -1,6 +1,6 @@
--- queued or running -> failed, cancelled or expired, if there is no `owner` or it is owned by that one.
--- Answers ok, or unknown.
--- ARGV: id, state, slug, message, retention_ms, explanation, and maybe owner
+-- queued or running -> failed, cancelled or expired, unless an `owner` is given that does not own
+-- the request. Returns ok and the entry, or unknown.
+-- ARGV: id, state, slug, message, retention_ms, explanation, and optionally owner
 
 local id, final, slug, message, retention_ms, explanation, owner = unpack(ARGV)
 

@@ -1,4 +1,4 @@
--- Answers ok and the events, oldest first, or unknown.
+-- Returns ok and the events of a request, oldest first; or unknown.
 -- ARGV: id
 
 local id = ARGV[1]

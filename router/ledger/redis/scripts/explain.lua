@@ -1,5 +1,6 @@
--- Where the time of final requests went, told once more by who had them to their ends. One that is not
--- final, another gateway's, or another one under the same id stays as it is, and so does what is not known.
+-- Replaces the time breakdowns of final requests by those that the requests' last gateways report.
+-- An item is ignored if its request is unknown, not final, owned by another gateway, or another
+-- request with the same id.
 -- ARGV: for each request its id, gateway, arrival in µs, explanation
 
 for i = 1, #ARGV, 4 do

@@ -1,5 +1,6 @@
--- From now on this shard takes dispatches of `term` alone. Answers 0 if a newer leader was here.
--- ARGV: term, since when it leads in µs
+-- Makes this shard accept dispatches under `term` only. Returns 1, or 0 if the shard has the term
+-- of a newer leader.
+-- ARGV: term, start of the term in µs
 
 local term, since = ARGV[1], ARGV[2]
 

@@ -1,12 +1,13 @@
--- final -> gone, with prompt, outputs and events. Answers gone; ok and the entry of one that is not
--- final; or unknown.
--- ARGV: id, call, how long the call may be tried again in ms, retention_ms
+-- final -> gone, with prompt, outputs and events. Returns gone; ok and the entry if the request is
+-- not final; or unknown.
+-- ARGV: id, call, time in ms during which the call may be retried, retention_ms
 
 local id, call, call_ms, retention_ms = unpack(ARGV)
 
 local state, arrived = unpack(redis.call('HMGET', request_key(id), 'state', 'arrived'))
 if redis.call('EXISTS', ROOT .. 'f:' .. call) == 1 then
-    -- The same call again: its answer was lost. Who has the id by now is another request.
+    -- The call is repeated because its answer was lost. A request that has the id now is another
+    -- one.
     return {'gone'}
 elseif not state then
     return {'unknown'}

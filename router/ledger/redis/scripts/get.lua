@@ -1,4 +1,4 @@
--- Answers ok, unknown or erased.
+-- Returns ok and the entry of a request; unknown; or erased.
 -- ARGV: id
 
 local id = ARGV[1]

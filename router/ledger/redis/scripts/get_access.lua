@@ -1,4 +1,5 @@
--- Who may come in, with its version; nothing if that is the one that is known.
+-- Returns the version and the records of API keys and tenants; empty if the version is the known
+-- one.
 -- ARGV: the known version
 
 local version = redis.call('GET', ROOT .. 'access_version') or '0'

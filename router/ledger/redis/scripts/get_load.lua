@@ -1,4 +1,5 @@
--- What the last leader knew of the cluster's work, and how long ago in µs; nothing if none said so.
+-- Returns the last load that a leader reported, and the age of the report in µs; empty if there is
+-- none.
 
 local load, moment = unpack(redis.call('HMGET', ROOT .. 'load', 'load', 'moment'))
 if not load then return {} end

@@ -1,4 +1,5 @@
--- What the autoscaler decided last, and how long ago in µs it said so; nothing if it never did.
+-- Returns the decisions that the autoscaler reported last, and the age of the report in µs; empty
+-- if there is none.
 
 local scaling, moment = unpack(redis.call('HMGET', ROOT .. 'scaling', 'scaling', 'moment'))
 if not scaling then return {} end

@@ -1,4 +1,4 @@
--- Requests go on: their slots are theirs for another lease.
+-- Extends the slots of unfinished requests until one lease from now.
 -- ARGV: lease in µs, and for each request its tenant and id
 
 local lease = ARGV[1]

@@ -1,6 +1,7 @@
--- Takes or renews the leader's lease. Answers since when this term leads in µs, or nothing if another
--- one does, or led since. The shards are told by fence.lua.
--- ARGV: router, address, term, lease in µs, 1 if the lease is asked for, 0 if it is renewed
+-- Takes or renews the leader's lease. Returns the start of the term in µs. Returns false if another
+-- term holds the lease, or, for a renewal, if another term has held it since. The caller then
+-- writes a granted term to all shards (fence.lua).
+-- ARGV: router, address, term, lease in µs, 1 to request the lease, 0 to renew it
 
 local router, address, term, lease, is_new = unpack(ARGV)
 
@@ -9,9 +10,10 @@ local its_term, since, ends = held[1], tonumber(held[2] or 0), tonumber(held[3] 
 local moment = now()
 if its_term ~= term then
     if ends > moment then return false end
-    -- Who slept through a term must begin anew. Where no term is known the server forgot this one.
+    -- A leader that missed another term must start again. If no term is stored, the server lost
+    -- this one, and the renewal is granted.
     if its_term and is_new == '0' then return false end
-    -- Grows from leader to leader, even if the clock does not.
+    -- The start increases from term to term, even if the clock does not.
     since = math.max(moment, since + 1)
 end
 write_though_full()

@@ -1,4 +1,5 @@
--- Answers now in µs, and for each known gateway: its id, its address, the end of its lease in µs.
+-- Returns the current time in µs, and for each known gateway its id, its address, and the end of
+-- its lease in µs.
 
 local answer = {digits(now())}
 local leases = redis.call('ZRANGE', ROOT .. 'leases', 0, -1, 'WITHSCORES')

@@ -1,8 +1,9 @@
--- Requests by arrival, newest first, of one tenant or of all; what expired leaves the listings. Answers
--- 1 if there are no older ones else 0, then for each request: id, arrival in µs, and its entry, or nothing
--- if it is in another state or gone.
--- ARGV: tenant or '', the arrival in µs from which to look back or '+inf', how many beside those that
---       arrived at that very moment, and the states that are asked for; none: all
+-- Lists requests of one tenant or of all tenants by arrival, newest first, and removes expired
+-- requests from the listings. Returns 1 if there are no older requests, else 0; then for each
+-- request its id, its arrival in µs, and its entry, which is empty if the request is in another
+-- state or no longer exists.
+-- ARGV: tenant or '', the arrival in µs to start from or '+inf', the maximum number of requests in
+--       addition to those with exactly this arrival, and the requested states; none: all states
 
 local tenant, from, count = ARGV[1], ARGV[2], tonumber(ARGV[3])
 

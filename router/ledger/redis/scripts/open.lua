@@ -1,6 +1,8 @@
--- -> queued, or -> queued -> running with a worker and a term that leads. Answers created, known, or conflict: the id is taken by another body.
--- ARGV: id, gateway, timeout in µs or '', max_tokens, n, 1 if it has log probabilities else 0, body,
---       request, call, unfinished_ms, and, to dispatch it at once, worker, epoch, term
+-- -> queued, or -> queued -> running if a worker is given and the term leads. Returns created or
+-- known, with the entry; or conflict, if the id exists with another body.
+-- ARGV: id, gateway, timeout in µs or '', max_tokens, n, 1 if the request has log probabilities
+--       else 0, body, request, call, unfinished_ms, and, to dispatch it at once, worker, epoch,
+--       term
 
 local id, gateway, timeout, max_tokens, n, logprobs, body, request, call, unfinished_ms, worker, epoch, term =
     unpack(ARGV)
@@ -15,7 +17,8 @@ local function open()
     note(id, 'open', gateway)
     if worker and leads(term) then run(id, worker, epoch, 1, 2) end
     keep_for(id, unfinished_ms)
-    -- One comes, and two are looked at: where as many go as come, there are no more that expired than others.
+    -- Each new request checks two listed ones. If as many requests expire as arrive, the listings
+    -- therefore have no more expired requests than others.
     sweep(2)
 end
 
@@ -26,5 +29,5 @@ if not known_body then
 elseif known_body ~= body then
     return {'conflict'}
 end
--- The same call again: its answer was lost.
+-- A call that is repeated because its answer was lost returns created, too.
 return {known_call == call and 'created' or 'known', entry(id)}

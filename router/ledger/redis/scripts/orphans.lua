@@ -1,9 +1,10 @@
--- Unfinished requests of one shard whose gateway has no lease any more, that of the lease which ended
--- first before the others. Answers pairs: the end of that lease in µs, 0 if there was none; request id.
--- As this is asked again and again, it is also where what expired leaves the listings.
+-- Finds unfinished requests of one shard whose gateway has no lease any more; requests of the lease
+-- that ended first come first. Returns pairs: the end of that lease in µs, or 0 if there was none,
+-- and the request id. Because the leader runs this script regularly, it also removes expired
+-- requests from the listings.
 -- ARGV: limit, now in µs, and for each known gateway: its id, the end of its lease in µs
 
--- Requests that are looked at, of the listings.
+-- Number of listed requests that one call checks.
 local SWEPT = 64
 
 local limit, moment = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -28,7 +29,7 @@ for _, gateway in ipairs(dead) do
         if redis.call('EXISTS', request_key(id)) == 1 then
             found[#found + 1] = {digits(ends[gateway] or 0), id}
         else
-            -- Nobody took it over for so long that it expired.
+            -- The request has expired, because no gateway took it over in time.
             disown(id, gateway)
         end
     end

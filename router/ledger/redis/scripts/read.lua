@@ -1,5 +1,6 @@
--- Answers what is stored, unknown, erased, or beyond: no such offset.
--- ARGV: id, and the offsets of the choices, from the first one on
+-- Returns what is stored of a request (see continuation); unknown; erased; or beyond, if an offset
+-- or its choice does not exist.
+-- ARGV: id, and the offsets of the choices, from the first choice on
 
 local id = ARGV[1]
 

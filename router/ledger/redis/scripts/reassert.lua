@@ -1,12 +1,13 @@
--- (any) -> as its gateway has it, where the server came back with less than it had acknowledged.
--- Answers one word of Reasserted, and the entry of what is not forgotten.
--- ARGV: id, the fields of ENTRY, deadline in µs or '', body, request, max_tokens, 1 if it has log
---       probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, explanation, and for each choice all
---       its tokens and logprobs
+-- (any) -> the state in its gateway's copy (`told`), after the server restarted without data that
+-- it had acknowledged. Returns a value of Reasserted and, unless that is forgotten, the entry.
+-- ARGV: id, the fields of ENTRY, deadline in µs or '', body, request, max_tokens, 1 if the request
+--       has log probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, explanation,
+--       and for each choice all its tokens and logprobs
 --
--- No term is compared. What is told here is a dispatch that was made, under the term of its day; its epoch
--- was drawn at random for it alone, so no other dispatch has it, neither one that the server forgot nor
--- one that a leader made since. One epoch stays in the entry, and all the others are fenced off by it.
+-- The leader's term is not compared, because the copy has a dispatch that was already made, under
+-- the term of that time. Its epoch was chosen at random for this dispatch only. No other dispatch
+-- has the same epoch: neither one that the server lost nor one that a leader has made since. The
+-- entry keeps one epoch, which fences off all others.
 
 local id = ARGV[1]
 local told, fields = {}, {}
@@ -24,7 +25,8 @@ end
 
 local function is_complete(finishes) return not finishes:find('-', 1, true) end
 
--- No token of the choice differs, and no end.
+-- Return whether copy and ledger agree on the tokens and the end of a choice, as far as both have
+-- them. Neither may have tokens after the other's end.
 local function agrees(choice, finishes)
     local its, known = told_choice(choice), redis.call('GETRANGE', tokens_key(id, choice), 0, -1)
     local its_end, known_end = letter_of(choice, told.finishes), letter_of(choice, finishes)
@@ -48,7 +50,7 @@ local function judge(state, gateway, moves, its_body, finishes)
     return 'ok'
 end
 
--- Each choice's end where one of both knows it.
+-- Return the end of each choice, from the ledger or, if the ledger has none, from the copy.
 local function join(finishes)
     return (finishes:gsub('()%-', function(at) return told.finishes:sub(at, at) end))
 end
@@ -61,7 +63,7 @@ local function add_tokens(finishes)
     if prompt_logprobs ~= '' then store_prompt_once(id, prompt_logprobs) end
 end
 
--- State and owner are those that are told.
+-- Set the fields of ENTRY, such as state and owner, and the deadline to those of the copy.
 local function follow(gateway)
     redis.call('HSET', request_key(id), 'deadline', deadline, unpack(fields))
     disown(id, gateway)
@@ -103,7 +105,7 @@ if redis.call('EXISTS', grave_key(id, told.arrived)) == 1 then
     return {'forgotten'}
 end
 if not known() then
-    -- What is told knows of more moves than that, and all else is set by it.
+    -- The copy has more moves than 0, so that `learn` sets all other fields from it.
     create(id, told.gateway, #told.finishes,
         'body', body, 'request', request, 'max_tokens', max_tokens, 'call', '',
         'logprobs', logprobs, 'moves', 0)

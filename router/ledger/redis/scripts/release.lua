@@ -1,6 +1,7 @@
--- running -> queued, or -> failed at max_losses. Answers ok, or unknown.
--- ARGV: id, epoch, 1 if its worker was lost else 0, why it was or '', max_losses, slug and message of the
---       failure, tally, retention_ms, unfinished_ms, explanation
+-- running -> queued, or -> failed if the number of losses reaches max_losses. Returns ok and the
+-- entry, or unknown.
+-- ARGV: id, epoch, 1 if the worker was lost else 0, cause of the loss or '', max_losses, slug and
+--       message of the failure, tally, retention_ms, unfinished_ms, explanation
 
 local id, epoch, lost, cause, max_losses, slug, message, tally, retention_ms, unfinished_ms, explanation =
     unpack(ARGV)

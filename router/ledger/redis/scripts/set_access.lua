@@ -1,5 +1,5 @@
--- Changes records of who may come in.
--- ARGV: for each its name and text; without text it goes
+-- Changes records of API keys and tenants.
+-- ARGV: for each record its name and text; an empty text removes the record
 
 for i = 1, #ARGV, 2 do
     if ARGV[i + 1] == '' then
@@ -8,7 +8,8 @@ for i = 1, #ARGV, 2 do
         redis.call('HSET', ROOT .. 'access', ARGV[i], ARGV[i + 1])
     end
 end
--- A moment, not a counter: one that was lost with the server's last second never comes again.
+-- The version is a time and not a counter, so that a version that the server lost with its last
+-- second of writes is never used again.
 local version = tonumber(redis.call('GET', ROOT .. 'access_version') or 0)
 redis.call('SET', ROOT .. 'access_version', digits(math.max(now(), version + 1)))
 return {'ok'}

@@ -1,4 +1,4 @@
--- Stores what the leader of a term knows of the cluster's work; of another term nothing.
+-- Stores the load of the cluster that the leader reports; ignored unless `term` is the leader's.
 -- ARGV: term, ClusterLoad
 
 local term, load = unpack(ARGV)

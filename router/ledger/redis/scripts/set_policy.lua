@@ -1,8 +1,8 @@
--- Sets what holds of queue and engines, name by name; '' takes back, and what is not named stays.
--- A version that is given is one that was set before, with all that it had: it takes the place of what is
--- known if that is older, and else changes nothing. Answers names and values as they are then, version among
--- them.
--- ARGV: version or '', and names, each with its value
+-- Changes settings of queue and engines by name. An empty value unsets a setting, and settings that
+-- are not named stay unchanged. With a version, the call restores a policy that was set before,
+-- with all its settings: it replaces the stored policy if that is older, and otherwise changes
+-- nothing. Returns the resulting names and values, including the version.
+-- ARGV: version or '', and names, each followed by its value
 
 local KEY = ROOT .. 'policy'
 local version = ARGV[1]
@@ -27,7 +27,8 @@ local function set(its_version)
 end
 
 if version == '' and differs() then
-    -- A moment, not a counter: one that was lost with the server's last second never comes again.
+    -- The version is a time and not a counter, so that a version that the server lost with its last
+    -- second of writes is never used again.
     set(digits(math.max(now(), known + 1)))
 elseif version ~= '' and tonumber(version) > known then
     redis.call('DEL', KEY)

@@ -1,4 +1,4 @@
--- Stores what the autoscaler decided.
+-- Stores the decisions of the autoscaler.
 -- ARGV: Scaling
 
 redis.call('HSET', ROOT .. 'scaling', 'scaling', ARGV[1], 'moment', digits(now()))

@@ -1,5 +1,6 @@
--- Puts a worker into the table, in place of any other at its address, or with an empty info out of it.
--- ARGV: worker id, WorkerInfo, address
+-- Adds a worker to the worker table, replacing any other worker at its address. An empty WorkerInfo
+-- removes the worker from the table.
+-- ARGV: worker id, WorkerInfo or '', address
 
 local worker, info, address = unpack(ARGV)
 
@@ -20,7 +21,8 @@ end
 
 if (redis.call('HGET', ROOT .. 'workers', worker) or '') ~= info then
     if info == '' then drop(worker) else put() end
-    -- A moment, not a counter: one that was lost with the server's last second never comes again.
+    -- The version is a time and not a counter, so that a version that the server lost with its last
+    -- second of writes is never used again.
     local version = tonumber(redis.call('GET', ROOT .. 'workers_version') or 0)
     redis.call('SET', ROOT .. 'workers_version', digits(math.max(now(), version + 1)))
 end

@@ -1,6 +1,7 @@
--- Requests are at their ends: their slots are free, and their tenants get back what they did not use. Of
--- what was not charged, or settled before, nothing.
--- ARGV: for each request its tenant, id, output tokens; empty where it never began
+-- Settles the charges of requests that have ended: frees their slots, and refunds to their tenants
+-- what they did not use. Nothing is refunded for a request that was not charged or is already
+-- settled.
+-- ARGV: for each request its tenant, its id, and its output tokens, empty if it never began
 
 local function give_back(tenant, limit, time)
     local due = redis.call('HGET', buckets_key(tenant), limit)

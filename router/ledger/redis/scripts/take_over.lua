@@ -1,5 +1,5 @@
--- queued or running -> queued, owned by `gateway` if `owner` owned it. Answers what is stored, or
--- unknown.
+-- queued or running -> queued, owned by `gateway`, if `owner` owned the request. Returns what is
+-- stored of the request (see continuation), or unknown.
 -- ARGV: id, gateway, owner, call, unfinished_ms
 
 local id, gateway, owner, call, unfinished_ms = unpack(ARGV)
