@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar on standard error.
+    """Context manager: show a progress bar on standard error, and yield its advance function.
 
-    The function is called once for each finished prompt, with the number of its output tokens.
-    ``what`` is the text of the bar. Of the ``total`` prompts, ``done`` were finished before.
-    Without ``shown``, there is no bar.
+    The caller calls that function once for each finished prompt, with the number of the prompt's
+    output tokens. ``what`` is the text of the bar. ``total`` is the number of all prompts, of which
+    ``done`` were finished before. If ``shown`` is false, there is no bar and the function does
+    nothing.
     """
     if not shown:
         yield _unseen

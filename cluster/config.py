@@ -120,7 +120,7 @@ class Config:
 
     @property
     def most_workers(self) -> int:
-        """Return the largest number of workers at a time."""
+        """Return the largest number of workers that the cluster can have at the same time."""
         return self.autoscale.max_workers or self.num_workers
 
     def _completed(self, part: P) -> P:
@@ -158,10 +158,12 @@ def load(
     options: Mapping[str, object] | None = None,
     beneath: Mapping[str, object] | None = None,
 ) -> Config:
-    """Load the settings of a YAML file, the environment, ``key=value`` assignments and ``options``.
+    """Return the configuration that several sources of settings define together.
 
-    Later sources override earlier ones, and all of them override ``beneath``. Raises SettingsError,
-    which lists all invalid settings, those of the file with their lines.
+    The sources are, each overriding those before it: the defaults, the nested mapping ``beneath``,
+    the YAML ``file``, the EVERLIFT_ variables of ``environ``, ``assignments`` such as
+    "router.port=0", and the nested mapping ``options``. Raises SettingsError, which lists all
+    invalid settings, those of the file with their lines.
     """
     content, lines = settings_file.read(file) if file else ({}, {})
     above = (

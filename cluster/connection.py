@@ -42,10 +42,13 @@ Address = Annotated[
 async def connected(
     address: str | None, retry_s: float = RETRY_S, key: str | None = None
 ) -> AsyncIterator[AsyncClient]:
-    """Yield a client of a cluster, after checking that the cluster answers.
+    """Context manager: check that a cluster answers, and yield a client of it.
 
-    ``address`` lists routers, separated by commas; None is the cluster on this machine. ``key``
-    replaces the API key of the environment. Raises Unreachable and Unauthenticated with advice.
+    ``address`` lists routers, separated by commas; None is the cluster on this machine.
+    ``retry_s`` is that of AsyncClient. ``key`` replaces the API key of the environment.
+
+    Raises Unreachable if no router answers, Unauthenticated if the API key is missing or unknown,
+    and SettingsError for invalid settings in the environment. The messages say what to do.
     """
     routers, shown = addresses(address), key or api_key()
     await _probe(routers, shown)
@@ -69,12 +72,15 @@ async def _probe(routers: Sequence[str], key: str | None) -> None:
 
 
 def api_key() -> str | None:
-    """Return the API key from the environment."""
+    """Return the API key from the environment, or None if it is not set."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def tls() -> Tls | None:
-    """Return the TLS files that the environment names, or None. Raises SettingsError."""
+    """Return the TLS files that the environment variables name, or None if they name none.
+
+    Raises SettingsError if only one of certificate and key is named.
+    """
     said = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
     try:
         return Tls(**said) if any(said.values()) else None
@@ -85,7 +91,11 @@ def tls() -> Tls | None:
 
 
 def addresses(given: str | None) -> list[str]:
-    """Return the addresses in ``given``, else those of the routers of the local cluster."""
+    """Return the router addresses in ``given``, which are separated by commas.
+
+    Without ``given``, these are the addresses of the cluster that runs on this machine, or a
+    router's default address if none runs. Raises SettingsError for an invalid environment.
+    """
     if given:
         return [address.strip() for address in given.split(",")]
     defaults = RouterConfig()
@@ -94,7 +104,10 @@ def addresses(given: str | None) -> list[str]:
 
 
 def with_ledger(config: Config, url: str | None) -> Config:
-    """Return ``config`` with the ledger at ``url``, if that is given. Raises SettingsError."""
+    """Return ``config`` with ``url`` as the ledger's URL, or unchanged if there is no ``url``.
+
+    Raises SettingsError if ``url`` is invalid.
+    """
     if not url:
         return config
     try:
@@ -105,9 +118,11 @@ def with_ledger(config: Config, url: str | None) -> Config:
 
 @asynccontextmanager
 async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
-    """Yield the configured ledger; an embedded one is that of the cluster on this machine.
+    """Context manager: connect to the configured ledger, and yield it.
 
-    Raises ClusterFailed, LedgerSetupError, LedgerUnavailable.
+    An embedded ledger is that of the running cluster with the same state directory. Raises
+    ClusterFailed if no such cluster runs, LedgerSetupError if the ledger cannot be used, and
+    LedgerUnavailable if it does not answer.
     """
     # Imported here because most commands, which import this module, do not need Redis.
     from router.ledger.redis.redis_ledger import connect

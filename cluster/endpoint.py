@@ -14,9 +14,9 @@ _FILE = "endpoint.json"
 
 @contextmanager
 def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
-    """Publish ``addresses`` in a file until the context ends.
+    """Context manager: keep the routers' ``addresses`` in a file of the state directory.
 
-    If several clusters use the state directory, the file contains the last one.
+    If several clusters use the state directory, the file contains the last one that was started.
     """
     path = state_dir / _FILE
     text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})
@@ -34,20 +34,23 @@ def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Running cluster: its routers' addresses and the process that started it."""
+    """Running cluster: its routers' addresses and the id of the process that started it."""
 
     addresses: list[str]
     pid: int
 
 
 def find(state_dir: Path) -> list[str]:
-    """Return the routers' addresses, or none if no cluster of this state directory runs."""
+    """Return the routers' addresses of the cluster that runs with this state directory.
+
+    The list is empty if no such cluster runs.
+    """
     cluster = running(state_dir)
     return cluster.addresses if cluster is not None else []
 
 
 def running(state_dir: Path) -> Running | None:
-    """Return the running cluster of this state directory, or None."""
+    """Return the cluster that runs with this state directory, or None if none runs."""
     try:
         match json.loads((state_dir / _FILE).read_text()):
             case {"addresses": [*addresses], "pid": int(pid)} if _is_alive(pid):

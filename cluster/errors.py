@@ -4,29 +4,33 @@ from __future__ import annotations
 
 
 class ClusterFailed(Exception):
-    """A part of the cluster did not start, or has ended by itself.
+    """Raised if a cluster, or a command that needs one, cannot start or continue.
 
-    The message names the part, the cause and the log of the part.
+    The message is the cause. If a part of the cluster failed, the message also names that part
+    and its log.
     """
 
 
 class BatchFailed(Exception):
-    """A batch cannot start or continue. The message is the cause."""
+    """Raised if a batch cannot start or continue. The message is the cause."""
 
 
 class WorkloadFailed(Exception):
-    """A workload cannot be generated or read as requested.
+    """Raised if a workload cannot be generated or read as requested.
 
     The message is the cause, with the position in the file if a file is wrong.
     """
 
 
 class ForecastFailed(Exception):
-    """A forecast cannot be computed from the given inputs.
+    """Raised if a forecast cannot be computed from the given inputs.
 
     The message is the cause, with the position in the file if a file is wrong.
     """
 
 
 class BenchFailed(Exception):
-    """A load cannot be sent, or reports cannot be compared. The message is the cause."""
+    """Raised if a benchmark cannot send its load, or if reports cannot be compared.
+
+    The message is the cause.
+    """

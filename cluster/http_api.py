@@ -23,19 +23,24 @@ Body = Mapping[str, object]
 class HttpApi:
     """Client of one router's HTTP server.
 
-    Every method raises the router's EverliftError, or Unreachable if the connection fails.
+    Every method raises the EverliftError with which the router answers, or Unreachable if the
+    connection fails or the answer is not one of Everlift.
     """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
 
     async def post(self, path: str, body: Body, headers: Mapping[str, str] | None = None) -> Any:
-        """Send ``body`` as JSON, and return the JSON of the answer."""
+        """Send ``body`` as JSON to ``path``, and return the parsed JSON of the answer."""
         async with self._answer(path, body, headers or {}) as answer:
             return await answer.json()
 
     async def stream(self, path: str, body: Body) -> AsyncGenerator[Any]:
-        """Yield the JSON of each event of the answer; closing the iterator cancels the request."""
+        """Send ``body`` as JSON to ``path``, and yield the parsed JSON of each event of the answer.
+
+        The events are server-sent events, and [DONE] after the last one is not yielded. Closing
+        the iterator early cancels the request.
+        """
         events = Events()
         async with self._answer(path, body, {}) as answer:
             async for data in answer.content.iter_any():
@@ -63,10 +68,11 @@ class HttpApi:
 
 @asynccontextmanager
 async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIterator[HttpApi]:
-    """Yield a client of the HTTP server of the router that ``client`` reaches at ``address``.
+    """Context manager: open a session with a router's HTTP server, and yield its HttpApi.
 
-    The server's host is that of the address, and its port is the one that the router reports.
-    Raises ClusterFailed if the router serves no HTTP.
+    The server's host is that of the first router in ``address``, which may be None as in
+    ``connected``. Its port is the one that the current router of ``client`` reports. Raises
+    ClusterFailed if that router serves no HTTP.
     """
     served = (await client.status()).http_address
     if not served:
@@ -85,7 +91,10 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
 
 
 def _error(body: Mapping[str, Any]) -> EverliftError:
-    """Return the error in the body of an answer. Raises ValueError if there is none."""
+    """Return the error that the parsed JSON of an answer describes.
+
+    Raises ValueError if it does not describe an error of Everlift.
+    """
     try:
         return from_slug(body["error"]["code"], body["error"]["message"])
     except (TypeError, LookupError):

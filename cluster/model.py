@@ -1,4 +1,4 @@
-"""Model of a cluster, at one commit for all routers and workers on all nodes."""
+"""Resolution and download of a cluster's model, so that all nodes use the same commit of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ log = logs.get_logger(__name__)
 
 
 async def pinned(config: Config) -> Config:
-    """Return ``config`` with the revision of a hub model resolved to its commit.
+    """Return ``config`` with the revision of a hub model replaced by the commit that it names.
 
-    Other models stay as they are. Raises ModelUnavailable.
+    The configuration of any other model is returned unchanged. Raises ModelUnavailable if the
+    commit cannot be found out.
     """
     commit = await model_files.pin(config.model, config.model_revision)
     if commit == config.model_revision:
@@ -29,9 +30,10 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """Return ``config`` as ``pinned`` does, after downloading all files of the model.
+    """Download the missing files of the model, and return ``config`` as ``pinned`` does.
 
-    Raises ModelUnavailable, and ClusterFailed for a model that no worker can serve.
+    Raises ModelUnavailable if files are unavailable, and ClusterFailed for a model that no worker
+    can serve.
     """
     config = await pinned(config)
     with told(f"downloading {config.model}") as progress:

@@ -10,6 +10,9 @@ _SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def check(option: str, path: Path) -> None:
-    """Raise SettingsError if the file that ``option`` names has no suffix of a picture."""
+    """Raise SettingsError if ``path`` has no suffix of a picture format, such as ".png".
+
+    ``option`` is the command line option with which ``path`` was given; the error names it.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise SettingsError(f"{option}: must end with one of {' '.join(_SUFFIXES)}, not {path}")

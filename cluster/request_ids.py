@@ -21,7 +21,11 @@ async def listed(
     tenant: str | None = None,
     limit: int,
 ) -> AsyncIterator[pb.RequestSummary]:
-    """Yield at most ``limit`` requests, newest first, read page by page."""
+    """Yield at most ``limit`` requests, newest first, which are read page by page.
+
+    Without ``states``, requests in every state are listed. ``tenant`` is that of
+    AsyncClient.list_requests.
+    """
     token = ""
     while limit:
         page = await client.list_requests(
@@ -42,7 +46,9 @@ async def last(client: AsyncClient) -> str:
 
 
 async def completed(client: AsyncClient, prefix: str, limit: int = 100_000) -> str:
-    """Return the only id that begins with ``prefix``, among the newest ``limit`` requests.
+    """Return the full id of the only request whose id begins with ``prefix``.
+
+    Only the newest ``limit`` requests are searched.
 
     Raises:
         UnknownRequest: No id begins with ``prefix``.

@@ -37,7 +37,7 @@ class Served:
 
     @classmethod
     async def by(cls, config: Config, cluster: Cluster) -> Served:
-        """Return the properties of the model that a running cluster serves."""
+        """Return the properties of the model that the running ``cluster`` serves."""
         context, has_template = await asyncio.to_thread(_of_files, config)
         transport = internal(config.internal_tls)
         longest = 0
@@ -51,7 +51,10 @@ class Served:
         return cls(context, longest, has_template, bool(gpus))
 
     def shorter(self, config: Config) -> str:
-        """Return why less than the model's context is served, and the remedy; "" if all is."""
+        """Return a text that says why less than the model's context is served, and the remedy.
+
+        The text is empty if the whole context is served, or if no worker is known yet.
+        """
         if not 0 < self.longest < self.context:
             return ""
         worker = config.worker

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
-    """Return the settings, and the line number of each key by its dotted path, counted from 1.
+    """Return the settings in ``file`` as nested mappings, and the line of each by its dotted path.
 
-    Raises SettingsError.
+    Lines are counted from 1. Raises SettingsError if the file cannot be read, is not a YAML
+    mapping, or sets a key twice.
     """
     import yaml
 
@@ -42,7 +43,7 @@ def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
 
 
 def _keys(node: yaml.Node | None, section: str) -> Iterator[tuple[str, int]]:
-    """Yield path and line of each key of ``node``.
+    """Yield the dotted path and the line of each key in ``node`` and in the mappings within it.
 
     ``section`` precedes the paths; it is empty or ends with a dot.
     """

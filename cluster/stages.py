@@ -16,13 +16,13 @@ from cluster.config import Config
 
 @dataclass
 class Stage:
-    """Stage of a start. ``result`` is the text of its line when the stage has ended."""
+    """Stage of a cluster's start. ``result`` is the text that is printed when the stage ends."""
 
     result: str
 
 
 def listening(config: Config, addresses: Sequence[str], http_addresses: Sequence[str]) -> str:
-    """Return a text with the addresses of the routers and the URL of their console."""
+    """Return a text with the routers' addresses, and the URL of their console if there is one."""
     places = f"at {', '.join(addresses)}"
     served = [address for address in http_addresses if address]
     if config.router.console and served:
@@ -32,7 +32,7 @@ def listening(config: Config, addresses: Sequence[str], http_addresses: Sequence
 
 
 class Stages:
-    """Stages of a start, which are shown on ``console`` if it is not None."""
+    """Display of the stages of a cluster's start on ``console``; None shows nothing."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
@@ -40,7 +40,7 @@ class Stages:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the current stage on the terminal until the context ends."""
+        """Context manager: show the name and text of the current stage on the terminal."""
         if self._console is None:
             yield
             return
@@ -49,10 +49,11 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, doing: str) -> Iterator[Stage]:
-        """Show the text ``doing`` in the context, and the stage's result at its end.
+        """Context manager: show the text ``doing`` during a stage, and its result at the end.
 
-        If the console is not a terminal, for example a log, a line is written at the beginning too,
-        because loading a model may take long.
+        The caller may set ``result`` of the yielded Stage; it is ``doing`` at first. If the console
+        is not a terminal, for example a log, a line is also written at the beginning, because
+        loading a model may take long.
         """
         stage, began = Stage(doing), time.monotonic()
         if self._console is None:

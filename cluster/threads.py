@@ -18,7 +18,10 @@ WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
-    """Return the configured number of threads of a rank, else an equal share of ``cores``."""
+    """Return the configured number of threads of a rank.
+
+    If none is configured, it is the rank's equal share of ``cores``, and at least 1.
+    """
     ranks = config.most_workers * config.worker.tensor_parallel
     return config.worker.num_threads or max(1, cores // ranks)
 

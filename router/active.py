@@ -27,11 +27,11 @@ _NOTICED_S = 10.0
 
 class Connections(Protocol):
     def hang_up(self) -> None:
-        """Close each connection when its calls have ended."""
+        """Close each connection as soon as its calls in progress have ended."""
 
 
 class ActiveModel:
-    """Monitor of whether this router's cluster is the active one of those that share the key."""
+    """Monitor of whether this router's cluster is the active one."""
 
     def __init__(
         self, ledger: Ledger, model: ServedModel, connections: Sequence[Connections]
@@ -42,7 +42,7 @@ class ActiveModel:
         self._changed_at = -inf
 
     async def run(self) -> None:
-        """Check every second, until cancelled."""
+        """Ask the ledger every second, until cancelled."""
         while True:
             try:
                 self.note(await self._ledger.is_active(), now())
@@ -51,7 +51,10 @@ class ActiveModel:
             await asyncio.sleep(_LOOK_S)
 
     def note(self, is_active: bool, now: float) -> None:
-        """Apply whether the ledger calls this cluster active. ``now`` is in seconds."""
+        """Apply the ledger's answer whether this cluster is active.
+
+        ``now`` is the time in seconds. While it is inactive, clients' connections are closed.
+        """
         model = self._model
         if is_active != model.is_active:
             model.is_active, self._changed_at = is_active, now

@@ -41,8 +41,8 @@ _PLACEMENT_S = 5.0
 class RouterDeployment:
     """Serve deployment of a router.
 
-    The URL of an embedded ledger comes from the environment. Workers and other routers connect to
-    the node's address, clients to the addresses in ``config``.
+    If the ledger is embedded, its URL comes from the environment. Workers and other routers connect
+    to the node's address, clients to the addresses in ``config``.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
     ``reconfigure`` (cluster/ray/deployments.py).
@@ -95,7 +95,11 @@ class RouterDeployment:
             await asyncio.sleep(_PLACEMENT_S)
 
     async def worker_starts(self, name: str, seconds: float, elapsed_s: float) -> None:
-        """Forward a WorkerStart to the router; durations are seconds."""
+        """Report to the leader that a worker is starting.
+
+        The arguments are the fields of a WorkerStart: ``name`` identifies the start, ``seconds`` is
+        how long the report is valid, and ``elapsed_s`` how long the start has taken so far.
+        """
         self._running.worker_starts(
             session_pb2.WorkerStart(name=name, seconds=seconds, elapsed_s=elapsed_s)
         )
@@ -103,8 +107,8 @@ class RouterDeployment:
     async def announce(self, worker: bytes) -> str:
         """Register a ready worker, given as a serialized WorkerInfo.
 
-        Return why the worker is refused, or an empty string. Raises LedgerUnavailable and
-        LedgerFull, after which the worker may retry.
+        Return why the worker is rejected, or an empty string if it is accepted. Raises
+        LedgerUnavailable, after which the worker may retry.
         """
         try:
             await self._running.announce(session_pb2.WorkerInfo.FromString(worker))
@@ -113,9 +117,10 @@ class RouterDeployment:
         return ""
 
     async def num_workers(self) -> int:
-        """Return the number of connected workers, plus that of another model's active cluster.
+        """Return the number of workers of all serving clusters.
 
-        Raises LedgerUnavailable.
+        These are the workers to which this router is connected, and the workers of an active
+        cluster of another model. Raises LedgerUnavailable.
         """
         return await self._running.num_workers()
 
@@ -124,7 +129,7 @@ class RouterDeployment:
         await self._running.activate()
 
     async def describe(self) -> dict[str, str | int]:
-        """Return the addresses of this replica and its process id."""
+        """Return the addresses of this replica and its process id, by name."""
         router = self._running
         return {
             "router_id": router.router_id,
@@ -149,7 +154,7 @@ class RouterDeployment:
         return self._router
 
     def _leave(self) -> None:
-        """Stop the router, because its machine is about to be shut down.
+        """Stop the router, because its machine is about to be shut down, and exit the process.
 
         Serve might stop it too late.
         """
@@ -157,9 +162,9 @@ class RouterDeployment:
             self._leaving = asyncio.create_task(_end(self._router))
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Return the coroutine that stops the router; None if there is no router to stop.
+        """Return the coroutine that stops the router; None if there is none, or in a later call.
 
-        Serve awaits it when it stops the replica. Later calls return None.
+        Serve awaits the result when it stops the replica.
         """
         router: Router | None = self.__dict__.get("_router")
         self._router = None
@@ -184,7 +189,7 @@ async def _end(router: Router) -> None:
 
 
 def _located(ledger: LedgerConfig) -> LedgerConfig:
-    """Return ``ledger`` with its URL, which for an embedded ledger is in the environment.
+    """Return ``ledger`` with its URL; that of an embedded ledger is read from the environment.
 
     Raises LedgerSetupError if it is missing there.
     """

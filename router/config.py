@@ -27,21 +27,27 @@ Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Address that a router listens on. Port 0 is any free port; an empty host is no listener."""
+    """Address on which a router listens; ``setting`` is the name of its setting.
+
+    Port 0 is any free port. With an empty host the router does not listen.
+    """
 
     setting: str
     host: str
     port: Port
 
     def overlaps(self, other: Listener) -> bool:
-        """Return whether only one of two listeners on the same machine can have its port."""
+        """Return whether the two addresses need the same port, if they are on the same machine."""
         hosts = {_LOOPBACK.get(host, host) for host in (self.host, other.host)}
         is_same_host = len(hosts) == 1 or bool(hosts & _EVERY_ADDRESS)
         return 0 != self.port == other.port and "" not in hosts and is_same_host
 
 
 def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Listener] | None:
-    """Return the first two listeners that cannot be on the same machine; None if all can."""
+    """Return the first two listeners, one of each router, that need the same port; else None.
+
+    The routers are assumed to be on the same machine.
+    """
     pairs = product(one.listeners, other.listeners)
     return next((pair for pair in pairs if pair[0].overlaps(pair[1])), None)
 
@@ -249,9 +255,9 @@ class RouterConfig:
 
 
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
-    """Yield a warning for each kind of port that other machines reach without protection.
+    """Yield a warning for each kind of port that other machines can reach without authentication.
 
-    A closed network may justify it.
+    In a closed network this may be intended.
     """
     ways = (("TLS", config.tls is not None), ("API keys", has_keys))
     missing = [name for name, is_there in ways if not is_there]

@@ -44,9 +44,9 @@ async def report() -> None:
 
 
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
-    """Wait for ``call`` for ``seconds`` in which the event loop kept up; return whether it ended.
+    """Wait until ``call`` ends, for at most ``seconds``; return whether it has ended.
 
-    The wait is divided into intervals. An interval does not count if the event loop is late by a
+    The time is divided into intervals. An interval does not count if the event loop is late by a
     whole interval at its end.
     """
     loop = asyncio.get_running_loop()
@@ -61,7 +61,11 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
 
 
 class Expiry:
-    """Timer that expires ``limit`` after ``seconds``, or 0.25 s later if the event loop is late."""
+    """Timer that expires ``limit`` after ``seconds``.
+
+    If the event loop is late at that time, it expires 0.25 s later, so that answers that have
+    arrived meanwhile are read first.
+    """
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit = limit
@@ -86,10 +90,11 @@ T = TypeVar("T")
 
 
 async def first_answer(ask: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
-    """Return the first answer of hedged calls: a further call starts every ``every_s`` seconds.
+    """Return the answer of the first call that ends; raise its error if it fails.
 
-    It is for ledger calls on which a lease depends. Each call has its own connection, so that a
-    dead connection costs only a part of the lease. Raises the error of the first call that ends.
+    ``ask`` starts a call; a further one is started every ``every_s`` seconds (hedging). This is for
+    ledger calls on which a lease depends. Each call has its own connection, so that a dead
+    connection costs only a part of the lease.
     """
     calls = [asyncio.create_task(ask())]
     try:

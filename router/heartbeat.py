@@ -27,14 +27,17 @@ _ANXIETY = 3
 
 
 class Gateway(Protocol):
-    """Receiver of the heartbeat's results, which owns this router's requests."""
+    """Owner of this router's requests, which receives the results of heartbeats."""
 
     def ledger_answered(self, membership: Membership) -> None: ...
 
     def ledger_failed(self) -> None: ...
 
     async def generation_changed(self, generation: str) -> None:
-        """Re-send the state to a ledger that may have lost data, then notify the leader."""
+        """Re-send all requests to the ledger, which may have lost data, then notify the leader.
+
+        ``generation`` is the ledger's new generation.
+        """
         ...
 
 
@@ -91,6 +94,7 @@ class Heartbeat:
         """Store a ready worker in the ledger, and connect to it.
 
         Raises InvalidRequest if its fingerprint or block size differs from the other workers'.
+        Raises LedgerUnavailable.
         """
         for link in self._sessions.links:
             if link.is_up:
@@ -100,7 +104,7 @@ class Heartbeat:
         await self._dial()
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """Report a worker that is not ready yet to the leader."""
+        """Report to the leader that a worker is starting."""
         self._line.worker_starts(start)
 
     async def _beat(self) -> None:
@@ -129,9 +133,9 @@ class Heartbeat:
         self._workers_version = -1
 
     def _assert_again(self, generation: str) -> None:
-        """Re-send the state to a ledger of a new generation, while heartbeats continue.
+        """Re-send all requests to a ledger of a new generation, while heartbeats continue.
 
-        It is re-sent after the state for the previous generation, if that is still in progress.
+        This begins when the re-sending for the previous generation has ended.
         """
         if generation != self._generation:
             before, self._generation = self._asserting, generation

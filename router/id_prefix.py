@@ -11,9 +11,10 @@ SHOWN = 8
 
 
 def find_id(prefix: str, ids: Iterable[str]) -> str | None:
-    """Return the id that equals ``prefix``, or the only one with this prefix; None if none has it.
+    """Return the id that equals ``prefix``, or else the only one that begins with it.
 
-    Raises UnknownWorker if several ids have it.
+    Return None if there is none, or if ``prefix`` is empty. Raises UnknownWorker if several ids
+    begin with it.
     """
     found = sorted({each for each in ids if prefix and each.startswith(prefix)})
     if prefix in found:

@@ -13,10 +13,11 @@ _STALE_S = 5.0
 
 
 def missing_workers(report: LoadReport | None) -> str:
-    """Return what the missing workers wait for; empty if none is missing, or if it is unknown.
+    """Return as text how many workers are ready, and what the missing ones wait for.
 
-    Workers that load their model report that, and Ray knows the workers that it cannot place. Other
-    workers wait for a process, or to be restarted.
+    The text is empty if none is missing, or if this is unknown. Workers that load their model
+    report that, and Ray knows the workers that it cannot place. Other workers wait for a process,
+    or to be restarted.
     """
     if report is None or report.age_s > _STALE_S or not report.load.HasField("wanted_workers"):
         return ""
@@ -49,7 +50,7 @@ _POD_NOTE = " (a pod that is pending or pulling its image does not count; see ku
 def unplaced(
     groups: Iterable[Mapping[str, Any]], replicas: str, *, is_on_kubernetes: bool
 ) -> tuple[int, str]:
-    """Return how many placement groups are pending, and why the first of them is.
+    """Return the number of pending placement groups, and why the first of them is pending.
 
     Args:
         groups: Placement groups as ``ray.util.placement_group_table`` describes them.

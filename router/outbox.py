@@ -18,7 +18,7 @@ _COPIED_BYTES = 1 << 16
 
 
 class Outbox(Generic[M]):
-    """Outbox of one stream, which begins with the message ``first``.
+    """Queue of the messages to send on one stream, which begins with ``first``.
 
     It must be closed with its stream, because gRPC keeps reading the iterator of a broken stream.
     """
@@ -31,10 +31,11 @@ class Outbox(Generic[M]):
         self._is_closed = False
 
     def add(self, message: M) -> None:
-        """Add a message; when merged, its repeated fields are appended and others are replaced.
+        """Add a message, merged into the last one that is not sent yet if both are small.
 
-        The outbox takes over ``message``, which must not be changed afterwards. After ``close``
-        this has no effect.
+        In the merged message repeated fields are appended and other fields are replaced. The outbox
+        takes over ``message``, which must not be changed afterwards. After ``close`` this has no
+        effect.
         """
         if self._is_closed:
             return

@@ -16,11 +16,11 @@ from router.faults import pause
 
 class Processes(Protocol):
     def kill(self, pid: int) -> None:
-        """Send SIGKILL; a process that does not exist is ignored."""
+        """Send SIGKILL to a process; do nothing if it does not exist."""
         ...
 
     def pause(self, pid: int, seconds: float) -> Coroutine[Any, Any, None]:
-        """Send SIGSTOP, and SIGCONT after ``seconds``; then return."""
+        """Send SIGSTOP to a process, send SIGCONT after ``seconds``, then return."""
         ...
 
 

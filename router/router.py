@@ -69,7 +69,7 @@ log = logs.get_logger(__name__)
 
 
 class Router:
-    """Router replica, created by ``start`` and ended by ``stop``."""
+    """Router replica: ``start`` creates it, and ``stop`` ends it."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class Router:
     ) -> Self:
         """Start a replica, and return it when it serves.
 
-        A ``transport`` replaces gRPC and its TLS. ``memory_limit`` is the share of the ledger's
-        memory above which new requests are refused. Raises UnknownModel, ModelUnavailable,
-        LedgerUnavailable, SettingsError, OSError (port taken).
+        A ``transport`` replaces gRPC and its TLS. ``memory_limit`` is the used share of the
+        ledger's memory above which new requests are rejected. Raises UnknownModel,
+        ModelUnavailable, LedgerUnavailable, SettingsError, and OSError if a port is in use.
         """
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(
@@ -344,7 +344,7 @@ class Router:
 
     @property
     def leader(self) -> Leader:
-        """Leader loop of the replica, whether it leads or not."""
+        """Leader loop of this replica, which exists whether it leads or not."""
         return self._leader
 
     @property
@@ -372,7 +372,11 @@ class Router:
         self._heartbeat.worker_starts(start)
 
     async def num_workers(self) -> int:
-        """Return the number of workers, as RouterDeployment.num_workers does."""
+        """Return the number of workers of all serving clusters.
+
+        These are the workers to which this router is connected, and the workers of an active
+        cluster of another model. Raises LedgerUnavailable.
+        """
         replaced = await self._ledger.active_load()
         connected = sum(link.is_up for link in self._sessions.links)
         return connected + (replaced.load.workers if replaced is not None else 0)
@@ -387,8 +391,8 @@ class Router:
         """Apply the policy settings of ``config``, and the settings of the autoscaler.
 
         Other settings of ``config`` are ignored. The autoscaler reads its settings with the load
-        that the leader reports. ``num_workers`` is the wanted number of workers; None if the
-        autoscaler decides it.
+        that the leader reports. ``num_workers`` is the number of workers that the cluster is to
+        have; None if the autoscaler decides it.
         """
         self._runtime_policy.configure(config)
         self._leader.autoscale = autoscale
@@ -399,31 +403,35 @@ class Router:
         self._line.demand(self._demand)
 
     def place(self, ray_cluster: str, unplaced: int, cause: str) -> None:
-        """Report the workers that Ray cannot place.
+        """Report the number of workers that Ray cannot place to the leader.
 
         Args:
             ray_cluster: Name of the Ray cluster, as in WorkerInfo.
-            unplaced: Number of workers without a place.
-            cause: Why one of them has none.
+            unplaced: Number of workers that wait for resources.
+            cause: Reason why one of them cannot be placed.
         """
         self._demand.ray_cluster = ray_cluster
         self._demand.unplaced, self._demand.unplaced_cause = unplaced, cause
         self._line.demand(self._demand)
 
     async def wait(self) -> None:
-        """Wait until a part fails, and raise its error. Cancellation stops no part."""
+        """Wait until a part of the router fails, and raise its error.
+
+        Cancellation ends only the wait, not the router.
+        """
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a part that failed, if any."""
+        """Raise the error of a part of the router that has failed, if any."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
 
     async def stop(self) -> None:
-        """Drain: resign, finish streams for ``drain`` seconds, move the rest, end the lease.
+        """Stop the router: let requests finish, then hand over the rest to other routers.
 
+        It resigns as the leader, lets streams finish for ``drain`` seconds, and ends its lease.
         Further calls wait for the same stop.
         """
         if self._stopping is None:

@@ -1,9 +1,9 @@
 """Streams to the workers: send starts and aborts, and receive one frame per engine step.
 
-A worker is up from its hello until its stream breaks or it is silent for too long. The stream of a
-silent worker is closed and dialled again. When the worker notices that, it ends the sequences that
-it still runs for this router. If a worker that was declared lost sends a frame under the same id,
-that is counted as a false alarm.
+A worker is up from its first message on a stream until the stream breaks or the worker is silent
+for too long. The stream of a silent worker is closed and opened again. When the worker notices
+that, it ends the sequences that it still runs for this router. If a worker that was declared lost
+sends a frame under the same id, that is counted as a false alarm.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _STALL_S = 0.2
 
 
 class Listener(Protocol):
-    """Receiver of workers' messages. Called from the event loop; must not block."""
+    """Receiver of workers' messages; the event loop calls its methods, which must not block."""
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
-        """Handle a frame, except its progress, which follows in ``worker_progress``."""
+        """Handle a frame, except its progress messages, which follow in ``worker_progress``."""
         ...
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None: ...
@@ -60,7 +60,7 @@ class _Replaced(Exception):
 
 
 class WorkerLink:
-    """Stream to one worker, which is redialled until closed. Times are the router's clock."""
+    """Stream to one worker, which is opened again until closed. Times are the router's clock."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class WorkerLink:
         silence_s: float,
         transport: Transport,
     ) -> None:
-        """Create the link, and dial; ``policy`` is the engine's policy, None if none was set."""
+        """Create the link, and open the stream; ``policy`` is None if no engine policy was set."""
         self.info = info
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
@@ -102,11 +102,11 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
     def confirm(self, epoch: int) -> None:
-        """Notify the worker that this router knows of the first step of a sequence."""
+        """Notify the worker that the router has received the first step of an attempt."""
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 
     def drain(self) -> None:
-        """Tell the worker to drain, for all routers."""
+        """Tell the worker to drain; it then returns the requests of all routers."""
         self._outbox.add(session_pb2.RouterFrame(drain=True))
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
@@ -118,7 +118,7 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
 
     def hold(self, seconds: float) -> None:
-        """Hold all messages for ``seconds``, like a network partition that heals."""
+        """Delay all messages for ``seconds``, as a network partition that heals does."""
         self._held_until = max(self._held_until, now() + seconds)
 
     async def close(self) -> None:
@@ -190,9 +190,10 @@ class WorkerLink:
                 await asyncio.sleep(0)
 
     async def _watch(self) -> None:
-        """Declare a silent worker lost before ``silence_s``, unless the event loop is late.
+        """Declare a worker lost if it is silent for nearly ``silence_s`` seconds.
 
-        The stream is also closed, so that it is dialled again.
+        Its stream is also closed, so that it is opened again. Nothing is declared while the event
+        loop is late, because messages may have arrived.
         """
         interval = self._silence_s / _LOOKS
         while True:
@@ -296,7 +297,7 @@ class Sessions:
         return link.state.num_running + link.state.num_waiting
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Set the policy of all engines, also of workers that join later."""
+        """Set the policy of all engines, including those of workers that join later."""
         self._policy = policy
         for link in self._links.values():
             link.set_policy(policy)
@@ -312,9 +313,9 @@ class Sessions:
         return link
 
     async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
-        """Connect to new workers in the ledger's table, and disconnect from those not in it.
+        """Connect to the workers in ``workers``, and disconnect from all others.
 
-        Workers with another block size count as not in it.
+        ``workers`` is the ledger's table. A worker with another block size is ignored.
         """
         named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
         for worker_id in self._links.keys() - named.keys():
@@ -330,7 +331,7 @@ class Sessions:
             )
 
     def unreachable(self) -> list[str]:
-        """Return the ids of workers that were silent for ``worker_forget`` seconds or more."""
+        """Return the ids of workers that were silent for more than ``worker_forget`` seconds."""
         oldest = now() - self._config.worker_forget
         return [
             worker_id

@@ -16,14 +16,18 @@ _FIRST = "1000"
 
 
 def full_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, its import path as PYTHONPATH, updated with ``more``."""
+    """Return the environment of a child process that can import what this process can.
+
+    It is this process's environment with PYTHONPATH set to the import path in use. Entries of
+    ``more`` are added to it, and replace entries of the same name.
+    """
     # The effective import path is passed on, so that children can import what this process can.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def go_first() -> None:
-    """Make this process the OOM killer's first choice, and disable its core dump."""
+    """Make the OOM killer choose this process first (Linux), and disable its core dump."""
     # If the file is missing or not writable, the kernel keeps its own order.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST)
@@ -36,9 +40,9 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent process, of pid ``parent``, ends.
 
-    The kernel sends the signal when the thread that started this process ends, so that thread must
-    live as long as the parent. This works on Linux only. If the parent has already ended, this
-    process is killed at once, on every system. Raises OSError if the prctl call fails.
+    This works on Linux only. The kernel sends the signal already when the thread that started this
+    process ends, so that thread must live as long as the parent. If the parent has ended before the
+    call, this process is killed at once, on every system. Raises OSError if the prctl call fails.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -50,6 +54,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Cancel ``die_with_parent``: this process may outlive its parent again (Linux)."""
+    """Cancel ``die_with_parent``, so that this process can outlive its parent (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

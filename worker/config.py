@@ -24,7 +24,7 @@ _WILDCARDS = frozenset({"0.0.0.0", "::", "[::]", ""})
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class FakeModel:
-    """Behaviour of the fake runner."""
+    """Settings of the fake runner, which generates tokens without a model."""
 
     vocab_size: _AtLeast2 = 1024
     #: longest sequence in tokens, prompt and output
@@ -51,7 +51,10 @@ class FakeModel:
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class Speculation:
-    """Speculative decoding: drafts are what followed an earlier occurrence of the last tokens."""
+    """Settings of speculative decoding.
+
+    The draft tokens of a sequence are those that followed an earlier occurrence of its last tokens.
+    """
 
     #: largest number of draft tokens of a sequence in a step; 0 disables
     num_draft_tokens: Amount = 0
@@ -206,7 +209,7 @@ class WorkerConfig:
 
     @property
     def cpu_kv_cache_mib(self) -> int:
-        """Memory of the KV cache on CPUs in MiB, over all ranks."""
+        """Memory of the KV cache on CPUs in MiB, in total over all ranks."""
         return self.kv_cache_mib or _CPU_KV_CACHE_MIB
 
     def batched_tokens(self, kind: DeviceKind) -> int:
@@ -223,5 +226,5 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """Name of the model for clients: its hub id, or the name of its directory."""
+        """Name of the model for clients: its hub id, or the name of its directory or file."""
         return FAKE if self.is_fake else name_for_clients(self.model, self.model_revision)

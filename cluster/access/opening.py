@@ -28,16 +28,16 @@ Assignments = Annotated[
 
 
 def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
-    """Change the stored document of keys and tenants with ``edit``, and return the new document.
+    """Change the stored document of keys and tenants by ``edit``, and return the new document.
 
-    ``file`` and ``assignments`` are the settings that name the store. Raises SettingsError,
-    LedgerSetupError, EverliftError, OSError.
+    ``edit`` returns the new document for the present one. ``file`` and ``assignments`` are the
+    settings that name the store. Raises SettingsError, LedgerSetupError, EverliftError, OSError.
     """
     return asyncio.run(_changed(_config(file, assignments), edit))
 
 
 def kept(file: Path | None, assignments: Sequence[str] | None) -> Document:
-    """Return the stored document of keys and tenants. Raises the same errors as ``changed``."""
+    """Return the stored document of keys and tenants; raises the same errors as ``changed``."""
     return changed(file, assignments, lambda document: document)
 
 

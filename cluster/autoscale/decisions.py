@@ -1,4 +1,4 @@
-"""Publication of the autoscaler's decisions: a report for consoles, and gauges."""
+"""Publication of the autoscaler's decisions: a report for consoles, and gauges for metrics."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MakeGauge(Protocol):
 
 
 class Gauges:
-    """Gauges of the autoscaler's decisions; ``make`` is ray.util.metrics.Gauge."""
+    """Gauges of the autoscaler's decisions; ``make`` (ray.util.metrics.Gauge) creates one."""
 
     def __init__(self, make: MakeGauge) -> None:
         self._gauges: Mapping[str, Gauge] = {
@@ -86,7 +86,10 @@ class Gauges:
         self._last_reason = ""
 
     def show(self, decision: Decision, load: ClusterLoad, age_s: float, max_workers: int) -> None:
-        """Export a decision, and the load report from which it was made, ``age_s`` seconds old."""
+        """Set all gauges to a decision and to the load report on which it was based.
+
+        ``age_s`` is the age of the report in seconds.
+        """
         values: Sequence[float] = (
             *(decision.workers, max_workers, decision.need, decision.wait_s),
             *(age_s, load.queued_tokens, load.worker_rate),

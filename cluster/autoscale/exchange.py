@@ -1,4 +1,4 @@
-"""Exchange with the ledger: read the leader's load reports and write the decisions."""
+"""Exchange with the ledger: read the leader's load reports, write the autoscaler's decisions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RETRY_S = 1.0
 
 
 class LedgerExchange:
-    """Background thread that reads the load and reports decisions until ``stop``.
+    """Background thread that reads the leader's load reports and writes decisions until ``stop``.
 
-    No method blocks. The thread calls ``config`` before each connection to the ledger.
+    No method blocks. The thread calls ``config`` for the ledger's settings before each connection.
     """
 
     def __init__(self, config: Callable[[], LedgerConfig]) -> None:
@@ -43,21 +43,21 @@ class LedgerExchange:
         self._thread.start()
 
     def latest(self) -> LoadReport | None:
-        """Return the latest load report with its present age; None if none was read."""
+        """Return the last load report, with its present age; None if there is none yet."""
         if self._latest is None:
             return None
         report, read_at = self._latest
         return LoadReport(report.load, report.age_s + time.monotonic() - read_at)
 
     def replaced_workers(self) -> int:
-        """Return the number of workers of the active cluster that this one is to replace.
+        """Return the number of workers of the active cluster that this one replaces; 0 if none.
 
-        That cluster serves another model from a ledger of its own. 0 if there is no such cluster.
+        That cluster serves another model from a ledger of its own.
         """
         return self._replaced
 
     def say(self, scaling: session_pb2.Scaling) -> None:
-        """Report decisions; they replace those that are not written yet."""
+        """Set the decisions to write next, in place of those that are not written yet."""
         self._said = scaling
 
     def stop(self) -> None:

@@ -11,11 +11,11 @@ Only the first term counts until all workers have been up for ``ttft_target`` se
 drain a queue have all slots in use, so before then the other terms would ask for too many.
 
 Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
-of ``ttft_target``. A tenth of it is enough in a rush, because there a short wait soon becomes a
-long one. A rush is a recent arrival rate above the throughput of all workers, and higher than the
-previous rate by more than chance explains. In a rush, too, only the first term counts, or the need
-for the recent arrival rate if that is larger. Workers are removed if fewer would have been enough
-during the whole of ``down_delay``.
+of ``ttft_target``. In a rush it only has to exceed a tenth of ``ttft_target``, because there a
+short wait soon becomes a long one. A rush is a recent arrival rate above the throughput of all
+workers, and higher than the previous rate by more than chance explains. In a rush, too, only the
+first term counts, or the need for the recent arrival rate if that is larger. Workers are removed if
+fewer would have been enough during the whole of ``down_delay``.
 
 A reversal is an addition after a removal, or a removal after an addition. For ten minutes after a
 reversal workers are added only if the estimated wait exceeds ``ttft_target``, and the rule for
@@ -55,10 +55,10 @@ _SLACK = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision: the number of ``workers`` that there are to be, and the reason.
+    """Decision of the autoscaler: the target number of ``workers``, and the reason for it.
 
-    ``need`` is the number of workers that the present load needs, as a fraction. ``wait_s`` is the
-    estimated queue wait in seconds of a request that arrives now.
+    ``need`` is the number of workers that the present load needs by the policy's formula; it is not
+    rounded. ``wait_s`` is the estimated queue wait in seconds of a request that arrives now.
     """
 
     workers: int
@@ -68,7 +68,7 @@ class Decision:
 
 
 class Autoscaler:
-    """Autoscaler that is asked periodically for the number of workers."""
+    """Policy that decides the number of workers; ``decide`` is to be called periodically."""
 
     def __init__(self, config: AutoscaleConfig) -> None:
         if config.max_workers is None:
@@ -111,12 +111,12 @@ class Autoscaler:
         others: int = 0,
         replaced: int = 0,
     ) -> Decision:
-        """Return the number of workers that this cluster is to have.
+        """Return the target number of workers of this cluster, with the reason.
 
         Args:
             load: Work and workers on the ledger, as the leader last reported; None if it never did.
             age_s: Age of the report in seconds.
-            workers: Target number of workers of this cluster, including workers that still start.
+            workers: Present target number of workers of this cluster, including starting ones.
             now: Monotonic time in seconds; never less than in the previous call.
             others: Number of workers in the report that belong to another cluster on the same
                 ledger. There are two clusters during an upgrade.
@@ -251,7 +251,7 @@ class Arrivals:
         self._observed_s = 0.0
 
     def note(self, load: ClusterLoad, moment: float) -> None:
-        """Record the tokens that arrived until ``moment``, the time of the report in seconds.
+        """Record a load report of the time ``moment`` (seconds), which counts the arrived tokens.
 
         A new leader counts from 0, so its first report does not change the averages.
         """
@@ -300,7 +300,7 @@ class Capacity:
 
 
 class SlidingMaximum:
-    """Largest number noted in the last ``seconds``, in amortised constant time per note."""
+    """Largest number recorded in the last ``seconds``; ``note`` takes amortised constant time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -321,7 +321,7 @@ class SlidingMaximum:
         return self._falling[0][1] if self._falling else 0.0
 
     def covers(self, now: float) -> bool:
-        """Return whether the first note is at least ``seconds`` old."""
+        """Return whether the first number was recorded at least ``seconds`` before ``now``."""
         return self._since is not None and now - self._since >= self._seconds
 
     def clear(self) -> None:

@@ -28,14 +28,14 @@ log = logs.get_logger(__name__)
 
 
 class Routers:
-    """Policy that returns the number of routers that the requests need. Pure."""
+    """Policy for the number of routers, by the number of requests. Pure."""
 
     def __init__(self) -> None:
         self._needs = SlidingMaximum(0.0)
         self._down_delay = 0.0
 
     def decide(self, load: ClusterLoad, config: AutoscaleConfig, routers: int, now: float) -> int:
-        """Return the number of routers that there are to be, before bounds are applied.
+        """Return the target number of routers, before minimum and maximum are applied.
 
         Args:
             load: Load of the cluster as its leader reported it.

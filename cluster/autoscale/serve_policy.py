@@ -34,10 +34,10 @@ log = logs.get_logger(__name__)
 class QueuePolicy:
     """Serve's autoscaling policy for the worker deployment.
 
-    ``ledger`` holds the settings of the ledger except its URL. The URL contains a password, and
-    Serve logs and shows the arguments. So the URL is read from the environment or from
-    ``state_dir``. Each call passes the bounds of the number of workers. The load that the leader
-    reports contains the autoscaler's other settings.
+    ``ledger`` has the settings of the ledger except its URL. The URL contains a password, and Serve
+    logs and shows the arguments. So the URL is read from the environment or from ``state_dir``. In
+    each call Serve passes the minimum and maximum number of workers. The autoscaler's other
+    settings are part of the leader's load report.
     """
 
     def __init__(self, ledger: Mapping[str, Any], state_dir: str) -> None:
@@ -88,7 +88,7 @@ class QueuePolicy:
 
 
 def _of_others(load: ClusterLoad) -> int:
-    """Return the number of workers in ``load`` that belong to other Ray clusters.
+    """Return the number of workers in ``load`` that belong to other Ray clusters than this one.
 
     Subtracting Serve's count of this cluster's workers would be wrong, because ``load`` still
     contains stopping workers that Serve no longer lists.
@@ -103,10 +103,10 @@ def _ray_cluster() -> str:
 
 
 def ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:
-    """Return the ledger's settings with the URL from the environment or the state directory.
+    """Return the ledger's settings, with the URL from the environment or else the state directory.
 
-    The environment has precedence. Raises SettingsError if a setting is invalid, and OSError if the
-    URL is needed from the state directory but cannot be read.
+    Raises SettingsError if a setting is invalid, and OSError if the URL is needed from the state
+    directory but cannot be read.
     """
     url = os.environ.get(URL_VARIABLE) or url_file(state_dir).read_text().strip()
     return replace(settings.load(LedgerConfig, ledger), url=url)

@@ -1,4 +1,4 @@
-"""Backends of a batch: a cluster, or a model in this process."""
+"""Backends that answer the lines of a batch: a cluster, or a model in this process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class ClusterBackend:
-    """Backend over a cluster, which attaches to requests that an earlier process sent.
+    """Backend over a cluster; requests that an earlier run sent are continued, not repeated.
 
-    The requests of an interrupted batch continue in the cluster, and a later run finds them.
+    The requests of an interrupted batch continue in the cluster. A later run finds them by their
+    ids and attaches to them.
     """
 
     def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
-        """Create the backend; ``http`` is entered for the first chat and exited by ``aclose``."""
+        """Create the backend; ``http`` is entered at the first chat and exited by ``aclose``."""
         self._client = client
         self._http_context = http
         self._http: asyncio.Future[HttpApi] | None = None

@@ -99,7 +99,7 @@ class _Job:
         return len(self.known) - self.results.num_done(self.known.keys())
 
     async def run(self, backend: Backend) -> None:
-        """Run the rest of the batch, then print a summary line, even after an interruption."""
+        """Run the lines that are not done, then print a summary, even after an interruption."""
         total, began = len(self.known), time.monotonic()
         done, shown = total - self.num_left, sys.stderr.isatty()
         with bar(self.file.name, total, done, shown=shown) as advance:

@@ -34,7 +34,7 @@ _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Valid line with a prompt; ``number`` is the line's number, from 1."""
+    """Valid line with a prompt; ``number`` is the line's number in the file, from 1."""
 
     number: int
     id: str
@@ -44,7 +44,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """Line with the body of a chat completion, which only the router validates."""
+    """Line with the body of a chat completion, which only the router validates.
+
+    ``request_id`` identifies the request in the cluster.
+    """
 
     number: int
     id: str
@@ -67,10 +70,13 @@ Key = str | int
 
 
 class Survey:
-    """Survey of an input file before anything runs: the keys of its lines and its ``digest``."""
+    """Keys of all lines of an input file, and ``digest``, a hash of its content.
+
+    The length is the number of lines.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read the whole file once. Raises BatchFailed for an id that occurs twice, and OSError."""
+        """Read the whole file once. Raises BatchFailed if an id occurs twice, and OSError."""
         digest = hashlib.sha256()
         self._numbers: dict[str, int] = {}
         #: numbers of the lines without a readable id
@@ -84,7 +90,7 @@ class Survey:
         return len(self._numbers) + len(self._nameless)
 
     def keys(self) -> Iterator[Key]:
-        """Return the keys of all lines."""
+        """Return an iterator over the keys of all lines."""
         return chain(self._numbers, self._nameless)
 
     def _add(self, line_id: str | None, number: int) -> None:
@@ -102,12 +108,12 @@ def read(
     done: Container[Key] = (),
     attempt: Callable[[Key], int] = lambda key: 1,
 ) -> Iterator[Line]:
-    """Yield the lines that are not ``done``.
+    """Yield the lines of a file whose keys are not in ``done``.
 
     A line without its own request id or seed gets one that is derived from the file's ``digest``
-    and the line's number. The same line of the same file therefore always has the same ones, so
-    that a cluster recognises the request and its text does not change. ``attempt`` returns the
-    number of the attempt; a later attempt is another request with the same seed.
+    and the line's number. A later run on the same file therefore derives the same ones, so that a
+    cluster recognises the request and its text does not change. ``attempt`` returns the number of
+    the attempt for the key of a line; a later attempt is another request with the same seed.
     """
     for number, data in _numbered(path):
         key = _id_of(data, number) or number

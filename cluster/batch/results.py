@@ -7,11 +7,11 @@ A batch can be interrupted at any moment and continued later.
     {"id": "d", "message": {"role": "assistant", ...}, "finish_reason": "stop", "usage": {...}}
     {"id": "c", "line": 3, "error": {"code": "out_of_range", "message": "..."}}
 
-The id is null if it could not be read from the line. The result of a retry is appended behind the
-failure, and replaces it when the file is closed or opened again. The error of a later attempt has
-the number of the attempt ("attempt": 2). Each result is one write. If a crash of the machine leaves
-an incomplete last line, it is cut off when the file is opened again. A file that has other content
-is rejected and not changed.
+The id is null if it could not be read from the input line. The result of a retry is appended to the
+file. When the file is closed or opened again, the retry's result replaces the earlier one. The
+error of a later attempt has the number of the attempt ("attempt": 2). Each result is one write. If
+a crash of the machine leaves an incomplete last line, it is cut off when the file is opened again.
+A file that has other content is rejected and not changed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ _TORN = (b'{"id": null', b'{"id": "')
 
 
 class Results(Container[Key]):
-    """File of results, which one process at a time can have open; it contains the lines done."""
+    """File of results, which one process at a time can have open.
+
+    ``key in results`` tells whether the input line with this key is done, that is, has a result. A
+    line's key is its id, or its number if no id can be read.
+    """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
         """Open the file, create it if needed, and read the results of earlier runs.
 
-        With ``retry_failed``, failed lines count as not done. Raises BatchFailed if the file is not
-        a file of results or is in use, and OSError.
+        With ``retry_failed``, lines whose result is an error count as not done until they get a new
+        result. Raises OSError, and BatchFailed if the file is not a file of results or is in use.
         """
         self.path = path
         self._keys: set[Key] = set()
@@ -59,23 +63,23 @@ class Results(Container[Key]):
         self._retrying = set(self._failed) if retry_failed else set[Key]()
 
     def __contains__(self, line: object) -> bool:
-        """Return whether the line with this key is done."""
+        """Return whether the input line with this key is done."""
         return line in self._keys and line not in self._retrying
 
     def attempt(self, line: Key) -> int:
-        """Return the number of the next attempt of a line, from 1."""
+        """Return the number of the next attempt of the line with this key, from 1."""
         return self._failed.get(line, 0) + 1
 
     def num_done(self, lines: Iterable[Key]) -> int:
-        """Return how many of ``lines`` are done."""
+        """Return how many of the lines with these keys are done."""
         return sum(line in self for line in lines)
 
     def num_failed(self, lines: Iterable[Key]) -> int:
-        """Return how many of ``lines`` are done and failed."""
+        """Return how many of the lines with these keys are done with an error as their result."""
         return sum(line in self._failed and line in self for line in lines)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Append one result. Raises OSError if it cannot be written completely."""
+        """Append the result of one line. Raises OSError if it cannot be written completely."""
         line = _key(record)
         if "error" in record and (attempt := self.attempt(line)) > 1:
             record = {**record, "attempt": attempt}
@@ -120,9 +124,9 @@ class Results(Container[Key]):
             raise BatchFailed(f"another batch writes to {self.path}") from None
 
     def _replace(self) -> None:
-        """Rewrite the file with only the last record of each line. Raises OSError.
+        """Rewrite the file with only the last result of each line. Raises OSError.
 
-        Do nothing if no line has several records.
+        Do nothing if no line has several results.
         """
         if not self._has_replaced:
             return

@@ -21,21 +21,28 @@ class Backend(Protocol):
     """Backend that answers the lines of a batch."""
 
     async def complete(self, work: Work) -> Completion:
-        """Return the completion of one line.
+        """Generate the completion of one line, and return it.
 
-        Raises EverliftError if this line fails. Any other error, and an EverliftError with the
+        Raises EverliftError if only this line fails. Any other error, and an EverliftError with the
         status UNAVAILABLE, ends the whole batch.
         """
         ...
 
     async def chat(self, work: ChatWork) -> Any:
-        """Return the chat completion in the format of OpenAI's API. Raises as ``complete`` does."""
+        """Generate a chat completion; return it as the JSON object of OpenAI's API.
+
+        Raises the same errors as ``complete``.
+        """
         ...
 
 
 @dataclass(slots=True)
 class Batch:
-    """Batch in progress; ``output_tokens`` counts the output tokens of this run."""
+    """Batch in progress; ``output_tokens`` counts the tokens generated in this run.
+
+    At most ``concurrency`` lines are in progress at a time. ``advance`` is called at the end of
+    each line with its number of output tokens.
+    """
 
     backend: Backend
     results: Results
@@ -44,9 +51,10 @@ class Batch:
     output_tokens: int = 0
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Run the batch until every line has a result.
+        """Answer all ``lines``, and append a result of each to the file of results.
 
-        An error that ends the whole batch is raised; the batch can then be run again.
+        A line that fails has its error as the result. An error that ends the whole batch is raised;
+        the batch can then be run again.
         """
         room = asyncio.Semaphore(self.concurrency)
         try:

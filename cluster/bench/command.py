@@ -228,9 +228,10 @@ def _ramp(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Requested load and report.
+    """Requested load, and options of its report.
 
-    ``ramp`` has the first and the highest rate in requests per second; None sends the load once.
+    ``ramp`` has the first and the highest rate in requests per second. If it is None, the load is
+    sent once, without a search for the highest rate. ``percents`` are the percentiles to report.
     """
 
     target: Target
@@ -245,7 +246,7 @@ class Asked:
 
 
 async def measured(asked: Asked, now: datetime) -> Json:
-    """Send the load and return the report.
+    """Send the load and return its report, which bears the date ``now``.
 
     Raises BenchFailed, WorkloadFailed, and the errors of connecting.
     """

@@ -30,7 +30,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figure of the reports A and B; ``is_more_better`` is True for throughputs."""
+    """Figure of the reports A and B; ``is_more_better`` is True if a larger value is better."""
 
     title: str
     a: float
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Return B divided by A; None if A is 0."""
+        """Value in B divided by the value in A; None if A's is 0."""
         return self.b / self.a if self.a else None
 
     @property
@@ -66,7 +66,11 @@ class Comparison:
 
 
 def compare(a: Json, b: Json) -> Comparison:
-    """Compare two reports; figures that only one of them has are left out."""
+    """Compare two reports; figures that only one of them has are left out.
+
+    The result has a row per figure, and warnings about differences that make the figures
+    incomparable.
+    """
     return Comparison(tuple(_rows(a, b)), tuple(_warnings(a, b)))
 
 

@@ -24,17 +24,20 @@ _SLUG = re.compile(r"[A-Za-z_]{1,48}\d?")
 
 
 class Refused(Exception):
-    """Error of a request without a complete answer; its text is a slug, a status, or both."""
+    """Raised if a request gets no complete answer; the text is an error slug, a status, or both."""
 
 
 class Endpoint(Protocol):
     async def ask(self, request: Request, answer: Answer) -> None:
-        """Send a request and return when its answer is complete. Raises Refused."""
+        """Send a request, record its output in ``answer``, and return when the answer is complete.
+
+        Raises Refused if the request fails or the answer is incomplete.
+        """
         ...
 
 
 class Answer:
-    """Recorder of the times and sizes of one answer.
+    """Recorder of the times and sizes of the answer to one request.
 
     ``now`` returns the seconds since the load began.
     """
@@ -58,7 +61,10 @@ class Answer:
         self._sent = self._now()
 
     def piece(self, text: str, tokens: int = 0) -> None:
-        """Record a piece of output with its number of ``tokens``, if known."""
+        """Record that a piece of output arrives now.
+
+        ``tokens`` is its number of tokens; 0 if unknown.
+        """
         self._pieces.append(self._now())
         self._told_tokens += tokens
         self._texts.append(text)
@@ -67,7 +73,10 @@ class Answer:
         self._usage = prompt_tokens, output_tokens
 
     def outcome(self, due: float, admitted: float, error: str = "") -> Outcome:
-        """Return the outcome of a request that ends now."""
+        """Return the outcome of the request, which ends now; ``error`` is empty if it succeeded.
+
+        ``due`` and ``admitted`` are the times of Outcome.
+        """
         prompt_tokens, output_tokens = self._usage or (0, 0)
         known = output_tokens or self._told_tokens
         if not error and not self._pieces:
@@ -87,14 +96,14 @@ class Answer:
 
 
 def slug(said: object) -> str:
-    """Return the slug of an endpoint's error; empty if it is not a single word."""
+    """Return the code ``said`` of an endpoint's error if it is one word, else an empty text."""
     return said if isinstance(said, str) and _SLUG.fullmatch(said) else ""
 
 
 class EverliftEndpoint:
-    """Endpoint of a cluster over gRPC.
+    """Router of a cluster as an endpoint, called over gRPC through ``client``.
 
-    ``client`` should not retry rejected requests, because a rejection is a result to report.
+    The client should not retry rejected requests, because a rejection is a result to report.
     """
 
     def __init__(self, client: AsyncClient, *, ignore_eos: bool, temperature: float) -> None:
@@ -126,7 +135,7 @@ _NO_LIMIT = 0
 
 
 def base_url(text: str) -> str:
-    """Return the base URL of an OpenAI endpoint, with /v1 if ``text`` has no path.
+    """Return the base URL of an OpenAI endpoint; /v1 is added if ``text`` has no path.
 
     Raises BenchFailed for an invalid URL, or one with credentials or a query.
     """
@@ -140,7 +149,10 @@ def base_url(text: str) -> str:
 
 @asynccontextmanager
 async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.ClientSession]:
-    """Context manager: open an HTTP session for paths below ``url``, a result of ``base_url``."""
+    """Context manager: yield an open HTTP session for paths below ``url``.
+
+    ``url`` is a result of ``base_url``.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(
         f"{url}/",
@@ -154,9 +166,9 @@ async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.C
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the name of the first model that the endpoint serves.
+    """Return the name of the first model in the endpoint's list of models.
 
-    Raises BenchFailed with a message that names ``url``.
+    Raises BenchFailed, with a message that contains ``url``, if there is none or no valid answer.
     """
     try:
         async with session.get("models", allow_redirects=False) as response:
@@ -171,7 +183,10 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 class OpenAiEndpoint:
-    """OpenAI-compatible endpoint; ``fields`` are added to every body and override defaults."""
+    """OpenAI-compatible HTTP endpoint; ``fields`` are added to every request's body.
+
+    They override the default fields.
+    """
 
     def __init__(
         self,
@@ -241,7 +256,7 @@ class OpenAiEndpoint:
             answer.usage(*(int(number or 0) for number in told))
 
     def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
-        """Return whether a chunk without text has tokens.
+        """Return whether a chunk without text nevertheless stands for output tokens.
 
         Such tokens are special tokens or parts of a character. The first chunk of a chat may have
         nothing but a role, and the last chunk of most answers nothing but a finish reason.

@@ -1,4 +1,4 @@
-"""Generator of a load: each request is sent when it is due, whatever happened to earlier ones.
+"""Generator of a load: each request is sent when it is due, even if earlier ones have not ended.
 
         due -------- admitted -- sent ---- first piece ... last piece
          |  at limit    |   lag   |
@@ -27,7 +27,7 @@ TIMEOUT_S = 600.0
 
 
 class Generator:
-    """Load generator; ``clock`` returns seconds.
+    """Sender of a load's requests to an endpoint; ``clock`` returns seconds.
 
     ``advance`` is called at the end of each request with its number of output tokens.
     """
@@ -51,7 +51,7 @@ class Generator:
     ) -> list[Outcome]:
         """Send each request when it is due, at most ``most_at_once`` concurrently (None: no limit).
 
-        Return the outcomes in the order of the requests when all of them have ended.
+        Return the outcomes, in the order of the requests, when all requests have ended.
         """
         room = asyncio.Semaphore(most_at_once or len(requests) or 1)
 
@@ -70,9 +70,10 @@ class Generator:
         return [task.result() for task in tasks]
 
     async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
-        """Send the requests from ``clients`` clients, each of which sends one after another.
+        """Send the requests from ``clients`` clients, each of which sends its requests one by one.
 
-        The due times of the requests are ignored. Return the outcomes in the order of the requests.
+        The due times of the requests are ignored. Return the outcomes, in the order of the
+        requests, when all requests have ended.
         """
         left = iter(enumerate(requests))
         outcomes: dict[int, Outcome] = {}
@@ -89,9 +90,10 @@ class Generator:
         return [outcomes[number] for number in range(len(requests))]
 
     async def _until(self, due: float) -> None:
-        """Sleep until ``due``, and for at least one iteration of the event loop.
+        """Sleep until ``due``, in seconds since the load began, but at least one loop iteration.
 
-        Otherwise many requests that are due at once would delay the processing of answers.
+        Without the iteration, many requests that are due at once would delay the processing of
+        answers.
         """
         await asyncio.sleep(due - self._now())
         # A timer may fire a fraction of a millisecond early.

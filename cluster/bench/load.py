@@ -28,7 +28,11 @@ _WORDS = (
 
 class Prompts(Protocol):
     def prompt(self, arrival: Arrival, number: int) -> tuple[str | tuple[int, ...], int]:
-        """Return the prompt of request ``number``, and its number of tokens, maybe estimated."""
+        """Return the prompt for an arrival, as text or token ids, and its number of tokens.
+
+        ``number`` is the position of the request in the load. The number of tokens may be an
+        estimate.
+        """
         ...
 
 
@@ -48,7 +52,7 @@ class WordPrompts:
     """Prompts of random words, one word for each wanted token.
 
     With a ``tokenizer`` (of the tokenizers library) the text is cut to the wanted number of tokens,
-    and its tokens are counted.
+    and its tokens are counted. Otherwise the number of tokens is an estimate.
     """
 
     def __init__(self, tokenizer: Any | None, seed: int) -> None:
@@ -82,7 +86,7 @@ def _drawn(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
 
 
 def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
-    """Return endless arrival times in seconds, with a mean of ``rate`` arrivals per second.
+    """Yield arrival times in seconds, endlessly, with a mean of ``rate`` arrivals per second.
 
     Gaps are Gamma-distributed with the shape ``burstiness``: 1 is a Poisson process, a lower value
     results in bursts, a higher one in more even gaps, and infinity in constant gaps. At an infinite

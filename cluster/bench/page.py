@@ -36,9 +36,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart of lines; ``is_log`` makes the horizontal axis logarithmic.
+    """Chart of lines; ``x`` and ``y`` are the titles of the axes.
 
-    A logarithmic axis leaves out values that are not positive.
+    ``is_log`` makes the horizontal axis logarithmic, without the values that are not positive.
     """
 
     title: str
@@ -57,7 +57,7 @@ class _Axis:
 
 
 def svg(chart: Chart) -> str:
-    """Return the chart as an SVG element; empty if there are no points to draw."""
+    """Return the chart as an SVG element; an empty text if there are no points to draw."""
     drawn = [(line, _within(line.points, chart.is_log)) for line in chart.lines]
     points = [point for _, found in drawn for point in found]
     if not points:
@@ -150,7 +150,7 @@ def _key_width(line: Line) -> int:
 
 
 def charts(found: Json) -> Iterator[Chart]:
-    """Yield the charts of one report; none for a report of vLLM, which has no curves."""
+    """Yield the charts of one report; none for a report of vLLM, which has no data for them."""
     more = ours(found)
     if not more:
         return
@@ -161,9 +161,10 @@ def charts(found: Json) -> Iterator[Chart]:
 
 
 def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
-    """Yield a chart for each latency, with its cumulative distribution in each of ``reports``.
+    """Yield a chart for each latency, with one curve of its cumulative distribution per report.
 
-    ``reports`` are the ``everlift`` sections of reports, by the name to show.
+    ``reports`` are the ``everlift`` sections of reports, by the name to show. An empty section has
+    no curve.
     """
     for name, title in LATENCIES.items():
         lines = [

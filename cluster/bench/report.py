@@ -24,7 +24,7 @@ from cluster.errors import BenchFailed
 
 
 class CountedBy(Enum):
-    """Source of the number of tokens of an output."""
+    """Method by which the output tokens of an answer were counted."""
 
     #: usage that the endpoint reported in its stream
     USAGE = "usage"
@@ -38,7 +38,7 @@ class CountedBy(Enum):
 class Outcome:
     """Outcome of one request, with its times in seconds since the load began, in this order.
 
-        due        start of its latency
+        due        the request should be sent; its latency counts from here
         admitted   the limit of concurrent requests admitted it; ``due`` if there was no wait
         sent       it was sent; the time since ``admitted`` is the generator's lag
         pieces     arrival of each piece of output
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """Seconds by which the generator sent the request late."""
+        """Seconds from ``admitted`` to ``sent``, by which the generator was late."""
         return self.sent - self.admitted
 
 
@@ -75,7 +75,7 @@ _CURVE = range(101)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, median and standard deviation of some values, and their ``percentiles`` by percent."""
+    """Mean, median and standard deviation of some values, and percentiles by their percent."""
 
     mean: float
     median: float
@@ -84,7 +84,7 @@ class Spread:
 
 
 def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
-    """Return the statistics of ``values``, with the percentiles ``percents``; None if empty.
+    """Return the statistics of ``values`` with the percentiles ``percents``; None without values.
 
     Percentiles are interpolated linearly, as in numpy and vLLM.
     """
@@ -101,7 +101,7 @@ def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
 
 
 def curve(values: Sequence[float]) -> list[float]:
-    """Return the percentiles 0, 1, ..., 100 of ``values``; empty without values."""
+    """Return the percentiles 0, 1, ..., 100 of ``values``; an empty list without values."""
     return [float(each) for each in np.percentile(values, list(_CURVE))] if len(values) else []
 
 
@@ -125,9 +125,9 @@ def e2el(outcome: Outcome, begin: Begin) -> float:
 
 
 def tpot(outcome: Outcome) -> float:
-    """Return the seconds per output token after the first one.
+    """Return the seconds per output token after the first one; 0 for fewer than two tokens.
 
-    Return 0, which misses no target, for fewer than two tokens.
+    A value of 0 misses no target.
     """
     if outcome.output_tokens < 2:
         return 0.0
@@ -139,7 +139,11 @@ def itls(outcome: Outcome) -> list[float]:
 
 
 def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[float]]:
-    """Return the latencies of complete answers in seconds, by name."""
+    """Return the latencies of complete answers in seconds, by the name of the latency.
+
+    ``itl`` has a value for each gap between pieces, the others at most one per answer. ``begin``
+    returns the time from which the latency of an answer counts.
+    """
     return {
         "ttft": [ttft(each, begin) for each in complete],
         "tpot": [tpot(each) for each in complete if each.output_tokens > 1],
@@ -204,7 +208,7 @@ def most_tokens_in_a_second(outcomes: Sequence[Outcome]) -> float:
 
 
 def most_at_once(outcomes: Iterable[Outcome]) -> int:
-    """Return the largest number of requests that were in flight (sent, unfinished) at a time."""
+    """Return the largest number of requests that were in flight (sent, not ended) at one time."""
     moves = sorted(move for each in outcomes for move in ((each.sent, 1), (each.ended, -1)))
     return max(accumulate(step for _, step in moves), default=0)
 
@@ -229,9 +233,9 @@ def _slice(at: float, width: float, slices: int) -> int:
 
 
 def _width(duration: float) -> float:
-    """Return the width of a slice in seconds: 1, 2 or 5 times a power of ten.
+    """Return the width in seconds of the slices of time into which ``duration`` is divided.
 
-    With this width there are at most about ``_POINTS`` slices.
+    It is 1, 2 or 5 times a power of ten, and results in at most about ``_POINTS`` slices.
     """
     wanted = max(duration / _POINTS, 1e-3)
     power = 1e-3
@@ -251,9 +255,9 @@ class Slo:
     most_ms: Mapping[str, float] = field(default_factory=dict)
 
     def is_good(self, outcome: Outcome, begin: Begin) -> bool:
-        """Return whether a request is complete and within all limits.
+        """Return whether the answer is complete and its latencies are within all limits.
 
-        ``begin`` returns the time from which latencies count.
+        ``begin`` returns the time from which the latency of an answer counts.
         """
         if not outcome.is_complete:
             return False
@@ -266,7 +270,7 @@ class Slo:
 
 
 def slo(texts: Sequence[str]) -> Slo:
-    """Parse limits such as ``ttft:500 tpot:50``, in milliseconds. Raises BenchFailed."""
+    """Parse limits such as ``ttft:500`` and ``tpot:50``, in milliseconds. Raises BenchFailed."""
     pairs = (pair for text in texts for pair in _BETWEEN.split(text.strip()) if pair)
     return Slo(dict(_pair(pair) for pair in pairs))
 
@@ -294,7 +298,11 @@ _PERCENTS = (50.0, 90.0, 99.0, 100.0)
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Lag of the generator in seconds, and the share ``cpu_share`` of one core that it used."""
+    """Percentiles and maximum of the generator's lag in seconds, and its use of the processor.
+
+    ``cpu_share`` is the share of one core that this process used. ``is_behind`` tells whether the
+    generator was too slow for valid latencies.
+    """
 
     p50: float
     p90: float
@@ -340,7 +348,7 @@ class Ramp:
         self.too_much: float | None = None
 
     def next_rate(self) -> float | None:
-        """Return the next rate to try, or None when the search has ended."""
+        """Return the next rate to try; None when the search has ended."""
         if self.kept is None:
             return self._first if self.too_much is None else None
         if self.too_much is None:
@@ -357,13 +365,14 @@ class Ramp:
 
 
 def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
-    """Return whether the rate of a load was sustained, so that requests did not pile up.
+    """Return whether the endpoint sustained the load, so that requests did not pile up.
 
-    At most 1 % of the requests may fail, and at least 90 % must be good. In the second half the
-    ends may fall short of the arrivals by a tenth, plus their square root for random fluctuation.
+    At most 1 % of the requests may fail, and at least 90 % must be within the limits of ``slo``. In
+    the second half of the load the ends may fall short of the arrivals by a tenth, plus their
+    square root for random fluctuation.
 
-    ``duration_s`` must be much longer than a request takes, because otherwise every rate seems too
-    high.
+    ``duration_s`` must be much longer than a request takes, because otherwise every rate seems to
+    be sustained.
     """
     if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
         return False
@@ -380,7 +389,7 @@ Json = dict[str, Any]
 
 
 def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) -> Json:
-    """Return the figures of vLLM's report, and the latency per output token (``norm``).
+    """Return the figures of vLLM's report by its keys, and the latency per token (``norm``).
 
     A latency is None if there is no complete answer to compute it from.
     """
@@ -409,7 +418,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) ->
 def more_figures(
     outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float], cpu_share: float
 ) -> Json:
-    """Return the figures that vLLM does not report."""
+    """Return the figures that vLLM does not report: the ``everlift`` section of the report."""
     complete = [each for each in outcomes if each.is_complete]
     pieces = sum(len(each.pieces) for each in complete)
     found = lag(outcomes, cpu_share)
@@ -433,7 +442,7 @@ def more_figures(
 
 
 def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
-    """Return warnings about the validity of the figures."""
+    """Return warnings to show with the figures; ``counted_by`` has numbers of answers by method."""
     found = {
         "the generator fell behind: latencies are partly its own": is_behind,
         "output tokens are not known everywhere: pieces were counted for them": bool(
@@ -444,7 +453,7 @@ def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
 
 
 def each_request(outcomes: Sequence[Outcome]) -> Json:
-    """Return lists with one value per request, in their order, by the keys of vLLM.
+    """Return lists with one value per request, in the order of the requests, by the keys of vLLM.
 
     The output lengths and latencies of failed requests are 0 or empty. Latencies count from the due
     time. Prompts and outputs are left out.
@@ -495,7 +504,7 @@ OURS = "everlift"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Description of a load: endpoint, options and date.
+    """Circumstances of a load: endpoint, options and date.
 
     ``backend`` is everlift, openai or openai-chat. ``where`` is the endpoint's address. ``load``
     has the other options by name. ``date`` is the local time, such as 20261123-101500.
@@ -525,7 +534,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage of a ramp: a rate in requests per second, and whether it was sustained."""
+    """Stage of a ramp: a rate in requests per second, and whether the endpoint sustained it."""
 
     rate: float
     seen: Seen
@@ -533,7 +542,7 @@ class Stage:
 
 
 def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
-    """Return the report of a load; ``is_detailed`` adds the figures of each request."""
+    """Return the report of a load; with ``is_detailed`` it has the figures of each request, too."""
     outcomes, slo, percents = seen.outcomes, setting.slo, setting.percents
     return {
         **_head(setting, len(outcomes)),
@@ -575,7 +584,7 @@ def write(found: Json, path: Path) -> None:
 
 
 def read(path: Path) -> Json:
-    """Read a report of Everlift or of vLLM. Raises BenchFailed, OSError."""
+    """Read a report of Everlift or of vLLM from a JSON file. Raises BenchFailed, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -586,7 +595,7 @@ def read(path: Path) -> Json:
 
 
 def ours(found: Json) -> Json:
-    """Return Everlift's own section of a report; empty in a report of vLLM."""
+    """Return the section of a report with Everlift's own figures; an empty dict if it has none."""
     return dict(found.get(OURS) or {})
 
 

@@ -27,8 +27,8 @@ class Manner:
     """Options for sending a load.
 
     At most ``concurrency`` requests are in flight (None: no limit), each with a timeout of
-    ``timeout_s`` seconds. ``warm_up`` is the number of warm-up requests. ``is_shown`` shows a
-    progress bar.
+    ``timeout_s`` seconds. ``warm_up`` is the number of warm-up requests. ``tokenizer`` counts
+    tokens that the endpoint does not count. ``is_shown`` shows a progress bar.
     """
 
     concurrency: int | None
@@ -50,7 +50,10 @@ class Run:
         return self._found.model
 
     async def send(self, load: Load) -> Seen:
-        """Send the load and return its result. Raises BenchFailed, WorkloadFailed."""
+        """Send the load, and return its result when all requests have ended.
+
+        Raises BenchFailed, WorkloadFailed.
+        """
         # Otherwise the garbage collector would traverse all requests during the load.
         with growing():
             requests = load.all_requests(self._found.prompts(load.seed))
@@ -66,7 +69,8 @@ class Run:
         """Search for the highest sustained rate from ``first`` to ``most``; return all stages.
 
         The load is sent once per stage, at the stage's rate. A stage begins when the previous one
-        has ended. ``load`` must have a duration. Raises BenchFailed, WorkloadFailed.
+        has ended. ``load`` must have a duration. Raises WorkloadFailed, and BenchFailed if there
+        are not enough requests for a stage.
         """
         assert load.duration_s is not None
         ramp, stages = Ramp(first, most), list[Stage]()
@@ -103,7 +107,7 @@ class Run:
 
 @asynccontextmanager
 async def ready(target: Target, load: Load, manner: Manner) -> AsyncIterator[Run]:
-    """Context manager: connect to the target, send the warm-up, and yield a run.
+    """Context manager: connect to the target, send the warm-up, and yield a run for loads.
 
     Raises BenchFailed, WorkloadFailed, and the errors of connecting.
     """

@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Connected endpoint and its model; ``prompts`` returns the prompts of a seed."""
+    """Connected endpoint, its model, and ``prompts``, which returns the prompts for a seed."""
 
     endpoint: Endpoint
     model: str
@@ -69,7 +69,8 @@ class Opened:
 async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]:
     """Context manager: connect to the target and yield its endpoint.
 
-    Raises BenchFailed, and the errors of connecting.
+    ``tokenizer`` is for the prompts of an OpenAI endpoint; without one the numbers of their tokens
+    are estimated. Raises BenchFailed, and the errors of connecting.
     """
     way = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
     async with way as found:
@@ -104,7 +105,10 @@ async def _openai(target: Target, url: str, tokenizer: Any | None) -> AsyncItera
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Load the tokenizer in a model's directory, or a tokenizer.json. Raises BenchFailed."""
+    """Load the tokenizer from a model's directory or a tokenizer.json.
+
+    Raises BenchFailed if the file is missing or invalid.
+    """
     # This import takes about 20 ms, and most loads do not need it.
     from tokenizers import Tokenizer
 
@@ -117,9 +121,10 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def counted(outcomes: Sequence[Outcome], tokenizer: Any | None) -> list[Outcome]:
-    """Return the outcomes without texts, after counting the tokens that endpoints did not count.
+    """Return the outcomes without texts, after ``tokenizer`` has counted the texts' tokens.
 
-    Without a tokenizer nothing is counted.
+    Only outcomes whose endpoint did not count the tokens have a text. Without a tokenizer they keep
+    the number of their pieces.
     """
     if tokenizer is None:
         return [replace(each, text="") for each in outcomes]

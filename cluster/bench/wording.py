@@ -39,15 +39,16 @@ def shown(value: object) -> str:
 
 
 def statistics(found: Json) -> list[str]:
-    """Return the names of the reported statistics of a latency: mean, median, percentiles."""
+    """Return the names of the statistics of each latency: mean, median, and percentiles (p99)."""
     names = [percent_name(percent) for percent in ours(found).get("percents", [99.0])]
     return ["mean", "median", *(name for name in names if name != "p50")]
 
 
 def latency_rows(found: Json, source: Json) -> Iterator[tuple[str, list[str]]]:
-    """Yield a row for each latency, with its statistics in milliseconds.
+    """Yield the title of each latency, with the texts of its statistics in milliseconds.
 
-    ``source`` is the report itself, or its section with latencies that count from the send time.
+    ``found`` is the whole report. ``source`` is the report too, or its section with the latencies
+    that count from the time of sending.
     """
     for name, title in LATENCIES.items():
         values = [source.get(f"{word}_{name}_ms") for word in statistics(found)]
@@ -97,14 +98,14 @@ def error_rows(found: Json) -> Iterator[tuple[str, str]]:
 
 
 def stage_row(stage: Json) -> tuple[str, ...]:
-    """Return a stage of a ramp as a row with the columns STAGE_COLUMNS."""
+    """Return the cells of a row for a stage of a ramp, in the columns STAGE_COLUMNS."""
     keys = ("rate", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
     how = "kept up with" if stage["is_kept"] else "too much"
     return (how, *(shown(stage.get(key)) for key in keys))
 
 
 def goodput(wanted: Mapping[str, float]) -> str:
-    """Return the goodput limits as the command line option states them."""
+    """Return the limits as the option --goodput states them: ``ttft:500 tpot:50``."""
     return " ".join(f"{name}:{most:g}" for name, most in wanted.items())
 
 

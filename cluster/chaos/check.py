@@ -44,9 +44,9 @@ async def check(
     timeout_s: float = TIMEOUT_S,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Result:
-    """Examine every request in ``ledger`` and return the result; change nothing.
+    """Examine every request in ``ledger`` without changing it; return the result.
 
-    Suspect requests are examined again after ``timeout_s`` seconds. Only findings of both
+    Requests that look broken are examined again after ``timeout_s`` seconds. Only findings of both
     examinations are returned. Raises LedgerUnavailable.
     """
     audit, living = ledger.audit(), await _living(ledger)

@@ -34,14 +34,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Living:
-    """Ids of the living gateways, which have a lease, and of the workers in the ledger's table."""
+    """Ids of the live gateways, which have a lease, and of the workers in the ledger's table."""
 
     gateways: Set[str]
     workers: Set[str]
 
 
 def examine(item: Item, living: Living) -> list[Finding]:
-    """Return the violations that an item of the ledger's audit shows."""
+    """Return the violations of invariants that an item of the ledger's audit shows."""
     match item:
         case Audited():
             return [Finding(kind, item.request_id, detail) for kind, detail in _all(item, living)]

@@ -16,9 +16,10 @@ _FOR_EVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Event to inject into ``target``: the fault, or a drain if ``fault`` is None.
+    """Event to inject into ``target``: the fault, or a drain of a worker if ``fault`` is None.
 
-    ``name`` is one of NAMES.
+    ``name`` is one of NAMES. ``target`` is the id of a worker, or another target that the API
+    knows, such as the leader or the ledger.
     """
 
     name: str
@@ -48,7 +49,7 @@ NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 
 
 class Dice:
-    """Random sequence of faults that the seed and the arguments of the calls determine.
+    """Generator of random faults; the seed and the arguments of the calls determine them.
 
     All faults are equally frequent, as far as they are possible.
     """

@@ -23,10 +23,10 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """Attempt to inject a fault at the time ``at``, in seconds since 1970.
+    """Attempt to inject the fault ``name`` at the time ``at``, in seconds since 1970.
 
-    ``struck`` is the id of the worker or router, or the ledger. It is empty if there was an
-    ``error``.
+    ``struck`` is what the fault affected: the id of a worker or router, or the ledger. It is empty
+    if the attempt failed with an ``error``.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Happened:
 async def run(
     client: AsyncClient, seconds: float, every_s: float, seed: int, console: Console
 ) -> list[Happened]:
-    """Inject a random fault every ``every_s`` seconds for ``seconds``, and return the attempts.
+    """Inject a random fault every ``every_s`` seconds for ``seconds``; return the attempts.
 
-    Each attempt is printed. A turn is skipped if the status call fails or no fault is possible.
+    Each attempt is printed. An attempt is skipped if the status call fails or no fault is possible.
     After the last fault the drained workers are replaced. Raises EverliftError if the first status
     call fails.
     """
@@ -74,7 +74,7 @@ async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
 async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
     """Return the connected workers, and kill those that are drained and have no requests left.
 
-    A drained worker is useless, whoever drained it. If it is killed, the supervisor that restarts
+    A drained worker no longer accepts requests. If it is killed, the supervisor that restarts
     killed workers starts another one. The result includes the killed workers. Raises EverliftError
     if the status call fails.
     """
@@ -97,7 +97,7 @@ def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
 
 
 async def leave_none_drained(client: AsyncClient) -> None:
-    """Wait until the drained workers are empty and killed, for at most _LAST_S seconds."""
+    """Wait, for at most ``_LAST_S`` seconds, until all drained workers are empty and killed."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_LAST_S):
             while await _is_any_drained(client):

@@ -24,7 +24,7 @@ _SHOWN = 50
 
 
 def done(fault: pb.Fault, target: str, running: Mapping[str, int]) -> str:
-    """Return a sentence that says what ``fault`` did to ``target``.
+    """Return a sentence that states what ``fault`` did to ``target``.
 
     ``running`` has, by worker id, the number of running sequences before the fault.
     """
@@ -55,7 +55,7 @@ def _called(target: str, running: Mapping[str, int]) -> str:
 def outcome(
     log: Sequence[Happened], before: status_pb.GetStatusResponse, after: status_pb.GetStatusResponse
 ) -> str:
-    """Return the number of faults in ``log``, and of requests that ended or migrated meanwhile.
+    """Return as text the numbers of faults in ``log`` and of requests that ended or migrated.
 
     The requests are the increase of the router's counters from ``before`` to ``after``, at least 0
     because a restarted router counts from 0 again.

@@ -14,7 +14,10 @@ _UNKNOWN = "not known"
 
 
 def show(capacity: pb.CapacityResponse) -> Group:
-    """Return tables of the capacity, with sizes in tokens and step times in milliseconds."""
+    """Return the tables that show ``capacity``, with times of steps in milliseconds.
+
+    The first table is that of the cluster, and the second one has a row for each kind of worker.
+    """
     return Group(_cluster(capacity), _kinds(capacity))
 
 
@@ -57,7 +60,7 @@ def _times(step: pb.StepTimeModel) -> tuple[str, ...]:
 
 
 def as_json(capacity: pb.CapacityResponse) -> dict[str, object]:
-    """Return the fields of the message as JSON values, without unknown ones."""
+    """Return the fields of ``capacity`` as JSON values, without those whose value is unknown."""
     fields = MessageToDict(
         capacity, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -63,9 +63,9 @@ def chat(
 
 
 async def _open(stack: AsyncExitStack, address: str | None) -> tuple[HttpApi, str]:
-    """Connect to a cluster, and return its HTTP API and the name of its model.
+    """Connect to a cluster until ``stack`` is closed; return its HTTP API and its model's name.
 
-    Raises ClusterFailed if the model has no chat template.
+    Raises ClusterFailed if the model has no chat template or the cluster serves no HTTP.
     """
     client = await stack.enter_async_context(connected(address))
     api = await stack.enter_async_context(connected_to_http(client, address))
@@ -87,10 +87,11 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     async def answer(self, text: str) -> None:
-        """Send the message ``text``, and write the answer as it is generated.
+        """Send the message ``text``, and write the answer to standard output as it is generated.
 
-        Raises EverliftError, after removing the message from the conversation. Cancelling this call
-        cancels the request; the text so far stays in the conversation.
+        If the request fails, the message is removed from the conversation and EverliftError is
+        raised. Cancelling this call cancels the request; the message and the answer so far stay in
+        the conversation.
         """
         self.messages.append({"role": "user", "content": text})
         said: list[str] = []
@@ -144,7 +145,10 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
 
 
 def _read(prompt: str) -> str | None:
-    """Return the next line, or None at the end of the input."""
+    """Return the next line of standard input, or None at its end.
+
+    Ctrl-C is answered with a hint, or raises KeyboardInterrupt if ``prompt`` is empty.
+    """
     while True:
         try:
             return input(prompt)

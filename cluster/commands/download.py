@@ -1,4 +1,4 @@
-"""Command ``everlift download``."""
+"""Command ``everlift download``: download of a model, before it is served."""
 
 from __future__ import annotations
 

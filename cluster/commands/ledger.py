@@ -17,7 +17,7 @@ from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
 
 
 def parse(listen: str) -> tuple[str, int]:
-    """Return the host and the port of a text HOST:PORT. Raises SettingsError."""
+    """Return the host and the port of a text HOST:PORT. Raises SettingsError for another text."""
     host, _, port = listen.rpartition(":")
     host = bare(host)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -26,7 +26,10 @@ def parse(listen: str) -> tuple[str, int]:
 
 
 async def serve(config: Config, listen: tuple[str, int], console: Console) -> None:
-    """Run the ledger's server until SIGINT or SIGTERM. Raises LedgerSetupError."""
+    """Run the ledger's server at the host and port ``listen`` until SIGINT or SIGTERM.
+
+    Raises LedgerSetupError if the server cannot start, or if ``config`` names another server.
+    """
     if config.ledger.url != EMBEDDED:
         raise LedgerSetupError("ledger.url names another server: there is nothing to start")
     logs.configure("ledger", config.log_level, log_dir(config) / "ledger.log")

@@ -91,9 +91,10 @@ def replay(
 def _routers(
     policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """Return the router settings of each policy by its name, by default the configured ones.
+    """Return the router settings of each policy in ``policies``, by the policy's name.
 
-    Raises SettingsError and ForecastFailed.
+    Without ``policies``, these are the configured settings, named after their queue order. Raises
+    SettingsError or ForecastFailed for an invalid policy.
     """
     if policies:
         return routers(policies, file, assignments)

@@ -19,8 +19,8 @@ from router.ledger.config import PROMISES
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
     """Return tables of the workers and of their engines, and then the cluster's counters.
 
-    With ``rates``, the workers' tokens are shown as tokens per second; ``now`` is the time of
-    ``status`` in seconds.
+    With ``rates``, which remember earlier counts, the workers' output tokens are shown as tokens
+    per second. ``now`` is the time of ``status`` in seconds.
     """
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
@@ -52,10 +52,10 @@ def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
 def _engines(status: pb.GetStatusResponse) -> Table:
     """Return a table with the figures of each worker's engine.
 
-    Since the worker's start: the shares of used batch slots, prefix-cache hits and accepted draft
-    tokens, and the numbers of preemptions, recomputed tokens and blocks swapped out / in. At this
-    moment: the empty share of the used KV blocks. The budget is the largest number of tokens that
-    a step may compute.
+    ``budget`` is the largest number of tokens that a step may compute, and ``KV empty`` is the
+    share of the used KV blocks' token positions that is empty now. The other columns count from
+    the worker's start: ``busy``, ``hits`` and ``drafts`` are the shares of used batch slots,
+    prefix-cache hits and accepted draft tokens; ``swapped`` counts KV blocks swapped out / in.
     """
     columns = ["worker", "budget", "busy", "hits", "drafts", "KV empty", "preempted"]
     table = Table(

@@ -28,7 +28,10 @@ Cluster = ProcessCluster | RayCluster
 
 
 async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
-    """Serve until SIGINT or SIGTERM. Raises the errors of the cluster's start."""
+    """Start a cluster, and serve until SIGINT or SIGTERM.
+
+    Errors of the start, such as ClusterFailed and ModelUnavailable, are raised.
+    """
     log_dir = config.state_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs.configure("up", config.log_level, log_dir / "up.log")
@@ -81,7 +84,7 @@ def on_signal(stop: Callable[[], object]) -> None:
 
 
 def workers(config: Config) -> str:
-    """Return a text with the number of workers, such as ``2 workers``."""
+    """Return a text with the number of workers, such as "2 workers", or with its range."""
     count, scaling = config.num_workers, config.autoscale
     if scaling.is_on:
         return f"{scaling.min_workers} to {scaling.max_workers} workers, as its queue needs them"
@@ -89,7 +92,11 @@ def workers(config: Config) -> str:
 
 
 def _check_alone(config: Config) -> None:
-    """Raise ClusterFailed if a cluster with the same embedded ledger is already running."""
+    """Raise ClusterFailed if a cluster with the same embedded ledger is already running.
+
+    The embedded ledger is in the state directory. With another ledger, clusters may share the
+    directory.
+    """
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:
         raise ClusterFailed(

@@ -45,7 +45,7 @@ class Summary(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Request with its prompt as shown to people, and the expected output.
+    """Request with its prompt as shown to people, and its expected output.
 
     ``expected`` is the expected text and ``expected_ids`` are its token ids; None if unknown.
     """
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass
 class Transcript:
-    """Everything that the client of one request received; times are monotonic seconds."""
+    """Record of everything that the client of one request received, with monotonic times in s."""
 
     task: Task
     request_id: str = ""
@@ -93,7 +93,7 @@ class Transcript:
 
     @property
     def lost(self) -> int:
-        """Number of tokens that are in the ledger but never reached the client."""
+        """Number of tokens that the ledger has stored but that never reached the client."""
         return self.stored_tokens - len(set(self.offsets))
 
     @property
@@ -107,12 +107,12 @@ class Transcript:
         return self.finished and self.text == task.expected and has_ids
 
     def as_task(self) -> Task:
-        """Return the same request with the received output as the expected output."""
+        """Return the same request with the output of this run as the expected output."""
         return replace(self.task, expected=self.text, expected_ids=tuple(self.token_ids))
 
 
 class Load:
-    """Load that sends all tasks to one router at the same time."""
+    """Clients that send all tasks to one router at the same time, and record their transcripts."""
 
     def __init__(self, address: str, tasks: Sequence[Task]) -> None:
         self.transcripts = [Transcript(task) for task in tasks]

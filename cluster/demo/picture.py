@@ -25,16 +25,16 @@ class Stay:
 
 
 class Occupancy:
-    """Stays of requests in slots, assembled from successive snapshots of the running requests."""
+    """Periods that requests spent in slots, assembled from successive snapshots of the workers."""
 
     def __init__(self) -> None:
         self.stays: list[Stay] = []
         self._open: dict[tuple[str, int], Stay] = {}
 
     def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
-        """Record the request id in each occupied (worker id, slot) at ``now``.
+        """Record a snapshot taken at ``now``; ``running`` has request ids by (worker id, slot).
 
-        A stay lasts from the first to the last consecutive snapshot that contains it.
+        A request's stay in a slot lasts from the first to the last consecutive snapshot with it.
         """
         for key, request_id in running.items():
             stay = self._open.get(key)
@@ -46,7 +46,7 @@ class Occupancy:
             del self._open[key]
 
     def moved(self) -> set[str]:
-        """Return the requests that were seen on more than one worker."""
+        """Return the ids of the requests that were seen on more than one worker."""
         homes: dict[str, set[str]] = {}
         for stay in self.stays:
             homes.setdefault(stay.request_id, set()).add(stay.worker_id)

@@ -28,7 +28,7 @@ _MIX = (
 
 
 def counting_tasks(count: int, seed: int) -> list[Task]:
-    """Return ``count`` requests with their right answers."""
+    """Return ``count`` requests for the small model, with their right answers as expected texts."""
     return [
         Task(
             shown=example.prompt,

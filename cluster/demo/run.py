@@ -42,8 +42,8 @@ class _Scene:
 async def run(address: str, tasks: Sequence[Task], picture: Path, console: Console) -> Summary:
     """Run the demo on the cluster at ``address``, write the picture and return the summary.
 
-    If a task has no expected text, an undisturbed run of all tasks comes first. Its outputs are
-    then the expected ones. Raises ClusterFailed if a request of that run is not answered.
+    If a task has no expected text, an undisturbed run of all tasks comes first, and its outputs
+    become the expected ones. Raises ClusterFailed if a request of that run is not answered.
     """
     if any(task.expected is None for task in tasks):
         calm = _Scene(note="an undisturbed run, to compare with", kills=False)

@@ -100,9 +100,10 @@ def is_held_out(prompt: str) -> bool:
 
 
 def examples(kind: str, seed: int, n: int, *, held_out: bool = False) -> list[Example]:
-    """Return `n` random examples of one kind; equal arguments return equal lists.
+    """Return ``n`` random examples of one kind of task; equal arguments return equal lists.
 
-    Examples may repeat, and do so in kinds with few different tasks.
+    With ``held_out`` all are held out from training, otherwise none is. Examples may repeat, and do
+    so in kinds with few different tasks.
     """
     drawn = stream(kind, Random(f"{kind}/{seed}/{held_out}"), held_out=held_out)
     return [next(drawn) for _ in range(n)]
@@ -118,15 +119,18 @@ def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Exampl
 
 
 def without_colon(example: Example) -> Example:
-    """Return the same task without the closing colon of its prompt.
+    """Return the same task without the colon at the end of its prompt.
 
-    The canonical prompt still decides whether the task is held out.
+    Whether the task is held out depends only on the prompt with the colon.
     """
     return replace(example, prompt=example.prompt.removesuffix(":"))
 
 
 def after_lines(lines: Sequence[Example], last: Example) -> Example:
-    """Return ``last`` with a longer prompt that begins with ``lines``, solved, one per line."""
+    """Return ``last`` with a longer prompt, which begins with the solved tasks ``lines``.
+
+    Each task is on a line of its own.
+    """
     solved = "".join(f"{line.text}\n" for line in lines)
     return replace(last, prompt=solved + last.prompt)
 
@@ -220,7 +224,7 @@ def _any_word(rng: Random) -> str:
 
 
 def _skewed(rng: Random, low: int, high: int) -> int:
-    """Return a random integer from [low, high]; small ones are more frequent."""
+    """Return a random integer from low to high, both inclusive; small ones are more frequent."""
     return low + int((high - low + 1) * rng.random() ** 3)
 
 

@@ -12,7 +12,7 @@ from everlift.tls import Tls
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Yield a finding for the clients' port and one for internal connections, if they use TLS."""
+    """Yield a finding each for the clients' ports and the internal connections, if they use TLS."""
     if config.router.tls is not None:
         yield _finding("TLS for clients", config.router.tls)
     if config.internal_tls.is_on:

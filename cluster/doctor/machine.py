@@ -124,9 +124,9 @@ def _device(config: Config) -> Iterator[Finding]:
 
 
 def _cpu_kernels(config: Config) -> Finding:
-    """Return a finding that describes the kernels of matrix products of a worker on this CPU.
+    """Return a finding that describes the matrix product kernels of a worker on this CPU.
 
-    The kernels are compiled if they are used for the first time.
+    Kernels that were never used on this machine are compiled first.
     """
     import torch
 
@@ -210,7 +210,7 @@ def _available_mib() -> int:
 
 
 def _directory(config: Config) -> Path:
-    """Return the directory of the model; do not download it.
+    """Return the directory of the configured model, without downloading it.
 
     Raises ModelUnavailable if the model is not on this machine.
     """

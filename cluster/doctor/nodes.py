@@ -28,7 +28,7 @@ _NUMBERS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """Versions, GPUs and clock of a node.
+    """Versions, GPUs and clock of the node at ``address``.
 
     ``versions`` are by the name of the package. ``gpus`` has the name of each GPU. ``clock_s`` is
     the node's clock minus this machine's, in seconds.
@@ -90,7 +90,7 @@ class _joined:
 def asked(
     nodes: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any]], NodeReport]
 ) -> tuple[list[NodeReport], list[str]]:
-    """Call ``ask`` for each node; return the reports, and a message for each node without one.
+    """Call ``ask`` for each node; return the reports, and a message for each node that failed.
 
     A node may leave the cluster at any time.
     """
@@ -131,9 +131,10 @@ def _look() -> tuple[dict[str, str], tuple[str, ...], float]:
 def compare(
     subject: str, reports: Sequence[NodeReport], facts: Callable[[NodeReport], dict[str, str]]
 ) -> Finding:
-    """Return a finding on whether the ``facts`` of all nodes are equal.
+    """Return a finding on whether all nodes are equal in the values that ``facts`` returns.
 
-    ``facts`` returns a node's values by name. The most frequent value of a name counts as right.
+    ``facts`` returns the values of a node by name, as text. The most frequent value of a name
+    counts as right.
     """
     different = []
     for name in facts(reports[0]):
@@ -218,10 +219,10 @@ def _last_line(error: Exception) -> str:
 
 
 class Reducer:
-    """Actor that is one rank of the all-reduce."""
+    """Ray actor that is one rank of an all-reduce, by which the network is checked."""
 
     def open(self) -> str:
-        """Create the store of the rendezvous, as rank 0, and return its address."""
+        """Create, as rank 0, the store by which the ranks find each other; return its address."""
         from ray.util import get_node_ip_address
 
         from worker.parallel.group import create_store
@@ -233,7 +234,8 @@ class Reducer:
         """Run two all-reduces and return the duration of the second one in seconds.
 
         The first one also establishes the connections. ``meeting`` is the address that rank 0's
-        ``open`` returned. Raises ValueError if a sum is wrong, and the errors of torch.
+        ``open`` returned. ``size`` is the number of ranks. Raises ValueError if a sum is wrong, and
+        the errors of torch.
         """
         import torch
 

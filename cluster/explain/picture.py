@@ -19,7 +19,7 @@ _INCHES_A_LANE = 0.32
 
 
 def draw(explanation: pb.Explanation, path: Path) -> Path:
-    """Save the picture of ``explanation`` as ``path``, and return ``path``. Raises OSError."""
+    """Draw ``explanation``, save the picture as ``path``, and return ``path``. Raises OSError."""
     return save(figure(explanation), path)
 
 

@@ -19,7 +19,7 @@ _MUCH_UNREAD = 0.05
 
 
 def of(explanation: pb.Explanation) -> list[str | Table]:
-    """Return the lines and tables of an explanation, for a rich console."""
+    """Return an explanation as lines and tables for a rich console, in the order of display."""
     return [
         *headline(explanation),
         *reading(explanation),
@@ -50,7 +50,7 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def reading(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield a line about output that the client left unread, which no span shows."""
+    """Yield a line about output that the client was slow to read, if it is worth mentioning."""
     unread_s, unread = explanation.unread_s, explanation.unread_tokens
     if unread or unread_s > _MUCH_UNREAD * explanation.total_s:
         now = f"; {unread} unread now" if unread else ""
@@ -58,7 +58,7 @@ def reading(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def spans(explanation: pb.Explanation) -> Table:
-    """Return a table of the spans, with their sum."""
+    """Return a table of the periods (spans) of the request, with their sum."""
     table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
     for column in table.columns[:3]:
         column.justify = "right"
@@ -108,17 +108,17 @@ def attempts(explanation: pb.Explanation) -> Table:
 
 
 def _state(attempt: pb.ExplainedAttempt) -> str:
-    """Return how the attempt ended, or how far it has progressed."""
+    """Return the cause of the attempt's end, or its progress if it has not ended."""
     if attempt.end or not attempt.prefilled_tokens:
         return attempt.end or "goes on"
     return f"in prefill: {attempt.prefilled_tokens} of {attempt.known_tokens} tokens"
 
 
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield lines that name other requests of the same tenant, for each attempt.
+    """Yield lines that name other requests of the same tenant that shared or blocked capacity.
 
-    These requests were at other workers that had no room, were at the worker before the attempt, or
-    arrived there during the attempt.
+    For each attempt these are the requests at other workers that had no room, those at the worker
+    before the attempt, and those that arrived there during the attempt.
     """
     for attempt in explanation.attempts:
         number = attempt.number
@@ -133,7 +133,7 @@ def neighbours(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield a line for each attempt about the requests that left the queue before it."""
+    """Yield a line for each wait in the queue: how many requests left it earlier, and why."""
     for attempt in explanation.attempts:
         reasons = ", ".join(_reasons(attempt.queue))
         if reasons:

@@ -21,7 +21,7 @@ from router.requests.tokenizer import ServedModel
 
 
 class Background:
-    """Background event loop with a worker, until ``close``.
+    """Thread with an event loop in which a worker runs, from the creation until ``close``.
 
     Every method may be called from any thread.
     """
@@ -44,7 +44,7 @@ class Background:
         return self._ready.result()
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """Submit a task as ``LocalWorker.submit`` does. Raises RuntimeError after ``close``."""
+        """Call ``LocalWorker.submit`` in the thread. Raises RuntimeError after ``close``."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
@@ -97,7 +97,7 @@ class Background:
 
 
 def _alone(config: Config) -> Config:
-    """Return the configuration of a single worker, with a share of the cores for each rank.
+    """Return ``config`` for a single worker, with a share of the cores for each rank.
 
     The number of queued grammars is unlimited, because the only caller waits for its requests.
     """

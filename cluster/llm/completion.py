@@ -14,9 +14,10 @@ from everlift.sampling import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice of a completion; ``logprobs`` belong to ``token_ids`` and are empty if not requested.
+    """Choice of a completion, with its text and tokens.
 
-    ``finish_reason`` is None if the request failed before the choice ended.
+    ``logprobs`` has one item per token; it is empty if not requested. ``finish_reason`` is None if
+    the request failed before the choice ended.
     """
 
     text: str
@@ -29,8 +30,8 @@ class Choice:
 class Completion:
     """Completion of one prompt.
 
-    ``prompt_logprobs`` begin with the prompt's second token, and are empty unless requested. If
-    there is an ``error``, the choices have the output before it.
+    ``prompt_logprobs`` has an item for each prompt token from the second one on; it is empty unless
+    requested. If ``error`` is set, the request failed, and the choices have the output before that.
     """
 
     request_id: str
@@ -55,9 +56,10 @@ class Completion:
 
 
 async def gather(stream: Stream) -> Completion:
-    """Return the completion that the remaining chunks of a cluster's stream make up.
+    """Read a cluster's stream to its end, and return its chunks as a completion.
 
-    Cancelling this call only disconnects from the request. Raises EverliftError.
+    Cancelling this call does not cancel the request, but only disconnects from it. Raises
+    EverliftError if the request fails.
     """
     gathering = Gathering()
     async for chunk in stream:
@@ -66,17 +68,17 @@ async def gather(stream: Stream) -> Completion:
 
 
 class Gathering:
-    """Builder of a request's choices from the chunks of its stream."""
+    """Builder of a completion from the chunks of a stream."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, list[Chunk]] = defaultdict(list)
 
     def add(self, chunk: Chunk) -> None:
-        """Add a chunk; those of a choice arrive in the order of their offsets."""
+        """Add a chunk; the chunks of one choice must be added in the order of their offsets."""
         self._chunks[chunk.choice].append(chunk)
 
     def completion(self, stream: Stream) -> Completion:
-        """Return the completion, once ``stream`` has ended."""
+        """Return the completion; ``stream`` must have ended."""
         assert stream.usage is not None
         return Completion(
             request_id=stream.request_id,

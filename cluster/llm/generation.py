@@ -1,4 +1,4 @@
-"""Request of an LLM in this process: its Start messages and its output.
+"""Request of an LLM in this process: the messages that start it, and its output.
 
 It corresponds to the router's LiveRequest, but has a single attempt, no ledger and one reader.
 """
@@ -23,7 +23,7 @@ _FINISHED_BY = {
 
 
 class Generation:
-    """Request with its output; ``epoch`` identifies the request at the worker."""
+    """Request with its output so far; the worker identifies it by ``epoch``."""
 
     def __init__(self, epoch: int, request: Request, tokenizer: Tokenizer) -> None:
         self.epoch = epoch
@@ -41,7 +41,7 @@ class Generation:
         return self._reasons[choice] is not None
 
     def starts(self) -> list[session_pb2.Start]:
-        """Return the Start messages, one for each choice."""
+        """Return the messages that start the request at the worker, one for each choice."""
         request = self.request
         return [
             session_pb2.Start(
@@ -65,7 +65,7 @@ class Generation:
         return len(self._outputs[choice])
 
     def add(self, progress: session_pb2.Progress) -> None:
-        """Add the progress of one choice that the worker reports."""
+        """Add new output tokens, or the end, of the choice that ``progress`` names."""
         self._prompt_logprobs += map(TokenLogprobs.from_proto, progress.prompt_logprobs)
         output = self._outputs[progress.choice]
         logprobs = [TokenLogprobs.from_proto(each) for each in progress.logprobs]
@@ -78,7 +78,7 @@ class Generation:
             self.error = _error(progress)
 
     def chunk(self, choice: int, offset: int) -> Chunk | None:
-        """Return the output of a choice from ``offset`` on; None if there is none."""
+        """Return the output of a choice from token ``offset`` on; None if there is none yet."""
         output = self._outputs[choice]
         text = output.text(offset, len(output)) + output.tail
         if offset == len(output) and not text:

@@ -43,9 +43,10 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
-        """Load ``model``, as ``everlift up`` does; ``overrides`` are worker settings by name.
+        """Load ``model``, an id or directory as for ``everlift up``.
 
-        Raises SettingsError, UnknownModel, ModelUnavailable, and any error of building the engine.
+        ``overrides`` are worker settings by name. Raises SettingsError, UnknownModel,
+        ModelUnavailable, and any error of building the engine.
         """
         worker = settings.load(WorkerConfig, overrides)
         revision = worker.model_revision
@@ -105,7 +106,8 @@ class LLM:
     def submit(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Future[Completion]:
         """Start one prompt, and return a future of its completion.
 
-        Cancelling the future cancels the request.
+        Cancelling the future cancels the request. Raises EverliftError for an invalid prompt or
+        option.
         """
         return self._begin(self._task(prompt, options))
 

@@ -48,7 +48,11 @@ Assignments = Annotated[
 def local_config(
     local: bool, model: str | None, assignments: Sequence[str] | None
 ) -> Config | None:
-    """Return the settings of a local model; None without ``local``. Raises SettingsError."""
+    """Return the settings of a model in this process; None if ``local`` is False.
+
+    Raises SettingsError for an invalid setting, or if ``model`` or ``assignments`` are given
+    although ``local`` is False.
+    """
     if local:
         options = {} if model is None else {"model": model}
         return configuration.load(None, os.environ, assignments or (), options)
@@ -62,7 +66,7 @@ def local_config(
 
 @contextmanager
 def opened(config: Config) -> Iterator[LLM]:
-    """Context manager: yield the loaded model; its log goes to a file.
+    """Context manager: load the model that ``config`` names, and yield it; its log goes to a file.
 
     Raises ClusterFailed if the model cannot run on this machine.
     """

@@ -1,4 +1,4 @@
-"""Session of a worker with a single caller in the same process: a server without sockets."""
+"""Session of a worker with a single caller in its own process, in the place of its gRPC server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NAME = "local"
 
 
 class LocalSession:
-    """Server of a Rank without sockets.
+    """Replacement of a rank's gRPC server for a caller in the same process.
 
-    ``receive`` is called with every progress of a request, in the event loop's thread and never
-    from inside ``start_all`` or ``abort``.
+    ``receive`` is called with each progress message of a request. The calls are made in the event
+    loop's thread, and never from inside ``start_all`` or ``abort``.
     """
 
     address = ""
@@ -33,7 +33,10 @@ class LocalSession:
         self._tell(session_pb2.RouterFrame(starts=starts))
 
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
-        """Abort ``choices``, or all if none is given; nothing more is reported about them."""
+        """Abort the given choices of a request, or all if none is given.
+
+        ``epoch`` identifies the request. Nothing more is reported about aborted choices.
+        """
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._tell(session_pb2.RouterFrame(aborts=[abort]))
 

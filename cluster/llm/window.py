@@ -1,4 +1,4 @@
-"""Output as it is generated: of one prompt, or of many with a limited number at the engine."""
+"""Generation of one prompt chunk by chunk, and of many prompts with a limited number at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from everlift.client.reception import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):
-    """Iterator over the chunks of one prompt; use it in ``with``, which closes it.
+    """Iterator over the chunks of one prompt, and context manager that closes it.
 
-    After the last chunk ``completion`` is set, and its error, if any, is raised.
+    After the last chunk ``completion`` is set. If the request failed, its error is then raised.
     """
 
     def __init__(self, task: Task, background: Background) -> None:
@@ -43,7 +43,7 @@ class CompletionStream(Iterator[Chunk]):
         raise StopIteration
 
     def close(self) -> None:
-        """Cancel the request if it has not ended."""
+        """End the iteration, and cancel the request if it has not ended."""
         self._is_over = True
         self._done.cancel()
 
@@ -63,10 +63,11 @@ Begin = Callable[[Task], Future[Completion]]
 
 
 def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[int, Completion]]:
-    """Yield the index and the completion of each task, in the order in which the tasks end.
+    """Run the tasks; yield the index and the completion of each task, in the order of their ends.
 
-    At most ``size`` choices are unfinished at a time. If the iteration ends early, all tasks that
-    have begun are cancelled.
+    ``begin`` starts a task. At most ``size`` choices are unfinished at a time; a task with more
+    choices runs alone. If the iteration ends early, all tasks that have begun are cancelled. Raises
+    ClusterFailed if the engine has ended.
     """
     window = _Window(begin, size)
     try:
@@ -91,7 +92,7 @@ class _Window:
         return len(self._begun)
 
     def has_room(self, task: Task) -> bool:
-        """Return whether ``task`` can begin now; one that exceeds the window runs alone."""
+        """Return whether ``task`` can begin now; one that exceeds the window must be alone."""
         return not self._begun or task.request.n <= self._room
 
     def begin(self, index: int, task: Task) -> None:
@@ -100,7 +101,10 @@ class _Window:
         self._begun[index][1].add_done_callback(lambda _: self._ended.put(index))
 
     def next_done(self) -> tuple[int, Completion]:
-        """Wait for the next task to end; return its index and completion. Raises ClusterFailed."""
+        """Wait for the next task to end; return its index and completion.
+
+        Raises ClusterFailed if the engine has ended.
+        """
         index = self._ended.get()
         task, done = self._begun.pop(index)
         self._room += task.request.n

@@ -43,7 +43,7 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Request to run, and its timeout in seconds; None: no timeout."""
+    """Request to run; ``timeout_s`` is its timeout in seconds, None for no timeout."""
 
     request: Request
     timeout_s: float | None
@@ -58,7 +58,7 @@ class _Running:
 
 
 class LocalWorker:
-    """Worker that is called from one event loop, whose thread must outlive the worker."""
+    """Worker that is called from one event loop; the loop's thread must outlive the worker."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Create the worker. Raises ValueError for an invalid configuration."""
@@ -125,10 +125,11 @@ class LocalWorker:
         await asyncio.gather(*(child.stop(_STOP_S) for child in self._children))
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """Start a task.
+        """Start a task, and return at once.
 
-        ``done`` receives its completion, or ClusterFailed if the engine has ended, or Cancelled if
-        it was stopped. Cancelling ``done`` aborts the task. ``show`` is called with each chunk.
+        ``done`` receives the completion. If the engine has ended, it receives ClusterFailed, and if
+        the worker was stopped, Cancelled. Cancelling ``done`` aborts the task. ``show`` is called
+        with each chunk.
         """
         if self._end_cause is not None:
             _resolve(done, self._end_cause)

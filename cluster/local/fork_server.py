@@ -45,10 +45,10 @@ def is_possible() -> bool:
 
 
 class ForkServer:
-    """Launcher of ranks that forks them from one process.
+    """Launcher of ranks that forks them from one process, the fork server.
 
-    That process, the fork server, starts with the first rank. If it has ended, it is started again
-    for the next rank.
+    The fork server starts with ``load`` or the first rank. If it has ended, it is started again for
+    the next rank.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class ForkServer:
             await self._load()
 
     async def start(self, launch: Launch, log_path: Path) -> Started:
-        """Fork a process for ``launch``. Raises ClusterFailed if the fork server cannot start."""
+        """Fork a process for ``launch``, whose log is appended to ``log_path``.
+
+        Raises ClusterFailed if the fork server is closed, or cannot start or fork.
+        """
         starting = asyncio.ensure_future(self._start(launch, log_path))
         try:
             # If the caller stops waiting, the answer is read all the same. Otherwise the next
@@ -91,7 +94,7 @@ class ForkServer:
         raise ClusterFailed(f"the fork server of workers has ended (log: {self._log_path})")
 
     def close(self) -> None:
-        """Kill the fork server and the remaining ranks, for good."""
+        """Kill the fork server and the ranks that still run; ``start`` then always fails."""
         self._is_closed = True
         self._end()
 
@@ -176,11 +179,11 @@ class ForkServer:
 
 @dataclass(frozen=True, slots=True)
 class _Pipes:
-    """Descriptors for one forked process.
+    """Descriptors of the pipes of one forked process.
 
-    ``theirs`` go to the fork server: the process's standard input (with its launch), output and
-    error, and the pipe for its exit status. ``reports`` and ``status`` are the ends that this
-    process reads.
+    ``theirs`` go to the fork server: the process's standard input (which contains its launch),
+    output and error, and the pipe for its exit status. This process reads the output from
+    ``reports`` and the exit status from ``status``.
     """
 
     theirs: list[int]
@@ -208,7 +211,7 @@ class Forked:
     """Process that the fork server has forked, with the interface of ``Started``."""
 
     def __init__(self, pid: int, descriptor: int, status: int) -> None:
-        """Create the object from the process's pidfd, and the pipe with its exit status."""
+        """Create the object from the process's id and pidfd, and the pipe with its exit status."""
         self.pid = pid
         self.returncode: int | None = None
         self.stdout = asyncio.StreamReader()

@@ -2,11 +2,11 @@
 
 Command: ``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``.
 
-It imports the modules once, and then sends "ready" on its control socket, or the reason why it
-cannot fork. Each message that it receives is the role of a process to fork, with four descriptors:
-standard input, output and error, and a pipe for the exit status. It answers with the process id and
-the process's descriptor, or with the reason why the fork failed. When the socket is closed, it
-ends, and with it all processes that it forked.
+It imports the modules once. Then it sends "ready" on its control socket, or the reason why it
+cannot fork. Each message that it receives is the role (see launch.py) of a process to fork, with
+four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
+the id and the pidfd of the process, or with the reason why the fork failed. When the socket is
+closed, it ends, and all processes that it forked end too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def main() -> None:
 
 
 def _company() -> str:
-    """Return the reason why this process must not fork, or an empty text.
+    """Return the reason why this process must not fork; empty if it may.
 
-    A fork copies only one of several threads, but the locks that any of them holds.
+    It must have a single thread. A fork copies only one of several threads, but the locks that all
+    of them hold.
     """
     threads = os.listdir("/proc/self/task")
     return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""
@@ -65,9 +66,9 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
 
     def run(self) -> str:
-        """Fork processes until the control socket is closed; then return an empty text.
+        """Fork a process for each message until the control socket is closed; then return "".
 
-        In each forked process, return its role.
+        This also returns in each forked process, with the role of that process.
         """
         self._woken, waking = os.pipe()
         os.set_blocking(waking, False)

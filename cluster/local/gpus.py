@@ -22,7 +22,11 @@ _NONE = ("", "-1")
 
 
 def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[str]:
-    """Return the name of the GPU of each rank of a worker; empty names if CUDA decides."""
+    """Return the name of the GPU of each rank of worker number ``worker``.
+
+    ``gpus`` are the names of the visible GPUs. With fewer than two, all names are empty, so that
+    CUDA chooses.
+    """
     ranks = range(config.worker.tensor_parallel)
     if len(gpus) < 2:
         return ["" for _ in ranks]
@@ -30,7 +34,10 @@ def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[
 
 
 def visible_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs by their names in CUDA_VISIBLE_DEVICES; none if no rank would use one."""
+    """Return the names of the available GPUs, as in CUDA_VISIBLE_DEVICES.
+
+    The result is empty if the configured workers use no GPU, or if none is found.
+    """
     if config.worker.is_fake or config.worker.device == "cpu":
         return []
     if (visible := environment.get(VISIBLE)) is not None:
@@ -48,7 +55,10 @@ def _listed(visible: str) -> list[str]:
 
 
 def count_gpus(nvml: Any) -> int:
-    """Return the number of GPUs that NVML can open, since a container may not have all of them."""
+    """Return the number of GPUs that NVML can open; 0 if NVML fails.
+
+    A container may not have access to all GPUs that NVML lists.
+    """
     if nvml.nvmlInit_v2():
         return 0
     try:

@@ -28,9 +28,10 @@ class RouterLaunch:
 
 @dataclass(frozen=True, slots=True)
 class RankLaunch:
-    """Start parameters of a rank.
+    """Start parameters of a rank, that is, of one process of a worker.
 
-    ``rendezvous`` is the address that rank 0 reports and the other ranks need; empty for rank 0.
+    ``rendezvous`` is the address at which the ranks connect to each other. Rank 0 reports it, and
+    the other ranks are started with it; it is empty for rank 0.
     """
 
     role: ClassVar[str] = "rank"
@@ -56,9 +57,9 @@ def encode(launch: Launch) -> bytes:
 
 
 def decode(role: str, data: bytes) -> Launch:
-    """Return the launch of a process with this role from the encoded ``data``.
+    """Return the start parameters that ``data``, a result of ``encode``, contains.
 
-    Raises SettingsError.
+    ``role`` selects their type, "router" or "rank". Raises SettingsError for an invalid setting.
     """
     values = json.loads(data)
     if role == RouterLaunch.role:

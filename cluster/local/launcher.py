@@ -38,7 +38,7 @@ class Started(Protocol):
     async def wait(self) -> int: ...
 
     def send_signal(self, signal: int) -> None:
-        """Send a signal. Raises ProcessLookupError if the process has ended."""
+        """Send a signal. May raise ProcessLookupError if the process has ended."""
         ...
 
 
@@ -46,8 +46,8 @@ class Launcher(Protocol):
     async def start(self, launch: Launch, log_path: Path) -> Started:
         """Start a process, send it ``launch``, and return it; its log is appended to ``log_path``.
 
-        The event loop's thread must outlive the process, because the kernel kills the process when
-        that thread ends.
+        The thread of the event loop must outlive the process, because the kernel kills the process
+        when that thread ends.
         """
         ...
 
@@ -93,7 +93,7 @@ async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
 
 
 def told(parent: int, launch: Launch) -> bytes:
-    """Return the standard input of a process; ``parent`` is the id of its parent process."""
+    """Return the bytes that a new process reads: the id of its parent, and its start parameters."""
     return b"%d\n%s\n" % (parent, encode(launch))
 
 
@@ -112,7 +112,10 @@ _SHOWN_BYTES = 80
 
 
 class Child:
-    """Child process, whose log is appended to ``log_path``."""
+    """Child process, whose log is appended to ``log_path``.
+
+    All methods but ``start`` and ``kill`` need a started process.
+    """
 
     def __init__(self, launch: Launch, launcher: Launcher, log_path: Path) -> None:
         self.name = launch.name
@@ -135,7 +138,10 @@ class Child:
         log.info("process started", child=self.name, child_pid=self.pid)
 
     async def report(self) -> Report:
-        """Return the next report. Raises ClusterFailed if it is a failure, or the process ended."""
+        """Wait for the next report of the process, and return it.
+
+        Raises ClusterFailed if it reports a failure, or if the process has ended without a report.
+        """
         assert self._running.stdout is not None
         line = await self._running.stdout.readline()
         report = _read(line) if line else {"error": await self._how_it_ended()}
@@ -151,7 +157,7 @@ class Child:
         await self._running.wait()
 
     async def stop(self, bound_s: float) -> None:
-        """Stop the process with SIGTERM, or with SIGKILL if it still runs after ``bound_s``."""
+        """Stop the process with SIGTERM, and with SIGKILL if it still runs after ``bound_s``."""
         if not self.is_running:
             return
         self._signal(signal.SIGTERM)

@@ -19,9 +19,9 @@ _LOOK_S, _RESTART_S = 0.2, 1.0
 
 
 def url_file(state_dir: Path) -> Path:
-    """Return the path of the file with the ledger's URL.
+    """Return the path of the file that contains the ledger's URL.
 
-    The URL contains the password, so that only this user can read the file.
+    Only this user can read the file, because the URL contains the password.
     """
     return state_dir / "ledger.url"
 
@@ -37,8 +37,8 @@ def write_url(config: Config, url: str) -> None:
 class OwnLedger:
     """Embedded ledger server that is restarted whenever it ends by itself.
 
-    If the configuration names another ledger, no server is run. ``listen`` is passed to
-    ``EmbeddedLedger``.
+    If the configuration names another ledger, no server is run. ``listen`` is the host and port for
+    other machines, as in ``EmbeddedLedger``.
     """
 
     def __init__(self, config: Config, listen: tuple[str, int] = ("", 0)) -> None:
@@ -59,9 +59,9 @@ class OwnLedger:
         return self._server.pid
 
     async def start(self) -> LedgerConfig:
-        """Start the server, if there is one, and return the ledger's settings with its URL.
+        """Start the server if the ledger is embedded; return the ledger's settings with its URL.
 
-        Raises LedgerSetupError.
+        Raises LedgerSetupError if the server cannot start.
         """
         config = self._config.ledger
         if config.url != EMBEDDED:

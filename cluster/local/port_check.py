@@ -16,9 +16,9 @@ _LISTENING = "0A"
 
 
 def check(routers: Iterable[RouterConfig]) -> None:
-    """Raise ClusterFailed if a port that a router is to listen on is in use.
+    """Raise ClusterFailed if a port on which a router is to listen is in use.
 
-    The error names each of these settings and the process that uses the port.
+    The error names the setting of each such port and the process that uses it.
     """
     listeners = [each for router in routers for each in router.listeners if each.host and each.port]
     taken = [_taken(each) for each in listeners if _is_taken(each)]

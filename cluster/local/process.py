@@ -2,8 +2,8 @@
 
 Command: ``python -m cluster.local.process router`` or ``rank``.
 
-    stdin     two lines: the parent's process id, and the launch
-    stdout    reports, each a line of JSON: the addresses when it serves, or the cause of a failure
+    stdin     two lines: the parent's process id, and the start parameters (launch.py)
+    stdout    reports, each a line of JSON: the addresses once it serves, or the cause of a failure
     stderr    log
 
 SIGTERM stops the process in order. SIGUSR1 notifies it that its machine is about to be reclaimed: a

@@ -45,9 +45,9 @@ _RESTART_S = 1.0
 
 
 class ProcessCluster:
-    """Cluster of processes without Ray.
+    """Cluster of processes without Ray; use it with ``async with``.
 
-    Inside ``async with``, the cluster runs and every router is connected to every worker.
+    Inside ``async with``, all processes run and every router is connected to every worker.
 
     Routers and workers are numbered from 0. A router keeps its addresses when it is restarted. A
     restarted worker is a new worker with another id.
@@ -56,7 +56,11 @@ class ProcessCluster:
     def __init__(
         self, config: Config, *, revive: bool = False, stages: Stages | None = None
     ) -> None:
-        """Create the cluster; ``revive`` restarts ended processes, ``stages`` show the start."""
+        """Create the cluster without starting it.
+
+        With ``revive``, processes that end are restarted. ``stages`` displays the progress of the
+        start.
+        """
         self.config = config
         self._stages = stages or Stages()
         self._revive = revive
@@ -85,7 +89,7 @@ class ProcessCluster:
 
     @property
     def http_addresses(self) -> list[str]:
-        """Address of OpenAI's API at each router; an empty text if it is not served."""
+        """Address of the OpenAI API at each router; an empty text if it is not served."""
         return [router.http_address for router in self.routers]
 
     @property
@@ -101,7 +105,7 @@ class ProcessCluster:
         return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
 
     async def start(self) -> None:
-        """Start all processes.
+        """Start all processes, and return when every router is connected to every worker.
 
         Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError, after
         stopping all processes that were started.
@@ -180,15 +184,15 @@ class ProcessCluster:
         await self.routers[index].kill()
 
     async def restart_router(self, index: int) -> None:
-        """Restart a router; kill it first if it still runs."""
+        """Restart router number ``index``; kill it first if it still runs."""
         await self._restart(self.routers[index])
 
     async def kill_worker(self, index: int) -> None:
-        """Kill all ranks of a worker."""
+        """Kill all ranks of worker number ``index``."""
         await self.workers[index].kill()
 
     async def restart_worker(self, index: int) -> None:
-        """Restart a worker; kill it first if it still runs."""
+        """Restart worker number ``index``; kill it first if it still runs."""
         await self._restart(self.workers[index])
 
     async def _restart(self, replica: Replica) -> None:

@@ -18,7 +18,10 @@ _STOP_MARGIN_S = 5.0
 
 
 class Replica(ABC):
-    """Replica of one or more processes; other components connect to the first process."""
+    """Router or worker, which consists of one or more processes.
+
+    Only the first process communicates with other replicas.
+    """
 
     def __init__(self, name: str, launcher: Launcher, log_dir: Path) -> None:
         self.name = name
@@ -28,7 +31,7 @@ class Replica(ABC):
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the replica's processes, in order."""
+        """Ids of the replica's processes; those of a worker in the order of their ranks."""
         return [child.pid for child in self._children]
 
     @property
@@ -36,9 +39,9 @@ class Replica(ABC):
         return bool(self._children) and all(child.is_running for child in self._children)
 
     async def start(self) -> None:
-        """Start all processes, and return when the replica serves.
+        """Start all processes, and return when they have reported that the replica serves.
 
-        Raises ClusterFailed, after killing the processes.
+        Raises ClusterFailed if one of them fails, after killing all of them.
         """
         self._children = []
         try:
@@ -56,7 +59,10 @@ class Replica(ABC):
         pass
 
     async def stop(self) -> None:
-        """Stop the processes in order, beginning with the first one, which coordinates the stop."""
+        """Stop the processes one after another.
+
+        The first process is stopped first, because it coordinates the stop of the others.
+        """
         for child in self._children:
             await child.stop(self._bound_s + _STOP_MARGIN_S)
 
@@ -72,7 +78,10 @@ class Replica(ABC):
 
 
 class RouterReplica(Replica):
-    """Router process that keeps the ports of its first start until it is stopped."""
+    """Router of one process; it keeps its ports when it is killed and started again.
+
+    ``stop`` releases the ports.
+    """
 
     def __init__(self, launch: RouterLaunch, launcher: Launcher, log_dir: Path) -> None:
         super().__init__(launch.name, launcher, log_dir)
@@ -101,12 +110,12 @@ class RouterReplica(Replica):
 
 
 class WorkerReplica(Replica):
-    """Worker with one process per rank; every start creates a new worker."""
+    """Worker with one process per rank; each start creates a worker with a new id."""
 
     def __init__(
         self, launch: RankLaunch, launcher: Launcher, log_dir: Path, gpus: Sequence[str]
     ) -> None:
-        """Create the replica; ``gpus`` has the GPU of each rank."""
+        """Create the replica without starting it; ``gpus`` has the name of the GPU of each rank."""
         super().__init__(launch.name, launcher, log_dir)
         self._launch = launch
         self._gpus = gpus

@@ -16,7 +16,7 @@ from router.config import RouterConfig, overlapping
 class KeptPorts:
     """Reservation of a router's ports on this host, also while the router is not running.
 
-    A reservation is a socket that is bound to the port and does not listen. It keeps other
+    Each reservation is a socket that is bound to the port and does not listen. It keeps other
     processes from getting the port, but not the router, which listens with SO_REUSEADDR.
     """
 
@@ -24,7 +24,11 @@ class KeptPorts:
         self._kept = ExitStack()
 
     def of(self, router: RouterConfig) -> RouterConfig:
-        """Return ``router`` with a newly reserved port for each port 0. Raises OSError."""
+        """Reserve a free port for each port 0 of ``router``; return ``router`` with these ports.
+
+        Other ports stay as they are and are not reserved. Raises OSError if a port cannot be
+        reserved.
+        """
         return replace(
             router,
             port=router.port or self._keep(router.host),

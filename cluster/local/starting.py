@@ -1,4 +1,4 @@
-"""Reports of a worker to the routers, during its start and after it, without Ray."""
+"""Reports of a starting worker to the routers, and its registration afterwards, without Ray."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TIMEOUT_S = 1.0
 
 
 class Starting:
-    """Context manager that reports, until its ``end``, that a worker is starting.
+    """Context manager that reports, from its entry until ``end`` or its exit, that a worker starts.
 
-    Each report goes to one router, which notifies the leader. If no router receives it, the worker
-    starts all the same.
+    Each report goes to the first of ``routers`` that answers, which notifies the leader. If no
+    router receives it, the worker starts all the same.
     """
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:
@@ -54,7 +54,7 @@ class Starting:
         await self.end()
 
     async def end(self) -> None:
-        """Report that the start has ended, successfully or not. A second call does nothing."""
+        """Report once that the start has ended, successfully or not. A second call does nothing."""
         if self._saying is not None:
             self._saying.cancel()
             await asyncio.gather(self._saying, return_exceptions=True)
@@ -87,7 +87,10 @@ _LOOK_S = 0.1
 
 
 class Announcer:
-    """Announcer of a worker to one of the routers, which writes it to the ledger for the others."""
+    """Sender of a worker's registration to one of the routers.
+
+    The router writes the worker to the ledger, from which the other routers read it.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Announcer:
         self._transport = transport
 
     async def announce(self) -> None:
-        """Announce the worker until a router accepts it.
+        """Register the worker, and retry until a router accepts it.
 
         Raises InvalidRequest if a router rejects the worker.
         """
@@ -111,7 +114,11 @@ class Announcer:
             await asyncio.sleep(_RETRY_S)
 
     async def keep(self, is_alone: Callable[[], bool]) -> None:
-        """Announce the worker again, forever, whenever ``is_alone`` has been True for a while."""
+        """Register the worker again whenever ``is_alone`` was True for ``_ALONE_S`` seconds.
+
+        ``is_alone`` returns whether no router is connected to the worker. Runs until cancelled.
+        Raises as ``announce`` does.
+        """
         while True:
             await _lonely(is_alone)
             log.info("registering again", worker_id=self._message.worker.worker_id)

@@ -6,8 +6,9 @@ two forms:
     {"prompt": "...", "output_tokens": 57, "arrived": 1.5, ...}    a request, with optional fields
     {"static": [...], "groups": [...], "output_tokens": 57, ...}   features, without the prompt
 
-``arrived`` is ledger time in seconds. ``expected_tokens`` is the length that the source of the
-example expected, for instance because it generated the workload. No prediction can be better.
+``arrived`` is ledger time in seconds. ``expected_tokens`` is the expected value of the length, if
+the source of the example knows it, for instance because it generated the workload. No prediction
+can be better.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Length of one output, with the features of its request.
+    """Length of one output, with the features of its request (``asked``).
 
     ``application`` is empty if the request names none. ``expected_tokens`` is None if unknown.
     """
@@ -55,14 +56,14 @@ class Example:
 
     @property
     def prompt_tokens(self) -> float:
-        """Return the logarithm of the prompt length, log(1 + tokens).
+        """Logarithm of the prompt length: log(1 + tokens).
 
         It orders examples as the length itself does.
         """
         return self.asked.static[0]
 
     def line(self) -> str:
-        """Return the example as a line of a file, in the form without the prompt."""
+        """Return the example as JSON for one line of a file, in the form without the prompt."""
         plain = {**self.asked._asdict(), "output_tokens": self.output_tokens}
         plain["arrived"] = plain.pop("moment")
         optional = {"application": self.application, "expected_tokens": self.expected_tokens}
@@ -70,18 +71,19 @@ class Example:
 
 
 def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
-    """Yield the features of each request with its examples, which have to be adjacent.
+    """Yield the features of each request with its examples; these must be adjacent.
 
-    Callers predict all outputs of a request before they record the length of any of them.
+    A caller can thus predict all outputs of a request before it records the length of any of them.
     """
     for what, alike in groupby(examples, key=lambda example: example.asked):
         yield what, list(alike)
 
 
 def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
-    """Return the examples in ``lines``, which are JSON.
+    """Parse ``lines`` of JSON, and return the examples.
 
-    Raises SettingsError, which has the number of an invalid line but none of its content.
+    ``model`` tokenizes the prompts. Raises SettingsError, whose message has the number of an
+    invalid line but none of its content.
     """
     examples = []
     for number, line in enumerate(lines, 1):
@@ -121,7 +123,7 @@ def _asked_by_prompt(plain: dict[str, Any], model: ServedModel) -> Asked:
 
 
 class Requests(Protocol):
-    """Part of a ledger that reads requests."""
+    """Methods of a ledger by which this module reads requests."""
 
     async def list_requests(
         self,
@@ -138,8 +140,8 @@ class Requests(Protocol):
 async def from_ledger(ledger: Requests, model: ServedModel, limit: int) -> list[Example]:
     """Return the examples of the newest ``limit`` finished requests, newest first.
 
-    Requests of other models are left out, and so are requests without stop strings and stop tokens,
-    whose outputs only max_tokens could end. Raises LedgerUnavailable.
+    Requests of other models are left out, and so are requests with neither stop strings nor stop
+    tokens, whose outputs only max_tokens could end. Raises LedgerUnavailable.
     """
     examples = []
     async for page in _pages(ledger, limit):

@@ -51,10 +51,11 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Accuracy of a predictor on outputs that arrived after its ``learnt_from`` training examples.
+    """Accuracy of a predictor on outputs that arrived after its training examples.
 
-    ``by_application`` has figures by the name of the application. Requests without one are grouped
-    by the digest of their narrowest group.
+    ``learnt_from`` is the number of training examples. ``by_application`` has figures by the name
+    of the application. Requests without one are grouped by the digest of the narrowest group of
+    similar requests that they belong to.
     """
 
     learnt_from: int
@@ -62,7 +63,7 @@ class Report:
     by_application: dict[str, Figures]
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as JSON values, the form in which a predictor's file contains it."""
+        """Return the report as a dict of JSON values, as in the file of a predictor."""
         groups = {name: asdict(figures) for name, figures in self.by_application.items()}
         return {
             "learnt_from": self.learnt_from,
@@ -75,7 +76,7 @@ class Report:
 def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> Report:
     """Return the accuracy of ``learned`` on ``held_out`` examples, which are in order of arrival.
 
-    As in a router, the outputs of earlier requests are recorded before a request is predicted.
+    As in a router, a prediction may use the lengths of all earlier requests' outputs.
     ``learnt_from`` is the number of training examples, for the report.
     """
     mean, seen = OutputLengths(), list[_Seen]()

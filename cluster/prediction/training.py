@@ -44,7 +44,10 @@ PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(slots=True)
 class Nodes:
-    """Nodes of all trees, one list per field as in Forest; ``roots`` has a list per quantile."""
+    """Nodes of all trees, one list per field as in Forest.
+
+    ``roots`` has, for each quantile, the indices of the roots of its trees.
+    """
 
     roots: list[list[int]] = field(default_factory=list)
     feature: list[int] = field(default_factory=list)
@@ -54,7 +57,7 @@ class Nodes:
     value: list[float] = field(default_factory=list)
 
     def add(self, node: Mapping[str, Any]) -> int:
-        """Add a node in the form of LightGBM's dump, and all nodes below it; return its index."""
+        """Add a node of LightGBM's JSON dump, and all nodes below it; return the node's index."""
         place = len(self.value)
         self.feature.append(node.get("split_feature", 0))
         self.threshold.append(node.get("threshold", 0.0))
@@ -87,9 +90,9 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
-    """Return the features [examples, features] and the logarithms of the lengths [examples].
+    """Return the features, [examples, features], and the log lengths of the outputs, [examples].
 
-    The features of a request depend only on the outputs of earlier requests. At the end all outputs
+    The features of a request depend only on the outputs of earlier requests. Afterwards all outputs
     are recorded in ``histories``.
     """
     rows = []

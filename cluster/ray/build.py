@@ -33,7 +33,7 @@ _HEAD = f"""\
 
 
 def application(args: Mapping[str, object]) -> Application:
-    """Return the Serve application of the nested settings ``args``. Ray must be running.
+    """Return the Serve application with the nested settings ``args``; Ray must be running.
 
     Raises:
         SettingsError: An argument is not a setting, belongs in ``deployments``, or is the
@@ -54,7 +54,7 @@ def application(args: Mapping[str, object]) -> Application:
 
 
 def serve_yaml(config: Config) -> str:
-    """Return the text of a file for ``serve deploy`` with the settings of ``config``.
+    """Return the YAML text of a file for ``serve deploy`` with the settings of ``config``.
 
     Raises SettingsError if ``config`` contains the ledger's URL.
     """
@@ -78,9 +78,10 @@ def serve_yaml(config: Config) -> str:
 
 
 def _divided(values: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Return the nested settings that restart actors, and the dotted paths of all others.
+    """Divide settings: return those whose change restarts actors, and the names of all others.
 
-    ``path`` is the prefix of ``values``: empty, or a dotted path that ends with a dot.
+    The former are nested dicts, the latter dotted paths such as ``router.order``. ``path`` is the
+    prefix of ``values``: empty, or a dotted path that ends with a dot.
     """
     args: dict[str, Any] = {}
     run_time: list[str] = []

@@ -30,7 +30,7 @@ _BOUNDS = ("min_workers", "max_workers", "max_routers")
 
 
 def options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return, by the name of the deployment, the options with the names that Serve uses."""
+    """Return Serve's options of each deployment, by the name of the deployment."""
     return {
         ROUTER: {**_routers(config), "user_config": _router_settings(config)},
         WORKER: {**_workers(config), "user_config": {"log_level": config.log_level}},

@@ -41,9 +41,9 @@ _POLL_S = 0.1
 
 
 class RayCluster:
-    """Cluster under Ray Serve; all of it is ready inside ``async with``.
+    """Cluster under Ray Serve; use it with ``async with``, inside which all of it is ready.
 
-    The addresses below are those of one router, because Serve lets any one router answer.
+    The address attributes are those of one router, because Serve lets any one router answer.
     """
 
     def __init__(self, config: Config, *, stages: Stages | None = None) -> None:
@@ -134,7 +134,7 @@ class RayCluster:
         )
 
     async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
-        """Wait until the application's status fulfils ``condition``.
+        """Wait until ``condition`` is true for the status of the application.
 
         Serve's own wait would block the event loop, so that signals were not handled, and would
         never end if a worker cannot be placed. Raises ClusterFailed if the deployment fails.
@@ -227,10 +227,10 @@ def _has_router(application: ApplicationStatusOverview) -> bool:
 
 
 def _cause(application: ApplicationStatusOverview) -> str:
-    """Return why Serve does not run the application: the cause for each failed deployment.
+    """Return why Serve does not run the application: one cause for each failed deployment.
 
-    A cause is the last line of the deployment's message. The whole messages are logged. The message
-    of the application would only list the deployments, with tracebacks.
+    A cause is the last line of the deployment's message; the whole messages are logged. The message
+    of the application itself would only list the deployments, with tracebacks.
     """
     said = {
         name: each.message
@@ -255,7 +255,7 @@ def log_dir(config: Config) -> Path:
 
 
 def application(config: Config) -> Application:
-    """Return the Serve application of a configuration. Ray must be running.
+    """Return the Serve application of a configuration; Ray must be running.
 
     If the ledger's settings have no URL, the routers read it from their environment.
     """
@@ -265,7 +265,7 @@ def application(config: Config) -> Application:
 def upgradable_application(config: Config) -> Application:
     """Return the Serve application with a gate, for clusters that replace each other.
 
-    Ray must be running. cluster/ray/upgrade_gate.py describes the gate.
+    cluster/ray/upgrade_gate.py describes the gate. Ray must be running.
     """
     from cluster.ray.upgrade_gate import UpgradeGate
 
@@ -330,10 +330,11 @@ def _rank_resources(
 def _strategy(
     nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float], size: int
 ) -> str:
-    """Return the placement strategy of the ``size`` ranks of a worker.
+    """Return Ray's placement strategy for a worker of ``size`` ranks.
 
-    STRICT_PACK places all ranks on one node. It is returned if a node is large enough for this, or
-    if no node can hold even one rank yet. Otherwise PACK lets the ranks use several nodes.
+    ``nodes`` have the resources of each node, and ``resources`` are those of one rank. STRICT_PACK
+    places all ranks on one node. It is returned if a node is large enough for this, or if no node
+    can hold even one rank yet. Otherwise PACK lets the ranks use several nodes.
     """
 
     def fit(count: int) -> bool:

@@ -34,13 +34,13 @@ _SETTLED_S = 10.0
 
 
 class Progress:
-    """Progress of an upgrade: decides whether this cluster has enough workers. Pure."""
+    """Decision, during an upgrade, whether this cluster has enough workers. Pure."""
 
     def __init__(self) -> None:
         self._complete_since: float | None = None
 
     def is_enough(self, own: int, total: int, *, is_complete: bool, now: float) -> bool:
-        """Return whether this cluster has enough workers, so that the others may be removed.
+        """Return whether this cluster has enough workers, so that the other cluster may be removed.
 
         Args:
             own: Number of running workers of this cluster.
@@ -97,6 +97,6 @@ class UpgradeGate:
 
 
 def _workers() -> tuple[int, bool]:
-    """Return the number of running workers of this cluster, and whether the target is reached."""
+    """Return the number of running workers of this cluster, and whether none is missing."""
     found = serve.status().applications[deployments.APPLICATION].deployments[deployments.WORKER]
     return found.replica_states.get(ReplicaState.RUNNING, 0), found.status == "HEALTHY"

@@ -19,7 +19,11 @@ def write(content: Mapping[str, object], path: Path) -> None:
 
 
 def forecast_as_json(forecast: Forecast, slo: Slo) -> dict[str, object]:
-    """Return the summaries of all requests and of each group, and the samples over time."""
+    """Return a forecast as a JSON object.
+
+    It has the summaries of all requests, of each class, tenant and application, the samples, and
+    the totals of workers' time and steps.
+    """
     return {
         "slo": plain(asdict(slo)),
         "all": summary_as_json(forecast.summary(slo)),
@@ -38,9 +42,9 @@ def summary_as_json(summary: Summary) -> object:
 
 
 def plain(value: object) -> object:
-    """Return ``value`` with None for infinite numbers and NaN, which JSON cannot express.
+    """Return ``value`` as JSON values; infinite numbers and NaN become None.
 
-    Mappings become dicts and sequences become lists, recursively.
+    Mappings become dicts with text keys, and sequences become lists, recursively.
     """
     match value:
         case float():

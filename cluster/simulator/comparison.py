@@ -26,14 +26,15 @@ _COLUMNS = (
 
 
 def past(records: list[Record]) -> Forecast:
-    """Return recorded requests as a forecast without samples."""
+    """Return recorded requests as a forecast without samples and steps."""
     return Forecast(tuple(records), (), 0, 0, 0.0)
 
 
 def table(answers: Mapping[str, Forecast]) -> Table:
-    """Return a table with a row per policy for each group of requests.
+    """Return a table of forecasts, which are given by the name of their policy.
 
-    The groups are all requests, each class, each tenant and each application.
+    There is a section for all requests and for each class, tenant and application. A section has a
+    row per policy.
     """
     shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in shown.columns[1:]:
@@ -48,7 +49,7 @@ def table(answers: Mapping[str, Forecast]) -> Table:
 
 
 def as_json(answers: Mapping[str, Forecast]) -> dict[str, object]:
-    """Return the summaries by policy and group."""
+    """Return the summaries of forecasts as JSON: an object by policy, then by group of requests."""
     return {
         policy: {group: summary_as_json(summary) for group, summary in groups(answer)}
         for policy, answer in answers.items()

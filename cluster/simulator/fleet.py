@@ -25,14 +25,17 @@ class Router(Protocol):
     def worker_up(self, worker: SimulatedWorker) -> None: ...
 
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
-        """Handle a lost worker; ``occupants`` are the ids of the requests that had a slot."""
+        """Handle the loss or departure of a worker.
+
+        ``occupants`` are the ids of the requests that had a slot at the worker.
+        """
         ...
 
     def on_message(self, frame: Frame) -> None: ...
 
 
 class Fleet:
-    """All workers of a simulation, and the links to them.
+    """Simulated workers, and their links to the router.
 
     A message to or from a worker takes ``scenario.link_s`` seconds. Workers are numbered in the
     order in which they become available.
@@ -58,12 +61,15 @@ class Fleet:
 
     @property
     def staying(self) -> list[SimulatedWorker]:
-        """Workers that are neither draining nor lost, in the order of their numbers."""
+        """Available workers that are neither draining nor lost, in the order of their numbers."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
 
     @property
     def max_model_lens(self) -> Iterator[int]:
-        """Maximum sequence length in tokens of each worker that the router regards as connected."""
+        """Maximum sequence length in tokens of each worker that the router regards as connected.
+
+        These include lost workers until the router has detected the loss.
+        """
         return (worker.limits.max_model_len for worker, _ in self._up.values())
 
     @property
@@ -81,7 +87,7 @@ class Fleet:
         return self._worker_s + sum(now - came for _, came in self._up.values())
 
     def occupants(self, worker_id: str) -> set[str]:
-        """Return the ids of the requests that have a slot at this worker."""
+        """Return the ids of the requests that have a slot at this worker; empty if it is gone."""
         return self._up[worker_id][0].occupants() if worker_id in self._up else set()
 
     # links
@@ -114,7 +120,7 @@ class Fleet:
         self.come(spec)
 
     def gone(self, worker: SimulatedWorker) -> None:
-        """Remove a worker, and report its loss to the router."""
+        """Remove a worker and report its loss to the router, unless this was done before."""
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)
             self._worker_s += self._timeline.now - came
@@ -123,7 +129,7 @@ class Fleet:
             self._router.worker_lost(worker.worker_id, worker.occupants())
 
     def drained(self, worker_id: str) -> None:
-        """Remove a draining worker that has no requests any more."""
+        """Remove a worker whose drain is complete, if it is still there."""
         if worker_id in self._up:
             self.gone(self._up[worker_id][0])
 

@@ -15,9 +15,10 @@ K = TypeVar("K", int, str)
 class Sample:
     """State of the cluster at one moment; ``at`` is the virtual time in seconds.
 
-    ``waiting`` counts the requests that are at a worker without a slot. All fields except
-    ``queued`` cover only the workers that accept requests. The requests of a lost worker are not
-    running, even if the router has not detected the loss yet.
+    ``queued`` requests are in the router's queue, ``running`` ones have a slot at a worker, and
+    ``waiting`` ones are at a worker without a slot. All fields except ``queued`` cover only the
+    workers that accept requests. The requests of a lost worker are not counted as running, even if
+    the router has not detected the loss yet.
     """
 
     at: float
@@ -41,10 +42,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Result of a simulation: ``records`` by arrival, ``samples`` by time.
+    """Result of a simulation: ``records`` of requests by arrival, ``samples`` by time.
 
-    ``num_steps`` is the number of steps of all workers; ``num_jumped`` of them were not scheduled
-    separately.
+    ``num_steps`` is the number of engine steps of all workers; ``num_jumped`` of them were computed
+    together with others instead of scheduled one by one.
     """
 
     records: tuple[Record, ...]
@@ -57,7 +58,7 @@ class Forecast:
     def summary(
         self, slo: Slo | None = None, where: Callable[[Record], bool] = lambda _: True
     ) -> Summary:
-        """Return a summary of the requests that ``where`` selects."""
+        """Return a summary of the requests whose record fulfils ``where``."""
         return summarise(filter(where, self.records), slo)
 
     def by_class(self, slo: Slo | None = None) -> dict[int, Summary]:

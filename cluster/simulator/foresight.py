@@ -1,8 +1,9 @@
 """Prediction of output lengths in a simulation. Pure.
 
 A workload has no texts that a prediction model could read. If an error is configured, the
-prediction is the true length with that random error. Otherwise it is the length that a router
-recorded, or else the mean of the outputs that have ended, as in a router without a model.
+prediction is the true length with a random error of that size. Otherwise it is the prediction that
+a router recorded with the request. Without a record it is the mean length of the outputs that have
+ended, as in a router without a model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _NO_RANK = 0.0
 class Foretold(NamedTuple):
     """Predicted output length of a request, and its ranks among recent requests.
 
+    A rank is the share of recent requests with a smaller prediction, and 0 if this is unknown.
     ``rank`` compares predicted output tokens, ``work_rank`` the sum of prompt and predicted output
     tokens. If ``is_distrusted``, the request leaves the queue in order of arrival. Nearly all
     outputs with this prediction have at least ``least_tokens`` tokens.
@@ -36,8 +38,8 @@ class Foretold(NamedTuple):
 class Foresight:
     """Predictor of the output lengths of simulated requests.
 
-    ``sigma`` is the standard deviation of the predicted length's natural logarithm around the true
-    one. If it is None, recorded predictions or the mean of ended outputs are used instead.
+    ``sigma`` is the standard deviation of the error: the natural logarithm of predicted / true
+    length. If it is None, recorded predictions or the mean of ended outputs are used instead.
     """
 
     def __init__(self, sigma: float | None, seed: int) -> None:

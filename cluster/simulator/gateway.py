@@ -1,6 +1,6 @@
-"""Gateway of a simulated cluster: unfinished requests, without clients and ledger. Pure.
+"""Gateway of a simulated cluster: the part of a router that owns its unfinished requests. Pure.
 
-Requests are treated as in ``router.requests.attempts``:
+Requests are treated as in ``router.requests.attempts``, but without clients and ledger:
 
     queued   --dispatched-->  running  --last token-->  finished
       ^                         |
@@ -83,7 +83,7 @@ class Gateway:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether every request has ended."""
+        """Return whether every request that has arrived has ended."""
         return not self._lives
 
     # clients
@@ -145,7 +145,7 @@ class Gateway:
         self._over(life)
 
     def decide(self) -> None:
-        """Expire, move and dispatch all requests for which this is due now."""
+        """Expire, move and dispatch requests as the queue decides at the present time."""
         for refusal in self._dispatcher.expired(self._timeline.now):
             self._refused(refusal)
         for move in self._dispatcher.moves(self._timeline.now):
@@ -188,7 +188,7 @@ class Gateway:
     # workers
 
     def tell_served(self) -> None:
-        """Report the output tokens since the last call to the dispatcher."""
+        """Report to the queue how many output tokens were generated since the last report."""
         for life in self._by_epoch.values():
             self._count_served(life)
         if self._served:
@@ -255,8 +255,8 @@ class Gateway:
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
         """Queue the requests of a lost worker again; they keep their output tokens.
 
-        ``occupants`` are the ids of the requests that had a slot. Requests that have been lost too
-        often fail.
+        ``occupants`` are the ids of the requests that had a slot at the worker, whose losses count
+        as losses during a step. Requests that have been lost too often fail.
         """
         self._limit()
         for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:

@@ -27,10 +27,11 @@ _TERM = 1
 
 
 class GlobalQueue:
-    """Admission queue of a simulated cluster.
+    """Admission queue of a simulated cluster, with the placement of its requests.
 
     ``occupants`` returns the ids of the requests that have a slot at a worker. ``weights`` are the
-    fair-share weights of tenants, 1 by default; if it is None, tenants are not distinguished.
+    fair-share weights of tenants, 1 by default; if it is None, tenants are not distinguished. Times
+    are virtual seconds.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GlobalQueue:
         return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
-        """Return the load by which the autoscaler decides."""
+        """Return the load report of the cluster, which the autoscaler reads."""
         return cluster_load(_TERM, self._leader_state, self._placement.workers.values(), now, now)
 
     def worker_up(self, worker_id: str, capacity: Capacity) -> None:
@@ -86,27 +87,27 @@ class GlobalQueue:
         self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
-        """Record that a worker preempted the request or resumed it."""
+        """Record that a worker preempted a request, or resumed it."""
         self._hear(session_pb2.GatewayMessage(running=[running]), now)
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._hear(session_pb2.GatewayMessage(served=outputs), now)
 
     def finished(self, tpot_ratio: float, now: float) -> None:
-        """Record the ratio of measured to predicted time per output token of one request."""
+        """Record, for one finished request, measured / predicted time per output token."""
         self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
 
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._leader_state.on_message(GATEWAY, message, now).refused
 
     def expired(self, now: float) -> list[Refusal]:
-        """Remove the requests that have waited too long, and return their refusals."""
+        """Remove the requests that have waited too long, and return a refusal of each."""
         return self._leader_state.expire(now)
 
     def moves(self, now: float) -> list[Move]:
-        """Return the moves of preempted requests that resume sooner on another worker.
+        """Return the preempted requests that would resume sooner on another worker, as moves.
 
-        Return none if the last search was less than ``MOVES_S`` seconds ago.
+        The result is empty if the last search was less than ``MOVES_S`` seconds ago.
         """
         if now < self._move_after:
             return []

@@ -22,9 +22,10 @@ from router.requests.explanation import accepting_s, kept
 
 
 def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
-    """Yield a record of each choice of a request, in ledger time.
+    """Yield a record of each choice of a request; times are ledger times in seconds.
 
-    ``first_token`` is the time of the first token of any choice, and infinite if unknown.
+    ``events`` are those of the request. ``first_token`` is the time of the first token of any
+    choice, and infinite if unknown.
     """
     explanation = kept(stored, events)
     entry, moments = stored.entry, _moments(events)
@@ -85,7 +86,7 @@ _AT_ONCE = 64
 
 
 class Reading(Protocol):
-    """Methods of a ledger that this module needs."""
+    """Methods of a ledger by which this module reads requests."""
 
     async def list_requests(
         self,
@@ -104,8 +105,8 @@ class Reading(Protocol):
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
     """Return a record of each choice of the ``limit`` newest finished requests, by arrival.
 
-    Times are in seconds since the first arrival. ``first_token`` is the time of the first token of
-    any choice, and infinite if unknown. Raises LedgerUnavailable.
+    Times are in seconds after the earliest of these arrivals. ``first_token`` is the time of the
+    first token of any choice, and infinite if unknown. Raises LedgerUnavailable.
     """
     found: list[Record] = []
     async for entries in _listed(ledger, limit):

@@ -84,24 +84,27 @@ class Life:
         )
 
     def said(self, outcome: Outcome, step: int) -> None:
-        """Apply the outcome that a worker reported after its step ``step``."""
+        """Apply the outcome that the worker reported after its step number ``step``."""
         self.num_tokens = outcome.offset + len(outcome.tokens)
         self.num_computed = max(self.num_computed, outcome.num_computed)
         self.draws_since = step if outcome.tokens and outcome.stop is None else None
 
     def drew(self, step: int) -> None:
-        """Record that the worker sampled one token in each step up to ``step``."""
+        """Count one output token for each step up to number ``step`` that is not counted yet.
+
+        Do nothing unless the worker generates a token for the request in each step.
+        """
         if self.draws_since is not None:
             self.num_tokens += step - self.draws_since
             self.draws_since = step
 
     def take_served(self) -> int:
-        """Return the number of output tokens not yet reported as served, and count them as so."""
+        """Return the number of output tokens since the last call."""
         number, self.num_served = self.num_tokens - self.num_served, self.num_tokens
         return number
 
     def release(self) -> None:
-        """Return the request to the queue after its worker was lost or returned it."""
+        """Return the request to the queue after its worker was lost or gave the request back."""
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.draws_since = "", 0, None
 

@@ -30,7 +30,7 @@ _CONTEXTS = (32, 256, 1024, 4096)
 
 
 class Measurement:
-    """Measurement of prompts, of chunks of a long prompt, and of decoding batches."""
+    """Measurement of an engine's steps: prompts, chunks of a long prompt, and decoding batches."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
@@ -45,9 +45,9 @@ class Measurement:
         return len(self._prompts()) + chunks + len(self._batches())
 
     def steps(self) -> Iterator[Step]:
-        """Yield the measured steps.
+        """Run the steps on the engine, and yield the size and the duration of each measured one.
 
-        The first run of each prompt size and the first chunk are warm-up and are not counted.
+        The first run of each prompt size and the first chunk are warm-up and are not yielded.
         """
         for tokens in self._prompts():
             yield _median([self._prompt(tokens)[-1] for _ in range(_REPETITIONS + 1)][1:])

@@ -31,10 +31,10 @@ class MultiStepScheduler(Scheduler):
         super().__init__(limits, MultiStepBatch(limits))
 
     def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
-        """Commit ``plan`` and return the outcomes; ``token`` is the token that each row samples.
+        """Commit ``plan`` as if every row had sampled ``token``, and return the outcomes.
 
-        ``token`` is no stop token. A sequence that received one token and continues without any
-        other change has no outcome.
+        ``token`` must not be a stop token. A sequence that received one token and continues without
+        any other change has no outcome.
         """
         self._batch.copied()
         self._executed(plan)
@@ -60,7 +60,7 @@ class MultiStepScheduler(Scheduler):
         return told
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps are uniform.
+        """Return how many of the next ``most`` steps are uniform (see the module).
 
         The number is valid as long as no sequence is added or removed and no stop token is sampled.
         """
@@ -87,7 +87,7 @@ class MultiStepScheduler(Scheduler):
         return may_hit_more or self._batch.has_room(head, hits)
 
     def blocks_allocated(self, steps: int) -> list[int]:
-        """Return the cumulative KV blocks allocated after each of the next uniform ``steps``."""
+        """Return the cumulative KV blocks allocated after each of ``steps`` uniform steps."""
         return self._batch.slot_table.allocated(steps)
 
     def decode(self, token: int, steps: int) -> list[Outcome]:
@@ -111,7 +111,7 @@ class MultiStepScheduler(Scheduler):
         return [self._ended(each) for each in self._batch.at(self._batch.slot_table.ended())]
 
     def _ended(self, sequence: Sequence) -> Outcome:
-        """Remove a sequence that its last token ended, and return its outcome."""
+        """Remove a sequence that has reached a limit, and return its outcome."""
         offset, told = sequence.num_output - 1, sequence.tokens[-1:]
         stop = sequence.stop(self._limits)
         stop, error = (stop, None) if stop else self._outgrown(sequence)
@@ -127,7 +127,7 @@ class MultiStepBatch(Batch):
         super().__init__(limits, MultiStepSlotTable(limits))
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps are uniform as far as the batch decides.
+        """Return how many of the next ``most`` steps the state of the batch allows to be uniform.
 
         There are free blocks for all sequences in these steps, and no sequence reaches one of its
         limits before the last of them.
@@ -154,11 +154,11 @@ class MultiStepBatch(Batch):
 
 
 class Change(NamedTuple):
-    """Change of one block table in the uniform step ``step``, counted from 0.
+    """Change of one block table in a run of uniform steps, of which ``step`` is the number from 0.
 
-    The sequence in ``slot`` fills a block if ``fills``, and allocates one otherwise. ``place``
-    orders the changes of the same step and type. ``num_known`` is the sequence's number of known
-    tokens at the start of the step.
+    The sequence in ``slot`` fills its last block if ``fills``; otherwise it allocates a block.
+    Changes are sorted by step, then by ``fills``, then by ``place``. ``num_known`` is the
+    sequence's number of known tokens at the start of the step.
     """
 
     step: int
@@ -170,7 +170,7 @@ class Change(NamedTuple):
 
 class MultiStepSlotTable(SlotTable):
     def draw(self, slots: Ints, token: int, times: int) -> None:
-        """Append ``token`` to each of ``slots``, like ``times`` calls of ``draw_one``."""
+        """Append ``token`` to each of ``slots``, repeatedly: ``times`` times."""
         self._num_known[slots] += times
         self._num_computed[slots] = self._num_known[slots] - 1
         self._last_tokens[slots] = token
@@ -180,7 +180,7 @@ class MultiStepSlotTable(SlotTable):
         return self._num_known.nonzero()[0]
 
     def num_uniform_steps(self) -> int:
-        """Return the number of steps until a limit ends a sequence, if all of them decode.
+        """Return the number of decode steps after which a limit ends the first sequence.
 
         Return 0 if no slot is occupied, or if a sequence has to prefill or recompute tokens.
         """
@@ -193,23 +193,23 @@ class MultiStepSlotTable(SlotTable):
         return int((self._ends[slots] - known).min())
 
     def ended(self) -> Ints:
-        """Return the slots whose sequences have reached a limit, in order of arrival."""
+        """Return the slots of the sequences that have reached a limit, in order of arrival."""
         return self._by_order((self._num_known >= self._ends) & (self._num_known > 0))
 
     def num_lacking(self, steps: int) -> int:
-        """Return the number of blocks that all slots have to allocate in ``steps`` steps."""
+        """Return the number of blocks to allocate in ``steps`` steps, over all slots."""
         slots = self.occupied()
         most = self._num_known[slots] + steps - 1
         return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
 
     def may_fill(self, index: int, steps: int) -> bool:
-        """Return whether any sequence may fill block ``index`` of its table in ``steps`` steps."""
+        """Return whether a sequence may fill block ``index`` of its table in ``steps`` steps."""
         computed = self._num_computed[self.occupied()]
         first, last = computed // BLOCK_SIZE, (computed + steps) // BLOCK_SIZE
         return bool(((first <= index) & (index <= last)).any())
 
     def allocated(self, steps: int) -> list[int]:
-        """Return the cumulative number of blocks allocated after each of ``steps`` steps."""
+        """Return the cumulative number of blocks allocated after each of ``steps`` decode steps."""
         slots = self.occupied()
         lacks = self._num_blocks[slots] * BLOCK_SIZE - self._num_known[slots] + 1
         first = np.bincount(lacks[lacks < steps], minlength=steps)
@@ -218,7 +218,7 @@ class MultiStepSlotTable(SlotTable):
         return allocated
 
     def changes(self, steps: int) -> list[Change]:
-        """Return the changes of all block tables in ``steps`` steps, in order."""
+        """Return the changes of all block tables in ``steps`` decode steps, sorted."""
         changes: list[Change] = []
         slots = self.occupied()
         known, orders = self._num_known[slots], self._orders[slots]

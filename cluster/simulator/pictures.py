@@ -25,7 +25,10 @@ _LEAST_MS = 0.1
 
 
 def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
-    """Write the pictures to ``directory``, and return their paths. Raises OSError."""
+    """Draw all pictures of a forecast into files in ``directory``, and return their paths.
+
+    Raises OSError.
+    """
     pictures = {
         "latency.png": latencies(forecast, slo),
         "over_time.png": over_time(forecast.samples),
@@ -63,9 +66,9 @@ def latencies(forecast: Forecast, slo: Slo) -> Figure:
 
 
 def by_class(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return all records as "all", and those of each class if there are several classes.
+    """Return all records under the name "all", and those of each class by its name.
 
-    Higher classes come first.
+    Classes are left out if there is only one. Higher classes come first.
     """
     classes = sorted({record.arrival.priority for record in records}, reverse=True)
     kinds = {"all": list(records)}

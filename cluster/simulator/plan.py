@@ -14,11 +14,11 @@ from everlift.step_time import StepSize
 
 
 def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:
-    """Return the requests per second of this mix that saturate one worker.
+    """Return the rate, in requests per second, at which this workload saturates one worker.
 
-    A saturated worker decodes ``rows`` sequences at once, limited by slots, KV cache and token
-    budget. In each step rows / (mean output) of them end, and as many prompts are computed. No part
-    of a prompt is assumed to be cached.
+    ``arrivals`` only determine the mean lengths. A saturated worker decodes ``rows`` sequences at
+    once, limited by slots, KV cache and token budget. In each step rows / (mean output) of them
+    end, and as many prompts are computed. No part of a prompt is assumed to be cached.
     """
     outputs = [min(each.output_tokens, each.max_tokens) for each in arrivals]
     prompts = [each.prompt_tokens for each in arrivals]
@@ -49,10 +49,10 @@ def _rows(spec: WorkerSpec, output: float, prompt: float, context: float) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a simulation with ``workers`` workers.
+    """Result of a simulation with ``workers`` workers, and whether these are enough.
 
     ``attained`` has the attained seconds for each target, in the targets' order. ``refused`` counts
-    the requests that did not finish, by cause.
+    the requests that did not finish, by the slug of their error.
     """
 
     workers: int
@@ -63,7 +63,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Result of a search; ``workers`` is None if even the most allowed workers are too few."""
+    """Result of a search for the fewest workers, with all simulations that were needed.
+
+    ``workers`` is None if even the largest allowed number is not enough.
+    """
 
     workers: int | None
     #: in ascending order of their number of workers
@@ -71,10 +74,10 @@ class Plan:
 
 
 def fewest(attempt: Callable[[int], Trial], guess: int, most: int) -> Plan:
-    """Return the plan with the fewest workers, from 1 to ``most``, that are enough.
+    """Find the fewest workers, from 1 to ``most``, that are enough.
 
-    The search moves away from ``guess`` in steps that double, then bisects. It assumes that more
-    workers are never worse.
+    ``attempt`` simulates a number of workers. The search begins at ``guess``, moves away from it in
+    steps that double, then bisects. It assumes that more workers are never worse.
     """
     search = _Search(attempt, most)
     below, above = search.bracket(min(max(1, guess), most))
@@ -100,7 +103,11 @@ class _Search:
         return self._known[workers].is_enough
 
     def bracket(self, guess: int) -> tuple[int, int]:
-        """Return a number that is not enough (or 0), and one that is (or one more than allowed)."""
+        """Return a number of workers that is not enough, and a larger one that is.
+
+        The first number is 0 if one worker is enough. The second one is ``most`` + 1 if ``most``
+        workers are not enough.
+        """
         if self.is_enough(guess):
             return self._down(guess)
         return self._up(guess)

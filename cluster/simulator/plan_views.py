@@ -24,7 +24,10 @@ _SAME = 0.02
 
 
 def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
-    """Return a table with a row for each trial, grouped by kind of worker."""
+    """Return a table with a row for each trial, in a section for each kind of worker.
+
+    ``plans`` are by the name of the kind.
+    """
     wanted = (f"{target.name}\n(at most {seconds(target.most_s)})" for target in targets)
     shown = Table("kind", "workers", *wanted, "", box=SIMPLE_HEAD)
     for column in shown.columns[1:-1]:
@@ -40,7 +43,7 @@ def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
 
 
 def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
-    """Return the result for one kind of worker as one or two sentences."""
+    """Return one or two sentences: whether and how many workers of this kind are enough."""
     if plan.workers is not None:
         enough = next(trial for trial in plan.trials if trial.workers == plan.workers)
         return f"{kind}: {plan.workers} {_are(plan.workers)} enough{_refused(enough)}"
@@ -100,9 +103,10 @@ def as_json(plans: Mapping[str, Plan], targets: Sequence[Target]) -> dict[str, o
 
 
 def draw(plans: Mapping[str, Plan], targets: Sequence[Target], path: Path) -> Path:
-    """Draw a panel for each target and a line for each kind, save the figure, return ``path``.
+    """Draw the attained latencies over the number of workers, and return ``path``, the saved file.
 
-    A ring marks the fewest workers that are enough. Raises OSError.
+    There is a panel for each target, with a line for each kind of worker. A ring marks the fewest
+    workers that are enough. Raises OSError.
     """
     # Importing matplotlib takes seconds, and most plans are not drawn.
     from matplotlib import pyplot

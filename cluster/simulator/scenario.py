@@ -19,7 +19,8 @@ class WorkerSpec:
     """Settings and speed of a simulated worker.
 
     ``config.num_blocks`` and ``config.max_model_len`` must be set. Each step takes ``slowness``
-    times the seconds of ``step_time``. Raises ValueError for settings that are not modelled.
+    times the seconds that ``step_time`` states. Raises ValueError for settings that are not
+    modelled.
     """
 
     config: WorkerConfig
@@ -55,7 +56,10 @@ class _Device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoss:
-    """Loss of worker number ``worker`` (from 0), which is detected ``detection_s`` later."""
+    """Loss of worker number ``worker`` (from 0) at ``at`` seconds.
+
+    The router detects the loss ``detection_s`` seconds later.
+    """
 
     at: float
     worker: int
@@ -64,7 +68,7 @@ class WorkerLoss:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrain:
-    """Drain of worker number ``worker`` (from 0), which returns its requests and leaves."""
+    """Drain of worker number ``worker`` (from 0), which returns its requests and then leaves."""
 
     at: float
     worker: int
@@ -72,7 +76,7 @@ class WorkerDrain:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """Start of another worker, which accepts requests ``start_s`` seconds later."""
+    """Start of another worker at ``at`` seconds; it accepts requests ``start_s`` seconds later."""
 
     at: float
     spec: WorkerSpec
@@ -117,5 +121,5 @@ class Scenario:
 
     @classmethod
     def uniform(cls, num_workers: int, spec: WorkerSpec, **others: object) -> Scenario:
-        """Return a scenario with ``num_workers`` equal workers; ``others`` are further fields."""
+        """Return a scenario with ``num_workers`` equal workers; ``others`` sets other fields."""
         return replace(cls((spec,) * num_workers), **others)  # type: ignore[arg-type]

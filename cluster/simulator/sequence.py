@@ -1,9 +1,9 @@
 """Sequence of a simulated engine: token counts and block names instead of tokens. Pure.
 
-Two blocks are equal if their names are equal, like blocks with equal hashes in the product. The
-name of a block within the shared parts of a prompt is made of the tenant, these parts and the
-block's index. Any other name is made of the request and the block's index. Names replace hashes
-because hashing the tokens of a long prompt would take longer than the rest of a simulation.
+Two blocks are equal if their names are equal, like blocks with equal hashes in the product. A block
+within the shared parts of a prompt is named by the tenant, these parts and the block's index. Any
+other block is named by the request and the block's index. Names replace hashes because hashing the
+tokens of a long prompt would take longer than the rest of a simulation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEM_BYTES = 16
 
 
 class BlockNames:
-    """Names of the blocks of request number ``index``."""
+    """Names of the blocks of request number ``index``, by the index of the block."""
 
     __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
 
@@ -51,7 +51,7 @@ class BlockNames:
 class NamedSequence(Sequence):
     """Sequence with block names instead of hashes, and a ``length`` instead of a stop token.
 
-    The scheduling policy of the worker does not use the length.
+    The worker's scheduling policy does not use the length, because a real worker does not know it.
     """
 
     __slots__ = ("length", "names")
@@ -72,8 +72,8 @@ class NamedSequence(Sequence):
     ) -> NamedSequence:
         """Create a sequence that continues after ``output_tokens`` tokens of earlier attempts.
 
-        ``num_computed`` known tokens were computed in these attempts. ``predicted_tokens`` is the
-        predicted length of the whole output; 0 means unknown.
+        ``num_computed`` is the number of known tokens that earlier attempts computed.
+        ``predicted_tokens`` is the predicted length of the whole output; 0 means unknown.
         """
         sequence = cls(
             key=SequenceKey(epoch, 0),
@@ -104,9 +104,10 @@ class NamedSequence(Sequence):
         return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
-        """Return the outcome if a worker ends the sequence instead of starting it, else None.
+        """Return the outcome of a sequence that a worker ends on receipt; None if it starts.
 
-        The rules are those of ``worker.serving.sessions``.
+        The rules are those of ``worker.serving.sessions``. The worker returns it if draining,
+        refuses a prompt that is too long, and ends an output that is complete.
         """
         most = limits.max_model_len
         if is_draining:

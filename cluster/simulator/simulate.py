@@ -31,12 +31,12 @@ def simulate(
     one_by_one: bool = False,
     dispatcher: GlobalQueue | None = None,
 ) -> Forecast:
-    """Simulate ``arrivals``, which are sorted by time, until all requests have ended.
+    """Simulate ``arrivals``, sorted by time, until all requests have ended; return the forecast.
 
-    ``one_by_one`` schedules every step of every engine separately, which changes only how long the
-    simulation takes. ``dispatcher`` replaces the product's queue. Raises ValueError if an arrival
-    precedes the previous one, or if both a dispatcher and an autoscaler are set, because the
-    autoscaler needs the product's queue.
+    With ``one_by_one`` every step of every engine is scheduled separately, which changes only how
+    long the simulation takes. ``dispatcher`` replaces the product's queue. Raises ValueError if an
+    arrival precedes the previous one. Raises it also if both a dispatcher and an autoscaler are
+    set, because the autoscaler needs the product's queue.
     """
     simulation = _Simulation(scenario, one_by_one, dispatcher)
     simulation.run(iter(arrivals))

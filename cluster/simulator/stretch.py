@@ -10,7 +10,10 @@ from worker.engine.load import Load
 
 
 class More(NamedTuple):
-    """Difference between two loads of an engine."""
+    """Difference between two load reports of an engine.
+
+    ``tokens`` are output tokens; ``kv_tokens`` are the tokens whose keys and values were read.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -25,7 +28,7 @@ NOTHING = More()
 class Stretch:
     """Run of uniform steps, in each of which ``num_rows`` sequences sample one token.
 
-    ``before`` is the load at the start of the run. ``taken`` has one element per step: the
+    ``before`` is the engine's load at the start of the run. ``taken`` has one element per step: the
     cumulative number of blocks allocated by the end of that step.
     """
 

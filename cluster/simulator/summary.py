@@ -15,8 +15,9 @@ from cluster.simulator.workloads.arrivals import Arrival
 class Record:
     """Record of a request; times are in seconds since the start of the workload.
 
-    Times are taken at the gateway, and infinity means never. If the request did not finish,
-    ``refused`` is the slug of the error that ended it: ``queue_full``, ``deadline_exceeded``, ...
+    Times are taken at the gateway; an event that never happened has the time infinity. If the
+    request did not finish, ``refused`` is the slug of the error that ended it: ``queue_full``,
+    ``deadline_exceeded``, ...
     """
 
     #: position in the workload, from 0
@@ -67,7 +68,7 @@ class Record:
 
     @property
     def normalised_latency_s(self) -> float:
-        """Latency in seconds per output token."""
+        """Latency in seconds, divided by the number of output tokens."""
         return self.latency_s / max(1, self.output_tokens)
 
 
@@ -79,7 +80,7 @@ class Slo:
     tpot_s: float = inf
 
     def holds(self, record: Record) -> bool:
-        """Return whether a request finished within these limits, its TTFT target and deadline."""
+        """Return whether a request finished within these limits and its own target and deadline."""
         arrival = record.arrival
         return (
             record.is_finished
@@ -93,7 +94,7 @@ class Slo:
 class Quantiles:
     """Mean and percentiles of some values; without values all of them are 0.
 
-    At least 99 % of the values do not exceed p99, and likewise for p50 and p90.
+    p99 is the smallest value that at least 99 % of the values do not exceed; p50 and p90 likewise.
     """
 
     mean: float
@@ -112,11 +113,12 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of requests; quantiles are those of the finished requests.
+    """Summary of requests; quantiles cover only the finished requests.
 
     ``queued_s`` is the time until the first dispatch. Rates are per second of ``duration_s``, which
     lasts from the first arrival to the last arrival or end. ``goodput_per_s`` counts the requests
-    that met the SLO and their own targets. ``refused`` counts unfinished requests by cause.
+    that met the SLO and their own targets. ``refused`` counts unfinished requests by the slug of
+    their error.
     """
 
     requests: int

@@ -26,9 +26,9 @@ _COLUMNS = (
 
 
 def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Summary]]:
-    """Yield names and summaries: of all requests, then of each class, tenant and application.
+    """Yield a name and a summary for all requests, then for each class, tenant and application.
 
-    Classes, tenants or applications are left out if there is only one.
+    Classes, tenants or applications are left out if there is only one of them.
     """
     yield "all", forecast.summary(slo)
     for word, parts in (

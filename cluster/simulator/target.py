@@ -24,7 +24,7 @@ _STATISTIC = re.compile(r"p(\d\d?(?:\.\d+)?)|mean")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Limit of ``most_s`` seconds for a ``statistic`` (p50, p99.9, mean) of a ``measure``."""
+    """Limit of ``most_s`` seconds for a statistic of a measure, such as the p99.9 of ttft."""
 
     measure: str
     statistic: str
@@ -35,7 +35,7 @@ class Target:
         return f"{self.measure}_{self.statistic}"
 
     def attained(self, records: Sequence[Record]) -> float:
-        """Return the value in seconds that ``records`` attain.
+        """Return the value of the statistic in seconds over ``records``.
 
         An unfinished request counts as infinite. Without records the value is infinite.
         """

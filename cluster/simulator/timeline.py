@@ -22,7 +22,7 @@ class Timeline:
         self._events: list[_Event] = []
 
     def at(self, moment: float, call: Callable[..., object], *args: object) -> None:
-        """Schedule a call at ``moment``, which must not be before ``now``."""
+        """Schedule ``call(*args)`` at the time ``moment``, which must not be before ``now``."""
         heappush(self._events, (moment, next(self._numbers), call, args))
 
     def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:

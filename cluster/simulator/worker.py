@@ -38,8 +38,8 @@ _MOST_AT_ONCE = BLOCK_SIZE
 class SimulatedWorker:
     """Worker in virtual time that reports to the router by calling ``tell`` with a frame.
 
-    It sends a frame when it receives a request, after each step, and after ``heartbeat`` seconds
-    without a frame. With ``one_by_one`` every step is scheduled separately.
+    It sends a frame when it receives a request, after each step, and when it has sent none for
+    ``config.heartbeat`` seconds. With ``one_by_one`` every step is scheduled separately.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SimulatedWorker:
             self._wake()
 
     def drain(self) -> None:
-        """Accept no more requests, and return all unfinished ones after the current step."""
+        """Accept no more requests, and return all unfinished ones to the router after this step."""
         if not self.is_gone:
             self.is_draining = True
             self._wake()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def joined(host: str, port: int) -> str:
-    """Return the address of ``host`` and ``port``; an IPv6 ``host`` has no brackets yet."""
+    """Return the address "host:port", with brackets added around an IPv6 ``host``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bare(host: str) -> str:
-    """Return the host without the brackets of an IPv6 address."""
+    """Return ``host`` without the brackets that an IPv6 address may have."""
     return host.strip("[]")

@@ -29,7 +29,10 @@ def pem(tls: Tls) -> Reloaded[Pem]:
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
-    """Return the ssl context of clients; without ``ca`` it trusts the system's authorities."""
+    """Return the ssl context of clients, which is recreated when a file changes.
+
+    Without ``tls.ca``, it trusts the system's authorities.
+    """
     return Reloaded(tls.files, lambda: _client_context(tls))
 
 

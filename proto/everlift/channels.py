@@ -56,9 +56,9 @@ _REFUSALS = (
 
 
 def refusal(details: str) -> str:
-    """Return the cause of a failed connection if TLS or its absence is the cause, else "".
+    """Return why a connection failed if TLS or a lack of TLS is the cause, else "".
 
-    ``details`` are those of gRPC's error.
+    ``details`` is the text with which gRPC describes its error.
     """
     if "failed to connect" not in details:
         return ""

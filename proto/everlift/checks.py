@@ -41,9 +41,10 @@ class Range:
 
 
 def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
-    """Return the first ``most`` + 1 items, which are enough to see whether there are too many.
+    """Return the first ``most`` + 1 items, or all items if there are fewer.
 
-    A list that is too long will be rejected, and is therefore not copied as a whole.
+    The result is long enough for a check that there are at most ``most`` items. A longer list is
+    not copied as a whole, because the check will reject it.
     """
     return tuple(islice(items, most + 1))
 
@@ -58,7 +59,7 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
 
 
 def _written(number: float) -> str:
-    """Return an integer in full up to a limit, and another number with few digits."""
+    """Return ``number`` as text: an integer with its first digits, or a float rounded."""
     if not isinstance(number, int):
         return f"{number:g}"
     digits = str(number)
@@ -67,7 +68,11 @@ def _written(number: float) -> str:
 
 @contextmanager
 def sendable() -> Iterator[None]:
-    """Raise NotUtf8 or OutOfRange if the context assigns a value that no message can hold."""
+    """Context manager: check the values that are assigned to protobuf messages within it.
+
+    Raises NotUtf8 for a text that UTF-8 cannot encode, and OutOfRange for another value that the
+    message's field cannot hold.
+    """
     try:
         yield
     except UnicodeEncodeError:

@@ -30,7 +30,7 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
 
     The set is the union of the ids in generation_config.json (or, if it names none, in
     config.json), the tokenizer's eos_token, and the tokens that end a turn in the chat template.
-    A null counts as absent. Raises UnknownModel for a malformed file.
+    A null in a file counts as absent. Raises UnknownModel for a malformed file.
     """
     configured = _configured(directory)
     tokenizer = read_object(directory / "tokenizer.json")

@@ -22,7 +22,7 @@ _MAX_CAUSE_BYTES = 1024
 
 
 def cause(error: EverliftError) -> str:
-    """Return the message of ``error``, cut to the size that a status can hold.
+    """Return the message of ``error``, cut to the size that a gRPC status can hold.
 
     The message may be long, because it may quote what a client sent.
     """

@@ -67,9 +67,9 @@ from typing import ClassVar
 
 
 class SettingsError(Exception):
-    """Invalid settings, one per line of the message.
+    """Raised for invalid settings; the message has one line for each of them.
 
-    A line contains where the setting was set (if known), the setting's path, and the cause.
+    A line contains the place where the setting was set (if known), its dotted path, and the cause.
     """
 
 
@@ -375,8 +375,9 @@ BY_SLUG: dict[str, type[EverliftError]] = {cls.slug: cls for cls in _tree(Everli
 
 
 def from_slug(slug: str, message: str) -> EverliftError:
-    """Return an error of the class that ``slug`` names, with ``message`` as its cause.
+    """Return an error of the class with the slug ``slug``, whose text is ``message``.
 
-    An unknown slug becomes an EverliftError, because a newer peer may send one.
+    If no class has this slug, the error is an EverliftError, because a newer peer may send slugs
+    that this version does not know.
     """
     return BY_SLUG.get(slug, EverliftError)(message)

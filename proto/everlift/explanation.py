@@ -44,7 +44,10 @@ def state_name(state: pb.RequestState.ValueType) -> str:
 
 
 def as_json(explanation: pb.Explanation) -> dict[str, Any]:
-    """Return the fields of the message as JSON values, with the ``start_s`` of each span added."""
+    """Return the fields of ``explanation`` as JSON values, with ``start_s`` added to each span.
+
+    State and kinds are the names that ``state_name`` and ``kind_name`` return.
+    """
     fields = MessageToDict(
         explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -56,7 +59,10 @@ def as_json(explanation: pb.Explanation) -> dict[str, Any]:
 
 
 def spans_as_json(spans: Iterable[pb.Span]) -> list[dict[str, Any]]:
-    """Return the spans in order as JSON values, with ``start_s`` relative to the first span."""
+    """Return a dict for each span, in order, with the keys kind, start_s, seconds and attempt.
+
+    ``start_s`` is the number of seconds from the start of the first span.
+    """
     listed: list[dict[str, Any]] = []
     start_s = 0.0
     for span in spans:
@@ -69,5 +75,8 @@ def spans_as_json(spans: Iterable[pb.Span]) -> list[dict[str, Any]]:
 
 
 def server_timing(spans: Iterable[pb.Span]) -> str:
-    """Return the value of the header Server-Timing (https://www.w3.org/TR/server-timing), in ms."""
+    """Return the value of the header Server-Timing, with each span's duration in milliseconds.
+
+    The format is that of https://www.w3.org/TR/server-timing.
+    """
     return ", ".join(f"{kind_name(span.kind)};dur={1e3 * span.seconds:.3f}" for span in spans)

@@ -22,11 +22,11 @@ _NO_SCALING = "none"
 
 
 class UnsupportedGguf(ValueError):
-    """The file holds a model that Everlift does not run."""
+    """Raised if a GGUF file contains a model that Everlift does not run."""
 
 
 def config_of(header: GgufHeader) -> Json:
-    """Return the model's configuration, in the form of config.json.
+    """Return the model's configuration as a dict in the form of config.json.
 
     Raises UnsupportedGguf for an architecture or a variant that is not supported, and BadGguf for
     metadata that is missing or of the wrong type.
@@ -35,7 +35,10 @@ def config_of(header: GgufHeader) -> Json:
 
 
 def generation_config_of(header: GgufHeader) -> Json:
-    """Return the ids of the tokens that end an output, in the form of generation_config.json."""
+    """Return the end tokens as a dict in the form of generation_config.json.
+
+    The dict has the key ``eos_token_id`` with a list of ids, or no key if the file names none.
+    """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = (header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
     found = list(dict.fromkeys(token for token in ids if type(token) is int))
@@ -62,9 +65,10 @@ class _Model:
         return self._common() | _ARCHITECTURES[self.architecture](self)
 
     def written(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the value of the architecture's ``key``, or ``otherwise`` if the key is missing.
+        """Return the metadata value of ``key``, or ``otherwise`` if the file lacks the key.
 
-        Raises BadGguf if the key is missing and ``otherwise`` is not given.
+        ``key`` is without the architecture's name, which precedes it in the file. Raises BadGguf
+        if the key is missing and ``otherwise`` is not given.
         """
         value = self._header.metadata.get(f"{self.architecture}.{key}", otherwise)
         if value is _REQUIRED:
@@ -72,7 +76,7 @@ class _Model:
         return value
 
     def get(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the value as ``written`` does, or the single value of a list with one per layer.
+        """Return the value as ``written`` does, or the common value of a list with one per layer.
 
         Raises UnsupportedGguf if the layers have different values.
         """
@@ -109,7 +113,11 @@ class _Model:
         }
 
     def rope_scaling(self) -> Json:
-        """Return the entry ``rope_scaling``, or no entry if RoPE is not scaled."""
+        """Return a dict with the key ``rope_scaling``, or {} if RoPE is not scaled.
+
+        Raises UnsupportedGguf for a kind of scaling that is not supported, and BadGguf if its
+        parameters are missing.
+        """
         if self.has("rope_freqs.weight"):
             # Llama 3's scaling is stored as one factor for each pair of dimensions.
             factors = self._numbers("rope_freqs.weight")
@@ -128,7 +136,11 @@ class _Model:
         return self._scaling(kind, factor=self.get("rope.scaling.factor"), **written)
 
     def long_rope(self) -> Json:
-        """Return Phi-3's entry ``rope_scaling``, whose factors are tensors, or no entry."""
+        """Return a dict with Phi-3's key ``rope_scaling``, or {} if RoPE is not scaled.
+
+        The scaling factors are read from tensors. The dict also has the key
+        ``original_max_position_embeddings``. Raises BadGguf if keys or tensors are missing.
+        """
         if not self.has("rope_factors_long.weight"):
             return {}
         written = {"attention_factor": self.get("rope.scaling.attn_factor", None)}
@@ -143,7 +155,10 @@ class _Model:
         }
 
     def partial_rotary(self) -> Json:
-        """Return the entry ``partial_rotary_factor``, or no entry if whole heads are rotated."""
+        """Return a dict with the key ``partial_rotary_factor``, or {} if RoPE rotates whole heads.
+
+        The factor is the rotated part of a head's dimensions.
+        """
         head_dim = self._common()["head_dim"]
         dim = self.get("rope.dimension_count", head_dim)
         return {} if dim == head_dim else {"partial_rotary_factor": dim / head_dim}
@@ -153,7 +168,10 @@ class _Model:
         return {"rope_scaling": {"rope_type": kind, **parameters}}
 
     def _numbers(self, name: str) -> list[float]:
-        """Return the content of a one-dimensional float32 tensor. Raises BadGguf."""
+        """Return the content of the one-dimensional float32 tensor ``name``.
+
+        Raises BadGguf if the file has no such tensor or is truncated.
+        """
         tensor = self._tensor(name)
         if tensor.type != _F32 or len(tensor.shape) != 1:
             raise BadGguf(f"{self._header.path}: {name} is not a list of float32")
@@ -239,10 +257,10 @@ def _gemma3(model: _Model) -> Json:
 
 
 def _sliding_pattern(model: _Model) -> Json:
-    """Return the entry that says which layers have a sliding window.
+    """Return a dict with the single key that says which layers have a sliding window.
 
-    It is ``layer_types``, with one type per layer, or ``sliding_window_pattern``: n means that
-    all layers but every n-th one have a sliding window.
+    The key is ``layer_types``, with one type per layer, or ``sliding_window_pattern``, whose value
+    n means that all layers except every n-th one have a sliding window.
     """
     pattern = model.written("attention.sliding_window_pattern", 6)
     if isinstance(pattern, list):
@@ -252,7 +270,7 @@ def _sliding_pattern(model: _Model) -> Json:
 
 
 def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
-    """Return the entries that Gemma 2 and 3 share.
+    """Return a dict with the keys that the configurations of Gemma 2 and 3 share.
 
     A model with ``layers_scaled_by_width`` layers is the 27B variant, which scales queries by the
     model's width per head.

@@ -30,7 +30,10 @@ _FORMAT = 1
 
 
 class GgufUnusable(ValueError):
-    """The file cannot be converted to a directory. The message is one line with the cause."""
+    """Raised if a GGUF file cannot be converted to a directory.
+
+    The message is one line with the cause.
+    """
 
 
 def is_gguf(model: str) -> bool:
@@ -44,9 +47,10 @@ def cache_directory() -> Path:
 
 
 def directory_of(path: Path) -> Path:
-    """Return the directory of the GGUF file ``path``, which is created if it does not exist.
+    """Return the directory of the GGUF file ``path``; the directory is created if it is missing.
 
-    Raises GgufUnusable, OSError.
+    Raises GgufUnusable if the file cannot be converted, and OSError if it cannot be read or the
+    cache cannot be written.
     """
     path = path.resolve()
     directory = cache_directory() / "gguf" / f"{path.stem}-{_key(path)}"
@@ -80,9 +84,10 @@ def _make(path: Path, directory: Path) -> None:
 
 
 def write(path: Path, directory: Path) -> None:
-    """Write the files of the GGUF file ``path`` to ``directory``.
+    """Write the files that the GGUF file ``path`` contains to the existing ``directory``.
 
-    Raises BadGguf, UnsupportedGguf, ValueError, OSError.
+    Raises BadGguf if the file is damaged or has no usable tokenizer, UnsupportedGguf for a model
+    that is not supported, and OSError if a file cannot be read or written.
     """
     header = read_gguf_header(path)
     config = config_of(header)

@@ -50,7 +50,7 @@ _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 
 
 class BadGguf(ValueError):
-    """The file is not a GGUF file, is truncated, or has missing or inconsistent content."""
+    """Raised if a file is not GGUF, is truncated, or has missing or inconsistent content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Header of the file ``path``, which is its first ``size`` bytes including padding."""
+    """Header of the GGUF file ``path``; it takes the first ``size`` bytes, including padding."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -78,7 +78,10 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Return the header of the file ``path``. Raises BadGguf, OSError."""
+    """Return the header of the file ``path``.
+
+    Raises BadGguf if the header is invalid, and OSError if the file cannot be read.
+    """
     with path.open("rb") as file:
         try:
             return _read(path, _Reader(file))
@@ -91,7 +94,11 @@ class _Malformed(Exception):
 
 
 class _Reader:
-    """Reader of values that never reads beyond the end of the file or the largest header."""
+    """Reader of the values in a header.
+
+    Its methods raise _Malformed for an invalid value, and rather than read beyond the end of the
+    file or beyond the largest allowed header.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -12,17 +12,17 @@ BLOCK_SIZE = 32
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the SHA-256 of one full block.
+    """Return the SHA-256 that identifies a full block of ``tokens`` with all blocks before it.
 
-    ``parent`` is the previous block's hash, or the salt for the first block.
+    ``parent`` is the previous block's hash; for the first block, it is the salt.
     """
     return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
 
 
 def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
-    """Yield the hashes of the full blocks of ``tokens``, in order.
+    """Yield the ``block_hash`` of each full block of ``tokens``, in order.
 
-    A partial last block has no hash. ``salt`` is the parent of the first block.
+    A partial last block has no hash. Equal tokens with different salts have different hashes.
     """
     parent = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
@@ -50,12 +50,15 @@ class TokenDigest:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens. Raises OverflowError for a value that is not a uint32."""
+        """Append ``tokens`` to the sequence. Raises OverflowError if one is not a uint32."""
         self._hash.update(little_endian(tokens))
 
     @property
     def value(self) -> int:
-        """Return the digest of all added tokens, which client and router compute alike."""
+        """Return the digest of all tokens added so far, which depends on their order.
+
+        Client and router compare their digests of the same tokens.
+        """
         return int.from_bytes(self._hash.digest(), "little")
 
 

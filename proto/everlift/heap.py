@@ -24,7 +24,7 @@ def settle() -> None:
 
 @contextmanager
 def growing() -> Iterator[None]:
-    """Pause the garbage collector in the context, which imports large libraries.
+    """Context manager: pause the garbage collector while large libraries are imported.
 
     Otherwise, repeated collections of their objects take a sixth of the time of importing torch.
     """

@@ -31,7 +31,7 @@ _DENIED = (401, 403)
 
 
 def explain(error: BaseException, revision: str) -> str:
-    """Return the cause of ``error``, with which a request for ``revision`` of a model failed."""
+    """Return in words why the download of a model's ``revision`` failed with ``error``."""
     from httpx2 import TransportError
     from huggingface_hub import constants, errors
 

@@ -2,8 +2,8 @@
 
 A ``Submission`` is checked on construction, so that every instance is valid. A ``Request`` is a
 submission with every default resolved for the served model, the prompt tokenised and the seed
-chosen. The ledger stores the ``Request``. It and the tokens generated so far are all that is
-needed to continue the request after a failure.
+chosen. The ledger stores the ``Request``. After a failure, the request can be continued from the
+stored ``Request`` and the tokens generated so far.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ class Submission:
     """Request as the client sent it, checked as far as possible without the model.
 
     ``max_tokens`` and ``timeout_s`` are None if the client set none. With ``clamp_max_tokens``,
-    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` covers everything that
-    shapes the result; it distinguishes a repeated request from another one under the same id.
+    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` is the hash of the fields
+    that affect the output; it distinguishes a repeated request from another one under the same id.
     ``request_id`` is prefixed with its tenant's name (request_id.py). ``x_request_id`` is the id
     of the call in other systems' logs and traces; Everlift identifies nothing by it.
-    Raises InvalidRequest.
+
+    The constructor raises InvalidRequest if a field is invalid.
     """
 
     request_id: str
@@ -246,7 +247,7 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 
 
 def hash_body(message: pb.GenerateRequest) -> bytes:
-    """Return the SHA-256 of the fields of ``message`` that shape the result."""
+    """Return the SHA-256 of the fields of ``message`` that affect the request's output."""
     body = pb.GenerateRequest()
     body.CopyFrom(message)
     body.DiscardUnknownFields()
@@ -263,11 +264,12 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
 class Request:
     """Request with every default resolved, as the cluster runs it.
 
+    ``fingerprint`` identifies the model's files, which are the same at all workers.
     ``deadline`` is a time of the ledger's clock in seconds. ``ttft_target_s`` counts from the
     request's arrival. ``stop_token_ids`` includes the model's ``eos_token_ids``, unless the client
     ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up to
     ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's context
-    is full. ``trace`` is the request's own span.
+    is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
     """
 
     request_id: str

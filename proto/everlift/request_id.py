@@ -19,7 +19,10 @@ _UNNAMED = "unnamed-"
 
 
 def check_request_id(request_id: str) -> str:
-    """Return ``request_id`` if a client may choose it. Raises InvalidRequest otherwise."""
+    """Return ``request_id`` if it has the form of an id that a client may choose.
+
+    Raises InvalidRequest otherwise.
+    """
     if not is_request_id(request_id):
         raise InvalidRequest(
             "request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field="request_id"
@@ -28,12 +31,12 @@ def check_request_id(request_id: str) -> str:
 
 
 def is_request_id(request_id: str) -> bool:
-    """Return whether a client may choose the id."""
+    """Return whether ``request_id`` has the form of an id that a client may choose."""
     return _BARE.fullmatch(request_id) is not None
 
 
 def unnamed(nonce: str) -> str:
-    """Return the id of a request whose client chose none."""
+    """Return the id of a request whose client chose none; ``nonce`` makes it unique."""
     return _UNNAMED + nonce
 
 
@@ -52,7 +55,10 @@ def check_tenant(tenant: str) -> str:
 
 
 def check_qualified(request_id: str) -> str:
-    """Return ``request_id`` if it is a valid id inside the cluster, else raise InvalidRequest."""
+    """Return ``request_id`` if it is a valid id inside the cluster, with or without a tenant.
+
+    Raises InvalidRequest otherwise.
+    """
     tenant, between, name = request_id.rpartition(_BETWEEN)
     if between:
         check_tenant(tenant)
@@ -66,7 +72,10 @@ def is_qualified(request_id: str) -> bool:
 
 
 def qualified(tenant: str, request_id: str) -> str:
-    """Return the id inside the cluster of the request that ``tenant`` calls ``request_id``."""
+    """Return the id inside the cluster of the request that ``tenant`` calls ``request_id``.
+
+    If ``tenant`` is empty, both ids are the same.
+    """
     return f"{tenant}{_BETWEEN}{request_id}" if tenant else request_id
 
 

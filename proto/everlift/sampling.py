@@ -75,8 +75,8 @@ class Grammar:
     """Constraint on the form of an output.
 
     ``texts`` contains one JSON schema, regular expression or EBNF grammar, or the list of choices.
-    Raises InvalidRequest for an empty text and GrammarTooLarge for texts above the limits. Whether
-    the grammar compiles is not checked here, because only a worker can compile it.
+    The constructor raises InvalidRequest for an empty text and GrammarTooLarge for texts above the
+    limits. It does not check whether the grammar compiles, because only a worker can compile it.
     """
 
     kind: GrammarKind
@@ -117,7 +117,8 @@ class SamplingParams:
     ``temperature`` 0 selects greedy decoding, and ``top_k`` 0 or -1 sets no limit. ``logit_bias``
     contains pairs of a token id and a bias, each token id at most once. ``logprobs`` and
     ``prompt_logprobs`` are the numbers of alternative tokens that are reported besides each
-    token's own log probability; None disables the report. Raises OutOfRange.
+    token's own log probability; None disables the report. The constructor raises OutOfRange if a
+    value is out of its range.
     """
 
     temperature: float = 1.0
@@ -153,7 +154,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether a penalty is in effect, so that sampling depends on earlier tokens."""
+        """Return whether any penalty is in effect, so that sampling depends on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod
@@ -163,7 +164,7 @@ class SamplingParams:
         """Return the parameters of ``message``.
 
         ``seed`` is used if the message sets none; ``defaults`` supplies the other unset fields.
-        Raises InvalidRequest.
+        Raises InvalidRequest if a value is invalid.
         """
         given = {
             name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)

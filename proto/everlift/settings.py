@@ -78,10 +78,11 @@ T = TypeVar("T")
 def load(
     cls: type[T], *layers: Mapping[str, object], where: Callable[[str], str] = lambda path: ""
 ) -> T:
-    """Return a ``cls`` from nested mappings, of which each overrides those before it.
+    """Return an instance of the dataclass ``cls`` with the settings in ``layers``.
 
-    ``where`` returns the text that precedes the path of an invalid setting in errors, for example
-    the file and line of the setting. Raises SettingsError, which lists all invalid settings.
+    Each layer is a nested mapping, and overrides those before it. ``where`` is called with the
+    dotted path of an invalid setting, and returns the text that precedes the path in the error, for
+    example the setting's file and line. Raises SettingsError, which lists all invalid settings.
     """
     merged: Mapping[str, object] = {}
     for layer in layers:
@@ -108,10 +109,10 @@ def explained(
     where: Callable[[str], str] = lambda path: "",
     order: Sequence[str] = (),
 ) -> SettingsError:
-    """Return pydantic's ``error`` about a ``cls`` as a SettingsError.
+    """Return a SettingsError for pydantic's ``error`` about the dataclass ``cls``.
 
-    The problems are sorted by the positions of their paths in ``order``; ``where`` is that of
-    ``load``.
+    Its lines are sorted by the positions of the settings' paths in ``order``. ``where`` is that
+    of ``load``.
     """
     keys, problems = Keys(cls), _Problems(where)
     details = error.errors()
@@ -132,7 +133,10 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _problem(cls: type, keys: Keys, detail: ErrorDetails) -> tuple[str, SettingsError]:
-    """Return the path of an invalid setting, and its error, whose message begins with the path."""
+    """Return the dotted path of an invalid setting, and the error that describes it.
+
+    The error's message begins with the path.
+    """
     path, hint = "", cast(Any, cls)
     for name in detail["loc"]:
         if isinstance(name, str) and is_dataclass(hint):
@@ -171,7 +175,7 @@ class _Problems:
         self._lines: list[str] = []
 
     def add(self, path: str, error: Exception) -> None:
-        """Add an ``error`` whose message begins with ``path``."""
+        """Add a line for ``error``, whose message begins with ``path``."""
         self._lines.append(f"{self._where(path)}{error}")
 
     @property
@@ -186,9 +190,10 @@ class _Problems:
 def from_environment(
     cls: type, environ: Mapping[str, str], ignore: Collection[str] = ()
 ) -> dict[str, object]:
-    """Return the layer of the EVERLIFT_ variables, such as EVERLIFT_WORKER__MAX_NUM_SEQS=8.
+    """Return the layer for ``load`` of variables such as EVERLIFT_WORKER__MAX_NUM_SEQS=8.
 
-    Variables named in ``ignore`` are skipped. Raises SettingsError.
+    Variables named in ``ignore`` are skipped. Raises SettingsError, which lists all unknown
+    settings and all values of a wrong type.
     """
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
@@ -206,7 +211,10 @@ def from_environment(
 
 
 def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
-    """Return the layer of assignments such as ``worker.max_num_seqs=8``. Raises SettingsError."""
+    """Return the layer for ``load`` of assignments such as "worker.max_num_seqs=8".
+
+    Raises SettingsError, which lists all unknown settings and all values of a wrong type.
+    """
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
     for assignment in assignments:
@@ -254,7 +262,10 @@ class Keys:
         return self._types[path]
 
     def unknown(self, path: str, spell: Callable[[str], str] = str) -> SettingsError:
-        """Return the error of an unknown ``path``; ``spell`` writes a path as the user does."""
+        """Return the error to raise for a ``path`` that is not the path of a setting.
+
+        ``spell`` converts a path to the form in which the user writes it.
+        """
         if any(key.startswith(f"{path}.") for key in self._types):
             return SettingsError(f"{spell(path)}: is a section, only its keys can be set")
         near = self._nearest(path)
@@ -309,9 +320,9 @@ def _put(layer: dict[str, object], path: str, value: object) -> None:
 
 
 def _parse(hint: Any, text: str, at: str) -> object:
-    """Return the plain value that ``text`` would be in YAML.
+    """Return ``text`` as a plain value, such as a number or a list, for a setting of type ``hint``.
 
-    Raises SettingsError if it does not have the type ``hint``; ``at`` names the setting in it.
+    Raises SettingsError if ``text`` is no value of this type; the error names the setting ``at``.
     """
     plain = _read(hint, text)
     try:
@@ -325,7 +336,7 @@ def _parse(hint: Any, text: str, at: str) -> object:
 
 
 def _read(hint: Any, text: str) -> object:
-    """Return ``text`` as a plain value of the type ``hint``, or unchanged if it is not one."""
+    """Return ``text`` as a plain value of the type ``hint``, or unchanged if that is impossible."""
     if _is_optional(hint):
         return None if text.lower() in _NONE else _read(_inner(hint), text)
     if get_origin(hint) is tuple:
@@ -350,7 +361,7 @@ def _inner(hint: Any) -> Any:
 
 
 def _nearest(hint: Any, value: object) -> str:
-    """Return a question that suggests the allowed name most similar to ``value``, or ""."""
+    """Return "; did you mean NAME?" for the allowed name most similar to ``value``, or ""."""
     near = get_close_matches(value, _names(hint), 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 

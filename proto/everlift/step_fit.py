@@ -51,7 +51,10 @@ class _Sums:
 
 
 class FittedStepTime:
-    """StepTime with the coefficients of the last ``refit``, or all 0 before the first one."""
+    """Step-time model that is fitted to observed steps.
+
+    Its coefficients are those of the last ``refit``, and 0 before the first one.
+    """
 
     def __init__(self) -> None:
         self._strata: dict[_Stratum, _Sums] = {}
@@ -66,9 +69,9 @@ class FittedStepTime:
 
     @property
     def error(self) -> float | None:
-        """Return the mean relative error of recent predictions, at most 1; None without any.
+        """Return the mean relative error of recent predictions; None if there were none.
 
-        Each prediction was made before its sample was added.
+        Each prediction was made before its sample was added, and each error counts as at most 1.
         """
         return self._error if self._num_errors else None
 
@@ -83,7 +86,10 @@ class FittedStepTime:
         return constant + sum(a * x for a, x in zip(others, size, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Add a sample: steps of this mean size took ``seconds`` each, which must be above 0."""
+        """Add a sample: a step of this size, or an average of several, took ``seconds``.
+
+        ``seconds`` must be above 0. Predictions do not change until the next ``refit``.
+        """
         predicted = self.seconds(size) if self.is_known else seconds
         weight = self._weigh(predicted / seconds - 1) if self.is_known else 1.0
         if self._num_errors == _ERROR_MEMORY and self._error > _WRONG:
@@ -99,10 +105,10 @@ class FittedStepTime:
         self._num_samples += 1
 
     def _weigh(self, error: float) -> float:
-        """Return the weight of a sample with this relative error (Huber's loss).
+        """Return the weight of a sample with this relative error (Huber's loss), at most 1.
 
-        The error also updates the mean error. If all samples have large errors, the mean grows
-        and these samples soon have their full weight again.
+        The error is also added to the mean error. If all samples have large errors, the mean error
+        grows and such samples soon have their full weight again.
         """
         size = min(1.0, abs(error))
         usual = max(_LEAST_OUTLIER, _OUTLIER * self._error) if self._num_errors else size

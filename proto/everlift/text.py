@@ -59,10 +59,10 @@ NO_STOPS = Stops()
 
 
 class TextState:
-    """Text of one growing sequence of tokens, up to a stop.
+    """Text of one growing sequence of tokens, up to the first stop condition that is met.
 
-    The concatenation of all returned pieces is the UTF-8 decoding of the bytes of all tokens, in
-    which each invalid byte sequence becomes one U+FFFD.
+    The concatenation of all texts that ``push`` and ``finish`` return is the UTF-8 decoding of the
+    bytes of all tokens, in which each invalid byte sequence becomes one U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops = NO_STOPS) -> None:
@@ -89,7 +89,7 @@ class TextState:
         return self._last_token if is_named else None
 
     def push(self, token_id: int) -> str:
-        """Add a token, and return the text that has become certain with it."""
+        """Add a token, and return the further text that no later token can change."""
         self._num_tokens += 1
         self._last_token = token_id
         if self._is_stop_token and not self._stops.is_included:
@@ -161,10 +161,10 @@ class StopMatcher:
         self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Add ``text``, and return the text that can no longer become part of a stop string.
+        """Add ``text``, and return the further text that cannot become part of a stop string.
 
         If ``counts`` is false, a stop string cannot be completed within ``text``, but can begin
-        there.
+        there. After a stop string has been completed, the method returns "".
         """
         automaton = self._automaton
         if self.matched:
@@ -201,7 +201,7 @@ class StopAutomaton:
 
     @classmethod
     def of(cls, stops: tuple[str, ...]) -> StopAutomaton:
-        """Return the shared automaton of ``stops``, which is created if no text uses one."""
+        """Return the shared automaton of ``stops``, which is created if it is not in use yet."""
         if (automaton := cls._shared.get(stops)) is None:
             automaton = cls._shared[stops] = cls(stops)
         return automaton
@@ -221,7 +221,7 @@ class StopAutomaton:
         self.is_empty = len(self._next) == 1
 
     def step(self, state: int, char: str) -> int:
-        """Return the state that follows ``state`` at ``char``; the initial state is 0."""
+        """Return the state after ``state`` when ``char`` is read; the initial state is 0."""
         while state and char not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(char, 0)
@@ -240,7 +240,11 @@ class StopAutomaton:
         self.match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Set the fallbacks breadth first, because each depends on those of shorter states."""
+        """Set the failure links of the automaton, and from them ``match`` and ``open``.
+
+        The failure link of a state (``_fallback``) is the state of the next shorter suffix. States
+        are visited breadth first, because a link depends on the links of states of smaller depth.
+        """
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

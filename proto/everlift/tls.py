@@ -38,8 +38,9 @@ class Tls:
 class InternalTls:
     """TLS settings for the connections between routers and workers, the same in all of them.
 
-    Each process presents its certificate and trusts every certificate of this authority, which
-    must therefore be the cluster's own.
+    Each process presents its certificate and trusts every certificate of the authority ``ca``,
+    which must therefore be the cluster's own. Raises ValueError if only some of ``ca``, ``cert``
+    and ``key`` are set, or if ``name`` is empty.
     """
 
     #: PEM file of the authority that signed the certificates of all routers and workers; not set:

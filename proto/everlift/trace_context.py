@@ -26,8 +26,9 @@ _MAX_STATE, _MAX_MEMBERS = 512, 32
 class TraceContext:
     """Span of a trace, as W3C Trace Context identifies it.
 
-    ``trace_id`` is 32 lower-case hexadecimal digits; ``span_id`` and ``parent_id`` (the enclosing
-    span, if any) are 16. ``state`` is the tracestate of other tracers, which is passed on unused.
+    ``trace_id`` has 32 lower-case hexadecimal digits; ``span_id`` and ``parent_id`` have 16.
+    ``parent_id`` is the id of the enclosing span, or empty. ``state`` is the header tracestate of
+    other tracers, which is passed on without being used.
     """
 
     trace_id: str

@@ -55,7 +55,7 @@ class _Plain:
 
 
 class TlsTransport:
-    """Transport over TLS, whose new connections use the current contents of the files of ``tls``.
+    """Transport over TLS, whose new channels and handshakes use the files' current contents.
 
     A client channel keeps its certificate for its lifetime.
     """
@@ -89,7 +89,7 @@ class TlsTransport:
         shown = self.credentials
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Return the certificates if they have changed, else None.
+            """Return the certificates if they have changed since the last call, else None.
 
             gRPC calls this function in its own threads, at each handshake.
             """
@@ -119,10 +119,16 @@ GRPC: Transport = _Plain()
 
 
 def secured(tls: Tls | None) -> Transport:
-    """Return a transport over TLS, or plain gRPC if ``tls`` is None. Raises SettingsError."""
+    """Return a transport over TLS, or one without TLS if ``tls`` is None.
+
+    Raises SettingsError if a file is missing or invalid.
+    """
     return GRPC if tls is None else TlsTransport(tls)
 
 
 def internal(tls: InternalTls) -> Transport:
-    """Return the transport between routers and workers. Raises SettingsError."""
+    """Return the transport between routers and workers, which has no TLS if ``tls`` is off.
+
+    Raises SettingsError if a file is missing or invalid.
+    """
     return TlsTransport(tls.tls) if tls.is_on else GRPC

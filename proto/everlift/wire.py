@@ -26,7 +26,7 @@ _BROKEN = frozenset(
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftError) -> NoReturn:
-    """End a call on the server with the error's status, cause and details."""
+    """End a call on the server with the error's status, cause and details. Never returns."""
     await context.abort(status(error), error_details.cause(error), trailing(error))
 
 
@@ -41,7 +41,11 @@ def trailing(error: EverliftError) -> tuple[tuple[str, bytes]]:
 
 
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
-    """Return the result of ``waiting``, an operation of ``call``. Raises EverliftError."""
+    """Await ``waiting``, an operation of ``call``, and return its result.
+
+    If the call has failed, raises the server's EverliftError, or one that describes gRPC's own
+    error: Unreachable if the connection broke.
+    """
     try:
         return await waiting
     except grpc.aio.AioRpcError:
@@ -55,7 +59,10 @@ async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
 
 
 async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
-    """Return the next message of a stream, or None after the last. Raises EverliftError."""
+    """Return the next message of a stream, or None after the last one.
+
+    Raises EverliftError as ``answer`` does.
+    """
     message: Any = await answer(call, call.read())
     return None if message is grpc.aio.EOF else message
 

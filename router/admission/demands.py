@@ -15,8 +15,8 @@ _SCALING_STALE_S = 60.0
 class Demand:
     """Demand for workers, summed over the clusters on the ledger.
 
-    ``workers`` is the wanted number, None if it is unknown for all clusters. Ray has no place for
-    ``unplaced`` of them.
+    ``workers`` is the wanted number, None if it is unknown for all clusters. ``unplaced`` of them
+    do not fit on the nodes of Ray.
     """
 
     workers: int | None = None

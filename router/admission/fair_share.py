@@ -2,8 +2,8 @@
 
 A tenant's counter grows by a request's prompt at its first dispatch and by its outputs as routers
 report them, divided by the tenant's weight. Tokens that are recomputed after a lost worker or a
-preemption are free. Each class has its own counters, so service in one class neither costs nor
-earns anything in another.
+preemption are free. Each priority class has its own counters, so tokens that are served in one
+class do not change a tenant's turn in another.
 """
 
 from __future__ import annotations
@@ -107,14 +107,15 @@ class TokenCounters:
     def gaps_on_arrival(self, most: int) -> list[tuple[str, float]]:
         """Return at most ``most`` tenants with the largest counters, each with its lead.
 
-        The lead, above 0, is the counter less that of a tenant that becomes backlogged now.
+        The lead is the difference to the counter that a newly backlogged tenant would get. Only
+        tenants whose lead is above 0 are returned.
         """
         level = self._level()
         above = ((it[0], it[1] - level) for it in self._counters.items() if it[1] > level)
         return heapq.nlargest(most, above, key=lambda it: it[1])
 
     def recall(self, told: Iterable[tuple[str, float]]) -> None:
-        """Add the counters that the previous leader reported to what was served since."""
+        """Add to the tenants' counters the leads that the previous leader reported for them."""
         for tenant, counter in told:
             self.charge(tenant, counter)
 
@@ -147,10 +148,10 @@ _MOST_QUEUES = 64
 
 
 class FairShare:
-    """Fair share of tenants, with counters for each class.
+    """Fair share of tenants, with counters for each priority class.
 
-    ``prompt_token`` and ``output_token`` are the costs of a token. ``weight_of`` returns a tenant's
-    weight, above 0, by which its costs are divided.
+    ``prompt_token`` and ``output_token`` are the costs of one token. ``weight_of`` returns a
+    tenant's weight, above 0, by which its costs are divided.
     """
 
     def __init__(
@@ -192,8 +193,9 @@ class FairShare:
     def work_before(self, ordered: Ordered) -> int:
         """Return the predicted tokens of the class that leave before a new request of the tenant.
 
-        These are the tenant's own queued tokens and, for each other backlogged tenant, as many
-        divided by the tenant's weight. Return 0 if the tenant has no queued request.
+        These are the tenant's own queued tokens and, for each other backlogged tenant of the class,
+        the same number divided by this tenant's weight. Return 0 if this tenant has no queued
+        request.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)
@@ -214,7 +216,7 @@ class FairShare:
             self._charge(tenant, waiting.priority, cost)
 
     def on_handover(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
-        """Charge the output tokens that a gateway reports."""
+        """Charge the output tokens that a router reports."""
         for each in outputs:
             self._charge(each.tenant, each.priority, self._output_token * each.tokens)
 
@@ -227,7 +229,7 @@ class FairShare:
         return max((counters.gap for counters in self._of_class.values()), default=0.0)
 
     def queues(self) -> list[session_pb2.TenantQueue]:
-        """Return the longest queues of a tenant in a class, the longest first. O(tenants)."""
+        """Return the longest queues, each of a tenant in a class, the longest first. O(tenants)."""
         waiting = (
             (queued, tenant, priority)
             for priority, counters in self._of_class.items()
@@ -255,9 +257,9 @@ class FairShare:
         ]
 
     def recall(self, reported: Iterable[session_pb2.TenantService]) -> None:
-        """Add the counters that the previous leader reported to what was served since.
+        """Add the counters that the previous leader reported to the present counters.
 
-        This may happen late in the term.
+        This may happen late in the term, so the present ones are kept.
         """
         for each in reported:
             self.counters(each.priority).recall([(each.tenant, each.counter)])

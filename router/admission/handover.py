@@ -1,4 +1,4 @@
-"""Handover of the queue from the gateways to a new leader, and the leader's intervals. Pure."""
+"""Handover of the queue from the gateways (routers) to a new leader, and its intervals. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Handover:
 class QueueHandover:
     """Progress of the handover at a new leader, to which the gateways report their requests.
 
-    The leader waits ``timeout_s`` for live gateways to connect, and as long for the next message of
-    a connected one. Times are in seconds.
+    The leader waits up to ``timeout_s`` for live gateways to connect, and as long for the next
+    message of a connected one. Times are in seconds.
     """
 
     def __init__(self, now: float, timeout_s: float) -> None:
@@ -80,7 +80,10 @@ class QueueHandover:
         self._telling.clear()
 
     def is_over(self, now: float) -> bool:
-        """Return whether the handover has ended: no gateway is missing or still reporting."""
+        """Return whether the handover has ended: no gateway is missing or still reporting.
+
+        A gateway that does not connect in time is no longer missing.
+        """
         return not self._telling and not self.is_gathering(now)
 
     def allows(self, key: Key, now: float) -> bool:
@@ -106,8 +109,9 @@ class _Said:
 class Generations:
     """Ledger generations for which the gateways have re-sent their state to the ledger.
 
-    A gateway that has not done so for the current generation may delay all others by
-    ``timeout_s``. Times are in seconds.
+    The generation changes with each restart or failover of a ledger server, which may lose data. A
+    gateway that has not re-sent its state for the current generation delays all dispatches, but at
+    most for ``timeout_s``. Times are in seconds.
     """
 
     def __init__(self, generation: str, now: float, timeout_s: float) -> None:
@@ -133,7 +137,7 @@ class Generations:
     def agree(self, now: float) -> bool:
         """Return whether all gateways have re-sent their state for the current generation.
 
-        Gateways that have timed out are ignored.
+        Gateways that have timed out are ignored. Return True if the ledger has no generation.
         """
         return not self._current or all(
             said.generation == self._current or now >= self._until(said)
@@ -154,8 +158,8 @@ _Turn: TypeAlias = tuple[Key, int, pb.Waiting]
 class HandoverSender:
     """Gateway's side of the handover: messages with all its requests, and with later updates.
 
-    ``waiting``, the roll of queued requests, is in the order of ``policy``. It and ``running`` are
-    read in parts, one for each message.
+    ``waiting`` is the roll: the gateway's queued requests, in the order of ``policy``. It and
+    ``running`` are read in parts, one for each message.
     """
 
     def __init__(
@@ -239,7 +243,7 @@ class HandoverSender:
     # messages
 
     def part(self) -> pb.GatewayMessage:
-        """Return the next message: updates, and a part of the queued or of the running requests."""
+        """Return the next message: updates, and the next part of the queued or running requests."""
         message, self._hello = self._hello, pb.GatewayMessage()
         self._tell_news(message)
         if not self._all_waiting_told:

@@ -1,7 +1,7 @@
 """Lanes: the queued requests of one class, in the order of a policy. Pure.
 
-A lane keeps requests in heaps with lazy deletion. A request that has left is skipped when it gets
-to the top of its heap, and is removed at the latest when half of the heap has left.
+A lane keeps requests in heaps with lazy deletion. A request that has left the queue is skipped when
+it gets to the top of its heap. A heap is rebuilt when about half of its requests have left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FEW_HOLES = 64
 
 
 class Queued:
-    """Stay of a request in the queue; ``ticket`` is its consecutive number."""
+    """Entry of a request in the queue; ``ticket`` numbers the entries consecutively."""
 
     __slots__ = ("arrival", "is_queued", "ticket", "waiting")
 
@@ -39,7 +39,7 @@ class Queued:
 class Lane(ABC):
     @abstractmethod
     def push(self, queued: Queued, place: Place) -> None:
-        """Add a request at the policy's ``place``."""
+        """Add a request; ``place`` is its sort key under the policy."""
 
     @abstractmethod
     def head(self, moment: float | None) -> Queued | None:
@@ -86,7 +86,7 @@ class Line:
 
 
 class KeyLane(Lane):
-    """Lane in the order of places."""
+    """Lane from which the request with the smallest place leaves first."""
 
     def __init__(self) -> None:
         self._line = Line()
@@ -178,7 +178,7 @@ class StarvationLane(Lane):
 
 
 class FairLane(Lane):
-    """Lane in which the next request is one of the tenant with the smallest counter.
+    """Lane in which the next request is one of the tenant with the smallest token counter.
 
     ``make`` returns an empty lane for a tenant. Without a time, ``head`` ignores tenants and
     returns the request with the smallest place.

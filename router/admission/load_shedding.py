@@ -5,8 +5,8 @@
     queued    the queue is full, and a higher class arrives   Shed
               the request has waited for too long             QueueTimeout (queue_ttl, refuse_late)
 
-A request that has been dispatched to a worker is never rejected. How long a request may wait is
-fixed on arrival, by the rules in effect then.
+A gateway is a router in its role towards the leader. A request that has been dispatched to a worker
+is never rejected. How long a request may wait is fixed on arrival, by the rules in effect then.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _FEW = 64
 class RetryLimiter:
     """Limiter of premature retries, with one token bucket per tenant.
 
-    A tenant earns ``rate`` tokens per second and saves at most ``burst``. A premature retry costs
+    A bucket gains ``rate`` tokens per second and holds at most ``burst``. A premature retry costs
     one token. ``now`` is in seconds.
     """
 
@@ -130,7 +130,7 @@ class RetryLimiter:
     def too_soon_s(self, request_id: str, now: float) -> float:
         """Return the seconds by which a retry is too soon; 0 if it may be admitted.
 
-        A premature retry takes one of its tenant's tokens and is admitted, as long as there is one.
+        If the tenant's bucket has a token, a premature retry takes the token and is admitted.
         """
         due = self._told.get(request_id)
         if due is None:
@@ -167,7 +167,10 @@ _OUTPUT_TOO_LONG = "estimated end of the output ({} tokens at least) is after th
 
 
 class EarlyRejection:
-    """Early rejection in a gateway. ``now`` is the router's clock in seconds."""
+    """Early rejection of requests in a gateway, before they reach the leader.
+
+    ``now`` is the router's clock in seconds.
+    """
 
     def __init__(self, config: RouterConfig, dice: Random) -> None:
         self.rules = Rules.of(config)
@@ -179,7 +182,8 @@ class EarlyRejection:
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
         """Check that a new request may queue beside ``queued`` others.
 
-        Raises RetriedTooSoon, QueueFull.
+        Raises RetriedTooSoon if it was refused and comes before its Retry-After, and QueueFull if
+        the queue is full and holds no request of a lower class.
         """
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
@@ -195,10 +199,11 @@ class EarlyRejection:
         least_tokens: int,
         now: float,
     ) -> None:
-        """Check that a new request can meet its TTFT target and its deadline, if ``refuse_late``.
+        """Check that a new request can meet its TTFT target and its deadline.
 
-        Both are in seconds after arrival, None for none. Its outputs have at least ``least_tokens``
-        tokens. Raises DeadlineUnmeetable.
+        Nothing is checked unless the rule ``refuse_late`` is set. ``ttft_target_s`` and
+        ``timeout_s`` are in seconds after arrival, None for none. Its outputs have at least
+        ``least_tokens`` tokens. Raises DeadlineUnmeetable.
         """
         if not self.rules.refuse_late:
             return
@@ -232,10 +237,11 @@ class EarlyRejection:
         now: float,
         least_tokens: int = 0,
     ) -> EverliftError:
-        """Return the error of a refusal, with its Retry-After, and record the refusal.
+        """Record a refusal, and return its error, with the class of ``slug`` and a Retry-After.
 
-        Retry-After is at least ``retry_after_s``, after which the queue is short enough for the
-        request. ``least_tokens`` is as in Refusal.
+        Retry-After is at least ``retry_after_s``, the seconds after which the queue is short enough
+        for the request. ``least_tokens`` is above 0 only if an output of that many tokens would end
+        too late.
         """
         drained_s = self._drained_s() * self._dice.uniform(*_JITTER)
         retry_after_s = max(drained_s, retry_after_s or 0.0)
@@ -268,7 +274,7 @@ _ON_THE_WAY_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Rejection of a request, with the ``slug`` of its error.
+    """Rejection of a request by the leader; ``slug`` names the class of its error.
 
     The client may retry when the queue has room, but not before ``retry_after_s`` seconds.
     ``least_tokens`` is above 0 if the first token would be in time, but the end of an output of
@@ -282,7 +288,7 @@ class Refusal:
 
 
 class Bounds:
-    """Limits of the leader's queue: which requests are refused, shed or expired.
+    """Limits of the leader's queue, by which requests are refused, shed or expired.
 
     Times are ledger time in seconds. Every operation is O(log n), or O(classes).
     """
@@ -335,9 +341,9 @@ class Bounds:
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
 
     def _late(self, waiting: Waiting) -> Late | None:
-        """Return by how much the request misses its deadlines at best; None if it can meet them.
+        """Return by how much the request misses a deadline in the best case; None if by nothing.
 
-        The best case is a shorter wait and faster tokens than nearly all others had.
+        The best case is a shorter wait and faster tokens than nearly all other requests had.
         """
         if not self.rules.refuse_late:
             return None
@@ -349,7 +355,7 @@ class Bounds:
         )
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Remove requests that have waited for too long, and return their refusals."""
+        """Remove the requests that have waited for too long, and return their refusals."""
         expired = []
         while (waiting := self._queue.expire(ledger_now)) is not None:
             expired.append(Refusal(waiting, QueueTimeout.slug))

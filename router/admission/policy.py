@@ -1,8 +1,8 @@
-"""Orders of the queue within a class. Pure.
+"""Orders of the queue within a priority class. Pure.
 
-The place that a policy gives a request never changes and is the same on every replica, because
-gateways report their queued requests to a new leader in this order. A policy's lanes choose the
-next request; their choice may also depend on the time.
+A policy gives each request a place, its sort key. The place never changes and is the same on every
+router, because gateways report their queued requests to a new leader in this order. A policy's
+lanes choose the next request; their choice may also depend on the time.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ _FIFO = Fifo()
 
 @dataclass(frozen=True, slots=True)
 class EarliestDeadline:
-    """Order by deadline, or by the due time of the first token.
+    """Order by the earlier of a request's deadline and the due time of its first token.
 
-    The earlier of the two counts. A request without either is due ``undated_s`` seconds after its
-    arrival. A request that is already late still leaves first.
+    A request without either is due ``undated_s`` seconds after its arrival. A request that is
+    already late still leaves first.
     """
 
     undated_s: float
@@ -183,10 +183,10 @@ class HighestResponseRatio:
 
 @dataclass(frozen=True, slots=True)
 class NeverLonger:
-    """Order of ``policy``, except that requests leave first once they waited ``limit_s`` seconds.
+    """Order of ``policy``, but requests leave first once they have waited ``limit_s`` seconds.
 
-    They leave first within their class, by arrival. If all requests wait that long, the order is
-    fifo.
+    Requests that have waited that long leave before the others of their class, by arrival. If all
+    requests wait that long, the order is fifo.
     """
 
     policy: Policy

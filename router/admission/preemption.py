@@ -1,9 +1,9 @@
 """Eviction of running requests of lower classes, and moves of preempted requests. Pure.
 
-If no worker has credit for the head of the queue, and waiting for credit would make it miss a
-deadline, it is dispatched to the worker where the eviction loses the fewest tokens. The victims are
-queued again with their place and tokens. Workers assign blocks and slots by class, so that no
-waiting sequence of a lower class precedes the request there.
+If no worker has credit (free capacity, see ``Placement``) for the head of the queue, and waiting
+for it would make the head miss a deadline, the head is dispatched to the worker where the eviction
+loses the fewest tokens. The victims are queued again with their place and tokens. Workers assign
+blocks and slots by class, so that no waiting sequence of a lower class precedes the request there.
 
 A request that its worker has preempted is moved to another worker if it can resume sooner there.
 """
@@ -37,9 +37,9 @@ class Eviction:
 
 
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
-    """Return the seconds until the latest start that meets the deadlines; infinite without any.
+    """Return the seconds until the latest dispatch that meets the deadlines.
 
-    Deadlines that have passed already are ignored.
+    Deadlines that have passed already are ignored. The result is infinite without any other.
     """
     if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
         return inf
@@ -58,7 +58,7 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
     """Return the seconds from an eviction until the worker computes the evicting request.
 
-    ``tokens_ahead`` are prefilled before it.
+    The worker prefills ``tokens_ahead`` tokens of other requests before it.
     """
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
     return max(_MARGIN_S, TICK_S + _STEPS * worker.pace.step_s) + ahead_s
@@ -76,9 +76,9 @@ def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 class Evictions:
     """Eviction policy; ``occupants`` returns the ids of the requests in a worker's slots.
 
-    As for credit, at most ``max_pending_prefill`` tokens may be pending at the worker, the evicting
-    request's own included. Only those of its class and higher ones count here, because the worker
-    computes them first.
+    As for any dispatch, at most ``max_pending_prefill`` tokens may be pending at the worker, the
+    evicting request's own included. Only those of its class and higher ones count here, because the
+    worker computes them first.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Evictions:
         return next(cheapest, None)
 
     def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
-        """Return whether the worker would compute the request about as soon as with credit."""
+        """Return whether the worker would compute the request about as soon as a free worker."""
         ahead = self._ahead(waiting, worker_id, worker)
         return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
 
@@ -301,8 +301,8 @@ class Moving:
     ) -> Move | None:
         """Return the move to the worker where the request resumes soonest; None if that is its own.
 
-        At its own worker ``needed`` blocks must be free first. ``promised`` holds, by worker, the
-        blocks that earlier moves will use.
+        At its own worker ``needed`` blocks must be free first. ``promised`` are the blocks of each
+        worker that earlier moves will use.
         """
         home = workers.get(running.worker_id)
         if home is None:

@@ -20,9 +20,9 @@ from router.admission.wait_stats import WaitStatistics
 
 
 class Backlog:
-    """Predicted work of the queued requests, requests that have not run, and times of expiry.
+    """Predicted work of the queued requests, and indexes of them by age and by time of expiry.
 
-    Times are ledger time in seconds.
+    The index by age has only requests that have not run. Times are ledger time in seconds.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ _NOBODY = (0, None)
 
 
 class Classes:
-    """Queued requests by class; ``numbers`` holds their number for each class that has any.
+    """Queued requests by priority class; ``numbers`` has their number in each class that has any.
 
     For every token of work that leaves while a lower class has queued requests, the lower class
     earns ``floor`` tokens of credit. Its next request leaves once its credit covers the request's
@@ -174,8 +174,8 @@ class Classes:
     def head(self, moment: float | None) -> Queued | None:
         """Return the request that leaves next at the ledger time ``moment``, in seconds.
 
-        If ``moment`` is None, class and place alone decide, without credit and tenants. Return None
-        if no request is queued.
+        If ``moment`` is None, it is the one with the smallest place in the highest class; the
+        credit of lower classes and fair shares are ignored. Return None if no request is queued.
         """
         heads = self._heads(moment)
         _, highest = next(heads, _NOBODY)
@@ -273,7 +273,8 @@ class AdmissionQueue:
     def work_before(self, waiting: Waiting) -> int:
         """Return the predicted work that probably leaves before a new request, in tokens.
 
-        With fair shares, only a part of the other tenants' requests of its class counts.
+        With fair shares, only a part of the work that other tenants of its class have queued
+        counts.
         """
         ahead = self.backlog.work_from(waiting.priority)
         if not self._classes.is_fair:
@@ -283,7 +284,7 @@ class AdmissionQueue:
         return min(ahead, higher + self._fair_share.work_before(waiting))
 
     def push(self, waiting: Waiting, now: float = 0.0) -> Waiting | None:
-        """Add a request. Return the one that it replaces under the same id; None without any."""
+        """Add a request, and return the queued one with the same id that it replaces, or None."""
         # Counted before the replaced request is removed, so that the tenant stays backlogged.
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
@@ -348,7 +349,8 @@ class AdmissionQueue:
     def peek(self, moment: float | None = None) -> Waiting | None:
         """Return the request that leaves next at ``moment``; None if the queue is empty.
 
-        If ``moment`` is None, class and place alone decide, without credit and tenants.
+        If ``moment`` is None, it is the one with the smallest place in the highest class; the
+        credit of lower classes and fair shares are ignored.
         """
         return _waiting(self._classes.head(moment))
 
@@ -368,7 +370,11 @@ class AdmissionQueue:
         return head
 
     def dispatch(self, waiting: Waiting) -> None:
-        """Remove a request that leaves for a worker, and update credit and statistics."""
+        """Remove a request that leaves for a worker, and record that it was served.
+
+        This updates the credit of the priority classes, the token counter of its tenant, and the
+        wait statistics.
+        """
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
         if self._fair_share is not None:
@@ -380,7 +386,7 @@ class AdmissionQueue:
             self.wait_stats.prune(None if oldest is None else oldest.arrival)
 
     def waited_s(self, waiting: Waiting, now: float) -> float:
-        """Return the seconds since a request was queued, or last queued again."""
+        """Return the seconds since a request was queued, the last time if it was queued again."""
         came: float = self._queued[waiting.request_id].arrival[0]
         return now - came
 
@@ -402,7 +408,7 @@ class AdmissionQueue:
             self._fair_share.go(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
-        """Move the requests to another order, yielding after each part of them. O(n).
+        """Change the order of the queued requests to ``policy``, yielding after each part. O(n).
 
         The old order stays in effect until the iterator is exhausted.
         """

@@ -147,10 +147,11 @@ _Rank: TypeAlias = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Request that a worker has.
+    """Request that was dispatched to a worker and has not left it.
 
-    ``known_tokens`` is the sum over its unfinished ``choices``, as of the dispatch or the gateway's
-    last report. ``arrived`` is ledger time in seconds.
+    ``known_tokens`` is the number of tokens of the prompt, counted once, and of the outputs of all
+    unfinished choices, as of the dispatch or the gateway's last report. ``choices`` is the number
+    of these choices. ``arrived`` is ledger time in seconds.
     """
 
     request_id: str
@@ -221,7 +222,7 @@ class RunningTable:
         return self._running.get(request_id)
 
     def add(self, running: Running) -> None:
-        """Add a request, or replace its previous entry."""
+        """Add a request, or replace the entry with the same request id."""
         self.remove(running.request_id)
         self._running[running.request_id] = running
         self._of_gateway.setdefault(running.gateway, set()).add(running.request_id)

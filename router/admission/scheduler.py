@@ -1,7 +1,7 @@
 """State and decisions of a leader during one term. Pure.
 
-The state is empty at the election and is filled by the handover from the live gateways. The view of
-the workers is kept in ``Placement``.
+The state is empty at the election and is filled by the handover from the live gateways (routers).
+The view of the workers is kept in ``Placement``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StartingWorkers:
     def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
         """Record reports of starting workers, and drop expired ones.
 
-        A report holds for its ``seconds``; 0 means that the worker is not starting any more.
+        A report expires after its ``seconds``; 0 means that the worker is not starting any more.
         """
         for start in starts:
             self._until.pop(start.name, None)
@@ -55,7 +55,7 @@ class StartingWorkers:
         return sum(until > now for until, _ in self._until.values())
 
     def longest_s(self, now: float) -> float:
-        """Return the seconds of the longest start so far; 0 if no worker is starting. O(starts)."""
+        """Return the seconds since the oldest start began; 0 if there is none. O(starts)."""
         return max((now - since for until, since in self._until.values() if until > now), default=0)
 
 
@@ -68,10 +68,11 @@ _RESPITE = 3
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Result of a gateway's message.
+    """Effects of a gateway's message on the queue.
 
     ``refused`` are rejected requests. ``taken`` are queued requests of other gateways that the
-    message replaced. ``withdrawn`` are requests that left the queue, with their waits.
+    message replaced. ``withdrawn`` are requests that left the queue without a dispatch, with their
+    waits.
     """
 
     refused: list[Refusal]
@@ -81,8 +82,9 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Dispatch of a request to a worker under an epoch, and the victims to evict there for it.
+    """Dispatch of a request to a worker, and the victims to evict there for it.
 
+    ``epoch`` is the number of the dispatch, by which outdated messages are recognised.
     ``queue_wait`` is None if the request was not queued.
     """
 
@@ -162,7 +164,7 @@ class LeaderState:
     def waited_s(self, now: float, ledger_now: float) -> float:
         """Return the seconds that the next request has waited; 0 if the queue is empty.
 
-        For a request that has run, they count from when it was queued again.
+        They count from its arrival or, if it has run, from when it was queued again.
         """
         head = self._queue.peek(ledger_now)
         if head is None:
@@ -180,7 +182,7 @@ class LeaderState:
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules) -> Iterator[None]:
-        """Apply changed rules, yielding after each part of a change of the order.
+        """Apply changed rules in steps: the order changes when the iterator is exhausted.
 
         If the iterator is abandoned, the order does not change.
         """
@@ -317,8 +319,8 @@ class LeaderState:
     ) -> list[Placed]:
         """Dispatch up to ``limit`` requests in order, and return the dispatches.
 
-        It stops at the first request for which no worker has credit and no eviction is due.
-        ``make_epoch`` returns a fresh epoch.
+        It stops at the first request for which no worker has credit (free capacity) and no eviction
+        is due. ``make_epoch`` returns a new epoch, the number of a dispatch.
         """
         placed: list[Placed] = []
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
@@ -340,7 +342,8 @@ class LeaderState:
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
         """Return the next request; None if there is none, or an unreported one may precede it.
 
-        During a handover the order is that of the sort keys, without credit and tenants.
+        During a handover the order is that of the sort keys: credit of classes and fair shares are
+        ignored.
         """
         if self.handover.is_over(now):
             return self._queue.peek(ledger_now)
@@ -375,7 +378,7 @@ class LeaderState:
         """Reserve a worker for a new request; return None if the request has to queue.
 
         It has to queue while others are queued or preempted, while an unreported request may
-        precede it, or if no worker has credit for it.
+        precede it, or if no worker has credit for it. ``make_epoch`` is as in ``place``.
         """
         if self.has_work or not self.handover.allows(self._key(waiting), now):
             return None
@@ -447,7 +450,7 @@ class LeaderState:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop outdated records, and end the fair share's handover when the handover has ended."""
+        """Drop outdated records, and notify the fair share when the handover has ended."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._growth.prune(self._placement.workers, now)
         if self._fair_share is not None and self.handover.is_over(now):

@@ -52,7 +52,7 @@ class Counters(Protocol):
 
 
 def spared_tokens(counters: Counters) -> int:
-    """Return the tokens gained without computing, less the tokens computed in vain."""
+    """Return the prefix-cache hits, less the rejected draft tokens and the recomputed tokens."""
     wrong_drafts = counters.draft_tokens - counters.accepted_tokens
     return counters.prefix_hit_tokens - wrong_drafts - counters.recomputed_tokens
 
@@ -121,7 +121,10 @@ class ThroughputEstimator:
 
     @property
     def size_class(self) -> int:
-        """Size class of the steps of about the last second; 0 before the first step."""
+        """Number of binary digits of the tokens per step, over about the last second.
+
+        It is 0 before the first step.
+        """
         return _size_class(self._last.tokens) if self._last else 0
 
     @property
@@ -132,7 +135,7 @@ class ThroughputEstimator:
 
     @property
     def prefill_rate(self) -> float | None:
-        """Tokens per second of the size class with the highest rate; None if unknown."""
+        """Highest measured rate of steps, over all sizes, in tokens per second; None if unknown."""
         rates = [steps.tokens / steps.seconds for steps in self._usual.values()]
         return max(rates, default=None)
 
@@ -148,10 +151,10 @@ class ThroughputEstimator:
         )
 
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
-        """Measure the work up to ``now`` (seconds).
+        """Measure the work from the last measurement up to ``now`` (seconds).
 
         ``is_full``: more sequences would not increase the worker's throughput. Return the mean of
-        the steps since the last measurement; None if that was less than 0.2 s ago, or without
+        the steps in between; None if the last measurement was less than 0.2 s ago, or without
         steps.
         """
         if self._sample is None:
@@ -222,9 +225,10 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
 
 
 def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
-    """Return the workers whose steps take over ``factor`` times as long as the others'.
+    """Return the ids of the workers whose steps take over ``factor`` times as long as the others'.
 
-    It is O(workers) for each size class, and again for each candidate.
+    ``paces`` has the estimators by worker id. The time is O(workers) for each size class, and again
+    for each candidate.
     """
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
     if len(seconds) < 2:
@@ -246,7 +250,7 @@ def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) ->
 def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
     """Return a lower bound on the median step time of all workers but one, for a size class.
 
-    The bound holds whichever worker is left out.
+    The bound is valid whichever worker is left out.
     """
     fewest = 1 << size >> 1
     known = sorted(most for it in paces if (most := it.most_step_s(fewest)) < inf)
@@ -326,10 +330,10 @@ _STEP = 0.1
 
 
 class Least:
-    """Share ``part`` of the predicted time that 95 % of requests take at least.
+    """Estimate of the share ``part`` of the predicted time that 95 % of requests exceed.
 
-    The 0.05 quantile is learned by stochastic approximation (Robbins and Monro, 1951) of its
-    logarithm. It is at most 1.
+    The 0.05 quantile of the ratio of actual to predicted time is learned by stochastic
+    approximation (Robbins and Monro, 1951) of its logarithm. It is at most 1.
     """
 
     def __init__(self) -> None:
@@ -347,9 +351,10 @@ _FEWEST = 16
 
 
 def seen_ratio(predicted_s: float | None, decode_s: float, num_tokens: int) -> float | None:
-    """Return the measured over the predicted time per output token; None if unknown or too short.
+    """Return the measured over the predicted time per output token.
 
-    ``decode_s`` is the time from the first to the last of ``num_tokens``.
+    ``decode_s`` is the time from the first to the last of ``num_tokens``. Return None if there was
+    no prediction or if the output is too short.
     """
     if not predicted_s or num_tokens < _FEWEST:
         return None

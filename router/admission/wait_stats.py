@@ -22,7 +22,10 @@ _BLOCK, _ROW = 512, 64
 
 
 class BypassCounter:
-    """Set of consecutive tickets that have left, which counts those above a given ticket."""
+    """Record of which tickets have left the queue, which counts those above a given ticket.
+
+    A ticket is the number of a request in order of arrival.
+    """
 
     def __init__(self) -> None:
         #: smallest ticket that is kept
@@ -147,9 +150,10 @@ class WaitStatistics:
             left.note_left(arrival[_NUMBER])
 
     def prune(self, oldest: Arrival | None) -> None:
-        """Drop what only arrivals before ``oldest``, of the oldest queued request, needed.
+        """Drop records that no queued request needs.
 
-        None means that no request is queued.
+        ``oldest`` is the arrival of the oldest queued request; None means that no request is
+        queued.
         """
         numbers = self._num_come if oldest is None else _come(oldest)
         for priority, left in self._left.items():
@@ -167,7 +171,10 @@ class WaitStatistics:
     def wait_of(
         self, arrival: Arrival, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return the wait of a request that leaves now, from a queue with these rules."""
+        """Return the wait of a request that leaves now, and which requests bypassed it.
+
+        ``order`` and ``is_fair`` are the rules of the queue.
+        """
         queue = self._bypass(arrival, waiting, is_fair)
         queue.order = order
         return session_pb2.QueueWait(

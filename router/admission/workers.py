@@ -20,7 +20,7 @@ from router.admission.throughput import ThroughputEstimator, Work, spared_tokens
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:
-    """Return the size of a step of ``num_rows`` rows of size ``row``."""
+    """Return the size of a step of ``num_rows`` sequences, each of the size ``row``."""
     return StepSize(*(num_rows * share for share in row))
 
 
@@ -213,7 +213,7 @@ class Claim:
 
 
 class Reservations(Generic[K]):
-    """Claims by epoch or by request id, and their sums."""
+    """Claims by epoch or by request id, with the sums of their tokens and choices."""
 
     def __init__(self) -> None:
         self._claims: dict[K, Claim] = {}
@@ -345,7 +345,11 @@ class WorkerView:
         return self.unused_blocks - blocks_for(self.pending_prefill)
 
     def end_trial(self) -> None:
-        """End the trial of a suspect request once its prompt is computed, or once it has left."""
+        """End the trial of a suspect request once its prompt is computed, or once it has left.
+
+        A suspect request may have caused the loss of its last workers. During its trial no other
+        request is dispatched to the worker.
+        """
         has_come = not self.trial or self.trial not in self.unacknowledged
         if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
             self.trial = 0

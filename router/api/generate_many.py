@@ -1,4 +1,4 @@
-"""Several requests over one call, each with its own output and its own end."""
+"""Call with several requests, each of which has its own output and its own end."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ Open = Callable[[pb.GenerateRequest], Awaitable[Opened]]
 
 
 def check_count(num_requests: int) -> None:
-    """Check the number of requests in a call. Raises TooManyRequests, OutOfRange."""
+    """Check the number of requests in a call.
+
+    Raises TooManyRequests if there are more than MAX_REQUESTS, and OutOfRange if there is none.
+    """
     kind = TooManyRequests if num_requests > MAX_REQUESTS else OutOfRange
     if not 1 <= num_requests <= MAX_REQUESTS:
         raise kind(f"a call has 1 to {MAX_REQUESTS} requests", field="requests")
 
 
 def check_names(requests: Sequence[pb.GenerateRequest]) -> None:
-    """Check that no request id occurs twice. Raises InvalidRequest."""
+    """Check that no request id occurs twice. Raises InvalidRequest if one does."""
     named = [request.request_id for request in requests if request.request_id]
     if len(set(named)) < len(named):
         raise InvalidRequest("a request_id comes twice in the call", field="requests")
@@ -46,7 +49,10 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
     """
 
     def __init__(self, requests: Sequence[pb.GenerateRequest], open_: Open) -> None:
-        """Create the stream; ``check_count`` and ``check_names`` must accept ``requests``."""
+        """Create the stream, and begin to open the requests with ``open_``.
+
+        ``requests`` must have passed ``check_count`` and ``check_names``.
+        """
         self._open = open_
         self._room = asyncio.Semaphore(_OPENED_AT_ONCE)
         self._came = asyncio.Event()

@@ -55,7 +55,10 @@ def write(position: Position) -> str:
 
 
 def read(token: str) -> Position:
-    """Parse a page token into a position. Raises InvalidRequest."""
+    """Parse a page token into the position in the listing that it stands for.
+
+    Raises InvalidRequest if the token is malformed.
+    """
     try:
         arrived, _, request_id = urlsafe_b64decode(token.encode()).decode("ascii").partition(" ")
         microseconds = int(arrived)
@@ -81,9 +84,9 @@ def apply(
 ) -> None:
     """Set the fields that ``message`` lacks from ``headers``, whose names are in lower case.
 
-    ``place`` is the index of the request in a call with several requests. The request id from the
-    headers then gets this index appended. Raises InvalidRequest and OutOfRange, which name the
-    header.
+    ``place`` is the index of the request in a call with several requests, else None. The request id
+    from the headers then gets this index appended. Raises InvalidRequest and OutOfRange, which name
+    the invalid header.
     """
     message.request_id = message.request_id or _request_id(headers, place)
     message.session_id = message.session_id or _label(headers, _SESSION_ID)
@@ -95,7 +98,7 @@ def apply(
 
 
 def header_request_id(headers: Mapping[str, str]) -> str:
-    """Return the value of x-request-id; empty if it is missing or unfit for a log line."""
+    """Return the value of x-request-id; empty if it is missing, too long or not printable ASCII."""
     value = headers.get(X_REQUEST_ID, "")
     return value if _PRINTABLE.fullmatch(value) else ""
 
@@ -158,16 +161,17 @@ class Inference:
         journal: Journal,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Submit a request, or return the existing request with the same id.
+        """Submit a request and open its output; open the existing request if the id is known.
 
-        ``headers`` provide values for fields that ``message`` lacks. ``journal`` has the times
-        before the submission. ``timeout_s`` applies in addition to the timeout in ``message``; the
-        shorter one counts.
+        ``headers`` provide values for fields that ``message`` lacks. ``journal`` records the
+        request's times, those before the submission included. ``timeout_s`` applies in addition to
+        the timeout in ``message``; the shorter one counts.
 
         If ``message`` has no id and the headers are valid, ``message.request_id`` is set to a new
         one, even if the request is then rejected. Raises InvalidRequest, UnknownModel,
-        RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping, LedgerUnavailable,
-        Moved.
+        RequestConflict if the existing request has another body, QueueFull, RateLimited,
+        LedgerFull, RouterStopping, LedgerUnavailable, and Moved if the request's owner changes
+        meanwhile.
         """
         try:
             apply(message, headers)
@@ -187,10 +191,11 @@ class Inference:
         """Return the merged output of several requests, each submitted as by ``generate``.
 
         The request id from ``headers`` gets each request's index appended. ``came`` is the time at
-        which the call arrived, ``timeout_s`` the time limit of the whole call. An error of one
-        request is reported for that request only. The caller must close the returned stream.
+        which the call arrived (``event_loop.now()``), ``timeout_s`` the time limit of the whole
+        call. An error of one request is reported in the stream for that request only. The caller
+        must close the returned stream.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest if the headers, or the number or the ids of the requests, are invalid.
         """
         until = None if timeout_s is None else now() + timeout_s
         try:
@@ -258,15 +263,16 @@ class Inference:
         body_hash: bytes = b"",
         had_output: bool = False,
     ) -> Opened:
-        """Open a known request from the offsets in ``message``.
+        """Open the output of an existing request, from the offsets in ``message``.
 
-        ``is_relayed``: another router reads on behalf of its client, and follows the request
-        itself. ``body_hash`` is the hash of the body that the client sent again, if it sent one; it
-        must match. ``had_output``: the client has output of the request, even if ``message`` has no
-        offsets.
+        ``is_relayed``: the caller is another router, which relays the output to its own client, and
+        which reopens the stream itself when the request's owner changes. ``body_hash`` is the hash
+        of the body that the client sent again, if it sent one; it must be that of the request.
+        ``had_output``: the client has output of the request, even if ``message`` has no offsets.
 
-        Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, RequestConflict,
-        OffsetOutOfRange, RouterStopping, LedgerUnavailable.
+        Raises UnknownRequest, or DataLoss instead if the client has output, UnknownModel,
+        InvalidRequest, RequestConflict if ``body_hash`` differs, OffsetOutOfRange, RouterStopping,
+        LedgerUnavailable.
         """
         message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
@@ -325,7 +331,13 @@ class Inference:
         was_submitted: bool = False,
         had_output: bool = False,
     ) -> RequestStream:
-        """Return a stream from ``source`` that follows the request when its router changes."""
+        """Return a stream from ``source`` that continues if another router takes over the request.
+
+        ``delivered`` collects what the client has, from which the stream is resumed; None means
+        that ``source`` knows it. ``was_submitted``: the client can submit the request again.
+        ``had_output``: the client has output from an earlier stream. These two select the error of
+        the stream if the request has become unknown.
+        """
         stream = RequestStream(
             message.request_id,
             source,
@@ -343,7 +355,10 @@ class Inference:
         return source
 
     async def cancel(self, caller: Caller, message: pb.CancelRequest) -> pb.CancelResponse:
-        """Cancel a request and return its state. Raises UnknownRequest, LedgerUnavailable."""
+        """Cancel a request unless it has ended, and return its state.
+
+        Raises UnknownRequest, LedgerUnavailable.
+        """
         message.request_id = caller.qualify(message.request_id)
         try:
             entry = await self._requests.cancel(message.request_id)
@@ -352,7 +367,11 @@ class Inference:
         return pb.CancelResponse(state=_WIRE_STATE[entry.state])
 
     async def forget(self, caller: Caller, message: pb.ForgetRequest) -> pb.ForgetResponse:
-        """Erase a request. Raises UnknownRequest, Moved, LedgerUnavailable."""
+        """Erase a request, after cancelling it if it is unfinished.
+
+        Raises UnknownRequest, LedgerUnavailable, and Moved if another router takes over the
+        request.
+        """
         message.request_id = caller.qualify(message.request_id)
         try:
             await self._requests.forget(message.request_id)
@@ -387,7 +406,10 @@ class Inference:
             return await self._relay.ask(elsewhere.address, lambda stub: stub.Explain, message)
 
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """Return the token ids of a text. Raises UnknownModel, PromptTooLong."""
+        """Return the token ids of a text, and the model's maximum sequence length.
+
+        Raises UnknownModel, PromptTooLong.
+        """
         self._model.check_asked(message.model)
         ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
@@ -419,7 +441,8 @@ class Inference:
     ) -> pb.ListRequestsResponse:
         """Return a page of requests that the caller may list, newest first.
 
-        Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable.
+        Raises InvalidRequest for an invalid state or page token, OutOfRange for a page size that is
+        too large, Forbidden, LedgerUnavailable.
         """
         tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
         if message.page_size > MOST_LISTED:
@@ -450,7 +473,7 @@ class Inference:
     ) -> Iterator[None]:
         """Context manager that counts and traces an exception as a rejected submission.
 
-        The exception is raised again.
+        The exception is raised again. ``came`` is the time at which the call arrived.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Status of a router's cluster."""
+"""Status of the cluster as one router knows it."""
 
 from __future__ import annotations
 

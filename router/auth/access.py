@@ -40,7 +40,7 @@ class Table:
     def admit(self, headers: Mapping[str, str], now: float) -> Caller:
         """Return the caller whose key is in ``headers``; ``now`` is in seconds since 1970.
 
-        Raises Unauthenticated.
+        Raises Unauthenticated if there is no key, or if the key is unknown or has expired.
         """
         shown = parts(_shown(headers))
         key_id, secret = shown or ("", "")
@@ -74,7 +74,7 @@ _LOOK_S = 1.0
 
 
 def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
-    """Return the store of keys, or None if access control is off."""
+    """Return the store of keys that ``config`` selects, or None if access control is off."""
     match config.access:
         case "file":
             return FileStore(Path(config.access_file))
@@ -85,9 +85,10 @@ def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
 
 
 class Access:
-    """Authenticator that uses keys and limits from a store.
+    """Authenticator that uses the keys and limits of a store.
 
-    While the store cannot be read, the last known contents apply without a time limit.
+    While the store cannot be read, the contents that were read last stay valid, without a time
+    limit.
     """
 
     def __init__(self, store: Store, document: Document) -> None:
@@ -98,7 +99,11 @@ class Access:
 
     @classmethod
     async def open(cls, store: Store) -> Self:
-        """Read the store and return the authenticator. Raises SettingsError, LedgerUnavailable."""
+        """Read the store and return the authenticator.
+
+        Raises SettingsError if the file cannot be read or its contents are invalid, and
+        LedgerUnavailable if the ledger cannot be reached.
+        """
         try:
             document = await store.news()
         except OSError as error:
@@ -121,13 +126,16 @@ class Access:
         return self.limits_of(tenant).weight
 
     async def run(self) -> None:
-        """Reload changes of the store until cancelled."""
+        """Check the store every second and reload it if it has changed, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             await self.reload()
 
     async def reload(self) -> None:
-        """Load keys and tenants if they have changed; if that fails, the present ones remain."""
+        """Load keys and tenants again if they have changed.
+
+        If the store cannot be read or is invalid, the present keys and tenants remain.
+        """
         try:
             document = await self._store.news()
         except LedgerUnavailable:

@@ -20,7 +20,7 @@ from router.auth.limits import NO_LIMITS, Limits
 
 
 class Scope(Enum):
-    """Scope of a credential."""
+    """Group of operations that an API key permits."""
 
     #: requests: submit, attach, cancel, forget, read
     INFER = "infer"
@@ -39,7 +39,7 @@ class Caller:
     limits: Limits = NO_LIMITS
 
     def check(self, *scopes: Scope) -> None:
-        """Check that the caller has one of these scopes. Raises Forbidden."""
+        """Check that the caller has at least one of ``scopes``. Raises Forbidden if it has none."""
         if not self.scopes.intersection(scopes):
             names = " or ".join(scope.value for scope in scopes)
             raise Forbidden(f"this key lacks the scope {names}")
@@ -48,7 +48,7 @@ class Caller:
         """Return the name in the cluster (``TENANT/ID``) of the caller's request ``request_id``.
 
         An administrator may also pass the name in the cluster of any tenant's request. Raises
-        InvalidRequest.
+        InvalidRequest if ``request_id`` is malformed.
         """
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
@@ -58,8 +58,8 @@ class Caller:
         """Return the tenant whose requests the caller may list; empty for all tenants.
 
         ``tenant`` is the requested one: None means the caller's own, and an empty text all tenants.
-        Raises InvalidRequest, and Forbidden if a caller without the scope ADMIN requests other
-        tenants.
+        Raises InvalidRequest for a malformed name, and Forbidden if a caller without the scope
+        ADMIN requests other tenants.
         """
         its = self.tenant if tenant is None else tenant
         if its != self.tenant or not its:
@@ -67,7 +67,10 @@ class Caller:
         return check_tenant(its) if its else its
 
     def name(self, request_id: str) -> str:
-        """Return the request's name for this caller; only administrators see the tenant in it."""
+        """Return ``request_id``, a name in the cluster (``TENANT/ID``), as the caller may see it.
+
+        For a caller without the scope ADMIN the tenant is removed.
+        """
         return request_id if Scope.ADMIN in self.scopes else bare(request_id)
 
 
@@ -79,7 +82,7 @@ class Authenticator(Protocol):
     def admit(self, headers: Mapping[str, str]) -> Caller:
         """Return the caller that ``headers`` identify; their names are in lower case.
 
-        Raises Unauthenticated.
+        Raises Unauthenticated if they contain no valid key.
         """
         ...
 

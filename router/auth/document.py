@@ -32,19 +32,19 @@ Own = Mapping[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """API keys by id, and by tenant the limits that it sets itself."""
+    """API keys by their ids, and by tenant the limits that are set for it."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     tenants: Mapping[str, Own] = field(default_factory=dict)
 
     def with_key(self, key_id: str, key: Key | None) -> Document:
-        """Return a copy with this key; ``key`` None removes it."""
+        """Return a copy in which the id ``key_id`` has this key, or no key if ``key`` is None."""
         return replace(self, keys=_put(self.keys, key_id, key))
 
     def with_tenant(self, tenant: str, own: Own) -> Document:
-        """Return a copy in which the tenant sets these limits; without any, it is removed.
+        """Return a copy in which ``own`` are the limits set for the tenant.
 
-        Raises SettingsError.
+        If ``own`` is empty, the tenant is removed. Raises SettingsError if a limit is invalid.
         """
         document = replace(self, tenants=_put(self.tenants, tenant, dict(own) or None))
         document.limits_of(tenant)
@@ -58,14 +58,17 @@ class Document:
             raise SettingsError(f"tenants.{tenant}.{error}") from None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the document as plain values for YAML and JSON."""
+        """Return the document as nested dicts of plain values, in the form of the file."""
         return {
             "keys": {key_id: _plain_key(key) for key_id, key in self.keys.items()},
             "tenants": {tenant: dict(own) for tenant, own in self.tenants.items()},
         }
 
     def to_records(self) -> dict[str, str]:
-        """Return the ledger's records, by ``keys/ID`` and ``tenants/NAME``, as JSON texts."""
+        """Return the document as the ledger stores it: JSON texts by record name.
+
+        The names are ``keys/ID`` and ``tenants/NAME``.
+        """
         plain = self.to_plain()
         return {
             f"{section}/{name}": json.dumps(each)
@@ -75,7 +78,10 @@ class Document:
 
 
 def from_plain(plain: object) -> Document:
-    """Create the document from plain values. Raises SettingsError, which names the entry."""
+    """Create a document from the form that ``to_plain`` returns; None gives an empty document.
+
+    Raises SettingsError, which names the invalid entry.
+    """
     if plain is None:
         return Document()
     sections = _mapping("the document", plain)
@@ -94,7 +100,10 @@ def from_plain(plain: object) -> Document:
 
 
 def from_records(texts: Mapping[str, str]) -> Document:
-    """Create the document from the ledger's records. Raises SettingsError."""
+    """Create a document from the form that ``to_records`` returns.
+
+    Raises SettingsError, which names the invalid record or entry.
+    """
     plain: dict[str, dict[str, Any]] = {"keys": {}, "tenants": {}}
     for name, text in texts.items():
         section, _, rest = name.partition("/")
@@ -152,7 +161,10 @@ def _put(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]
 
 
 def changes(before: Document, after: Document) -> dict[str, str | None]:
-    """Return the records of ``after`` that differ from ``before``; None for removed ones."""
+    """Return the ledger's records that differ between two documents, by record name.
+
+    The value is the record of ``after``, or None if ``after`` does not have it.
+    """
 
     def differing() -> Iterator[tuple[str, str | None]]:
         was, will_be = before.to_records(), after.to_records()

@@ -30,7 +30,10 @@ _Identity = tuple[int, ...]
 
 
 def parse(text: str) -> Document:
-    """Parse the text of a key file. Raises SettingsError."""
+    """Parse the text of a key file.
+
+    Raises SettingsError if it is no YAML, or if an entry is invalid.
+    """
     try:
         plain = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -30,7 +30,7 @@ _DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Stored data of a key.
+    """API key as it is stored, without its secret.
 
     ``created`` and ``expires`` are ISO 8601 with an offset from UTC; a key without ``expires`` is
     valid until it is revoked.
@@ -61,7 +61,7 @@ class Key:
                 _check_moment(name, text)
 
     def opens_with(self, secret: str) -> bool:
-        """Return whether ``secret`` is the key's secret, in a time that does not depend on it."""
+        """Return whether ``secret`` is the key's secret, by a comparison in constant time."""
         return hmac.compare_digest(hash_of(secret), self.sha256)
 
     def has_expired(self, now: float) -> bool:
@@ -88,7 +88,10 @@ def moment(seconds: float) -> str:
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a duration such as 30m, 12h or 90d. Raises ValueError."""
+    """Return the seconds of a duration such as 30m, 12h or 90d.
+
+    Raises ValueError if the text has another form.
+    """
     if (found := _DURATION.fullmatch(text)) is None:
         raise ValueError(f"must be minutes, hours or days, such as 30m, 12h or 90d, not {text!r}")
     return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()

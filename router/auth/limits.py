@@ -40,14 +40,15 @@ class Limits:
 
     @property
     def is_metered(self) -> bool:
-        """Return whether any limit applies to all of the tenant's requests together."""
+        """Return whether the tenant has a limit per minute or a limit of concurrent requests."""
         together = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in together)
 
     def fitted(self, submission: Submission) -> Submission:
-        """Return the submission within these limits: if it sets no max_tokens, the limit is used.
+        """Return the submission; if it sets no max_tokens, the tenant's limit is filled in.
 
-        Raises OutOfRange if the submission exceeds a limit.
+        The limit is divided evenly among the choices. Raises OutOfRange if the submission exceeds a
+        limit of a single request.
         """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(

@@ -2,7 +2,8 @@
 
     submitted -> charged -> held while this router or a later owner has it -> settled at its end
 
-A charge ends with its lease if no router renews it, because its router died.
+A charge has a lease, which the router that owns the request renews. If that router dies and no
+other router takes over the request, the charge ends with the lease.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Quotas:
         self._telling = asyncio.Lock()
 
     async def charge(self, request: Request) -> bool:
-        """Charge a request before it is opened, and return whether it was charged now.
+        """Charge a request before it is opened in the ledger; return whether it was charged now.
 
         Returns False if the request's tenant has no limits for all its requests together, or if the
         request was charged before. In these cases there is nothing to refund if opening fails.
-        Raises RateLimited, LedgerFull, LedgerUnavailable.
+        Raises RateLimited if a limit is exceeded, LedgerFull, LedgerUnavailable.
         """
         limits = self._limits_of(tenant_of(request.request_id))
         if not limits.is_metered:
@@ -73,7 +74,11 @@ class Quotas:
         self._held.discard(request_id)
 
     def settle(self, request_id: str, output_tokens: int | None) -> None:
-        """Queue the settlement of a request; ``output_tokens`` None refunds the whole charge."""
+        """Queue the settlement of the charge of a request that has ended.
+
+        ``output_tokens`` are the tokens of all its choices. None means that the request never
+        began, which refunds the whole charge.
+        """
         self.let_go(request_id)
         if self._is_metered(request_id):
             self._ended[request_id] = Settlement(request_id, output_tokens)
@@ -83,7 +88,7 @@ class Quotas:
         return self._limits_of(tenant_of(request_id)).is_metered
 
     async def run(self) -> None:
-        """Settle and renew charges in the ledger until cancelled."""
+        """Send queued settlements to the ledger and renew charges there, until cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time() + _HOLD_S
         while True:

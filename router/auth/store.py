@@ -15,14 +15,15 @@ class Store(Protocol):
     async def news(self) -> Document | None:
         """Return the document, or None if it has not changed since the last call.
 
-        Raises SettingsError if the document is invalid, OSError, LedgerUnavailable.
+        Raises SettingsError if the document is invalid, OSError if a file cannot be read, and
+        LedgerUnavailable.
         """
         ...
 
     async def change(self, edit: Edit) -> Document:
-        """Change the document with ``edit`` and return it.
+        """Replace the document by the result of ``edit``, and return the new document.
 
-        Raises as ``news`` and ``edit`` do; then nothing is changed.
+        Raises what ``news`` and ``edit`` raise; then nothing is changed.
         """
         ...
 
@@ -41,9 +42,9 @@ class LedgerStore:
         return from_records(records.texts)
 
     async def change(self, edit: Edit) -> Document:
-        """Change the records that ``edit`` changes, and return the document.
+        """Store the records that ``edit`` changes, and return the new document.
 
-        If two callers change the same key or tenant at a time, the later change wins.
+        If two callers change the same key or tenant at the same time, the later write wins.
         """
         records = await self._ledger.access()
         assert records is not None

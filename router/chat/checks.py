@@ -15,10 +15,11 @@ _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_json(name: str, value: Any, max_bytes: int) -> None:
-    """Check a JSON value.
+    """Check a JSON value of a request; error messages call it ``name``.
 
-    Raises OutOfRange if it is too deep, or longer than ``max_bytes`` when serialised. Raises
-    NotUtf8 for half of a surrogate pair, and InvalidRequest for a number that JSON does not have.
+    Raises OutOfRange if it has more than MAX_DEPTH levels, or more than ``max_bytes`` bytes when
+    serialised. Raises NotUtf8 for half of a surrogate pair, and InvalidRequest for a number that
+    JSON does not have.
     """
     check_depth(name, value)
     try:
@@ -32,7 +33,7 @@ def check_json(name: str, value: Any, max_bytes: int) -> None:
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Check that a value has at most MAX_DEPTH levels. Raises OutOfRange."""
+    """Raise OutOfRange if a value has more than MAX_DEPTH levels; the error calls it ``name``."""
     level, depth = [value], 0
     while level := [part for whole in level for part in _parts(whole)]:
         depth += 1
@@ -47,7 +48,10 @@ def _parts(value: Any) -> list[Any]:
 
 
 def check_function_name(at: str, name: object) -> str:
-    """Return a valid function name. Raises InvalidRequest, which names the position ``at``."""
+    """Check and return the name of a function.
+
+    Raises InvalidRequest if it is not valid; the error gives its position ``at`` in the request.
+    """
     if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
         raise InvalidRequest(f"{at} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
     return name
@@ -73,7 +77,11 @@ _SPECIAL = re.compile(r".*_tokens?(_id)?")
 
 
 def checked(given: object) -> Variables:
-    """Check and return template variables. Raises InvalidRequest, OutOfRange, NotUtf8."""
+    """Check and return template variables, the chat_template_kwargs of a request.
+
+    Raises InvalidRequest for a wrong type, too many variables or a reserved name. Raises OutOfRange
+    and NotUtf8 as ``check_json`` does.
+    """
     if not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")
     if len(given) > MAX_VARIABLES:

@@ -13,6 +13,8 @@ _ID_LENGTH = 9
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    """Next part of the content."""
+
     text: str
 
 
@@ -37,9 +39,10 @@ Delta = Content | CallBegins | Arguments
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """Return the id of a tool call, which is always the same for the same output.
+    """Return the id of tool call ``index`` in a choice's output.
 
-    A client that reads a stream again must see the same ids.
+    The same output always gets the same id, because a client that reads a stream again must see the
+    same ids.
     """
     digest = blake2b(f"{request_id} {choice} {index}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
@@ -64,7 +67,7 @@ class Deltas:
         self._gathered.append((begins, []))
 
     def drain(self) -> list[Delta]:
-        """Return the deltas since the last call, and remove them."""
+        """Return the deltas that were added since the last drain, and remove them."""
         gathered, self._gathered = self._gathered, []
         return [_delta(kind, "".join(texts)) for kind, texts in gathered]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Format of tool calls, which are objects with a name and arguments.
+    """Format in which a model writes tool calls: objects with a name and arguments.
 
     The mark ``opens`` precedes a call. The mark ``closes`` follows it, or one of the characters
     ``separators`` if another call follows. ``arguments`` is the key of the arguments. If a call
@@ -45,14 +45,15 @@ AUTO = "auto"
 
 
 def tool_format(setting: str, template: str) -> ToolFormat | None:
-    """Return the format that ``setting`` names or, for "auto", that ``template`` shows.
+    """Return the format that ``setting`` names or, for "auto", the one found in ``template``.
 
-    Return None if the template shows none.
+    Return None if the template shows no known format.
     """
     return detected(template) if setting == AUTO else _BY_NAME[setting]
 
 
 def detected(template: str) -> ToolFormat | None:
+    """Return the format of tool calls that a chat template shows, or None if it is unknown."""
     # Other formats use the same opening mark for calls of another form.
     is_other = "<function=" in template or "<arg_key>" in template
     if HERMES.opens in template and not is_other:

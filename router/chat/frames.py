@@ -12,9 +12,10 @@ from typing import Any
 class Launch:
     """Start parameters of a renderer process.
 
-    ``default`` is the chat template, and ``tool_use`` the template for chats with tools. ``cpu_s``
-    limits the CPU time of one chat in seconds, and ``max_characters`` the length of its rendered
-    text. ``memory_mib`` limits the memory beyond what the process has at its start.
+    ``default`` is the chat template, and ``tool_use`` the template for chats with tools.
+    ``special_tokens`` are given to the templates by name. ``cpu_s`` limits the CPU time of one chat
+    in seconds, and ``max_characters`` the length of its rendered text. ``memory_mib`` limits the
+    memory beyond what the process has at its start.
     """
 
     default: str
@@ -39,7 +40,7 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame of a message body. Raises ValueError."""
+    """Return the frame of a message body. Raises ValueError if the body is not a JSON object."""
     frame = json.loads(body)
     if not isinstance(frame, dict):
         raise ValueError("no frame")

@@ -37,8 +37,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def shown_messages(given: object) -> list[Message]:
     """Return a request's messages in the template's form.
 
-    Raises InvalidRequest, OutOfRange, NotUtf8, UnsupportedContent. The error names the faulty
-    member.
+    Raises UnsupportedContent for content other than text, OutOfRange for too many or too large
+    messages, NotUtf8, and InvalidRequest for anything else that is wrong. The error names the
+    faulty member.
     """
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list of at least one message")
@@ -75,7 +76,7 @@ def _message(at: str, given: object) -> Message:
 def _content(at: str, message: Message) -> str:
     """Return a message's content as one text.
 
-    An assistant's message may have none if it has tool calls or a refusal. Templates read the
+    An assistant's message may have no content if it has tool calls or a refusal. Templates read the
     content of every message, so the refusal or an empty text takes its place.
     """
     content = message.get("content")
@@ -85,7 +86,7 @@ def _content(at: str, message: Message) -> str:
 
 
 def _joined(at: str, content: object) -> str:
-    """Return a text, or the texts of a list of parts joined by line breaks."""
+    """Return a text unchanged, or the texts of a list of parts, joined by line breaks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

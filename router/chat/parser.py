@@ -2,8 +2,8 @@
 
 The result after character k depends on characters 0 to k alone, and not on their division into
 pieces. A client that reads a stream again from any offset therefore continues with exactly the next
-character. Text is held back while its meaning is open: a possible opening mark of a call, a call
-before its name and arguments are known, half of an escape in its arguments.
+character. Text is held back while its meaning is undecided: a possible opening mark of a call, a
+call before its name and arguments are known, half of an escape in its arguments.
 
 Text that turns out not to be a call is content, unchanged. If it is short, it is searched for
 another call. Each character is thus read a bounded number of times, for every text.
@@ -50,15 +50,17 @@ _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
 class Parser(Protocol):
+    """Parser of one output, to which the text is fed in pieces."""
+
     @property
     def has_calls(self) -> bool: ...
 
     def feed(self, text: str) -> list[Delta]:
-        """Return the deltas that are certain after more text."""
+        """Parse the next piece of text, and return the deltas that are certain by now."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return the remaining deltas at the end of the output."""
+        """End the output, and return the remaining deltas."""
         ...
 
 
@@ -88,7 +90,10 @@ class _Call:
 
 
 class _CharParser:
-    """Parser that runs the grammar ``_output``, a generator that yields for each character."""
+    """Base of parsers that read single characters.
+
+    ``_output`` is the grammar, a generator that yields whenever it needs the next character.
+    """
 
     def __init__(self, call_id: Callable[[int], str]) -> None:
         self._call_id = call_id
@@ -128,7 +133,7 @@ class _CharParser:
         return char
 
     def _read_solid(self) -> Reading[str]:
-        """Read and return the next character that is not whitespace.
+        """Read up to the next character that is not whitespace, and return this character.
 
         The whitespace before it is held, too.
         """
@@ -215,7 +220,7 @@ class CallParser(_CharParser):
     """Parser of an output in the format ``form`` with calls of the functions ``names``.
 
     Unless ``is_parallel``, all text after the first call is ignored. Whitespace next to a call is
-    not content, and a call with an unknown name is not a call.
+    not content, and a call of a function that is not in ``names`` is content.
     """
 
     def __init__(
@@ -342,7 +347,10 @@ class CallParser(_CharParser):
             call.arguments = _object(value)
 
     def _key(self, call: _Call) -> Reading[str]:
-        """Return the next member's key. Raises _NoCall as soon as it cannot be one of a call."""
+        """Return the next member's key.
+
+        Raises _NoCall as soon as the text cannot be a key that a call's object may have.
+        """
         if (yield from self._read_solid()) != '"':
             raise _NoCall
         first = len(self._held) - 1
@@ -402,9 +410,9 @@ def _text(value: str) -> str:
 
 
 def _object(value: str) -> str:
-    """Return the JSON object that ``value`` is or contains as a string; null is an empty object.
+    """Return the text of the JSON object that ``value`` is, or that it contains as a JSON string.
 
-    Raises _NoCall for anything else.
+    ``value`` is JSON text; null is an empty object. Raises _NoCall for anything else.
     """
     text = _text(value).strip() if value.startswith('"') else value
     if text == "null":

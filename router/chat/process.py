@@ -45,15 +45,16 @@ class RendererProcess:
         self._socket: socket.socket | None = None
 
     async def start(self) -> None:
-        """Start the process unless it runs. Raises EverliftError if that fails."""
+        """Start the process unless it runs. Raises EverliftError if it does not become ready."""
         if self._process is None or self._process.poll() is not None:
             await self._start()
 
     async def render(self, request: bytes) -> str:
-        """Return the text of a rendered chat.
+        """Return the text of a rendered chat; ``request`` is the encoded frame of the chat.
 
-        Raises TemplateFailed, TemplateTimeout, PromptTextTooLong. Raises EverliftError if no
-        process can be started.
+        Raises TemplateFailed if the template rejects the chat or crashes, TemplateTimeout if
+        rendering takes too long, and PromptTextTooLong if the text is longer than
+        ``max_characters``. Raises EverliftError if no process can be started.
         """
         await self.start()
         try:

@@ -95,9 +95,9 @@ class ChatTemplate:
         ``tools`` are those of ToolUse.shown. ``more`` is the request's chat_template_kwargs.
 
         Raises InvalidRequest, or one of its subclasses UnsupportedContent, OutOfRange, NotUtf8,
-        TemplateFailed (the template rejects the messages), TemplateTimeout and PromptTextTooLong.
-        Raises QueueFull if too many chats are waiting, and EverliftError if no process can be
-        started.
+        TemplateFailed (the template rejects the messages or crashes), TemplateTimeout and
+        PromptTextTooLong. Raises QueueFull if too many chats are waiting, and EverliftError if no
+        process can be started.
         """
         shown = self._with_roles(shown_messages(messages))
         request = frames.encode(

@@ -60,7 +60,7 @@ class Choice(Enum):
 class Function:
     """Function that the model may call.
 
-    ``shown`` is its tool definition for the template, and ``parameters`` the schema of its
+    ``shown`` is its tool definition for the template, and ``parameters`` the JSON schema of its
     arguments.
     """
 
@@ -71,9 +71,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of a request, and which of them the model must call.
+    """Tools of a request, and the calls that its tool_choice allows or requires.
 
-    ``named`` is the function of Choice.NAMED, else empty.
+    ``named`` is the function's name for Choice.NAMED, else empty. Unless ``is_parallel``, the
+    output has at most one call.
     """
 
     functions: tuple[Function, ...]
@@ -85,8 +86,8 @@ class ToolUse:
     def of(cls, tools: object, tool_choice: object, parallel: bool) -> Self:
         """Parse the ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
 
-        ``tools`` and ``tool_choice`` are None if they are absent. Raises InvalidRequest,
-        OutOfRange, NotUtf8.
+        ``tools`` and ``tool_choice`` are None if they are absent. Raises OutOfRange for too many or
+        too large tools, NotUtf8, and InvalidRequest for anything else that is wrong.
         """
         functions = _functions(tools)
         choice, named = _choice(tool_choice)
@@ -101,7 +102,7 @@ class ToolUse:
 
     @property
     def shown(self) -> list[Json] | None:
-        """Return the tools for the template, or None if it shows none."""
+        """Return the tools that the template receives, or None if it receives none."""
         if self.choice is Choice.NONE:
             return None
         return [function.shown for function in self.functions]
@@ -110,7 +111,8 @@ class ToolUse:
         """Return the grammar of the output, or None if the output is unconstrained.
 
         ``form`` is the model's format of calls, or None if it is unknown. Raises ToolsUnsupported
-        if the format is needed and unknown, and OutOfRange for schemas that are too large.
+        if the format is unknown and tool_choice is auto, because the parser then needs it. Raises
+        OutOfRange for schemas that are too large.
         """
         match self.choice:
             case Choice.NAMED:
@@ -147,7 +149,7 @@ class ToolUse:
         return next(function for function in self.functions if function.name == name)
 
     def _calls_schema(self, form: ToolFormat) -> Json:
-        """Return the schema of an array of calls of these functions.
+        """Return the JSON schema of an array of calls of these functions.
 
         References inside a tool's schema are rebased to its position in this schema.
         """
@@ -177,9 +179,9 @@ def _root(name: str) -> str:
 
 
 def _definition(function: Function) -> Json:
-    """Return a function's schema as a definition inside of another schema.
+    """Return the schema of a function's arguments, to be embedded in another schema.
 
-    It has no `$id`, and its references are rebased.
+    It has no `$id`, and its references are rebased to its position there.
     """
     base = function.parameters.get("$id")
     bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}
@@ -188,7 +190,10 @@ def _definition(function: Function) -> Json:
 
 
 def _rooted(schema: Json, root: str, bases: Set[str]) -> Json:
-    """Return ``schema`` with its references to one of ``bases`` redirected to ``root``."""
+    """Return ``schema`` with its references to itself redirected to ``root``.
+
+    A reference is to the schema itself if the part before its ``#`` is one of ``bases``.
+    """
     if isinstance(schema, list):
         return [_rooted(part, root, bases) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Operations of the console's page, except its feed.
+"""HTTP handlers of the console's page, except that of its event stream.
 
 Bodies are messages of ``everlift.v1`` as JSON.
 """
@@ -52,7 +52,10 @@ class Chaos(Protocol):
 
 
 class Actions:
-    """Actions of the console; ``has_access`` means that callers need keys."""
+    """Handlers of the console's requests; ``has_access`` means that callers need keys.
+
+    Handlers that change something also raise what ``check_own_page`` and ``message_of`` raise.
+    """
 
     def __init__(
         self, inference: Inference, admin: Admin, chaos: Chaos, *, has_access: bool
@@ -71,7 +74,7 @@ class Actions:
     async def recent(self, call: Call) -> Response:
         """Return the newest requests: of all tenants for an administrator, else the caller's own.
 
-        Raises LedgerUnavailable.
+        At most MOST_RECENT are returned. Raises LedgerUnavailable.
         """
         message = pb.ListRequestsRequest(page_size=MOST_RECENT)
         if Scope.ADMIN in call.caller.scopes:
@@ -79,16 +82,22 @@ class Actions:
         return _told(call, await self._inference.list_requests(call.caller, message))
 
     async def drain(self, call: Call) -> Response:
-        """Drain a worker. Raises UnknownWorker."""
+        """Drain the worker that the body names. Raises UnknownWorker if it is not connected."""
         return _told(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
 
     async def policy(self, call: Call) -> Response:
-        """Change the runtime policy. Raises InvalidRequest, LedgerUnavailable."""
+        """Change the runtime policy, and return the policy that is then in effect.
+
+        Raises InvalidRequest for an invalid value, and LedgerUnavailable.
+        """
         message = await self._read(call, admin_pb2.SetPolicyRequest)
         return _told(call, await self._admin.set_policy(message))
 
     async def chaos(self, call: Call) -> Response:
-        """Inject a fault. Raises as Chaos.inject does."""
+        """Inject the fault that the body describes, and return its target.
+
+        Raises what Chaos.inject raises.
+        """
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
         return _told(call, chaos_pb2.InjectResponse(target=target))
 
@@ -98,7 +107,10 @@ class Actions:
 
 
 def message_of(kind: type[M], fields: Json) -> M:
-    """Parse a message from JSON fields. Raises InvalidRequest."""
+    """Parse a message of type ``kind`` from JSON fields.
+
+    Raises InvalidRequest if a field is unknown or has another type.
+    """
     try:
         return ParseDict(fields, kind())
     except ParseError as error:

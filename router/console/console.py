@@ -1,4 +1,4 @@
-"""Console of one router: its page, its feed, and its paths."""
+"""Console of one router: its page, its event stream (the feed), and its paths."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Audience:
 class Feed:
     """ASGI response of the console's event stream.
 
-    ``frame`` returns the next frame; an error that it raises is sent as the last event. A slow
-    reader gets fewer frames.
+    ``frame`` returns the next event, with the changes since the last one, as JSON. An error that it
+    raises is sent as the last event. A slow reader gets fewer frames.
     """
 
     def __init__(self, audience: Audience, frame: Callable[[], str]) -> None:
@@ -201,10 +201,10 @@ class Console:
             self._log_failure("the console could not read other routers")
 
     async def feed(self, call: Call) -> ASGIApp:
-        """Return the feed of a page.
+        """Return the event stream of a page.
 
-        Raises TooManyConnections. Later the feed ends with Unauthenticated or Forbidden when the
-        caller's key becomes invalid.
+        Raises TooManyConnections. The stream ends with the error Unauthenticated or Forbidden when
+        the caller's key becomes invalid.
         """
         self._audience.check_room()
         call.told |= SECURITY_HEADERS
@@ -224,7 +224,10 @@ class Console:
         return Feed(self._audience, frame)
 
     def paths(self) -> list[Path]:
-        """Return the console's paths, with the same scopes as the calls over gRPC."""
+        """Return the console's paths, each with the scopes of which a caller needs one.
+
+        The scopes are those of the same calls over gRPC; a path without scopes is open to anyone.
+        """
         page, actions = self._page, self._actions
         return [
             ("GET", "/console", page.without_slash),

@@ -79,7 +79,7 @@ class _Router:
 
 
 class Aggregates:
-    """Aggregates of the counters of all routers.
+    """Sums and percentiles of the counters of all routers.
 
     ``router_id`` is this router, whose failures count from its start; those of other routers count
     from their first report. ``bounds`` are the upper bounds of the buckets, by histogram.
@@ -99,7 +99,7 @@ class Aggregates:
         router.note(counts, now)
 
     def drop_routers(self, now: float) -> None:
-        """Remove routers without a recent answer, with their counters."""
+        """Remove routers that have not answered for a minute, with their counters."""
         self._routers = {
             name: it for name, it in self._routers.items() if now - it.heard < _FORGOTTEN_S
         }
@@ -113,7 +113,7 @@ class Aggregates:
         }
 
     def failures(self, now: float) -> list[Failed]:
-        """Return the recent failures of all routers, most frequent first."""
+        """Return the recent failures of all routers together, by error, most frequent first."""
         merged: dict[str, Failed] = {}
         for router in self._routers.values():
             for each in router.failures.recent(now):
@@ -121,7 +121,7 @@ class Aggregates:
         return sorted(merged.values(), key=lambda it: (-it.recent, it.slug))
 
     def totals(self) -> dict[str, int]:
-        """Return the sums of all present routers' counters since their starts."""
+        """Return the sum over all present routers of each counter since the router's start."""
         return {
             name: sum(getattr(it.counts, name) for it in self._routers.values()) for name in _TOTALS
         }

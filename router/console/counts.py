@@ -54,7 +54,10 @@ _TIMEOUT_S = 1.0
 
 
 class Peers:
-    """Client of the other routers' counters, with an open channel to each router that answers."""
+    """Client that reads the other routers' counters.
+
+    It keeps a channel open to each router that answers.
+    """
 
     def __init__(self, router_id: str, ledger: Ledger, transport: Transport) -> None:
         self._router_id = router_id
@@ -64,7 +67,7 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
-        """Return the counters of other routers that answer in time, and the number of the rest.
+        """Return the counters of the other routers that answer, and how many do not answer in time.
 
         Each address counts once, because a router that restarted at its address has two leases for
         a while. Raises LedgerUnavailable.

@@ -13,9 +13,10 @@ _WINDOW_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Failures with one slug in the last five minutes.
+    """Failures of requests with the same error in the last five minutes.
 
-    ``recent`` is their number, ``last_s`` the time since the last one in seconds.
+    ``slug`` names the error, ``recent`` is their number, ``last_s`` the time since the last one in
+    seconds.
     """
 
     slug: str
@@ -47,7 +48,7 @@ class Failures:
             self._seen.popleft()
 
     def recent(self, now: float) -> list[Failed]:
-        """Return the recent failures, most frequent first."""
+        """Return the failures of the last five minutes by error, most frequent first."""
         counts: dict[str, int] = {}
         last: dict[str, float] = {}
         for moment, slug, more in self._seen:

@@ -60,7 +60,7 @@ class _File:
 
 
 class Page:
-    """The page's files, read once."""
+    """Handlers of the page's files, which are read once."""
 
     def __init__(self) -> None:
         paths = (path for path in _DIRECTORY.iterdir() if path.suffix in _MEDIA_TYPES)
@@ -75,7 +75,7 @@ class Page:
         return self._answer(_INDEX, call)
 
     async def file(self, call: Call) -> Response:
-        """Return a file of the page. Raises UnknownPath."""
+        """Return the file of the page that the path names. Raises UnknownPath if there is none."""
         return self._answer(call.request.path_params["file"], call)
 
     def _answer(self, name: str, call: Call) -> Response:

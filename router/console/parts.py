@@ -81,15 +81,18 @@ class Measured(Protocol):
     """Measurements of this router since its start."""
 
     def bounds(self, name: str) -> Sequence[float]:
-        """Return the bounds of a histogram's buckets, the infinite one last."""
+        """Return the upper bounds of the buckets of the histogram ``name``, infinity last."""
         ...
 
     def cumulative(self, name: str) -> Sequence[int]:
-        """Return the cumulative counts by bucket, summed over all priority classes."""
+        """Return the cumulative counts of the histogram ``name``, by bucket.
+
+        They are summed over all priority classes.
+        """
         ...
 
     def failures(self) -> Mapping[str, int]:
-        """Return the number of failed requests by slug."""
+        """Return the number of failed requests by the slug of their error."""
         ...
 
 

@@ -45,7 +45,7 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of ``count`` observations, in the observations' unit; None without any."""
+    """Percentiles of ``count`` observations, in the observations' unit; None if there are none."""
 
     count: int
     p50: float | None = None
@@ -82,7 +82,10 @@ class RecentHistogram:
 
 
 def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) -> Percentiles:
-    """Return the percentiles of several histograms together, which have the same bounds."""
+    """Return the percentiles of several histograms together, which have the same bounds.
+
+    ``cumulative`` has the cumulative counts by bucket of each histogram.
+    """
     counts = [sum(column) for column in zip(*cumulative, strict=True)]
     if not counts or not (total := counts[-1]):
         return Percentiles(0)

@@ -67,7 +67,10 @@ LOST = Occupancy({}, is_up=False)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of a slot's occupant or its phase; ``key`` stands for a request, 0 for none."""
+    """Change of a slot's occupant or its phase.
+
+    ``key`` is the number that stands for the request; 0 means that the slot is empty.
+    """
 
     seat: Seat
     key: int
@@ -76,7 +79,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Move of a request between slots; ``left_at`` is when it left ``source``, in seconds."""
+    """Move of a request between slots; ``left_at`` is when it left ``source``, in seconds.
+
+    ``key`` is the number that stands for the request in changes.
+    """
 
     key: int
     request_id: str
@@ -96,7 +102,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Changes since the last frame; ``requests`` has the requests' ids by key."""
+    """Changes since the last frame; ``requests`` has the ids of requests that appeared, by key."""
 
     changes: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -116,7 +122,10 @@ class SlotGrid:
         self._forgot_at = -inf
 
     def update(self, workers: Mapping[str, Occupancy], now: float) -> News:
-        """Return the changes since the last call, in O(slots of these workers)."""
+        """Return the changes since the last call, in O(slots of these workers).
+
+        ``workers`` are the shown workers by id; ``now`` is in seconds.
+        """
         news = News()
         for worker_id, occupancy in self._before.items():
             self._leave(worker_id, occupancy, workers.get(worker_id, LOST), now, news)
@@ -213,7 +222,7 @@ _KEPT_S = 60.0
 
 
 class Lanes:
-    """Workers whose slots a page shows, each in a lane that stays the same.
+    """Workers whose slots a page shows, each in a lane (its area on the page) that stays the same.
 
     ``chosen`` are the workers that the page names; None chooses connected ones automatically.
     """

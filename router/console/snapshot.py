@@ -1,7 +1,7 @@
 """Snapshot of the cluster as a router knows it, in sections of bounded size. Pure.
 
 Each section is a JSON value that is the same for all viewers who may see it. Values that only the
-leader knows are from its last report to the ledger, so that any replica can show them.
+leader knows are from its last report to the ledger, so that any router can show them.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ class Snapshot:
         return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
 
     def tenants(self, tenant: str | None) -> list[Json]:
-        """Return the queue by tenant and class, of one tenant, or of all if ``tenant`` is None.
+        """Return the queued requests by tenant and class, as one JSON object for each pair.
 
-        The estimated wait is that of the class.
+        ``tenant`` selects one tenant; None means all. The estimated wait is that of the class.
         """
         load = self._fresh_load
         queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()

@@ -14,7 +14,7 @@ from router.console.snapshot import Snapshot
 
 
 class Viewer:
-    """Page that receives the feed.
+    """Page that receives the console's event stream.
 
     The permissions of ``caller`` may change between frames. ``lanes`` are the workers whose slots
     the page shows.

@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
-    """Return a worker's row; ``view`` is the leader's, None if another router leads."""
+    """Return a worker's row; ``view`` is the leader's view of it, None if another router leads."""
     info, state = link.info, link.state
     # A lost worker has no load, whatever it last reported.
     alive = int(link.is_up)
@@ -105,9 +105,10 @@ def occupancy(link: Link) -> Occupancy:
 
 
 def names(rows: Sequence[Row]) -> Json:
-    """Return the first worker's id and the number of workers of each cell.
+    """Return the first worker's id and the number of workers of each cell, as a JSON object.
 
-    If no cell has more than one worker, their addresses and ranks are included.
+    A cell shows one worker or, if there are more than MOST_CELLS, several of them. If no cell has
+    more than one worker, their addresses and ranks are included.
     """
     grouped = _grouped(rows)
     named: Json = {
@@ -123,7 +124,10 @@ def names(rows: Sequence[Row]) -> Json:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str | int]]:
-    """Return state, slots, sequences, KV percentages and tokens per second of each cell."""
+    """Return state, slots, sequences, KV percentages and tokens per second of each cell.
+
+    Sequences are running and waiting ones; the percentages are of used and of cached blocks.
+    """
     return [_cell(cell) for cell in _grouped(rows)]
 
 

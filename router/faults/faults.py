@@ -45,10 +45,11 @@ _PEERS = {
 
 
 def check_fault(fault: pb.Fault, target: Part, peer: Part | None, num_ranks: int = 1) -> None:
-    """Check a fault for a target with ``num_ranks`` ranks.
+    """Check that a fault can be injected into a target with ``num_ranks`` ranks.
 
-    ``peer`` is what the target is partitioned from; None: everything. Raises InvalidRequest,
-    OutOfRange.
+    ``peer`` is the kind of the peer that the target is partitioned from, or None for all peers.
+    Raises OutOfRange for a number that is too small or too large, and InvalidRequest for a fault
+    that the target cannot have.
     """
     if fault.kind not in pb.FaultKind.values() or not fault.kind:
         raise InvalidRequest("a fault must be one of kill, pause, partition and slow")

@@ -3,8 +3,9 @@
     a client -> inject, at any router -> the worker, over its session
                                       -> strike, at each router that the fault concerns
 
-``strike`` kills or pauses its router or the ledger's server, delays or fails the router's calls to
-the ledger, and holds its messages to and from workers.
+``inject`` handles the call of a client. ``strike`` applies a fault in its own router: it kills or
+pauses the router or the ledger's server, delays or fails the router's calls to the ledger, and
+holds its messages to and from workers.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ _TELL_TIMEOUT_S = 5.0
 
 @runtime_checkable
 class Disturbable(Protocol):
-    """Ledger with a server of its own, to which faults apply."""
+    """Ledger with a server of its own, which faults can disturb."""
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """Delay the calls of this process in the next ``seconds`` by ``delay_s``.
+        """Delay the calls of this process to the ledger by ``delay_s``, for the next ``seconds``.
 
-        If ``delay_s`` is infinite, they fail.
+        If ``delay_s`` is infinite, the calls fail.
         """
         ...
 
     async def process_id(self) -> int:
-        """Return the server's process id.
+        """Return the process id of the ledger's server.
 
-        Raises InvalidRequest if it does not run on this machine.
+        Raises InvalidRequest if the server does not run on this machine.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Target of a fault, by its full name.
+    """Target or peer of a fault, by its full name.
 
     ``address`` is that of a router, empty for this one; ``num_ranks`` is that of a worker.
     """
@@ -80,6 +81,8 @@ class _Named:
 
 
 class Chaos:
+    """Fault injection at one router."""
+
     def __init__(
         self,
         config: RouterConfig,
@@ -102,8 +105,10 @@ class Chaos:
     async def inject(self, fault: pb.Fault) -> str:
         """Inject the fault, and return the full name of its target.
 
-        Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker, Unreachable, and
-        LedgerUnavailable if the ledger cannot be queried for its process.
+        Raises ChaosForbidden if the cluster was started without chaos, UnknownWorker if the target
+        or peer is not connected, and InvalidRequest or OutOfRange as ``check_fault`` does. Raises
+        Unreachable if the fault's routers cannot be reached, and LedgerUnavailable if the ledger
+        cannot be queried for its process.
         """
         self._check_allowed()
         target = await self._find(fault.target)
@@ -118,9 +123,11 @@ class Chaos:
         return target.name
 
     async def strike(self, fault: pb.Fault) -> None:
-        """Apply this router's part of a fault.
+        """Apply this router's part of a fault, whose target and peer are full names.
 
-        Target and peer are full names. Raises ChaosForbidden, InvalidRequest, LedgerUnavailable.
+        Raises ChaosForbidden if the cluster was started without chaos, and InvalidRequest if the
+        fault is for a ledger that has no server, or none on this machine. Raises LedgerUnavailable
+        if the ledger cannot be queried for its process.
         """
         self._check_allowed()
         match fault.kind:
@@ -166,7 +173,7 @@ class Chaos:
         return _Named(Part.ROUTER, found, address=routers[found])
 
     async def _routers(self) -> dict[str, str]:
-        """Return internal addresses by router id, empty for this one.
+        """Return the internal addresses of all routers by id; this router's address is empty.
 
         While the ledger is unavailable, no other router is known.
         """
@@ -189,7 +196,7 @@ class Chaos:
         return (await self._routers()).values()
 
     async def _tell(self, addresses: Collection[str], fault: pb.Fault) -> None:
-        """Send a fault to the routers at ``addresses``.
+        """Send a fault to the routers at ``addresses``; the empty address is this router's.
 
         Raises the first error if no router applies it; otherwise errors are only logged.
         """

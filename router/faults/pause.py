@@ -1,7 +1,7 @@
 """Program that pauses a process for a while: pause.py PID SECONDS.
 
-It is a separate program because a stopped process cannot continue by itself. If the kernel has
-process descriptors (Linux), it ends early when the process does.
+The pause is made by a separate program because a stopped process cannot continue by itself. On a
+kernel with process descriptors (Linux), this program ends early if the paused process ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Router's stream to the leader: sends queued and running requests, and receives dispatches.
+"""Stream from a router to the leader: sends queued and running requests, receives dispatches.
 
 The leader may be this replica or another one, and may change. On each new stream the router first
 sends all its requests. While there is no leader, requests stay queued.
@@ -32,14 +32,17 @@ _DEAD_S = 2.0
 
 
 class Gateway(Protocol):
-    """Requests of a router, as the leader sees them, and receiver of the leader's messages."""
+    """Owner of a router's requests, which the client reports to the leader.
+
+    It also handles the leader's messages.
+    """
 
     def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
-        """Yield the queued requests in this order, except those that leave during the iteration."""
+        """Yield the queued requests in ``order``, except those that leave during the iteration."""
         ...
 
     def running(self) -> Iterable[session_pb2.Running]:
-        """Return all requests that workers have."""
+        """Return messages about all requests that are at workers."""
         ...
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
@@ -53,7 +56,7 @@ class Gateway(Protocol):
         ...
 
     def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """Update the estimate by which new requests are rejected early."""
+        """Replace the queue estimate, by which new requests are rejected early."""
         ...
 
     def adopt_soon(self, request_id: str) -> None: ...
@@ -88,17 +91,20 @@ class LeaderClient:
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
-        """Set the router's requests. Call it once, before the first ``follow``."""
+        """Set the owner of the router's requests. Call it once, before the first ``follow``."""
         self._gateway = gateway
 
     @property
     def is_open(self) -> bool:
-        """Return whether a stream to a leader is open and was not silent for too long."""
+        """Return whether there is a stream to a leader that has sent a message recently."""
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no leader is connected, or it has been silent for a while."""
+        """Return whether there is no such stream, or the leader's last message is somewhat old.
+
+        The limit is shorter than that of ``is_open``.
+        """
         return not self.is_open or self._silence_s > _QUIET_S
 
     @property
@@ -108,10 +114,10 @@ class LeaderClient:
     # requests and reports to the leader
 
     def reserve(self, request: Arriving) -> Reservation | None:
-        """Reserve a worker for a request that would leave the queue at once.
+        """Reserve a worker for a request that would not have to queue.
 
         ``request`` returns the request's message for its arrival in ledger time. Return None if the
-        request has to queue, which is always so if another router leads.
+        request has to queue, as it always has if another router leads.
         """
         if self._telling is None or self._telling:
             return None
@@ -123,7 +129,7 @@ class LeaderClient:
             self._changed.set()
 
     def withdraw(self, request_id: str) -> None:
-        """Remove a request from the queue, or release its worker."""
+        """Remove a request that has ended from the leader's queue, or from its worker there."""
         if self._telling is not None:
             self._telling.withdraw(request_id)
             self._changed.set()
@@ -146,25 +152,34 @@ class LeaderClient:
             self._changed.set()
 
     def report_finished(self, tpot_ratio: float) -> None:
-        """Report the measured over the predicted time per output token of a finished request."""
+        """Report, for a finished request, measured / predicted time per output token."""
         if self._telling is not None:
             self._tpot_ratios.append(tpot_ratio)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """Report a starting worker. The worker repeats its report, so later leaders receive it."""
+        """Report a starting worker to the leader.
+
+        The worker repeats its report, so later leaders receive it, too.
+        """
         if self._telling is not None:
             self._starts.append(start)
             self._changed.set()
 
     def demand(self, demand: session_pb2.WorkerDemand) -> None:
-        """Set the cluster's demand for workers, which is sent to this leader and to later ones."""
+        """Set the number of workers that the cluster is to have, and why some are missing.
+
+        It is sent to this leader and to later ones.
+        """
         if demand != self._demand:
             self._demand.CopyFrom(demand)
             self._is_demand_due = True
             self._changed.set()
 
     def report_generation(self, generation: str) -> None:
-        """Report that this router has re-sent its state to the ledger of this generation."""
+        """Report that this router has re-sent its state to the ledger's generation ``generation``.
+
+        The generation changes when the ledger may have lost data.
+        """
         self._generation = generation
         if self._telling is not None:
             self._telling.assert_generation(generation)
@@ -173,9 +188,9 @@ class LeaderClient:
     # connection
 
     async def follow(self, leader: str, address: str) -> None:
-        """Connect to this leader, unless already connected to it.
+        """Connect to this leader, unless connected already; if ``leader`` is empty, disconnect.
 
-        If ``leader`` is empty, only disconnect.
+        ``leader`` is the id of a router, ``address`` its internal address.
         """
         if (leader, address) == self._followed and self.is_open:
             return
@@ -193,7 +208,7 @@ class LeaderClient:
             self._task = None
 
     async def _speak(self, address: str) -> None:
-        """Run the stream to the leader at ``address``; empty: the leader is this replica.
+        """Run the stream to the leader at ``address``; an empty address is that of this replica.
 
         An error ends the stream, and the next heartbeat opens another one.
         """
@@ -264,7 +279,7 @@ class LeaderClient:
     # messages from the leader
 
     async def _listen(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
-        """Handle messages until the leader resigns or the stream breaks.
+        """Handle the leader's messages until it resigns or the stream ends.
 
         Then wake the heartbeat, which finds the next leader.
         """

@@ -64,7 +64,7 @@ Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Worker that is reserved for a request before the ledger has the request.
+    """Worker that is reserved for a request that is not in the ledger yet.
 
     The holder calls exactly one of ``begun`` and ``cancel``.
     """
@@ -83,21 +83,22 @@ class Reservation:
         )
 
     def begun(self) -> bool:
-        """Record that the ledger dispatched the request.
+        """Record that the ledger has dispatched the request to the worker.
 
-        Return whether the leader state that made the reservation is still in use.
+        Return False if the leader has lost or renewed its leadership since the reservation.
         """
         return self.leader.settle_reservation(self, has_begun=True)
 
     def cancel(self) -> None:
-        """Record that the request was not dispatched."""
+        """Release the worker, because the ledger did not dispatch the request."""
         self.leader.settle_reservation(self, has_begun=False)
 
 
 class Leader:
-    """Leader loop of a replica.
+    """Leader loop of a router replica, which acts only while the replica leads.
 
-    ``weight_of`` returns a tenant's weight; if it is None, tenants are not distinguished.
+    ``weight_of`` returns a tenant's fair-share weight; if it is None, tenants are not
+    distinguished.
     """
 
     def __init__(
@@ -147,20 +148,20 @@ class Leader:
 
     @property
     def running(self) -> int:
-        """Number of requests that workers have; 0 if another replica leads."""
+        """Number of the cluster's requests that are at workers; 0 if another replica leads."""
         return self._leader_state.running if self._leader_state else 0
 
     @property
     def views(self) -> Mapping[str, WorkerView]:
-        """Views of the workers that are up, by worker id."""
+        """Views of the workers that are connected, by worker id."""
         return self._placement.workers
 
     def view(self, worker_id: str) -> WorkerView | None:
-        """Return the view of a worker; None if it is not up."""
+        """Return the view of a worker; None if it is not connected."""
         return self.views.get(worker_id)
 
     async def run(self) -> None:
-        """Campaign, dispatch and sweep until cancelled; then release the lease."""
+        """Compete for the lease, dispatch and sweep until cancelled; then release the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
@@ -179,7 +180,7 @@ class Leader:
         await self._lease.stand_back()
 
     def on_heartbeat(self, membership: Membership) -> None:
-        """Update the ledger's clock, leader and generation after this replica's heartbeat."""
+        """Apply the ledger's answer to a heartbeat: its clock, its leader and its generation."""
         self._ledger_ahead = membership.now - now()
         if not membership.leader:
             self._lease.hurry()
@@ -235,7 +236,10 @@ class Leader:
     # changes by operators
 
     def apply_rules(self, rules: Rules) -> None:
-        """Set the rules of the queue; a task of the loop then applies them to queued requests."""
+        """Set the rules of the queue, such as its order.
+
+        A background task applies them to the requests that are queued already.
+        """
         self.rules = rules
         self._placement.tpot_target = rules.tpot_target
         self._ruled.set()
@@ -256,7 +260,10 @@ class Leader:
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a gateway's stream until it ends or this replica no longer leads."""
+        """Serve a gateway's stream: handle ``messages``, and yield the messages for the gateway.
+
+        It ends with the stream, or when this replica no longer leads.
+        """
         if not self.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
             return
@@ -287,9 +294,10 @@ class Leader:
         self._wake.set()
 
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
-        """Reserve a worker for a new request of this replica's own router.
+        """Reserve a worker for a new request of this replica's own router, ``gateway``.
 
-        The ledger does not have the request yet. Return None if the request has to queue.
+        The ledger does not have the request yet. ``request`` returns its message for its arrival in
+        ledger time. Return None if the request has to queue, or another replica leads.
         """
         leader_state = self._leader_state
         if leader_state is None or gateway not in self._lines.gateways or not self._may_act():
@@ -303,7 +311,10 @@ class Leader:
         return Reservation(self, leader_state, placed, dispatch)
 
     def settle_reservation(self, reservation: Reservation, *, has_begun: bool) -> bool:
-        """Confirm or cancel a reservation; return whether its leader state is still in use."""
+        """Confirm a reservation if ``has_begun``, otherwise release its worker.
+
+        Return whether the replica still leads as it did when it made the reservation.
+        """
         leader_state, placed = reservation.leader_state, reservation.placed
         if has_begun:
             leader_state.confirm_reservation(placed, placed.waiting.gateway)
@@ -368,8 +379,9 @@ class Leader:
     def _may_act(self) -> bool:
         """Return whether this replica may dispatch and move requests.
 
-        It must lead, the ledger must have confirmed its term, and all gateways must have re-sent
-        their state to the ledger's current generation.
+        It must lead, and the ledger must have confirmed its term. All gateways must have re-sent
+        their state to the ledger's present generation, which changes when the ledger may have lost
+        data.
         """
         return (
             self._leader_state is not None
@@ -486,7 +498,7 @@ class Leader:
         )
 
     async def _tick(self, tasks: asyncio.TaskGroup) -> None:
-        """Periodically expire claims, and send estimates to gateways and load to the autoscaler."""
+        """Periodically expire reservations, send estimates to gateways, and report the load."""
         while True:
             await asyncio.sleep(TICK_S)
             self._placement.expire(now())
@@ -561,8 +573,9 @@ def dispatched(
 ) -> session_pb2.Dispatched:
     """Return the message that notifies a router of the dispatch of its request.
 
-    ``bypassed`` counts requests that arrived later and left the queue earlier. Predictions are in
-    seconds, None if unknown. ``queue_wait`` is None if the request never entered the queue.
+    ``bypassed`` is the number of requests that arrived later and left the queue earlier.
+    Predictions are in seconds, None if unknown. ``queue_wait`` is None if the request never entered
+    the queue.
     """
     return session_pb2.Dispatched(
         request_id=entry.request_id,

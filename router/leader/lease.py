@@ -24,7 +24,7 @@ log = logs.get_logger(__name__)
 
 
 class Lease:
-    """Lease of the leader; ``began`` is called when this router acquires it, ``ended`` on loss."""
+    """Leader's lease; ``began`` is called when this router acquires it, ``ended`` on its loss."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Lease:
         self.is_confirmed = False
 
     async def campaign(self) -> None:
-        """Campaign for the lease, and renew it, until cancelled."""
+        """Try to acquire the lease, and renew it while it is held, until cancelled."""
         while True:
             async with self._asking:
                 if (moment := now()) >= self._stands_back_until:
@@ -91,7 +91,7 @@ class Lease:
         )
 
     def lose(self) -> None:
-        """Stop leading, if this replica leads, and choose a fresh term for the next attempt."""
+        """Stop leading, if this replica leads, and choose a new term for the next attempt."""
         if self.is_held:
             log.warning("leadership lost", router_id=self._router_id)
             self.is_held = self.is_confirmed = False
@@ -116,7 +116,7 @@ class Lease:
 
 
 def _fresh_term() -> int:
-    """Return a new term.
+    """Return a new random term.
 
     The caller requests the same term until it is granted. If the answer to a granted request was
     lost, another term would be refused until the lease expires.

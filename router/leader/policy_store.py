@@ -1,4 +1,4 @@
-"""Runtime policy of queue and engines: the configuration with the changes that operators made."""
+"""Runtime policy of queue and engines: the configured settings and the changes by operators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = (*ROUTER_SETTINGS, *_ENGINE_SETTINGS)
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of all engines that operators may change."""
+    """Settings of all engines that operators may change at run time."""
 
     #: batching policy (worker.scheduling.policy); default: the one that each worker started with
     engine_policy: Literal["default", EnginePolicy] = DEFAULT
@@ -48,7 +48,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """Settings in effect; each of SETTINGS is a field of ``router`` or of ``engines``."""
+    """Settings in effect: router settings and engine settings.
+
+    ``ruling[name]`` is the value of a setting; each of SETTINGS is a field of ``router`` or of
+    ``engines``.
+    """
 
     router: RouterConfig
     engines: EngineSettings = EngineSettings()
@@ -57,27 +61,30 @@ class Ruling:
         return getattr(self.engines if name in _ENGINE_SETTINGS else self.router, name)
 
     def but_for(self, name: str, text: str) -> Ruling:
-        """Return a copy with the value in ``text`` for a setting. Raises SettingsError."""
+        """Return a copy in which the setting ``name`` has the value that ``text`` states.
+
+        Raises SettingsError for an unknown name or an invalid value.
+        """
         if name in _ENGINE_SETTINGS:
             return replace(self, engines=_with(self.engines, name, text))
         return replace(self, router=_with(self.router, name, text))
 
 
 class Subject(Protocol):
-    """Receiver of changed rules. Must not block."""
+    """Receiver of changed queue rules; its method must not block."""
 
     def apply_rules(self, rules: Rules) -> None: ...
 
 
 class Engines(Protocol):
-    """Engines of all workers. Must not block."""
+    """Receiver of a changed engine policy, for all workers; its method must not block."""
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Settings in effect; ``overridden`` names those that operators set."""
+    """Settings in effect by name; ``overridden`` has the names of those that operators set."""
 
     values: Mapping[str, Any]
     overridden: Collection[str]
@@ -104,7 +111,7 @@ class RuntimePolicy:
 
     @property
     def engine_policy(self) -> session_pb2.EnginePolicy:
-        """Message that sets the engine policy; workers may not know a new policy."""
+        """Message that sets the engine policy; older workers may not know the policy."""
         name = self._policy.values.get("engine_policy", DEFAULT)
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)
 
@@ -117,14 +124,14 @@ class RuntimePolicy:
         return self._ruling.router.order
 
     def configure(self, config: RouterConfig) -> None:
-        """Apply another configuration; the settings that operators set stay in effect."""
+        """Replace the configured settings; those that operators set stay in effect."""
         self._configured = Ruling(config)
         self._put_in_force(self._policy)
 
     async def keep_up(self, version: int) -> None:
-        """Apply the ledger's policy if its ``version`` is newer; restore it there if it is older.
+        """Apply the ledger's policy if its ``version`` is newer; restore it if it is older.
 
-        It is older after the ledger's server lost a change. Raises LedgerUnavailable.
+        It is older if the ledger's server has lost a change. Raises LedgerUnavailable.
         """
         if version > self._policy.version:
             self._take(await self._ledger.policy())
@@ -132,10 +139,10 @@ class RuntimePolicy:
             self._take(await self._ledger.restore_policy(self._policy))
 
     async def set(self, changes: Mapping[str, Any]) -> Holding:
-        """Change settings for all routers, and return the settings in effect then.
+        """Change settings for all routers; return the settings that are then in effect.
 
-        ``changes`` holds values by names of SETTINGS; None returns to the configured value. Raises
-        SettingsError, LedgerUnavailable.
+        ``changes`` has values by names of SETTINGS; None resets a setting to its configured value.
+        Raises SettingsError, LedgerUnavailable.
         """
         texts = {name: _text(value) for name, value in changes.items()}
         for name, text in texts.items():

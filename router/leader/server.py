@@ -14,7 +14,7 @@ Send: TypeAlias = Callable[[session_pb2.LeaderMessage], None]
 
 
 class Listener(Protocol):
-    """Receiver of gateways' messages. Must not block."""
+    """Receiver of gateways' messages; its methods must not block."""
 
     def connected(self, gateway: str) -> None: ...
 
@@ -34,20 +34,26 @@ class LeaderServer:
         return list(self._sends)
 
     def send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
-        """Send a message to a gateway; the requests of a disconnected one are left to the sweep."""
+        """Send a message to a gateway; ignored if the gateway is not connected.
+
+        The sweep finds the requests of a disconnected gateway.
+        """
         send = self._sends.get(gateway)
         if send is not None:
             send(message)
 
     def hang_up(self) -> None:
-        """Tell every gateway to look for the next leader, and disconnect it."""
+        """Disconnect every gateway with the message that it must find the next leader."""
         for gateway in self.gateways:
             self.redirect(gateway)
 
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a gateway's stream, from its first message until either end closes it."""
+        """Serve a gateway's stream: handle ``messages``, and yield the messages for the gateway.
+
+        It ends when either side closes the stream.
+        """
         first = await anext(messages, session_pb2.GatewayMessage())
         gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())
         if not gateway:
@@ -87,7 +93,10 @@ class LeaderServer:
             await asyncio.sleep(0)
 
     def connect(self, gateway: str, send: Send) -> None:
-        """Register a gateway's stream in place of an older one; ``send`` must not block."""
+        """Register a gateway's stream in place of an older one.
+
+        ``send`` puts a message on the stream; it must not block.
+        """
         self.redirect(gateway)
         self._sends[gateway] = send
         self._listener.connected(gateway)
@@ -97,9 +106,9 @@ class LeaderServer:
             self._forget(gateway)
 
     def redirect(self, gateway: str) -> None:
-        """Tell a gateway to look for the leader again, and disconnect it.
+        """Disconnect a gateway with the message that it must find the leader again.
 
-        That leader may be this one.
+        The leader may be the same one.
         """
         self.send(gateway, session_pb2.LeaderMessage(resigned=True))
         self._forget(gateway)

@@ -1,4 +1,7 @@
-"""Sweep: the leader finds requests of dead gateways in the ledger and assigns them to live ones."""
+"""Sweep: the leader finds requests of dead gateways in the ledger and assigns them to live ones.
+
+A gateway is a router in its role as the owner of requests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _ADOPTION_S = 5.0
 
 
 class Sweep:
-    """Periodic sweep of a leader for orphaned requests.
+    """Periodic search of a leader for requests whose gateway is dead.
 
     ``heirs`` returns the connected gateways, or none while nothing may be assigned; ``tell`` sends
     a message to one of them. ``bury`` disconnects a gateway whose lease has expired.
@@ -45,14 +48,14 @@ class Sweep:
         self._after = 0.0
 
     async def run(self) -> None:
-        """Sweep after each heartbeat interval, until cancelled."""
+        """Search after each heartbeat interval, until cancelled."""
         while True:
             await asyncio.sleep(self._config.heartbeat)
             if now() > self._after and self._heirs():
                 await self._sweep()
 
     def hold_off(self) -> None:
-        """Sweep no earlier than one lease from now, so that live gateways can renew theirs first.
+        """Wait for one lease from now on, so that live gateways can renew theirs first.
 
         They could not renew them while the ledger was unavailable.
         """
@@ -70,9 +73,10 @@ class Sweep:
         self._give_away(orphans, now())
 
     def _bury_all_but(self, living: Container[str]) -> None:
-        """Disconnect gateways without a lease, which removes their queued requests.
+        """Disconnect the gateways that are not in ``living``, because they have no lease.
 
-        A frozen router still has a stream, and its requests would take capacity of workers.
+        This removes their requests from the queue. A frozen router still has a stream, and its
+        requests would take capacity of workers.
         """
         for gateway in self._heirs():
             if gateway not in living:

@@ -1,13 +1,14 @@
 """The ledger: the durable record of every request, and of the members of the cluster.
 
-Every method is one atomic move: it checks the state and the caller, changes the ledger, and returns
-the result. Repeating a call with the same arguments, because its reply was lost, changes nothing
-more and returns the same. The ledger uses its own clock: callers pass durations, never points in
-time. Only routers call this.
+Every method is one atomic operation: it checks the state and the caller, changes the ledger, and
+returns the result. If a reply was lost, the call may be repeated: with the same arguments it
+changes nothing more and returns the same. The ledger uses its own clock: callers pass durations,
+never points in time. Only routers call this.
 
-Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write; the move
-may have happened or not, and may be repeated. ``open`` and ``charge`` raise LedgerFull, and store
-nothing, if there is no memory for it. Other moves that need memory raise LedgerUnavailable.
+Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write. The
+operation may then have happened or not, and may be repeated. ``open`` and ``charge`` raise
+LedgerFull, and store nothing, if the ledger's memory does not suffice. Other operations that need
+memory then raise LedgerUnavailable.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Opened:
 class Membership:
     """State of the cluster and of the ledger's servers as of ``now`` (ledger time in seconds).
 
-    Without a leader, ``leader`` and ``leader_address`` are empty and ``term`` is 0.
-    ``workers_version`` changes with the worker table, ``policy_version`` with the policy (0: never
-    set). ``generation`` changes with each restart or failover of a server, which may have lost
-    acknowledged writes. ``memory_used`` is the used share of the fullest server's memory limit, 0
-    without a limit. ``unfit`` is the reason why a router would refuse to use this ledger now; empty
-    if there is none.
+    ``term`` is a random number that identifies the present leadership. Without a leader, ``leader``
+    and ``leader_address`` are empty and ``term`` is 0. ``workers_version`` changes with the worker
+    table, ``policy_version`` with the policy (0: never set). ``generation`` changes with each
+    restart or failover of a server, which may have lost acknowledged writes. ``memory_used`` is the
+    used share of the fullest server's memory limit, 0 without a limit. ``unfit`` is the reason why
+    a router would refuse to use this ledger now; empty if there is none.
     """
 
     now: float
@@ -74,7 +75,7 @@ class Membership:
 class ClusterPolicy:
     """Settings of the queue and the engines that operators set at run time, as text by name.
 
-    A larger ``version`` is newer; 0 means that no setting was ever set.
+    A larger ``version`` is newer; it is 0 if no setting was ever set.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class ClusterPolicy:
 
 
 class Position(NamedTuple):
-    """Position of a request in a listing, which is sorted by descending position.
+    """Place of a request in a listing: its arrival, then its id; a listing descends in both.
 
     ``arrived`` is ledger time in seconds, to the microsecond.
     """
@@ -93,7 +94,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Page of a listing; the next page begins after ``last``, which is None on the last page."""
+    """Page of a listing of requests.
+
+    ``last`` is the position after which the next page begins; it is None on the last page.
+    """
 
     entries: tuple[Entry, ...]
     last: Position | None
@@ -127,11 +131,14 @@ class AccessRecords:
 
 
 class StaleTerm(Exception):
-    """Error of a dispatch by a leader whose term has ended; that leader must stop dispatching."""
+    """Raised if a leader whose term has ended dispatches a request; it must stop dispatching."""
 
 
 class NotQueued(Exception):
-    """The request is not queued; ``entry`` is its current entry, or None if it does not exist."""
+    """Raised if a request to be dispatched is not queued.
+
+    ``entry`` is its current entry, or None if the request does not exist.
+    """
 
     def __init__(self, entry: Entry | None) -> None:
         super().__init__(entry.state.value if entry else "gone")
@@ -139,9 +146,9 @@ class NotQueued(Exception):
 
 
 def check_nonce(value: int) -> int:
-    """Return ``value`` if it is a valid epoch or term. Raises ValueError otherwise.
+    """Return ``value`` if it is a valid epoch or term, from 1 to 2**64 - 1; 0 stands for none.
 
-    Valid are 1 to 2**64 - 1; 0 stands for none.
+    Raises ValueError otherwise.
     """
     if not 0 < value < 1 << 64:
         raise ValueError("an epoch or term must be from 1 to 2**64 - 1")
@@ -149,7 +156,10 @@ def check_nonce(value: int) -> int:
 
 
 def check_end(state: State) -> State:
-    """Return ``state`` if ``end_request`` may set it. Raises ValueError otherwise."""
+    """Return ``state`` if ``end_request`` may set it (FAILED, CANCELLED, EXPIRED).
+
+    Raises ValueError otherwise.
+    """
     if state not in Move.END.targets:
         raise ValueError(f"nothing is ended as {state.value}")
     return state
@@ -163,7 +173,10 @@ def check_listed(limit: int) -> int:
 
 
 def check_told(stored: Stored) -> Stored:
-    """Return ``stored`` if it is a valid argument of ``reassert``. Raises ValueError otherwise."""
+    """Return ``stored`` if it is a consistent argument for ``Ledger.reassert``.
+
+    Raises ValueError otherwise.
+    """
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):
         raise ValueError(f"a request that is {entry.state.value} under epoch {entry.epoch}")
@@ -191,27 +204,30 @@ class Ledger(Protocol):
         timeout_s: float | None = None,
         dispatch: Dispatch | None = None,
     ) -> Opened:
-        """Create a request as QUEUED, owned by ``gateway``, or RUNNING with a ``dispatch``.
+        """Create a request owned by ``gateway``: QUEUED, or RUNNING if ``dispatch`` is in effect.
 
-        A ``dispatch`` is ignored unless its term is the leader's. The stored deadline is ledger
-        time plus ``timeout_s``, None without it; the deadline in ``request`` is ignored. Raises
-        RequestConflict if the id exists with another body hash, LedgerFull.
+        A ``dispatch`` is ignored unless its term is the present leader's. The stored deadline is
+        ledger time plus ``timeout_s``, or None without a timeout; the deadline in ``request`` is
+        ignored. If the id exists with the same body, its entry is returned unchanged. Raises
+        RequestConflict if it exists with another body, LedgerFull.
         """
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
-        """Move a request from QUEUED to RUNNING at ``worker``, under a new random ``epoch``.
+        """Move a request from QUEUED to RUNNING at ``worker``; return its entry.
 
-        A call with the epoch under which the request runs returns the entry, whatever the term.
-        Otherwise raises StaleTerm if ``term`` is not the leader's, NotQueued in another state.
+        ``epoch`` is a new random number that identifies this attempt. If the request already runs
+        under this epoch, its entry is returned, whatever the term. Otherwise raises StaleTerm if
+        ``term`` is not the present leader's, and NotQueued if the request is not QUEUED.
         """
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Store tokens and log probabilities; the end of the last choice moves RUNNING to FINISHED.
+        """Store new tokens and log probabilities; return one result per item.
 
-        Returns one result per item. All items take one round trip. Tokens that are already stored
-        are skipped. A refused item changes nothing and does not affect the others.
+        The end of a request's last choice moves it from RUNNING to FINISHED. All items take one
+        round trip. Tokens that are already stored are skipped. A refused item changes nothing and
+        does not affect the others.
         """
         ...
 
@@ -227,27 +243,27 @@ class Ledger(Protocol):
     ) -> Entry:
         """Move a request from RUNNING to QUEUED and return its entry.
 
-        ``loss`` is the cause, in words, if its worker was lost; the loss is then counted, and at
-        ``max_losses`` the request becomes FAILED (attempts_exhausted) instead. ``tally`` is stored,
-        and so is ``explanation`` unless it is empty. Nothing changes if ``epoch`` is not current.
-        Raises UnknownRequest.
+        ``loss`` is the cause, in words, if its worker was lost, else None. A loss is counted, and
+        at ``max_losses`` the request becomes FAILED (attempts_exhausted) instead. ``tally`` is
+        stored, and so is ``explanation`` unless it is empty. If ``epoch`` is not the current one,
+        nothing changes. Raises UnknownRequest.
         """
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
-        """Move an unfinished request of ``owner`` to QUEUED, owned by ``gateway``.
+        """Move an unfinished request from ``owner`` to ``gateway``, as QUEUED; return it.
 
-        A running attempt is fenced off. A request that is final, or not owned by ``owner``, is
-        returned unchanged: the caller owns the request only if the entry's gateway is ``gateway``.
-        Raises UnknownRequest.
+        Appends of a running attempt are refused from then on. A request that is final, or not owned
+        by ``owner``, is returned unchanged: the caller owns the request only if the entry's gateway
+        is ``gateway``. Raises UnknownRequest.
         """
         ...
 
     async def discard(self, request_id: str, owner: str) -> Entry | None:
-        """Delete a QUEUED request of ``owner``, so that its id may be opened again.
+        """Delete a QUEUED request of ``owner``, so that its id may be opened again; return None.
 
-        Returns None if the request no longer exists, or never did. Returns the entry, unchanged, if
-        the request is not QUEUED or not owned by ``owner``.
+        The result is None, too, if the request does not exist. If it is not QUEUED or not owned by
+        ``owner``, nothing changes, and its entry is returned.
         """
         ...
 
@@ -260,42 +276,44 @@ class Ledger(Protocol):
         owner: str | None = None,
         explanation: bytes = b"",
     ) -> Entry:
-        """Move an unfinished request to ``state`` (FAILED, CANCELLED or EXPIRED) with an error.
+        """End an unfinished request in ``state`` (FAILED, CANCELLED or EXPIRED); return its entry.
 
-        Returns the entry. A request that is final, or not owned by a given ``owner``, is returned
-        unchanged. Otherwise ``explanation`` is stored unless it is empty. Raises UnknownRequest,
-        ValueError for another state.
+        ``slug`` and ``message`` are stored as its error, and ``explanation`` is stored unless it is
+        empty. A request that is final, or not owned by a given ``owner``, is returned unchanged.
+        Raises UnknownRequest, and ValueError for another state.
         """
         ...
 
     async def explain(self, explained: Sequence[Explained]) -> None:
-        """Replace the explanations that were stored when the requests ended.
+        """Replace the explanations of final requests, which were stored when the requests ended.
 
-        An item is ignored if its request is unknown, not final, owned by another gateway, or
-        another request with the same id. All items take one round trip.
+        An item is ignored if its request is unknown or not final, has another owner, or is another
+        request with the same id. All items take one round trip.
         """
         ...
 
     async def erase(self, request_id: str) -> Entry | None:
-        """Erase a final request with prompt, outputs and events; its id may be opened again.
+        """Delete a final request with prompt, outputs and events; its id may be opened again.
 
-        Returns None, or the entry of a request that is not final and stays. Raises UnknownRequest.
+        Returns None. If the request is not final, nothing changes, and its entry is returned.
+        Raises UnknownRequest.
         """
         ...
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        """Restore a request from its router's copy in a ledger that may have lost parts of it.
+        """Restore a request from its gateway's copy in a ledger that may have lost parts of it.
 
-        ``stored`` has the request, state, epoch, owner, ends, and every choice from offset 0. A
-        missing request is created, and missing tokens and ends are added. State, owner, arrival and
-        deadline are taken from ``stored`` if it has more moves than the ledger. If the last choice
-        thereby ends, the request is finished. An erased request stays erased. Returns the result
-        and the entry after it. Raises ValueError for an invalid ``stored``.
+        ``stored`` is the copy: the request, its entry, and every choice from offset 0. A missing
+        request is created, and missing tokens and ends of choices are added. State, owner, arrival
+        and deadline are taken from the copy if it has made more moves than the ledger's entry (see
+        entry.py). If the last choice thereby ends, the request is finished. An erased request stays
+        erased. Returns the result, and the entry after it. Raises ValueError for an inconsistent
+        ``stored``.
         """
         ...
 
     async def events(self, request_id: str) -> tuple[Event, ...]:
-        """Return the events of a request, oldest first; only the last MAX_EVENTS are kept.
+        """Return the last MAX_EVENTS events of a request, oldest first.
 
         Raises UnknownRequest.
         """
@@ -304,16 +322,17 @@ class Ledger(Protocol):
     async def get(self, request_id: str) -> Entry:
         """Return the request's entry.
 
-        Raises UnknownRequest; ForgottenRequest for ``retention`` seconds after ``erase``.
+        Raises UnknownRequest. For ``retention`` seconds after ``erase`` it raises ForgottenRequest
+        instead.
         """
         ...
 
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
-        """Return a request with the tokens of each choice from its offset on.
+        """Return a request with the tokens of each choice from an offset on.
 
-        ``offsets`` are by choice; an omitted one is 0. Raises UnknownRequest and ForgottenRequest
-        as ``get`` does; OffsetOutOfRange for an offset that is negative or beyond a choice's
-        tokens, and for more offsets than choices.
+        ``offsets`` has the offset of each choice; a missing one is 0. Raises UnknownRequest and
+        ForgottenRequest as ``get`` does. Raises OffsetOutOfRange for an offset that is negative or
+        beyond a choice's tokens, and for more offsets than choices.
         """
         ...
 
@@ -328,8 +347,8 @@ class Ledger(Protocol):
         """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
 
         An empty ``tenant`` selects all tenants, empty ``states`` all states. The page begins after
-        the position ``before``, or with the newest request. Raises ValueError for a ``limit`` out
-        of range.
+        the position ``before``; if it is None, with the newest request. Raises ValueError for a
+        ``limit`` out of range.
         """
         ...
 
@@ -344,14 +363,14 @@ class Ledger(Protocol):
         ...
 
     async def gateways(self) -> dict[str, str]:
-        """Return the internal addresses of the routers whose lease has not ended, by id."""
+        """Return the internal address of each router whose lease has not ended, by router id."""
         ...
 
     async def orphans(self, limit: int) -> list[str]:
         """Return the ids of up to ``limit`` unfinished requests whose gateway's lease has ended.
 
-        Requests of the lease that ended first come first. The cost does not depend on the number
-        of requests of living gateways.
+        Requests of the gateway whose lease ended first come first. The cost does not depend on the
+        number of requests of live gateways.
         """
         ...
 
@@ -362,9 +381,9 @@ class Ledger(Protocol):
     ) -> bool:
         """Take or renew the leader's lease for ``lease_s`` seconds; return whether it is held.
 
-        The last ``term`` renews the lease at any time. Another term takes it only after the lease
-        has ended. Without ``is_new`` the call is a renewal, which returns False if another term has
-        held the lease since.
+        The term that held it last renews it at any time. Another term takes it only after it has
+        ended. With ``is_new`` False the call only renews: it returns False if another term has held
+        the lease since.
         """
         ...
 
@@ -387,13 +406,16 @@ class Ledger(Protocol):
     async def workers(self) -> list[session_pb2.WorkerInfo]: ...
 
     async def last_worker(self) -> session_pb2.WorkerInfo | None:
-        """Return the worker that registered last, even if it is gone; None if there was none."""
+        """Return the worker that was added last, even if it is gone; None if there was none."""
         ...
 
     # load
 
     async def put_load(self, load: session_pb2.ClusterLoad) -> None:
-        """Store the load for the autoscaler; ignored unless ``load.term`` is the latest term."""
+        """Store the leader's report on the load, for the autoscaler.
+
+        It is ignored unless ``load.term`` is the latest term.
+        """
         ...
 
     async def load(self) -> LoadReport | None:
@@ -404,17 +426,17 @@ class Ledger(Protocol):
         """Return whether this cluster is the active one of those that share ``active_key``.
 
         Only the active cluster serves clients. If none is active, this call makes this cluster the
-        active one. It stays active for 10 s after the last such call of its routers. Without an
-        ``active_key`` every cluster is active.
+        active one. A cluster stops being active 10 s after the last such call of its routers.
+        Without an ``active_key`` every cluster is active.
         """
         ...
 
     async def activate(self) -> None:
-        """Make this cluster the active one."""
+        """Make this cluster the active one in place of any other."""
         ...
 
     async def active_load(self) -> LoadReport | None:
-        """Return the active cluster's load; None if that is this cluster, or it stored none."""
+        """Return the active cluster's load; None if that is this cluster, or no load is stored."""
         ...
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
@@ -428,48 +450,48 @@ class Ledger(Protocol):
     # tenants
 
     async def charge(self, charge: Charge, lease_s: float) -> bool:
-        """Charge a request to all limits of its tenant, or to none.
+        """Charge a request to all limits of its tenant, or to none; return whether this was new.
 
-        It also counts as a concurrent request of the tenant until it is settled, or until
-        ``lease_s`` seconds have passed without a ``hold``. Returns False, and takes nothing more,
-        if the request was charged before. Raises RateLimited if a limit is reached, LedgerFull.
+        The request counts as a concurrent request of the tenant until it is settled, or until
+        ``lease_s`` seconds have passed without a ``hold``. If it was charged before, nothing more
+        is taken, and the result is False. Raises RateLimited if a limit is reached, LedgerFull.
         """
         ...
 
     async def settle_charges(self, ends: Sequence[Settlement]) -> None:
-        """Settle the charges of requests that have ended: refund what they did not use.
+        """Settle the charges of requests that have ended: refund the amounts that they did not use.
 
         Requests that were never charged, or are already settled, are ignored.
         """
         ...
 
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
-        """Extend the charges of running requests to ``lease_s`` seconds from now."""
+        """Extend the charges of unfinished requests to ``lease_s`` seconds from now."""
         ...
 
     # API keys and tenants
 
     async def access(self, known: int = -1) -> AccessRecords | None:
-        """Return the records of API keys and tenants; None if their version is ``known``."""
+        """Return the records of API keys and tenants; None if their version is still ``known``."""
         ...
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
-        """Change records by name; None removes a record."""
+        """Change the records of API keys and tenants with these names; None removes a record."""
         ...
 
     # policy
 
     async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
-        """Change the named settings and return the resulting policy.
+        """Change the settings in ``changes`` and return the resulting policy.
 
         An empty text unsets a setting.
         """
         ...
 
     async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
-        """Restore ``policy`` after a server lost it; return the policy in effect.
+        """Store ``policy`` again after a server lost it; return the policy in effect.
 
-        Nothing changes if the ledger's version is as new or newer.
+        Nothing changes if the ledger's version is the same or newer.
         """
         ...
 

@@ -31,9 +31,9 @@ PROMISES: dict[str, str] = {
 
 
 class LedgerSetupError(Exception):
-    """The ledger cannot be used with its current setup.
+    """Raised if the ledger cannot be used with its current setup; a retry does not help.
 
-    The message says what to change. A retry does not help.
+    The message says what to change.
     """
 
 
@@ -41,7 +41,8 @@ class LedgerSetupError(Exception):
 class LedgerConfig:
     """Settings of the ledger. Durations are in seconds.
 
-    Routers of one cluster must agree on ``key_prefix`` and ``shards``; the ledger refuses others.
+    Routers of one cluster must agree on ``key_prefix`` and ``shards``. Connecting with another
+    number of shards than the ledger's fails.
     """
 
     #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://... (TLS),

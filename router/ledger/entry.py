@@ -14,6 +14,10 @@
     final      forget      -> (gone)      with prompt, outputs and events
     (any)      reassert    -> as in its gateway's copy, after the ledger's server lost data
 
+A gateway is the router that owns a request. An epoch is a random number that identifies one attempt
+at a worker, a term one that identifies a leadership. "Guarded" means that the move is refused under
+another epoch or term.
+
 Finished, failed, cancelled and expired are final: only forget leaves them. Every state but running
 has epoch 0 and no worker. A choice ends with the append that contains its finish reason, and the
 request is finished when all its choices have ended.
@@ -36,7 +40,10 @@ MAX_EVENTS = 64
 
 
 def lost_too_often(losses: int, cause: str) -> str:
-    """Return the error message of a request that failed because its worker was lost too often."""
+    """Return the error message of a request that fails after too many losses of its worker.
+
+    ``cause`` is the cause of the last loss, in words.
+    """
     return f"given up after {losses} lost attempts; cause of the last one: {cause}"
 
 
@@ -85,7 +92,8 @@ class Tally:
 
     ``preemptions`` counts how often the request released its KV blocks before its end.
     ``migrations`` counts the attempts that continued the tokens of an earlier one.
-    ``cached_tokens`` are the prompt tokens that the first attempt found in the prefix cache.
+    ``cached_tokens`` is the number of prompt tokens that the first attempt found in the prefix
+    cache.
     """
 
     preemptions: int = 0
@@ -96,17 +104,17 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event of a request: the time (ledger time in seconds), the move, and a detail.
+    """Event of a request: the time (ledger time in seconds), the name of the move, and a detail.
 
     The detail depends on the move; ``finish`` is the append that ended the last choice.
 
-    open         its gateway
-    dispatch     its worker
-    release      cause of the loss of its worker; empty if the worker returned the request
-    take_over    its new gateway
-    finish       empty
-    end          the error's slug
-    reassert     the gateway that sent its copy
+        open         its gateway
+        dispatch     its worker
+        release      cause of the loss of its worker; empty if the worker returned the request
+        take_over    its new gateway
+        finish       empty
+        end          the error's slug
+        reassert     the gateway that sent its copy
     """
 
     time: float
@@ -116,7 +124,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Entry of a request in the ledger, without prompt and tokens.
+    """Entry of a request in the ledger: its state and counters, without prompt and tokens.
 
     ``arrived`` is ledger time in seconds. It never changes, and the admission queue orders by it.
     ``num_tokens`` and ``finish_reasons`` have one item per choice; the reason of an unfinished
@@ -156,9 +164,9 @@ class StoredChoice:
 class Stored:
     """Request as the ledger stores it, as of ``now`` (ledger time in seconds).
 
-    ``prompt_logprobs`` has the prompt's tokens from the second one on, either all or none.
-    ``explanation`` says where the request's time went, as its gateway last reported. It is opaque
-    to the ledger.
+    ``prompt_logprobs`` has the log probabilities of the prompt's tokens from the second one on; it
+    is empty if there are none. ``explanation`` says where the request's time went, as its gateway
+    last reported. It is opaque to the ledger.
     """
 
     entry: Entry
@@ -171,7 +179,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Dispatch to a worker under a fresh random ``epoch``, by the leader of ``term``."""
+    """Dispatch to a worker by the leader of ``term``; ``epoch`` is new, random, and not 0."""
 
     worker: str
     epoch: int
@@ -180,11 +188,12 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """New tokens of one choice, generated under ``epoch``, the first of them at ``offset``.
+    """New tokens of one choice, generated under ``epoch``; ``offset`` is that of the first one.
 
     ``logprobs`` has one item per token, with the requested number of alternatives; it is empty if
     the request does not ask for them. ``prompt_logprobs`` are sent once, all together; repeated
-    ones are not stored again. Raises ValueError for another number of ``logprobs``.
+    ones are not stored again. ``finish_reason`` is set if the choice ends with these tokens. Raises
+    ValueError if ``logprobs`` has another number of items.
     """
 
     request_id: str
@@ -207,7 +216,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Explanation of a final request, from the ``gateway`` that owned it.
+    """New explanation of a final request, from the ``gateway`` that owned it.
 
     ``arrived`` distinguishes the request from a later one with the same id.
     """

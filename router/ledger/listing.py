@@ -12,7 +12,7 @@ from router.ledger.entry import Entry, Event, State
 
 
 class Row(NamedTuple):
-    """Listed request; ``entry`` is None if its state is not requested or it does not exist."""
+    """Row of a listing; ``entry`` is None if its state is not requested or it is gone."""
 
     position: Position
     entry: Entry | None
@@ -20,14 +20,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Next rows of one shard, newest first; ``is_end`` if the shard has no more."""
+    """Next rows of one shard, newest first; ``is_end`` is True if the shard has no more."""
 
     rows: Sequence[Row]
     is_end: bool
 
 
 class Listing:
-    """Builder of a page of ``limit`` entries after ``last``, from at most MOST_LISTED rows."""
+    """Builder of a page of ``limit`` entries that begins after the position ``last``.
+
+    ``last`` advances with the rows that were added. A page is made of at most MOST_LISTED rows.
+    """
 
     def __init__(self, limit: int, last: Position | None) -> None:
         self._limit = limit
@@ -38,11 +41,11 @@ class Listing:
 
     @property
     def missing(self) -> int:
-        """Return the number of entries that the page still lacks."""
+        """Number of entries that the page still lacks."""
         return self._limit - len(self._entries)
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Add the next rows of each shard, which begin at ``last``."""
+        """Add the rows of each shard that follow the position ``last``."""
         rows, is_end = _merged(parts, self.last)
         assert rows or is_end, "a shard that has more answers at least one of it"
         for row in rows:
@@ -78,9 +81,9 @@ def _behind(rows: Iterable[Row], last: Position | None) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Audited state of a request.
+    """State of a request, as found by an audit of the ledger.
 
-    ``owned`` says whether its gateway's set of unfinished requests contains it, ``listed`` whether
+    ``owned`` tells whether its gateway's set of unfinished requests contains it, ``listed`` whether
     all its listings have it at its arrival time. ``immortal`` are its keys without a time to live,
     ``missing`` its keys that do not exist. ``finished_by`` is the epoch whose append finished it, 0
     for none.
@@ -102,7 +105,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Key of a request that does not exist."""
+    """Key of the ledger that belongs to a request that does not exist."""
 
     request_id: str
     key: str
@@ -110,9 +113,9 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Member of the set of ``gateway``'s unfinished requests.
+    """Request id in the set of ``gateway``'s unfinished requests.
 
-    ``state`` and ``owner`` are the request's own; None and empty if it does not exist.
+    ``state`` and ``owner`` are those of the request itself; None and empty if it does not exist.
     """
 
     request_id: str
@@ -123,10 +126,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Member of a tenant's listing.
+    """Request id in a tenant's listing.
 
-    ``is_kept_up`` says whether the tenant is the request's own and the listing of all tenants has
-    the request too, so that it is removed from both when it no longer exists.
+    ``is_kept_up`` tells whether the tenant is the request's own, and the listing of all tenants has
+    the request too. If so, it is removed from both when it no longer exists.
     """
 
     request_id: str
@@ -139,7 +142,7 @@ Item: TypeAlias = Audited | Stray | Claim | Listed
 
 class Audit(Protocol):
     def items(self) -> AsyncIterator[Item]:
-        """Return an iterator over all items. Raises LedgerUnavailable."""
+        """Return an iterator over all items of the ledger. Raises LedgerUnavailable."""
         ...
 
     async def again(self, items: Sequence[Item]) -> list[Item]:

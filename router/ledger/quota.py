@@ -9,8 +9,8 @@ by the time in which that amount refills. If ``due`` is one minute away, the buc
     now                                         now + 60 s        full: due <= now
                              ^ now + 60 s - (due - now)
 
-A request that takes more than the bucket holds begins when the bucket is full. The excess must
-refill before the next request can begin.
+A request that takes more than a full bucket holds is accepted when the bucket is full. The excess
+must refill before the next request can be accepted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CONCURRENT = "max_concurrent"
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Amounts that a request may need at most, and the limits of its tenant; None is no limit.
+    """Charge of a new request: the largest amounts that it may use, and its tenant's limits.
 
-    ``output_tokens`` is the sum over all choices.
+    A limit of None is no limit. ``output_tokens`` is the sum over all choices.
     """
 
     request_id: str
@@ -47,9 +47,10 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Output of a request that ended, in tokens of all its choices.
+    """Settlement of the charge of a request that has ended.
 
-    None means that the request never began, so that its whole charge is refunded.
+    ``output_tokens`` is the sum over all choices. None means that the request never began, so that
+    its whole charge is refunded.
     """
 
     request_id: str
@@ -57,12 +58,15 @@ class Settlement:
 
 
 def cost_us(amount: int, per_minute: int | None) -> int:
-    """Return the time in µs in which a bucket refills by ``amount``; 0 without a limit."""
+    """Return the time in µs in which a bucket refills by ``amount``; 0 if there is no limit."""
     return amount * MINUTE_US // per_minute if per_minute else 0
 
 
 def refusal(charge: Charge, limit: str, wait_us: int) -> RateLimited:
-    """Return the error for the exceeded ``limit``; ``wait_us`` is 0 if the wait is unknown."""
+    """Return the error for a request that exceeds ``limit``, a field of Charge.
+
+    ``wait_us`` is the time until a retry can succeed, 0 if unknown.
+    """
     of = f"{limit} ({getattr(charge, limit)})"
     wait_s = wait_us / 1e6 or _SOME_S
     return RateLimited(

@@ -1,10 +1,11 @@
-"""Corrections of predictions by their outcomes. Pure.
+"""Corrections of predicted output lengths by the actual lengths. Pure.
 
-Each quantile of each group has a shift of its logarithm. After every output the shift of quantile q
-increases by rate * q if the output was longer, and decreases by rate * (1 - q) if it was not. The
-share of outputs within the quantile therefore tends to q, whatever the model predicts and however
-the outputs are distributed (Gibbs and Candes, adaptive conformal inference, arXiv 2106.00170). Over
-n consecutive outputs of a group the share is off by at most
+Each quantile of each group of requests has a shift, which is added to the quantile's logarithm.
+After every output the shift of quantile q increases by rate * q if the output was longer, and
+decreases by rate * (1 - q) if it was not. The share of outputs within the quantile therefore tends
+to q, whatever the model predicts and however the outputs are distributed (Gibbs and Candes,
+adaptive conformal inference, arXiv 2106.00170). Over n consecutive outputs of a group the share is
+off by at most
 
     (r + rate) / (rate * n)
 
@@ -28,32 +29,36 @@ _MOST = 4096
 
 
 class Corrections:
+    """Shifts of the predicted quantiles, by group of requests."""
+
     def __init__(self, quantiles: Sequence[float]) -> None:
         self._quantiles = tuple(quantiles)
         self._all = [0.0] * len(self._quantiles)
         self._shifts: OrderedDict[str, list[float]] = OrderedDict()
 
     def apply(self, group: str, logs: Sequence[float]) -> list[float]:
-        """Return the corrected logarithms of the quantiles.
+        """Return the corrected natural logarithms of the quantiles, given the predicted ones.
 
-        A group without outcomes is shifted by the average of the others.
+        A group of which no output has been recorded is shifted by the running average of all
+        groups.
         """
         shifts = self._shifts.get(group, self._all)
         return [each + shift for each, shift in zip(logs, shifts, strict=True)]
 
     def note(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """Record the length of an output that had the uncorrected prediction ``logs``.
+        """Record an ended output of a group, to correct later predictions.
 
-        Both are natural logarithms.
+        ``logs`` are the natural logarithms of its quantiles as predicted, before corrections, and
+        ``log_length`` is that of its actual length.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
         self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
 
     def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """Record an output that was cut off, and so would have had at least this length.
+        """Record an output that was cut off, and would otherwise have reached at least this length.
 
-        It does not move quantiles above that length.
+        Only quantiles below that length are moved. The arguments are those of ``note``.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)

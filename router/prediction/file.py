@@ -22,7 +22,8 @@ _Identity = tuple[int, ...]
 class PredictorFile:
     """File of a predictor; ``load`` receives each new model, and raises ValueError to refuse it.
 
-    The model in use is kept then, and also if the file cannot be read.
+    If the model is refused or the file cannot be read, the error is logged and the model in use is
+    kept.
     """
 
     def __init__(self, path: Path, load: Callable[[Model], None]) -> None:
@@ -39,7 +40,7 @@ class PredictorFile:
             await asyncio.sleep(_LOOK_S)
 
     async def reload(self) -> None:
-        """Load the file if it has changed."""
+        """Load the file if it has changed; log an error if that fails."""
         try:
             model = await asyncio.to_thread(self._news)
             if model is not None:

@@ -31,7 +31,7 @@ _PLACE_OF_BIT[1 << np.arange(_LEAVES)] = np.arange(_LEAVES)
 
 
 class Forest:
-    """Several sums, each over the values of its own trees.
+    """Decision trees that give several sums, each over the leaf values of its own trees.
 
     A node leads to its left child if its feature is at most its threshold, else to its right child.
     A leaf has itself as both children, and has a value. Children come after their parents.
@@ -47,10 +47,10 @@ class Forest:
         value: Sequence[float],
         num_features: int,
     ) -> None:
-        """Create the forest.
+        """Create the forest from arrays of nodes.
 
-        ``roots`` holds the root nodes of each sum; the other sequences are indexed by node. Raises
-        ValueError if the trees are not valid.
+        ``roots`` holds, for each sum, the numbers of its trees' root nodes. The other sequences are
+        indexed by node. Raises ValueError if the trees are not valid.
         """
         counts = [len(each) for each in roots]
         if not counts or not all(counts) or sum(counts) > _MOST_TREES:

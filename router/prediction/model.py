@@ -57,7 +57,7 @@ _HISTORY_MEMORY = 64
 
 
 class History(NamedTuple):
-    """Running mean and variance of the logarithmic lengths of a group's outputs.
+    """Running mean and variance of the natural logarithms of the lengths of a group's outputs.
 
     They follow about the last 64 outputs. After the first output the variance is assumed to be 1.
     """
@@ -76,10 +76,12 @@ class History(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Trained model; ``forest`` has one sum for the natural logarithm of each of QUANTILES.
+    """Trained model that predicts the QUANTILES of an output's length.
 
-    ``served`` is the name of the model whose outputs it was trained on. ``report`` contains the
-    results of the training, for people to read, and its Kendall's ``tau``.
+    For each quantile, ``forest`` has one sum: the natural logarithm of this quantile in tokens.
+    ``served`` is the name of the model whose outputs it was trained on. ``histories`` are those of
+    the training's groups, by digest. ``tau`` is Kendall's tau between the predicted and the actual
+    lengths in the training. ``report`` contains all results of the training, for people to read.
     """
 
     served: str
@@ -90,7 +92,10 @@ class Model:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Return the model in the text of a file. Raises ValueError with the cause."""
+        """Return the model in the text of a file.
+
+        Raises ValueError, with the cause, if the text is not a valid model.
+        """
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError):

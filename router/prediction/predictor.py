@@ -2,9 +2,9 @@
 
     a request  --predict-->  Prediction  ...  its outputs end  --note-->  later predictions
 
-Without a model, and while Kendall's tau of its predictions is too low to trust them, every output
-that may end by itself is predicted to be as long as the mean of the last ones. While a loaded model
-is not trusted, requests also leave the queue in the order of arrival.
+Without a trained model, or while Kendall's tau of its predictions is too low to trust them, each
+output that may end by itself has the same predicted length: the mean of recent outputs. While a
+loaded model is not trusted, requests also leave the queue in the order of arrival.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ _LEAST_PROBABILITY = 1e-12
 class LengthDistribution:
     """Log-normal distribution of an output's length in tokens.
 
-    ``sigma`` is the standard deviation of the natural logarithm; 0: the length is ``median``.
+    ``sigma`` is the standard deviation of the natural logarithm. If it is 0, every output has the
+    length ``median``.
     """
 
     median: float
     sigma: float = 0.0
 
     def quantile(self, part: float) -> float:
-        """Return the length that the share ``part`` of such outputs does not exceed."""
+        """Return the length that the fraction ``part`` of such outputs does not exceed."""
         return self.median * exp(self.sigma * NormalDist().inv_cdf(part))
 
     def to_come(self, num_made: int, max_tokens: int) -> int:
-        """Return the expected remaining tokens after ``num_made`` of at most ``max_tokens``.
+        """Return the expected number of remaining tokens of an output that has ``num_made`` tokens.
 
-        The result is at least 1, unless the output already has ``max_tokens``.
+        The output has at most ``max_tokens`` tokens. The result is at least 1, unless it already
+        has them.
         """
         expected = max(num_made + 1, round(self._mean_beyond(num_made)))
         return max(0, min(expected, max_tokens) - num_made)
@@ -99,14 +101,17 @@ _WINDOW = 1024
 
 
 class RecentRanks:
+    """Ranks of predicted lengths among the last predictions."""
+
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 
     def rank(self, length: float) -> float:
-        """Return the share of recent predictions that are shorter, above 0 and below 1.
+        """Return the fraction of recent predictions that are shorter than ``length``.
 
-        Equal ones count half. ``length`` is one of the recent predictions from now on.
+        It is above 0 and below 1, and equal ones count half. ``length`` is one of the recent
+        predictions from now on.
         """
         low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
         rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
@@ -176,7 +181,7 @@ def asked_of(
     application: str,
     moment: float,
 ) -> Asked:
-    """Return the features of a request.
+    """Return the features of a request with these properties.
 
     ``stops`` is the number of strings that end an output; ``moment`` is the arrival in ledger time,
     in seconds.
@@ -203,7 +208,10 @@ def asked_of(
 
 
 def narrowest(groups: Sequence[str]) -> str:
-    """Return the digest of a request's narrowest group, whose requests are most alike."""
+    """Return the digest of the narrowest of a request's groups that is not empty.
+
+    The requests of this group are most alike.
+    """
     return next(group for group in reversed(groups) if group)
 
 
@@ -258,7 +266,7 @@ class Histories:
         self._all = self._known.pop(_ALL, History())
 
     def features(self, asked: Asked) -> list[float]:
-        """Return the values of FEATURES.
+        """Return the values of FEATURES for a request.
 
         A group without ended outputs has the mean and variance of the next wider group.
         """
@@ -311,12 +319,12 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Model's prediction of a request's outputs, whether it is trusted or not.
+    """Prediction of a request's outputs by the trained model, whether it is trusted or not.
 
     ``logs`` are the natural logarithms of the corrected QUANTILES, and ``least_log`` is that of the
     LEAST quantile. ``length`` follows from ``logs``. ``uncorrected`` holds the same three
-    logarithms before corrections. Only the ``groups`` of the request are kept, because a million
-    requests may be queued.
+    logarithms before corrections. Of the request's features, only ``groups`` are kept, because a
+    million requests may be queued.
     """
 
     groups: tuple[str, ...]
@@ -334,6 +342,8 @@ class Guess:
 
 
 class Learned:
+    """Predictor that uses a trained model, and corrects it by the outputs that end."""
+
     def __init__(self, model: Model, histories: Histories, min_tau: float) -> None:
         """Create the predictor from a trained model and the ``histories`` of ended outputs.
 
@@ -361,7 +371,7 @@ class Learned:
         self.trust.note(guess.tokens, within, num_tokens)
 
     def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
-        """Record an output that was cut off after ``num_tokens``."""
+        """Record an output that was cut off after ``num_tokens``, and would have been longer."""
         group = narrowest(guess.groups)
         self._corrections.note_longer(group, guess.uncorrected, log(num_tokens + 1))
 
@@ -384,7 +394,8 @@ _TRIALS = 20
 class Prediction:
     """Prediction of the output lengths of one request, made when the request arrives.
 
-    ``length`` is the distribution of one output's length, ignoring ``max_tokens``.
+    ``length`` is the distribution of one output's length, ignoring ``max_tokens``. ``queue_key``
+    ranks the request in the queue.
     """
 
     length: LengthDistribution
@@ -416,6 +427,8 @@ NOTHING = Prediction(LengthDistribution(0.0), is_certain=True)
 
 
 class Predictor:
+    """Predictor of output lengths, with a trained model or without one."""
+
     def __init__(self, tokenizer: Vocabulary, served: str, min_tau: float) -> None:
         """Create a predictor of the outputs of the model named ``served``.
 
@@ -432,18 +445,24 @@ class Predictor:
 
     @property
     def trust(self) -> Trust | None:
-        """Trust in the predictions of the model; None without a model."""
+        """Trust in the predictions of the trained model; None if no model is loaded."""
         return None if self._learned is None else self._learned.trust
 
     def load(self, model: Model) -> None:
-        """Load a trained model; raise ValueError if it was trained on another model's outputs."""
+        """Use this model from now on.
+
+        Raises ValueError if it was trained on the outputs of another model than the served one.
+        """
         if model.served != self._served:
             raise ValueError(f"is of {model.served!r}, and {self._served!r} is served")
         self._histories.learn(model.histories)
         self._learned = Learned(model, self._histories, self._min_tau)
 
     def predict(self, request: Request, moment: float) -> Prediction:
-        """Return the prediction for ``request``; ``moment`` is ledger time in seconds."""
+        """Return the prediction for ``request``, which arrived at ``moment``.
+
+        ``moment`` is ledger time in seconds.
+        """
         prediction = self._predict_length(request, moment)
         output_tokens = request.n * prediction.length.to_come(0, request.max_tokens)
         return replace(
@@ -485,9 +504,9 @@ class Predictor:
         return Prediction(length, guess=guess, learned=self._learned)
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
-        """Record an output that ended by itself or by its ``max_tokens``.
+        """Record an output of the predicted request that ended by itself or by its ``max_tokens``.
 
-        Return whether this changed the trust in predictions.
+        Return whether predictions thereby became trusted, or ceased to be trusted.
         """
         if prediction.is_certain:
             return False
@@ -500,7 +519,7 @@ class Predictor:
         return learned.trust.is_trusted is not was_trusted
 
     def note_cut_off(self, prediction: Prediction, num_tokens: int) -> None:
-        """Record an output that was cut off by its deadline after ``num_tokens``."""
+        """Record an output that was cut off by its request's deadline after ``num_tokens``."""
         guess, learned = prediction.guess, prediction.learned
         if guess is not None and learned is not None and learned is self._learned:
             learned.note_cut_off(guess, num_tokens)

@@ -48,16 +48,16 @@ _MARGIN = 0.05
 
 
 class Trust:
-    """Trust in predictions: Kendall's tau, and the coverage of each quantile.
+    """Record of whether a model's predictions can be trusted, by Kendall's tau of the last outputs.
 
     Once tau falls below ``limit``, predictions are not trusted until it is 0.05 above the limit.
 
-    For a random order, tau over n = 500 outputs has a standard deviation of
-    sqrt(2 (2 n + 5) / (9 n (n - 1))) = 0.03 (Kendall 1945).
+    For a random order, tau over n = 500 outputs has a standard deviation of sqrt(2 (2 n + 5) / (9 n
+    (n - 1))) = 0.03 (Kendall 1945).
     """
 
     def __init__(self, limit: float, tau: float) -> None:
-        """Create the trust; ``tau`` is that of the training, used until enough outputs ended."""
+        """Create the record; ``tau`` is that of the training, used until enough outputs ended."""
         self._limit = limit
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._within: deque[tuple[bool, ...]] = deque(maxlen=_WINDOW)
@@ -66,7 +66,10 @@ class Trust:
         self.is_trusted = tau >= limit
 
     def note(self, predicted: float, within: Sequence[bool], actual: float) -> None:
-        """Record an output of ``actual`` tokens, and whether it was within each quantile."""
+        """Record an output with its predicted and its actual number of tokens.
+
+        ``within`` states, for each quantile, whether the output was within it.
+        """
         self._pairs.append((predicted, actual))
         self._within.append(tuple(within))
         self._since_look += 1
@@ -77,7 +80,7 @@ class Trust:
 
     @property
     def coverage(self) -> list[float]:
-        """Share of the last outputs within each quantile; empty before any has ended."""
+        """Fraction of the last outputs within each quantile; empty before any output has ended."""
         if not self._within:
             return []
         return [sum(each) / len(self._within) for each in zip(*self._within, strict=True)]

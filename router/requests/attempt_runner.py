@@ -1,4 +1,4 @@
-"""Execution of what the attempts' state machine decides, at workers, leader and ledger."""
+"""Execution of the effects that the attempts' state machine (attempts.py) returns."""
 
 from __future__ import annotations
 
@@ -54,21 +54,24 @@ _WITHDRAWAL_S = 0.1
 
 
 class Workers(Protocol):
-    """Streams to the workers."""
+    """Connections of this router to the workers."""
 
     @property
     def is_any_up(self) -> bool: ...
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
-        """Send starts to a worker; return False if there is no stream to it."""
+        """Send Start messages to a worker; return False if there is no stream to it."""
         ...
 
     def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
-        """Stop these choices of an epoch, or all of them if ``choices`` is empty."""
+        """Stop these choices of the attempt ``epoch``, or all of them if ``choices`` is empty."""
         ...
 
     def confirm(self, worker_id: str, epoch: int) -> None:
-        """Confirm to the worker that this router has the report of the epoch's first step."""
+        """Confirm to the worker that this router has the report of the first step of an attempt.
+
+        ``epoch`` is that of the attempt.
+        """
         ...
 
     def speaker(self, worker_id: str) -> Speaker | None:
@@ -77,9 +80,10 @@ class Workers(Protocol):
 
 
 class AttemptRunner:
-    """Passes events to the attempts' state machine, and carries out the effects.
+    """Passes events to the attempts' state machine, and carries out the effects that it returns.
 
-    ``adopt`` takes over a request, by id, that the ledger has assigned to this router.
+    ``adopt`` is called with the id of a request that the ledger assigns to this router but that
+    this router does not have. It takes the request over in the background.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class AttemptRunner:
         }
 
     async def run(self) -> None:
-        """Write tokens to the ledger until cancelled."""
+        """Run the writer of output tokens to the ledger, until cancelled."""
         await self.writer.run()
 
     def _apply(self, effects: Iterable[Effect]) -> None:
@@ -139,8 +143,8 @@ class AttemptRunner:
     ) -> Reservation | None:
         """Reserve a worker for a request that the ledger does not have yet.
 
-        ``timeout_s`` is the time from its arrival to its deadline in seconds, or None. Return None
-        if the request has to queue.
+        ``timeout_s`` is the time from the request's arrival to its deadline in seconds, or None
+        without a deadline. Return None if the request has to queue.
         """
         moves_left = self._config.max_moves
         return self._line.reserve(
@@ -148,7 +152,11 @@ class AttemptRunner:
         )
 
     def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
-        """Start a request at its reserved worker; return False if its dispatch was refused."""
+        """Start a request at its reserved worker; return whether it was started.
+
+        Return False, and do nothing, if the ledger's ``entry`` shows that the ledger did not accept
+        the dispatch of the reservation.
+        """
         if entry.epoch != reservation.dispatch.epoch:
             return False
         leader_knows = reservation.begun()
@@ -166,7 +174,7 @@ class AttemptRunner:
         return messages.waiting(live, self._moves_left(live), is_suspect)
 
     def running(self) -> list[session_pb2.Running]:
-        """Return the messages of all requests at workers, for a new leader."""
+        """Return the Running messages of all requests at workers, which a new leader receives."""
         return [messages.running(live, self._moves_left(live)) for live in self._attempts.running]
 
     def _report_running(self, live: LiveRequest) -> None:
@@ -205,7 +213,7 @@ class AttemptRunner:
             self._apply(self._attempts.on_unreachable(effect.live, now()))
 
     def _send_starts(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
-        """Send the Start messages of choices; return False if there is no stream to the worker.
+        """Send the Start messages of these choices; return False if no stream to the worker exists.
 
         If the choices are long, some are sent now and the others in later turns of the event loop.
         """
@@ -221,9 +229,10 @@ class AttemptRunner:
             self._send_starts(live, choices)
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
-        """Undo a dispatch of a request that is not waiting at this router.
+        """Undo, in the ledger, the dispatch of a request that is not waiting at this router.
 
-        Another leader may have been faster, or the ledger may have lost an earlier dispatch.
+        Such a dispatch arrives if another leader dispatched the request first, or if the ledger
+        lost an earlier dispatch.
         """
         entry = await self._ledger.retry(lambda: self._undo(message))
         live = self._registry.get(message.request_id)
@@ -284,11 +293,12 @@ class AttemptRunner:
         self._apply([Reconcile(live, is_queued=True)])
 
     async def reconcile(self, live: LiveRequest, *, is_queued: bool = True) -> None:
-        """Bring a request and its ledger entry into the same state; the one with more moves wins.
+        """Bring a request and its ledger entry into the same state; more moves mean a newer state.
 
-        The ledger has fewer moves if its server lost recent writes. It has more moves if another
-        router moved the request, or if an operation succeeded and its answer was lost.
-        ``is_queued`` states whether a waiting request is in the leader's queue.
+        Moves are the state changes that the ledger counts, such as dispatch and release. The ledger
+        has fewer moves if its server lost recent writes. It has more moves if another router moved
+        the request, or if an operation succeeded and its answer was lost. ``is_queued`` states
+        whether a waiting request is in the leader's queue; if not, it is enqueued.
         """
         async with self._registry.locks.hold(live.request_id):
             if live.is_ending:
@@ -325,7 +335,8 @@ class AttemptRunner:
     def end(self, live: LiveRequest, state: State, error: EverliftError) -> asyncio.Task[Entry]:
         """End a request before its last token; return the task that ends it in the ledger.
 
-        The task must run to its end even if the caller is cancelled, so callers shield it.
+        The task returns the request's final ledger entry. It must run to its end even if the caller
+        is cancelled, so callers shield it.
         """
         answer: asyncio.Future[session_pb2.QueueWait] | None = None
         if live.phase is Phase.WAITING and not self._line.is_quiet:
@@ -350,9 +361,10 @@ class AttemptRunner:
     async def _await_withdrawal(
         self, live: LiveRequest, answer: asyncio.Future[session_pb2.QueueWait]
     ) -> None:
-        """Add the leader's report of the queue wait to the request's time breakdown.
+        """Record the queue wait that the leader reports in its answer to a withdrawal.
 
-        The leader does not answer if it has dispatched the request, or never received it.
+        Wait at most ``_WITHDRAWAL_S`` seconds, because the leader does not answer if it has
+        dispatched the request, or never received it.
         """
         try:
             async with asyncio.timeout(_WITHDRAWAL_S):
@@ -364,7 +376,7 @@ class AttemptRunner:
                 del self._withdrawals[live.request_id]
 
     def drop(self, live: LiveRequest) -> None:
-        """Withdraw a request from the queue, and abort it at its worker."""
+        """Withdraw a request from the leader's queue, and abort it at its worker."""
         self._apply(self._attempts.on_dropped(live, now()))
 
     def _fail(self, live: LiveRequest, error: EverliftError) -> None:

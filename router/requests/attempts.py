@@ -37,8 +37,9 @@ _LOOKED_AT, _NAMED = 16, 8
 class RunningRequests:
     """Index of running requests by epoch and by worker.
 
-    ``neighbours``, ``occupants`` and ``newcomers`` return ids of requests of the same tenant only,
-    because a client must not learn of other tenants' requests.
+    ``neighbours``, ``occupants`` and ``newcomers`` search the newest ``_LOOKED_AT`` requests and
+    return at most ``_NAMED`` ids. These are ids of requests of the same tenant only, because a
+    client must not learn of other tenants' requests.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class RunningRequests:
         newest.append((live.epoch, live.request_id))
 
     def remove(self, epoch: int) -> LiveRequest | None:
-        """Remove and return the request that runs under this epoch; None if there is none."""
+        """Remove the request that runs under this epoch, and return it; None if there is none."""
         live = self._by_epoch.pop(epoch, None)
         if live is not None:
             beside = self._by_worker[live.worker_id]
@@ -82,13 +83,13 @@ class RunningRequests:
         return _of_tenant(request_id, (live.request_id for live in last))
 
     def occupants(self, request_id: str, worker_id: str) -> tuple[str, ...]:
-        """Return ids of requests of the same tenant at other workers, newest first."""
+        """Return ids of requests of the same tenant at all workers but this one, newest first."""
         last = islice(reversed(self._by_epoch.values()), _LOOKED_AT)
         others = (live.request_id for live in last if live.worker_id != worker_id)
         return _of_tenant(request_id, others)
 
     def newcomers(self, live: LiveRequest) -> tuple[str, ...]:
-        """Return ids of requests of the same tenant that the worker received after ``live``."""
+        """Return ids of the same tenant's requests that reached the worker of ``live`` after it."""
         last = reversed(self._newest.get(live.worker_id, ()))
         since = takewhile(lambda each: each[0] != live.epoch, last)
         return _of_tenant(live.request_id, (request_id for _, request_id in since))
@@ -112,14 +113,14 @@ _UNREACHABLE_S = 0.1
 
 
 class Start(NamedTuple):
-    """Send choices of a request to its worker."""
+    """Effect: send choices of a request to its worker."""
 
     live: LiveRequest
     choices: Sequence[Choice]
 
 
 class Abort(NamedTuple):
-    """Stop these choices of an epoch at its worker, or all if ``choices`` is empty."""
+    """Effect: stop these choices of an attempt at its worker, or all if ``choices`` is empty."""
 
     worker_id: str
     epoch: int
@@ -127,45 +128,45 @@ class Abort(NamedTuple):
 
 
 class ConfirmStep(NamedTuple):
-    """Confirm to the worker that this router has received the report of a first step."""
+    """Effect: confirm to the worker that this router has its report of an attempt's first step."""
 
     worker_id: str
     epoch: int
 
 
 class Enqueue(NamedTuple):
-    """Put a request into the leader's queue."""
+    """Effect: put a request into the leader's queue."""
 
     live: LiveRequest
 
 
 class Withdraw(NamedTuple):
-    """Notify the leader that a request no longer needs a worker."""
+    """Effect: notify the leader that a request no longer needs a worker."""
 
     request_id: str
 
 
 class ReportRunning(NamedTuple):
-    """Report to the leader whether the worker computes a request or has preempted it."""
+    """Effect: report to the leader whether the worker computes a request or has preempted it."""
 
     live: LiveRequest
 
 
 class ReportServed(NamedTuple):
-    """Report to the leader how many new output tokens a request has received."""
+    """Effect: report to the leader that a request has received ``tokens`` new output tokens."""
 
     live: LiveRequest
     tokens: int
 
 
 class ReportFinished(NamedTuple):
-    """Report to the leader the ratio of the measured to the predicted time per output token."""
+    """Effect: report to the leader the measured over the predicted time per output token."""
 
     tpot_ratio: float
 
 
 class Write(NamedTuple):
-    """Write the output of a choice to the ledger, from token ``offset`` on."""
+    """Effect: write the output of a choice to the ledger, from token ``offset`` on."""
 
     live: LiveRequest
     choice: Choice
@@ -173,13 +174,13 @@ class Write(NamedTuple):
 
 
 class WriteRest(NamedTuple):
-    """Write to the ledger all output of a request that the ledger does not have."""
+    """Effect: write to the ledger all output of a request that the ledger does not have."""
 
     live: LiveRequest
 
 
 class Release(NamedTuple):
-    """Write all output of a request, then release it in the ledger, which queues it again.
+    """Effect: write all output of a request, then release it in the ledger, which queues it again.
 
     ``loss`` is the cause if the worker lost the request, else None. ``was_in_step`` states whether
     the request was in an engine step when it was lost. The release starts after ``delay_s``
@@ -194,13 +195,13 @@ class Release(NamedTuple):
 
 
 class Decline(NamedTuple):
-    """Undo a dispatch of a request that is not waiting at this router."""
+    """Effect: undo, in the ledger, the dispatch of a request that is not waiting at this router."""
 
     message: session_pb2.Dispatched
 
 
 class End(NamedTuple):
-    """End a request with this state and error, in the ledger and then for its clients."""
+    """Effect: end a request with this state and error, in the ledger and then for its clients."""
 
     live: LiveRequest
     state: State
@@ -208,14 +209,14 @@ class End(NamedTuple):
 
 
 class Finalize(NamedTuple):
-    """End a request for its clients as its ledger entry states."""
+    """Effect: end a request for its clients with the result that its ledger entry states."""
 
     live: LiveRequest
     entry: Entry
 
 
 class Reconcile(NamedTuple):
-    """Bring a request and its ledger entry into the same state.
+    """Effect: bring a request and its ledger entry into the same state.
 
     ``is_queued`` states whether a waiting request is in the leader's queue.
     """
@@ -246,7 +247,8 @@ Effect = (
 class Attempts:
     """State machine of the attempts of this router's requests.
 
-    The ``now`` of its methods is the router's clock in seconds.
+    Its ``on_`` methods update requests, and return the effects that AttemptRunner has to carry out,
+    in order. Their ``now`` is the router's clock in seconds.
     """
 
     def __init__(self, config: RouterConfig, router_id: str, counters: Counters) -> None:
@@ -264,10 +266,10 @@ class Attempts:
         worker: Speaker | None,
         now: float,
     ) -> list[Effect]:
-        """Start a request at the worker that the leader chose.
+        """Start a request at the worker that the leader chose, or decline the dispatch.
 
-        ``live`` is None if this router does not have the request. ``worker`` is None if there is no
-        stream to the worker.
+        The dispatch is declined if this router does not have the request (``live`` is None), or if
+        the request is not waiting. ``worker`` is None if there is no stream to the worker.
         """
         if live is None or live.phase is not Phase.WAITING:
             return [Decline(message)]
@@ -290,15 +292,15 @@ class Attempts:
         return [WriteRest(live), *self._all_left(live, now)]
 
     def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
-        """Queue a request again because there is no stream to its worker."""
+        """Release a request because there is no stream to its worker; it will avoid this worker."""
         live.avoid = live.worker_id
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
-        """Reconcile a request with the ledger because the ledger refused its dispatch.
+        """Reconcile a request with the ledger because the ledger refused the leader's dispatch.
 
-        A message about an earlier transition of the request was lost, so that the leader's state
-        was outdated.
+        The leader's state was outdated, because a message about an earlier state change of the
+        request was lost. Do nothing if the request is not waiting here.
         """
         if live is None or live.phase is not Phase.WAITING:
             return []
@@ -316,9 +318,9 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """Release a request whose slot a request of a higher class needs.
+        """Release a request because a request of a higher priority class needs its slot.
 
-        An eviction does not count as one of the request's moves.
+        An eviction does not count as one of the request's moves to another worker.
         """
         if (live := self.running.get(eviction.epoch)) is None:
             return []
@@ -334,7 +336,10 @@ class Attempts:
     # the workers' events
 
     def on_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
-        """Record a choice's time breakdown, which precedes the choice's progress in a frame."""
+        """Record the time breakdown that a worker reports for a choice.
+
+        In a worker's message, it precedes the progress report of the choice.
+        """
         live = self.running.get(breakdown.epoch)
         if live is not None and breakdown.choice in live.at_worker:
             live.journal.breakdown(breakdown)
@@ -342,7 +347,11 @@ class Attempts:
     def on_progress(
         self, worker_id: str, progress: session_pb2.Progress, now: float
     ) -> list[Effect]:
-        """Handle a worker's progress report of one choice, including its new output."""
+        """Handle a worker's progress report of one choice, including its new output.
+
+        If the choice is not running at a worker under the report's epoch, only abort it at the
+        worker, unless the worker has stopped it already.
+        """
         live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
             choices = (progress.choice,)
@@ -370,7 +379,7 @@ class Attempts:
         return effects
 
     def on_worker_lost(self, worker_id: str, now: float) -> list[Effect]:
-        """Queue all requests of a lost worker again; they keep their tokens."""
+        """Release all requests of a lost worker, which queues them again with their tokens."""
         lost = self.running.of(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         effects: list[Effect] = []
@@ -450,8 +459,8 @@ class Attempts:
         """Count the loss of a release; return the loss count at which the ledger fails the request.
 
         The ledger counts all losses of a request, but this router decides whether they are too
-        many. If they are, the result is the count that the ledger reaches with this loss. Otherwise
-        it is None.
+        many. If they are, the result is the count that the ledger reaches with this loss.
+        Otherwise, and if the release is not due to a loss, it is None.
         """
         live = release.live
         if release.loss is None:
@@ -460,14 +469,17 @@ class Attempts:
         return live.entry.losses + 1 if live.losses.are_too_many(self._config) else None
 
     def on_released(self, live: LiveRequest, entry: Entry, now: float) -> list[Effect]:
-        """Enqueue a released request, or finalize it if it has ended or another router owns it."""
+        """Enqueue a released request, or finalize it if ``entry`` shows an end or another owner.
+
+        ``entry`` is the ledger's entry after the release.
+        """
         if entry.state is State.QUEUED and entry.gateway == self._router_id:
             live.wait_again(entry, now)
             return [Enqueue(live)]
         return [Finalize(live, entry)]
 
     def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
-        """Take a request out of the queue and from its worker before the ledger ends it.
+        """Withdraw a request from the queue and abort it at its worker, before the ledger ends it.
 
         The request ends for another reason than its last token. ``end`` is recorded as the end of
         the attempt.
@@ -478,7 +490,7 @@ class Attempts:
         return effects
 
     def on_dropped(self, live: LiveRequest, now: float, end: str = "given up") -> list[Effect]:
-        """Withdraw the request from the queue and abort it at its worker.
+        """Withdraw a request from the queue and abort it at its worker.
 
         ``end`` is recorded as the end of the attempt.
         """
@@ -491,7 +503,7 @@ class Attempts:
     def _take_from_worker(
         self, live: LiveRequest, end: str, now: float, *, is_lost: bool = False
     ) -> bool:
-        """End the request's attempt; return False if no worker had the request."""
+        """End the request's attempt, if it has one; return False if no worker had the request."""
         self.note_newcomers(live)
         if self.running.remove(live.epoch) is None:
             return False
@@ -513,8 +525,8 @@ def _residence(live: LiveRequest) -> list[Effect]:
 def _add_output(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
     """Add the reported tokens and log probabilities that are not known yet.
 
-    Return False and add nothing if earlier tokens are missing, or log probabilities that the
-    request asks for.
+    Return True. If there is a gap before the reported tokens, or if requested log probabilities are
+    missing, add nothing and return False.
     """
     known = len(choice.output) - progress.offset
     if known < 0:
@@ -528,7 +540,8 @@ def _add_output(live: LiveRequest, choice: Choice, progress: session_pb2.Progres
 def _note_blocks(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
     """Record the computed tokens and prefix-cache hits that a worker reports for a choice.
 
-    Return whether the choice's KV blocks were preempted, restored or recomputed.
+    Return whether the report says that KV blocks of the choice were preempted, restored or
+    recomputed.
     """
     choice.num_computed = max(choice.num_computed, progress.num_computed)
     # Only the first choice counts, because the others find its prompt in the prefix cache.
@@ -587,7 +600,7 @@ def _has_tops(logprobs: Sequence[pb.TokenLogprobs], wanted: int | None) -> bool:
 def _lacks(live: LiveRequest, num_fresh: int) -> bool:
     """Return whether requested log probabilities of the prompt are incomplete even with new ones.
 
-    ``num_fresh`` is the number of new ones. No token may be sampled before all have been reported.
+    ``num_fresh`` is the number of new ones. All of them have to be reported before the first token.
     """
     num_known = 1 + len(live.prompt_logprobs) + num_fresh
     return live.lacks_prompt_logprobs and num_known < len(live.request.prompt_ids)

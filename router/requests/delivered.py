@@ -11,7 +11,7 @@ from everlift.v1 import inference_pb2 as pb
 
 
 class Delivered:
-    """Tokens and ends of a request's choices that one stream has delivered.
+    """Record of the tokens and ends of a request's choices that one stream has delivered.
 
     If the stream continues at another router, it begins after them.
     """
@@ -38,7 +38,11 @@ class Delivered:
         self._ended.add(choice)
 
     def attach_request(self, request_id: str) -> pb.AttachRequest:
-        """Return the AttachRequest for the rest of the stream, which delivers nothing twice."""
+        """Return the AttachRequest for the rest of the stream, which delivers no token twice.
+
+        It contains, by choice, the number of delivered tokens and their digest, so that the router
+        can compare them with its own tokens.
+        """
         choices = range(max(self._offsets, default=-1) + 1)
         return pb.AttachRequest(
             request_id=request_id,
@@ -47,9 +51,10 @@ class Delivered:
         )
 
     def accept(self, piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """Return the new part of the next piece, which then counts as delivered, or None.
+        """Return the part of the next piece that the client does not have yet, or None.
 
-        Raises DataLoss if the piece does not continue what was delivered.
+        This part counts as delivered from then on. Raises DataLoss if the tokens of the piece do
+        not follow directly after the delivered tokens of its choice.
         """
         if _is_head(piece):
             is_new, self._has_head = not self._has_head, True
@@ -73,9 +78,10 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
 
 
 def _usage_alone(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-    """Return a repeated end's usage and timing alone, or None if it has no usage.
+    """Return the usage and timing of a choice's end that was delivered before; None without usage.
 
-    Only the last choice to end has usage, and another choice may be the last one at the new source.
+    Only the last choice to end has usage, and another choice may be the last one at the router from
+    which the stream continues.
     """
     if not piece.HasField("usage"):
         return None

@@ -1,7 +1,8 @@
-"""Reports to the ledger of the time after a request's last stored explanation.
+"""Updates of stored time breakdowns by the time after a request's last token.
 
-This is the time in which the request's end is stored and delivered to the client. It is reported
-only if it is a considerable part of the request's time.
+The explanation (time breakdown) that the ledger stores with a request's end lacks the time in which
+the end is stored and delivered to the client. This time is reported later, and only if it is a
+considerable part of the request's time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOST = 1000
 
 
 class Deliveries:
-    """Reports of deliveries. ``flush`` must be called regularly; it writes all new reports."""
+    """Collector of delivery reports; ``flush`` must be called regularly to write new reports."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -31,20 +32,24 @@ class Deliveries:
         self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
 
     def track(self, live: LiveRequest) -> None:
-        """Track a request that a client reads."""
+        """Track a request from now on, because a client reads it."""
         self._read[live.request_id] = live
 
     def going_on(self, entry: Entry) -> LiveRequest | None:
-        """Return the entry's request if it ended here and a client still reads it, else None."""
+        """Return the entry's request if it ended at this router and is still read, else None.
+
+        It is still read while a client has an open stream of it.
+        """
         live = self._read.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:
             return None
         return live if live.has_untold_end and live.has_readers else None
 
     def note_delivered(self, live: LiveRequest) -> None:
-        """Add a report for an ended request whose client has read everything.
+        """Add a report for a request if it has ended and its client has read everything.
 
-        Call it whenever a reader of the request has left.
+        Call it whenever a reader of the request has left. Requests with a short delivery get no
+        report.
         """
         journal, entry = live.journal, live.entry
         if not live.has_untold_end or not journal.is_delivered:
@@ -56,7 +61,10 @@ class Deliveries:
             self._untold.append(Explained(entry.request_id, entry.gateway, entry.arrived, packed))
 
     async def flush(self) -> None:
-        """Write the reports to the ledger and drop those that fail. Raises LedgerUnavailable."""
+        """Write the new reports to the ledger.
+
+        Raises LedgerUnavailable; these reports are then lost.
+        """
         untold, self._untold = self._untold, []
         if untold:
             await self._ledger.explain(untold)

@@ -1,7 +1,8 @@
-"""Explanation of a request's time, as clients receive it and as the ledger stores it. Pure.
+"""Explanation of a request (its time breakdown), as clients receive and the ledger stores it. Pure.
 
-With each move of a request, its router stores its explanation in the ledger, in a limited number of
-bytes. The ledger's events add the time that followed, up to the last move.
+With each move of a request (a state change in the ledger), its router stores its explanation in the
+ledger, in a limited number of bytes. The ledger's events add the time that followed, up to the last
+move.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
 
 
 def packed(explanation: pb.Explanation) -> bytes:
-    """Return the explanation in at most MAX_BYTES, after shortening ``explanation`` in place.
+    """Return the explanation, serialised in at most MAX_BYTES; it is shortened in place.
 
-    Names of other requests are dropped first, from the earliest attempts on. Newcomers and
-    occupants of all attempts are dropped before neighbours and requests that left the queue
-    earlier. If that is not enough, the earliest attempts are dropped and only the sums of their
-    spans are kept. Momentary values are never stored.
+    Ids of other requests are dropped first, from the earliest attempts on. Newcomers and occupants
+    of all attempts are dropped before neighbours and requests that left the queue earlier. If that
+    is not enough, the earliest attempts are dropped and only the sums of their spans are kept. The
+    number of unread tokens is never stored, because it is a momentary value.
     """
     explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):
@@ -140,10 +141,10 @@ def _drop_first(explanation: pb.Explanation) -> None:
 
 
 def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
-    """Return the explanation that the ledger has of a request that no router owns.
+    """Return the explanation of a request that no router owns, from what the ledger stores.
 
-    The last span covers the time that no router reported: the storing of the request's end, or the
-    time after the loss of its router.
+    ``events`` are the request's events in the ledger. The last span covers the time that no router
+    reported: the storing of the request's end, or the time after the loss of its router.
     """
     entry = stored.entry
     explanation = pb.Explanation.FromString(stored.explanation)
@@ -164,7 +165,10 @@ def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
 
 
 def resumed(stored: Stored, now: float) -> Journal:
-    """Return the journal of a request that another router owned until now."""
+    """Return the journal of a request that this router takes over from another one.
+
+    The journal begins with the times that the ledger has stored. ``now`` is the router's clock.
+    """
     explanation = pb.Explanation.FromString(stored.explanation)
     untold_s = _untold_s(explanation, stored.entry, stored.now)
     journal = Journal(now - explanation.total_s - max(0.0, untold_s))

@@ -1,4 +1,4 @@
-"""Client of the ledger, and the ledger's health as this router sees it."""
+"""Client of the ledger, and the health of the ledger as this router sees it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from router.requests.request import Elsewhere, LiveRequest
 
 
 class LedgerHealth:
-    """Availability, memory, clock and losses of the ledger, updated with each heartbeat."""
+    """Availability, memory, clock and lost writes of the ledger, updated with each heartbeat."""
 
     def __init__(self, memory_limit: float) -> None:
         """Create the record; new requests are rejected above ``memory_limit``.
@@ -60,7 +60,10 @@ class LedgerHealth:
         self.is_away = True
 
     def lost(self) -> None:
-        """Record that the ledger lacks state that it had acknowledged."""
+        """Record that the ledger lacks state that it had acknowledged.
+
+        Further calls have no effect until the ledger's next generation (restart or failover).
+        """
         if not self._has_lost:
             self.rollbacks += 1
             self._has_lost = self._has_just_lost = True
@@ -71,7 +74,11 @@ class LedgerHealth:
         return not self.is_away and not self._unfit
 
     def check_room(self) -> None:
-        """Raise LedgerUnavailable or LedgerFull if no request can be opened."""
+        """Check that the ledger can store a new request.
+
+        Raises LedgerUnavailable if it does not answer or lacks the required durability, and
+        LedgerFull if it uses more memory than the limit.
+        """
         if self.is_away:
             raise LedgerUnavailable("the ledger does not answer")
         if self._unfit:
@@ -95,7 +102,7 @@ _NEVER = 1 << 30
 class LedgerClient:
     """Client of the ledger that retries calls and restores state that the ledger lost.
 
-    ``ledger`` is for single calls, whose failure the caller handles.
+    The attribute ``ledger`` is for calls without retries, whose failure the caller handles.
     """
 
     def __init__(self, ledger: Ledger, registry: RequestRegistry, health: LedgerHealth) -> None:
@@ -113,7 +120,10 @@ class LedgerClient:
                 await asyncio.sleep(_RETRY_S)
 
     async def check_ownerless(self, owner: str) -> None:
-        """Raise Elsewhere if ``owner`` is another living router."""
+        """Check that ``owner`` is this router's id, or that of no living router.
+
+        Raises Elsewhere if it is that of another living router.
+        """
         if owner != self._router_id:
             address = (await self.retry(self.ledger.gateways)).get(owner)
             if address is not None:
@@ -127,10 +137,10 @@ class LedgerClient:
     async def release(
         self, live: LiveRequest, epoch: int, loss: str | None, max_losses: int | None
     ) -> Entry:
-        """Queue a request again that ran under ``epoch``.
+        """Release a request from its attempt ``epoch`` in the ledger; return its entry after that.
 
-        ``loss`` is the cause if a worker lost the request, else None. The request ends as failed if
-        this is its loss number ``max_losses``; None sets no limit.
+        The request is queued again. ``loss`` is the cause if a worker lost the request, else None.
+        The request ends as failed if this is its loss number ``max_losses``; None sets no limit.
         """
         return await self._move(
             live,
@@ -148,9 +158,10 @@ class LedgerClient:
         return await self._move(live, lambda: self._end(live, state, error))
 
     async def requeue(self, live: LiveRequest) -> Entry:
-        """Queue a request again by a takeover from this router itself.
+        """Queue a request again in the ledger; return its entry after that.
 
-        This fences off the attempt that the ledger knows.
+        The router takes the request over from itself, which fences off the attempt that the ledger
+        knows.
         """
         return await self._move(live, lambda: self._take_over_own(live))
 
@@ -175,9 +186,10 @@ class LedgerClient:
         )
 
     async def _move(self, live: LiveRequest, operation: Callable[[], Awaitable[Entry]]) -> Entry:
-        """Return the ledger's answer to ``operation``, after a restore if the ledger lost state.
+        """Run ``operation`` until the ledger answers; return the ledger entry that it returns.
 
-        The request ends if the ledger contradicts what was streamed. Raises UnknownRequest for a
+        If the ledger lost state of the request, restore the state and repeat the operation. The
+        request ends if the ledger contradicts what was streamed. Raises UnknownRequest for a
         request that this router neither owns nor has ended recently.
         """
         while True:
@@ -198,10 +210,10 @@ class LedgerClient:
                 return entry
 
     async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
-        """Send the ledger the state of a request again; return its answer and its entry.
+        """Send the ledger the state of a request again; return the result and the ledger's entry.
 
         If the ledger has other tokens than were streamed, the request ends with DataLoss. If the
-        request was erased, the entry is that of a cancelled request.
+        request was erased, the returned entry is that of a cancelled request.
         """
         answer, entry = await self.retry(lambda: self.ledger.reassert(live.held()))
         if answer is Reasserted.FORGOTTEN:
@@ -218,16 +230,17 @@ class LedgerClient:
         return answer, entry
 
     async def _end_as_failed(self, live: LiveRequest, error: EverliftError) -> Entry | None:
-        """End a request as failed in the ledger; return its entry, or None if it was erased."""
+        """End a request as failed in the ledger; return its entry, or None if it is unknown."""
         with suppress(UnknownRequest):
             return await self.retry(lambda: self._end(live, State.FAILED, error))
         return None
 
 
 def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
-    """Return the acknowledged number of moves and, for each choice, of tokens and ends.
+    """Return the counts that the ledger has acknowledged, in the order that ``_has_all`` compares.
 
-    The tokens of all choices precede the ends.
+    First the number of moves, then the number of tokens of each choice, then for each choice
+    whether it has ended.
     """
     tokens = (choice.stored for choice in live.choices)
     return live.entry.moves, *tokens, *(choice.is_complete for choice in live.choices)

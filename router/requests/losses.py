@@ -36,11 +36,18 @@ class Losses:
         self.in_step += was_in_step
 
     def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
-        """Return whether the next worker must await a confirmation before its first step."""
+        """Return whether the worker of the next attempt must await a confirmation.
+
+        It then reports the first step, and runs it only after the confirmation. ``num_tokens`` is
+        the request's number of output tokens now.
+        """
         return num_tokens <= self._num_tokens or config.max_losses == 1
 
     def make_suspect(self, num_tokens: int, config: RouterConfig) -> bool:
-        """Return whether one more loss in a step would end the request."""
+        """Return whether one more loss in a step would end the request.
+
+        ``num_tokens`` is the request's number of output tokens now.
+        """
         has_gone_on = num_tokens > self._num_tokens
         return not has_gone_on and self.in_step > 0 and self.in_step + 1 >= config.max_losses
 

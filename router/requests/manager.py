@@ -64,7 +64,7 @@ log = logs.get_logger(__name__)
 
 
 class Requests:
-    """Requests of this router, as used by the protocols, the leader client and the heartbeat."""
+    """Manager of this router's requests, used by the APIs, the leader client and the heartbeat."""
 
     def __init__(
         self,
@@ -79,9 +79,10 @@ class Requests:
         tracer: Tracer = NO_TRACES,
         limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
-        """Create the manager; ``memory_limit`` is that of LedgerConfig.
+        """Create the manager.
 
-        ``limits_of`` returns the limits of a tenant.
+        ``memory_limit`` is that of LedgerConfig, a fraction of the ledger's memory above which new
+        requests are rejected. ``limits_of`` returns the limits of a tenant.
         """
         self._config = config
         self._ledger = ledger
@@ -151,9 +152,11 @@ class Requests:
         """Submit a request; return it, or the existing request of the same id.
 
         ``timeout_s`` is the time from the acceptance to the deadline in seconds, or None without a
-        deadline. ``journal`` holds the time before the submission. Raises RequestConflict,
-        QueueFull, DeadlineUnmeetable, RateLimited, LedgerFull, RouterStopping, LedgerUnavailable,
-        Elsewhere.
+        deadline. ``journal`` holds the time before the submission.
+
+        Raises RequestConflict if the id exists with another body, and Elsewhere if another router
+        owns the existing request. Raises QueueFull, DeadlineUnmeetable, RateLimited or LedgerFull
+        if the request is rejected, and RouterStopping or LedgerUnavailable.
         """
         journal = journal or Journal(now())
         opening = self._tasks.spawn(self._submissions.open_request(request, timeout_s, journal))
@@ -176,13 +179,14 @@ class Requests:
             self._reader_left(opening.result())
 
     def turned_away(self, error: EverliftError) -> None:
-        """Count a submission that was rejected with ``error``."""
+        """Count a submission that was rejected with ``error``, for the metrics."""
         self._registry.observer.refused(error.slug)
 
     async def attach(self, request_id: str) -> LiveRequest:
         """Return a known request, live or ended; take it over if its router is gone.
 
-        Raises UnknownRequest, UnknownModel, Elsewhere, LedgerUnavailable.
+        Raises UnknownRequest, UnknownModel if it is for a model that is no longer served, Elsewhere
+        or Moved if another router owns it, RouterStopping and LedgerUnavailable.
         """
         return await self._takeover.attach(request_id)
 
@@ -195,12 +199,12 @@ class Requests:
         is_relayed: bool = False,
         explains: bool = False,
     ) -> Pieces:
-        """Return the stream of a request, in which each choice starts at its offset.
+        """Return a stream of a request's pieces, in which each choice starts at its offset.
 
         ``offsets`` and ``digests`` are those of Reading. ``is_relayed`` states that another router
         reads for the client. The request then gets its grace period when the stream is closed,
         because that router may have failed instead of the client. ``explains`` adds the time
-        breakdown to the last piece. Raises OffsetOutOfRange.
+        breakdown to the last piece. Raises OffsetOutOfRange as Reading does.
         """
         reading = Reading(live, offsets, digests, explains=explains)
         self._deliveries.track(live)
@@ -212,9 +216,9 @@ class Requests:
             self._timeouts.reader_left(live, has_grace=has_grace)
 
     async def cancel(self, request_id: str) -> Entry:
-        """Cancel a request unless it has ended, and return its entry.
+        """Cancel a request unless it has ended, and return its ledger entry.
 
-        Raises UnknownRequest, Elsewhere, LedgerUnavailable.
+        Raises UnknownRequest, LedgerUnavailable, and Elsewhere if another router owns the request.
         """
         error = Cancelled("cancelled by a client")
         if self._registry.get(request_id) is None:
@@ -230,7 +234,7 @@ class Requests:
         return await self._cancel_ownerless(request_id, error)
 
     async def _cancel_live(self, live: LiveRequest, error: Cancelled) -> Entry | None:
-        """Cancel a request that this router owns, and return its entry.
+        """Cancel a request that this router owns, and return its ledger entry.
 
         Return None if the request has ended meanwhile, or was rejected, which frees its id.
         """
@@ -255,8 +259,8 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        A request that ended a moment ago is still owned by its router. Raises UnknownRequest and
-        LedgerUnavailable, and Elsewhere or Moved if another router owns the request.
+        Raises UnknownRequest and LedgerUnavailable, and Elsewhere or Moved if another router owns
+        the request. A request that ended a moment ago still counts as owned by its router.
         """
         try:
             entry = await self.cancel(request_id)
@@ -273,9 +277,9 @@ class Requests:
         log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
-        """Return a request's ledger entry without its tokens, and its events.
+        """Return what the ledger stores of a request, without its tokens, and its events.
 
-        Raises UnknownRequest.
+        Raises UnknownRequest, LedgerUnavailable.
         """
         entry = await self._ledger.get(request_id)
         stored = await self._ledger.read(request_id, entry.num_tokens)
@@ -285,8 +289,8 @@ class Requests:
         """Return a request's time breakdown, up to its end or, before its end, up to now.
 
         The breakdown comes from this router if it owns the request or a client still reads the
-        request from it, and otherwise from the ledger. Raises UnknownRequest, Elsewhere,
-        LedgerUnavailable.
+        request from it, and otherwise from the ledger. Raises UnknownRequest, LedgerUnavailable,
+        and Elsewhere if another router owns the unfinished request.
         """
         if (live := self._registry.known(request_id)) is not None:
             self.attempts.note_newcomers(live)
@@ -302,7 +306,10 @@ class Requests:
         return kept(*await self.get(request_id))
 
     async def missing_workers(self) -> str:
-        """Return why wanted workers are not ready; empty if none is missing or if unknown."""
+        """Return a text that says why wanted workers are not ready.
+
+        It is empty if no worker is missing, or if the ledger does not answer.
+        """
         try:
             return missing_workers(await self._ledger.load())
         except LedgerUnavailable:
@@ -346,7 +353,7 @@ class Requests:
     # operators
 
     def apply_rules(self, rules: Rules) -> None:
-        """Apply new queue rules to early rejection."""
+        """Apply new queue rules, which an operator has set, to early rejection."""
         self._early_rejection.rules = rules
 
     # the leader's events
@@ -422,7 +429,7 @@ class Requests:
         self._takeover.take_over_soon(request_id)
 
     def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
-        """Yield the messages of all queued requests in this order, for a new leader.
+        """Yield the Waiting messages of all queued requests, sorted by ``order``, for a new leader.
 
         The requests are marked as accepted, so that the leader does not reject them later.
         """
@@ -433,13 +440,13 @@ class Requests:
                 yield self.attempts.waiting(live)
 
     def running(self) -> list[session_pb2.Running]:
-        """Return the messages of all requests at workers, for a new leader."""
+        """Return the Running messages of all requests at workers, for a new leader."""
         return self.attempts.running()
 
     # the end
 
     async def stop(self, drain_s: float) -> None:
-        """Stop accepting requests, wait for those that are left, then redirect their clients.
+        """Stop accepting requests, wait for unfinished ones, then redirect the clients of the rest.
 
         The wait takes at most ``drain_s`` seconds.
         """

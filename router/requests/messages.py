@@ -77,7 +77,7 @@ def arriving(
     prediction: Prediction,
     moves_left: int,
 ) -> session_pb2.Waiting:
-    """Return the queue message of a new request, which the ledger does not have yet.
+    """Return the Waiting message of a new request, which the ledger does not have yet.
 
     ``arrived`` is its arrival in ledger time. ``timeout_s`` is the time from then to its deadline,
     or None without a deadline. Both are in seconds.

@@ -9,7 +9,7 @@ from everlift.messages import FinishReason
 
 
 class ClassObserver(Protocol):
-    """Observer of the requests of one class.
+    """Observer of the requests of one priority class.
 
     Durations are in seconds. The methods must return quickly, because the event loop calls them for
     every piece of output.
@@ -60,6 +60,8 @@ class ClassObserver(Protocol):
 
 
 class Observer(Protocol):
+    """Observer of all requests of a router; ``of_class`` returns that of a priority class."""
+
     def of_class(self, priority: int) -> ClassObserver: ...
 
     def refused(self, slug: str) -> None:

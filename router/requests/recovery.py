@@ -35,7 +35,10 @@ _TAKEOVERS_AT_ONCE = 4
 
 
 async def restored(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
-    """Return a live request with the state that the ledger has stored."""
+    """Return a live request with the state that the ledger has stored.
+
+    The text of its output is decoded again from the stored tokens.
+    """
     outputs = [await _replayed(stored.request, choice, tokenizer) for choice in stored.choices]
     return LiveRequest(
         stored.request,
@@ -57,7 +60,10 @@ async def _replayed(request: Request, choice: StoredChoice, tokenizer: Tokenizer
 
 
 class Resync:
-    """Sends state again that the ledger lost. ``reconcile`` does so for one live request."""
+    """Sends the ledger state of this router's requests that the ledger has lost.
+
+    ``reconcile`` brings one live request and its ledger entry into the same state.
+    """
 
     def __init__(
         self,
@@ -137,7 +143,7 @@ async def _run(work: Iterator[Coroutine[Any, Any, None]]) -> None:
 
 
 class Takeover:
-    """Takeover of requests whose router is gone, and restoration of ended requests."""
+    """Takes over requests whose router is gone, and restores ended requests from the ledger."""
 
     def __init__(
         self,
@@ -159,7 +165,8 @@ class Takeover:
     async def attach(self, request_id: str) -> LiveRequest:
         """Return a known request, live or ended; take it over if its router is gone.
 
-        Raises UnknownRequest, UnknownModel, Elsewhere, LedgerUnavailable.
+        Raises UnknownRequest, UnknownModel if it is for a model that is no longer served, Elsewhere
+        or Moved if another router owns it, RouterStopping and LedgerUnavailable.
         """
         if (live := self._registry.known(request_id)) is not None:
             return live
@@ -177,10 +184,12 @@ class Takeover:
             await self.take_over(request_id)
 
     async def take_over(self, request_id: str) -> LiveRequest:
-        """Take over a request whose router is gone, and continue it.
+        """Take over a request whose router is gone, continue it, and return it.
 
-        A client has the grace period to attach again. Raises UnknownRequest, UnknownModel,
-        Elsewhere.
+        A client has the grace period to attach again. If the request has ended, or cannot continue
+        with the served model, return it as ended. Raises UnknownRequest, UnknownModel if an ended
+        request is for another model, Elsewhere or Moved if another router owns it, and
+        RouterStopping.
         """
         return await asyncio.shield(self._tasks.spawn(self._take_over(request_id)))
 

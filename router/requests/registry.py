@@ -25,7 +25,7 @@ _MAX_ENDED = 10_000
 
 
 class KeyedLock:
-    """Lock per key, which exists while it is held or awaited."""
+    """Locks by key; each lock exists only while it is held or awaited."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
@@ -33,6 +33,7 @@ class KeyedLock:
 
     @asynccontextmanager
     async def hold(self, key: str) -> AsyncIterator[None]:
+        """Context manager that holds the lock of ``key``."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         try:
@@ -72,11 +73,11 @@ class RecentRequests:
         return list(self._erased)
 
     def get(self, request_id: str) -> LiveRequest | None:
-        """Return the ended request of this id, or None."""
+        """Return the ended request of this id, or None if there is none."""
         return self._ended.get(request_id)
 
     def erased_arrival(self, request_id: str) -> float | None:
-        """Return the arrival of an erased request in ledger time, or None if there is none.
+        """Return the arrival in ledger time of the erased request of this id, or None without one.
 
         A request with the same id and another arrival is a later one, which is not erased.
         """
@@ -121,7 +122,7 @@ class RecentRequests:
 
 
 class Counters:
-    """Totals since this router started."""
+    """Totals of requests, preemptions and tokens since this router started."""
 
     def __init__(self) -> None:
         self.completed = self.failed = self.output_tokens = 0
@@ -169,10 +170,10 @@ class RequestRegistry:
         return self._live.get(request_id)
 
     def known(self, request_id: str) -> LiveRequest | None:
-        """Return an owned or recently ended request, or None.
+        """Return an owned or recently ended request, or None if there is neither.
 
-        Ask for it before the ledger. A ledger that lost recent writes may lack a recently ended
-        request, or have it as unfinished.
+        Call this before asking the ledger. A ledger that lost recent writes may lack a recently
+        ended request, or have it as unfinished.
         """
         return self._live.get(request_id) or self.recent.get(request_id)
 
@@ -181,7 +182,7 @@ class RequestRegistry:
         return self._live.get(live.request_id) is live
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """Own a request from now on; without ``prediction``, a new prediction is made."""
+        """Own a request from now on; if ``prediction`` is None, a new prediction is made."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         self.recent.discard(live.request_id)
@@ -195,7 +196,11 @@ class RequestRegistry:
             self.quotas.let_go(live.request_id)
 
     def finalize(self, live: LiveRequest, entry: Entry) -> None:
-        """Release a request, and end it for its clients as the ledger's ``entry`` states."""
+        """Release a request, and end it for its clients with the result that ``entry`` states.
+
+        Clients receive Moved if the ledger's ``entry`` is not final, or if another router finished
+        the request.
+        """
         if live.is_over:
             return
         self.release(live)
@@ -234,7 +239,10 @@ class RequestRegistry:
             self._tasks.spawn_tracing(self.tracer.ended(live))
 
     def is_current(self, live: LiveRequest, entry: Entry) -> bool:
-        """Return whether the entry's owner is this router, which has all of the entry's tokens."""
+        """Return whether this router owns the request, and has all its tokens.
+
+        Owner and tokens are those that the ledger's ``entry`` states.
+        """
         counts = zip(live.choices, entry.num_tokens, strict=True)
         has_more = any(count > len(choice.output) for choice, count in counts)
         return entry.gateway == self.router_id and not has_more
@@ -244,7 +252,10 @@ class RequestRegistry:
         return entry.gateway == self.router_id and entry.num_tokens == tokens
 
     def close(self, live: LiveRequest, entry: Entry) -> None:
-        """End the streams of a request as finished, or with the error that ``entry`` states."""
+        """End the streams of a request as finished, or with the error that ``entry`` states.
+
+        The error is Moved if the entry is not final.
+        """
         live.entry = entry
         if entry.state is State.FINISHED:
             for choice, reason in zip(live.choices, entry.finish_reasons, strict=True):

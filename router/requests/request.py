@@ -29,7 +29,9 @@ class Output:
     """Tokens and text of one choice.
 
     The text after token k depends on tokens 0 to k alone, so a reader can continue at any offset.
-    ``logprobs`` are those of the tokens, or empty if the request does not ask for them.
+    Text that may be part of a stop string or of an incomplete character is held back, and released
+    by a later token. ``logprobs`` are those of the tokens, or empty if the request does not ask for
+    them.
     """
 
     @classmethod
@@ -57,7 +59,7 @@ class Output:
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Add tokens up to the one that completes a stop string, and their log probabilities."""
+        """Add tokens, with their log probabilities, up to the one that completes a stop string."""
         start = len(self)
         for token in tokens:
             if self.stopped:
@@ -69,11 +71,11 @@ class Output:
             self.logprobs.extend(logprobs[: len(self) - start])
 
     def finish(self) -> None:
-        """Release the text that was held back, because no token follows."""
+        """Release the text that was held back, because no token follows; it becomes ``tail``."""
         self._tail = self._text.finish()
 
     def text(self, start: int, stop: int) -> str:
-        """Return the text that the tokens from ``start`` to before ``stop`` released."""
+        """Return the text that was released by the tokens from ``start`` to before ``stop``."""
         return "".join(self._released[start:stop])
 
     @property
@@ -105,7 +107,7 @@ class Choice:
     def __init__(
         self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
     ) -> None:
-        """Create the choice with the ``output`` and the ``finish_reason`` in the ledger."""
+        """Create a choice whose ``output`` and ``finish_reason`` are those that the ledger has."""
         self.request_id = bare(request_id)
         self.index = index
         self.output = output
@@ -220,7 +222,7 @@ def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> No
 
 
 class Elsewhere(Exception):
-    """Signal that another living router owns the request.
+    """Raised if another living router owns the request.
 
     ``address`` is that router's internal address.
     """
@@ -231,6 +233,8 @@ class Elsewhere(Exception):
 
 
 class Phase(Enum):
+    """Phase of a request at the router that owns it."""
+
     #: in the admission queue, or on its way there
     WAITING = "waiting"
     #: at a worker
@@ -244,10 +248,10 @@ class Phase(Enum):
 
 
 class LiveRequest:
-    """Request that this router owns or has restored.
+    """Request that this router owns, or has restored from the ledger.
 
-    ``entry`` is the ledger's entry as of the last known transition. ``now`` is the router's clock
-    in seconds. ``outputs`` are by choice. ``journal`` has the request's times so far.
+    ``entry`` is the ledger's entry as of the last known move. ``now`` is the router's clock in
+    seconds. ``outputs`` are by choice. ``journal`` has the request's times so far.
     """
 
     def __init__(
@@ -316,8 +320,8 @@ class LiveRequest:
     ) -> Self:
         """Return a new request in phase WAITING.
 
-        If ``entry`` already includes the first dispatch, the dispatch is removed from the request's
-        entry. ``begin_attempt`` records it afterwards.
+        If ``entry`` already includes the first dispatch, the request's own entry is set back to the
+        state before the dispatch. ``begin_attempt`` records the dispatch afterwards.
         """
         if entry.state is State.RUNNING:
             entry = replace(
@@ -364,7 +368,10 @@ class LiveRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Return the tokens of the prompt, counted once, and of the unfinished choices' outputs."""
+        """Return the number of tokens of the prompt and of the outputs of unfinished choices.
+
+        The prompt is counted once.
+        """
         outputs = sum(len(choice.output) for choice in self.unfinished)
         return len(self.request.prompt_ids) + outputs
 
@@ -404,12 +411,12 @@ class LiveRequest:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the request has ended or is about to, so that nothing else may happen."""
+        """Return whether the request has ended, or is being ended before its last token."""
         return self.phase in (Phase.ENDING, Phase.OVER)
 
     @property
     def is_preempted(self) -> bool:
-        """Return whether all the request's choices at the worker are preempted."""
+        """Return whether the worker has preempted all choices of the request that it has."""
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property
@@ -431,7 +438,7 @@ class LiveRequest:
     # events
 
     def observe(self, observer: ClassObserver) -> None:
-        """Report to this observer from now on."""
+        """Report this request's times to ``observer`` from now on."""
         self._moments.observer = observer
 
     def begin_attempt(
@@ -499,7 +506,7 @@ class LiveRequest:
         self._moments.more_to_read(choice.index, now)
 
     def judge_tpot(self, now: float) -> float | None:
-        """Return the ratio of the measured to the predicted time per output token.
+        """Return and report the ratio of the measured to the predicted time per output token.
 
         Call it at the last token. Return None if the ratio is unknown.
         """
@@ -546,13 +553,13 @@ class LiveRequest:
     # readers
 
     def join(self, wake: Callable[[], None]) -> None:
-        """Register a reader; ``wake`` is called whenever there may be more output."""
+        """Register a reader; ``wake`` is called whenever there may be more output to read."""
         self._num_readers += 1
         self.end_grace()
         self._watchers.add(wake)
 
     def part(self, wake: Callable[[], None]) -> None:
-        """Remove a reader that ``join`` registered."""
+        """Remove a reader that ``join`` registered with this ``wake``."""
         self._num_readers -= 1
         self._watchers.discard(wake)
 
@@ -575,7 +582,7 @@ class LiveRequest:
         self.journal.unread.mark_late(choice.index, self._moments.readable_since(choice.index, now))
 
     async def all_stored(self) -> None:
-        """Wait until the ledger has all output, or the request has ended."""
+        """Wait until the ledger has all output received so far, or the request has ended."""
         changed = asyncio.Event()
         self._watchers.add(changed.set)
         try:
@@ -596,7 +603,7 @@ class LiveRequest:
         )
 
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
-        """Return a piece of a choice from ``offset`` on.
+        """Return a piece of a choice, with readable tokens from ``offset`` on.
 
         The first piece of the first choice includes the log probabilities of the prompt.
         """
@@ -607,7 +614,7 @@ class LiveRequest:
         return piece
 
     def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
-        """Complete the last piece of a stream with usage and timing.
+        """Add usage and timing to the last piece of a stream.
 
         ``explains`` adds the time breakdown.
         """
@@ -649,13 +656,13 @@ class LiveRequest:
         )
 
     def packed_explanation(self, now: float) -> bytes:
-        """Return the time breakdown up to ``now`` as the ledger stores it."""
+        """Return the time breakdown up to ``now``, serialised as the ledger stores it."""
         return packed(self.explanation(now))
 
     # records for the ledger
 
     def append(self, choice: Choice, offset: int) -> Append:
-        """Return the append that stores a choice's tokens from ``offset`` on."""
+        """Return the ledger's Append that stores a choice's tokens from ``offset`` on."""
         output = choice.output
         is_first = (choice.index, offset) == (0, 0)
         has_tally = choice.finish_reason or (is_first and self.cached_tokens)
@@ -677,7 +684,7 @@ class LiveRequest:
         return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
 
     def held(self) -> Stored:
-        """Return the known state of the request, to restore it in a ledger that lost some of it."""
+        """Return all known state of the request, to restore it in a ledger that lost some of it."""
         entry = self.as_entry()
         choices = tuple(
             StoredChoice(tuple(choice.output.tokens[:count]), tuple(choice.output.logprobs[:count]))

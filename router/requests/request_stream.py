@@ -35,11 +35,12 @@ Reopen = Callable[[pb.AttachRequest], Awaitable[Source]]
 
 
 class RequestStream(Source):
-    """Stream of one request that continues across changes of the request's owner.
+    """Stream of one request that continues when the request's owner changes.
 
-    When the request leaves the router that the stream reads from, ``reopen`` finds the new owner.
-    The stream then continues directly after the last piece that was taken. If that is impossible,
-    the stream fails with the error of its last source.
+    When the request leaves the router that the stream reads from, ``reopen`` is called with an
+    AttachRequest and returns a source at the new owner. The stream then continues directly after
+    the last piece that was taken. If that is impossible, the stream fails with the error of its
+    last source.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class RequestStream(Source):
         was_submitted: bool = False,
         had_output: bool = False,
     ) -> None:
-        """Read from ``source``, and add its pieces to ``delivered``.
+        """Create a stream that reads from ``source``.
 
-        If ``delivered`` is None, the source is asked for it when the stream has to be resumed.
-        ``was_submitted`` states whether the client can submit the request again. ``had_output``
-        states whether the client has output from an earlier stream.
+        ``delivered`` records the pieces that are taken. If it is None, the source is asked for such
+        a record when the stream has to be resumed. ``was_submitted`` states whether the client can
+        submit the request again. ``had_output`` states whether the client has output from an
+        earlier stream.
         """
         super().__init__()
         self._request_id = request_id
@@ -85,7 +87,7 @@ class RequestStream(Source):
     def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now, or None.
 
-        Raises the error with which the request fails.
+        Raises the error with which the request or the stream fails.
         """
         try:
             piece = self._take() if self._opening is None or self._is_reopened() else None
@@ -101,9 +103,9 @@ class RequestStream(Source):
         self._wake()
 
     def _is_reopened(self) -> bool:
-        """Switch to the new source if it has been found; return whether it has.
+        """Switch to the new source if the search for it is over; return whether it is.
 
-        Raises RouterStopping if the search was cancelled.
+        Raises the error of a failed search, and RouterStopping if the search was cancelled.
         """
         assert self._opening is not None
         if not self._opening.done():
@@ -146,7 +148,10 @@ class RequestStream(Source):
     async def _reopened(
         self, message: pb.AttachRequest, deadline: float, cause: EverliftError
     ) -> Source:
-        """Return the new source. Raises ``cause`` if none is found before the deadline."""
+        """Search for the request's new source and return it.
+
+        Raises ``cause`` if none is found before the deadline.
+        """
         await self._source.aclose()
         while True:
             await asyncio.sleep(self._retry_s)
@@ -177,7 +182,7 @@ class RequestStream(Source):
 
 
 def lost(error: UnknownRequest) -> DataLoss:
-    """Return the error for an unknown request of which the client already has output."""
+    """Return the error to raise if a request is unknown although the client has output of it."""
     return DataLoss(
         f"the cluster lost delivered output: {error}; the retention of the request may be over"
     )

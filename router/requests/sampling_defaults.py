@@ -15,11 +15,11 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def of_model(directory: Path) -> SamplingParams:
-    """Return the sampling defaults of the model in ``directory``.
+    """Return the sampling defaults that the generation_config.json in ``directory`` sets.
 
-    In the file, null means absent, and top_k -1 means no limit. do_sample is ignored, as in vLLM,
-    so a request for greedy outputs must set temperature 0. Raises UnknownModel for a value of the
-    wrong type or out of range.
+    Parameters that are absent or null there have Everlift's own defaults, and top_k -1 means no
+    limit. do_sample is ignored, as in vLLM, so a request for greedy outputs must set temperature 0.
+    Raises UnknownModel for a value of the wrong type or out of range.
     """
     path = directory / _FILE
     given = {name: value for name, value in read_object(path).items() if value is not None}
@@ -43,12 +43,12 @@ def _number(name: str, given: dict[str, Any]) -> Any:
 
 
 def changed(defaults: SamplingParams) -> pb.Sampling:
-    """Return the parameters whose model default differs from Everlift's own, as a message."""
+    """Return a message with the defaults of a model that differ from Everlift's own."""
     return pb.Sampling(**as_json(defaults))  # type: ignore[arg-type]
 
 
 def as_json(defaults: SamplingParams) -> dict[str, float]:
-    """Return the parameters whose model default differs from Everlift's own, by name."""
+    """Return a dict, by name, of the defaults of a model that differ from Everlift's own."""
     own = SamplingParams()
     return {
         name: getattr(defaults, name)

@@ -31,9 +31,9 @@ from router.requests.request import Choice, LiveRequest
 class Reading:
     """Reader of a request's choices for one client, each from an offset on.
 
-    ``offsets`` are numbers of tokens by choice, 0 by default. ``digests`` are those of the tokens
-    before the offsets, by choice, if the client provides them. An offset with a digest may exceed
-    the tokens that exist so far. Reading then continues when the choice has that many tokens again.
+    An offset may exceed the tokens that the choice has so far if there is a digest for it, because
+    the ledger may have lost tokens that the client has. Reading then continues when the choice has
+    that many tokens again.
     """
 
     def __init__(
@@ -46,7 +46,12 @@ class Reading:
     ) -> None:
         """Create a reader; with ``explains``, its last piece contains the time breakdown.
 
-        Raises OffsetOutOfRange.
+        ``offsets`` are, by choice, the numbers of tokens that the client already has; those not
+        given are 0. ``digests`` are, by choice, the digests of these tokens (``token_digest``), to
+        be compared with the choice's tokens; they are optional.
+
+        Raises OffsetOutOfRange if there are more offsets than choices, if an offset is negative, or
+        if it exceeds the readable tokens or, with a digest, the request's max_tokens.
         """
         self._live = live
         self._explains = explains
@@ -79,7 +84,7 @@ class Reading:
         return not self._open
 
     def delivered(self) -> Delivered | None:
-        """Return the tokens and ends that the client has.
+        """Return a record of the tokens and ends that the client has.
 
         Return None if tokens before an offset have not been compared with their digest yet.
         """
@@ -96,8 +101,8 @@ class Reading:
     def next(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now, or None; the choices take turns.
 
-        The last piece of all contains usage and timing. Raises DataLoss if the client has other
-        tokens than a choice, or more than a choice has at its end.
+        The last piece of all contains usage and timing. Raises DataLoss if tokens before an offset
+        do not match their digest, or if a choice has ended with fewer tokens than its offset.
         """
         for _ in range(len(self._open)):
             self._turn %= len(self._open)
@@ -170,7 +175,10 @@ def is_relayed(headers: Mapping[str, str]) -> bool:
 
 
 class Relay:
-    """Client of other routers at their internal addresses, whose errors it raises."""
+    """Client of other routers at their internal addresses.
+
+    An error that the other router returns is raised here.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -198,7 +206,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
     A server calls ``poll`` when its client can receive a piece, and ``on_more`` notifies it when
     there may be more pieces. Thousands of streams therefore need no task of their own. The owner of
-    a source must close it, also before its end.
+    a source must close it, even if it has not read all pieces.
     """
 
     #: Errors after which the same request can be read from another source.
@@ -225,7 +233,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     async def aclose(self) -> None: ...
 
     def delivered(self) -> Delivered | None:
-        """Return the tokens that the client has; None if the source does not know them."""
+        """Return a record of the tokens that the client has; None if the source has no record."""
         return None
 
     async def __anext__(self) -> pb.GenerateResponse:
@@ -239,7 +247,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
 
 class Carried(Source):
-    """Source of the pieces that another router makes; it awaits one piece at a time."""
+    """Source of the pieces that another router sends; it requests one piece at a time."""
 
     resumable = (Moved, Unreachable, RouterStopping, LedgerUnavailable)
 
@@ -277,7 +285,7 @@ class Carried(Source):
 
 
 class Pieces(Source):
-    """Source of a live request's pieces, registered as a reader until it is closed.
+    """Source of a live request's pieces, registered as a reader of the request until it is closed.
 
     ``left`` is called when the source is closed. Each piece is made when it is polled.
     """

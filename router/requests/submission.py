@@ -40,10 +40,10 @@ log = logs.get_logger(__name__)
 
 
 class Submissions:
-    """Opens new requests in the ledger.
+    """Opens new requests: checks and charges them, stores them in the ledger, and starts them.
 
-    ``attach`` returns a request that the ledger already has. ``adopt`` takes over a request that
-    the ledger may have, unless another living router owns it.
+    ``attach`` returns a request, by id, that the ledger already has. ``adopt`` takes over, in the
+    background, a request that the ledger may have, unless another living router owns it.
     """
 
     def __init__(
@@ -98,8 +98,9 @@ class Submissions:
     async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
         """Check whether a request can be accepted, and return its prediction.
 
-        Raises the error of a rejection. A request that the ledger already has was accepted before,
-        so neither a full queue or ledger nor a deadline rejects it.
+        Raises RouterStopping, LedgerUnavailable, LedgerFull, RetriedTooSoon, QueueFull or
+        DeadlineUnmeetable. The errors of a full ledger or queue and of the deadline do not apply to
+        a request that the ledger already has, because it was accepted before.
         """
         request_id = request.request_id
         if self._registry.is_closing:
@@ -167,9 +168,11 @@ class Submissions:
         return live
 
     async def _charge(self, request: Request) -> bool:
-        """Charge the tenant's quota; return whether there is a charge to settle.
+        """Charge the request to its tenant's quota; return whether it was charged now.
 
-        A request that the ledger already has is not rejected because of its tenant's limits.
+        Raises LedgerFull, LedgerUnavailable, and RateLimited if the tenant's limits are exceeded.
+        If the ledger already has the request, exceeded limits do not reject it: the result is
+        False.
         """
         try:
             return await self._quotas.charge(request)
@@ -231,7 +234,7 @@ def given_up() -> Moved:
 
 
 def check_same_body(request: Request, body_hash: bytes) -> None:
-    """Raise RequestConflict if ``request`` was submitted with another body than ``body_hash``."""
+    """Raise RequestConflict if ``body_hash`` is not the hash of the body of ``request``."""
     if request.body_hash != body_hash:
         raise RequestConflict(
             f'request id "{bare(request.request_id)}" already exists with a different request body'

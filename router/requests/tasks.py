@@ -19,7 +19,7 @@ _TRACING_S = 1.0
 
 
 class TaskGroup:
-    """Tasks that are cancelled together when the router stops.
+    """Group of background tasks that are cancelled together when the router stops.
 
     ``fail`` ends a request whose work raised an unexpected exception.
     """

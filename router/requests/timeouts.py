@@ -34,7 +34,7 @@ class Timeouts:
             self._end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
 
     def reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
-        """Cancel a request without a reader, at once or after its grace period.
+        """Cancel a request whose last reader has left, at once or after its grace period.
 
         With ``has_grace``, the request gets the grace period even if it is to be cancelled at once
         when its client disconnects.
@@ -49,7 +49,7 @@ class Timeouts:
     def begin_grace(self, live: LiveRequest) -> None:
         """Cancel the request after the grace period, unless a client attaches before.
 
-        A request that continues without clients is not cancelled.
+        A request whose ``on_disconnect`` is CONTINUE is not cancelled.
         """
         if live.on_disconnect is not OnDisconnect.CONTINUE:
             cause = f"no client attached again within {self._grace_s:g} s"
@@ -63,9 +63,10 @@ class Timeouts:
 
 
 class WorkerWait:
-    """Limit of the queue wait in seconds while the cluster has no worker.
+    """Time limit of queued requests while the cluster has no worker, in seconds.
 
-    ``fail`` ends a request with an error. There is no worker until the first ``worker_up``.
+    ``fail`` ends a request with an error. Before the first ``worker_up``, the cluster counts as
+    having no worker.
     """
 
     def __init__(self, longest_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:
@@ -74,9 +75,9 @@ class WorkerWait:
         self._has_worker = False
 
     def start_timer(self, live: LiveRequest) -> None:
-        """Restart the limit of a request that is queued from now on.
+        """Start the time limit of a request that is queued now, if there is no worker.
 
-        The limit applies only while there is no worker.
+        An earlier time limit of the request is cancelled.
         """
         live.end_worker_wait()
         if not self._has_worker:

@@ -101,7 +101,11 @@ _NOTHING = session_pb2.TimeBreakdown()
 
 
 class Speaker(Protocol):
-    """Stream of a worker: when its last message arrived, and its report on decoding sequences."""
+    """Stream of a worker: when its last message arrived, and its report on decoding sequences.
+
+    ``decoding`` is the running total of the worker's time breakdown over all its decoding
+    sequences.
+    """
 
     @property
     def last_heard(self) -> float: ...
@@ -111,7 +115,7 @@ class Speaker(Protocol):
 
 
 class Silent:
-    """Speaker of a worker that cannot be reached."""
+    """Speaker of a worker that cannot be reached: nothing was ever heard of it."""
 
     last_heard = -inf
     decoding = _NOTHING
@@ -182,7 +186,7 @@ class Attempt:
 
     @property
     def unaccounted(self) -> pb.SpanKind.ValueType:
-        """Return the kind of the time since the worker's last breakdown."""
+        """Return the kind of span of the time since the worker's last breakdown."""
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
         if self.new_tokens:
@@ -196,9 +200,9 @@ class Attempt:
 
     @property
     def shares(self) -> list[Share]:
-        """Return the division of the time since the worker's last breakdown.
+        """Return the time since the worker's last breakdown, divided into kinds of spans.
 
-        It is the division that the worker reports for all its decoding sequences together.
+        The division is the one that the worker reports for all its decoding sequences together.
         """
         return at_worker(self.since)
 
@@ -304,7 +308,7 @@ class Span(NamedTuple):
 
 
 class Journal:
-    """Times of a request whose call arrived at ``came``, as consecutive spans."""
+    """Times of a request, as consecutive spans from its call at ``came`` on."""
 
     def __init__(self, came: float) -> None:
         self.came = came
@@ -405,7 +409,8 @@ class Journal:
     def until(self, now: float, *, is_read: bool = False) -> Journal:
         """Return the journal as if everything that is open ended at ``now``.
 
-        After the request's end, the delivery is open while a client reads (``is_read``).
+        Open is the current span before the request's end, and the delivery after it while a client
+        reads (``is_read``).
         """
         is_current = not is_read if not self.is_open else now <= self._until
         if is_current and not self._is_at_worker:
@@ -434,7 +439,7 @@ class Journal:
         self._queue()
 
     def adopted(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
-        """Continue the spans and attempts that another router recorded."""
+        """Continue the spans that another router recorded, after ``num_attempts`` attempts."""
         for span in earlier:
             self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
         self._lap(pb.SPAN_KIND_OTHER, now, 0)
@@ -482,7 +487,7 @@ class Journal:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
 
     def joined(self, newcomers: tuple[str, ...]) -> None:
-        """Record requests that the worker received after this one."""
+        """Record ids of requests that the worker received after this one."""
         if self._is_at_worker:
             self._attempts[-1].newcomers = newcomers
 
@@ -503,7 +508,8 @@ class Journal:
     def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
         """End the attempt, if there is one, because no worker has the request any more.
 
-        ``end`` says how it ended, and ``is_lost`` whether the attempt was lost at the worker.
+        ``end`` is a text that says how it ended. ``is_lost`` states whether the worker lost the
+        request.
         """
         if not self._is_at_worker:
             return
@@ -540,7 +546,7 @@ class Journal:
                 self.ledger_s = now - self._first_token
 
     def ended(self, end: str, now: float) -> None:
-        """Record that the request has ended, in the ledger or only for its clients."""
+        """Record that the request has ended; ``end`` is recorded as the end of an open attempt."""
         self.left(end, now)
         if self.is_open:
             self._lap(pb.SPAN_KIND_QUEUE if self._is_queued else pb.SPAN_KIND_LEDGER, now)
@@ -584,7 +590,7 @@ class Journal:
         shares: Sequence[Share],
         until: float,
     ) -> None:
-        """Divide the time until ``until`` by reported shares.
+        """Divide the time up to ``until`` into spans, by shares that the leader or worker reported.
 
         The shares are scaled down if they exceed this time. If they are less, the rest of the time
         precedes them as a span of kind ``rest``.
@@ -713,7 +719,10 @@ class RequestTimes:
     # results
 
     def readable_since(self, choice: int, otherwise: float) -> float:
-        """Return when more of a choice last became readable, or ``otherwise`` if never."""
+        """Return the time since which the last tokens of a choice are readable.
+
+        Return ``otherwise`` if none have become readable here.
+        """
         return self._readable_since.get(choice, otherwise)
 
     def ttft_s(self, ended: float) -> float:
@@ -723,7 +732,7 @@ class RequestTimes:
 
     @property
     def foreseen_ttft_s(self) -> float | None:
-        """Return the predicted seconds from the call to the first token, or None."""
+        """Return the predicted seconds from the call to the first token; None if unknown."""
         if self._predicted_ttft_s is None:
             return None
         return self.age_s(self._taken) + self._predicted_ttft_s

@@ -33,7 +33,7 @@ _LATE_S = 0.3
 
 
 class LedgerAppender:
-    """Sends appends to the ledger in batches.
+    """Sends appends (writes of output tokens) to the ledger in batches.
 
     ``on_answers`` receives the ledger's answers to the appends. ``on_away`` receives every pending
     append repeatedly while the ledger does not answer. A batch gathers appends for ``gather_s``
@@ -56,7 +56,7 @@ class LedgerAppender:
         self._has_end = asyncio.Event()
 
     def add(self, live: LiveRequest, append: Append) -> None:
-        """Add an append.
+        """Queue an append for the next batch.
 
         It may overlap a pending one of its choice and epoch, but must leave no gap.
         """
@@ -184,12 +184,15 @@ class TokenWriter:
                 self._appender.add(live, live.append(choice, choice.stored))
 
     async def write_all(self, live: LiveRequest) -> None:
-        """Write all output; return when the ledger has it or the request has ended."""
+        """Write all output that the ledger lacks, and wait until the ledger has it.
+
+        Return earlier if the request has ended.
+        """
         self.write_rest(live)
         await live.all_stored()
 
     def mark_stored(self, live: LiveRequest, entry: Entry) -> None:
-        """Mark the tokens as stored that the ledger's ``entry`` counts."""
+        """Mark as stored the tokens that the ledger has according to ``entry``."""
         heard = now()
         for choice, count in zip(live.choices, entry.num_tokens, strict=True):
             self._mark(live, choice, count, heard)
@@ -242,11 +245,11 @@ class TokenWriter:
             live.run_ahead(live.choices[append.choice], now())
 
     def _may_run_ahead(self) -> bool:
-        """Return whether clients may read output that the ledger does not have."""
+        """Return whether clients may read output now that the ledger does not have."""
         return self._away_since is None or now() - self._away_since < self._may_go_on_s
 
 
 def _finished_entry(live: LiveRequest) -> Entry:
-    """Return the entry of a request that the ledger has just finished with its last append."""
+    """Return the entry of a request that the ledger has just finished with the last append."""
     entry = live.as_entry()
     return replace(entry, state=State.FINISHED, worker="", epoch=0, moves=entry.moves + 1)

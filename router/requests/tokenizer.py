@@ -175,7 +175,8 @@ class ServedModel:
         applies the defaults of the model's generation_config.json, and "none" applies Everlift's
         own.
 
-        Raises UnknownModel, ModelUnavailable.
+        Raises ModelUnavailable if the model is not found, and UnknownModel if one of its files is
+        missing or invalid.
         """
         if model == "fake":
             return cls("fake", ByteTokenizer(), (), ByteTokenizer.vocab_size, 4096)
@@ -198,9 +199,9 @@ class ServedModel:
         )
 
     def expect(self, last: session_pb2.WorkerInfo) -> None:
-        """Use the limits of the last worker of this model until a worker is connected.
+        """Use the length limit of the worker ``last``, seen before, until a worker is connected.
 
-        The fingerprint stays unknown until then.
+        Do nothing if that worker had another model. The fingerprint stays unknown until then.
         """
         if last.model == self.name:
             self.max_model_len = _room(last)
@@ -232,9 +233,9 @@ class ServedModel:
         return request.clamp_max_tokens or total <= self.longest_sequence
 
     def check_worker(self, request: Request, worker_id: str) -> None:
-        """Check that the worker can hold a request that was accepted before the worker was known.
+        """Check that a worker can hold the prompt and max_tokens output tokens of a request.
 
-        Raises ContextLengthExceeded.
+        The request was accepted before this worker was known. Raises ContextLengthExceeded.
         """
         room = self._rooms.get(worker_id)
         if room is not None and not request.clamp_max_tokens:
@@ -261,8 +262,9 @@ class ServedModel:
         """Return the request with the fingerprint of this model's workers.
 
         ``has_begun`` states whether the request has output already. Raises UnknownModel if the
-        request is for another model, or if its output was made with other weights, another
-        tokenizer or other settings. A fingerprint that is not known yet matches every other.
+        request is for another model, or if its output was made with another fingerprint: other
+        weights, another tokenizer or other settings. A fingerprint that is not known yet matches
+        every other.
         """
         self.check_name(request)
         if self.fingerprint in ("", request.fingerprint):
@@ -277,7 +279,8 @@ class ServedModel:
     def resolve(self, submission: Submission) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
 
-        Raises UnknownModel, PromptTooLong, ContextLengthExceeded, OutOfRange.
+        Raises UnknownModel or RouterStopping as ``check_asked`` does, and EmptyPrompt,
+        PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or parameter.
         """
         self.check_asked(submission.model)
         prompt_ids = self._prompt_ids(submission.prompt)
@@ -333,7 +336,11 @@ class ServedModel:
         return ids
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
-        """Check a prompt before it is tokenised. Raises PromptTooLong, OutOfRange."""
+        """Check a prompt before it is tokenised.
+
+        Raises PromptTooLong as ``check_fits`` does, and OutOfRange for a token id outside the
+        vocabulary.
+        """
         self.check_fits(prompt)
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
@@ -385,7 +392,7 @@ class ServedModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def check_fits(self, prompt: str | Sequence[int]) -> None:
-        """Check the length of a prompt against the context. Raises PromptTooLong.
+        """Raise PromptTooLong if a prompt is certainly longer than the context.
 
         This is fast because a text is not tokenised: only its characters are counted.
         """
@@ -406,7 +413,11 @@ class ServedModel:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Raises OutOfRange."""
+        """Return the text of token ids.
+
+        Raises OutOfRange if there are more ids than the context has tokens, or if the vocabulary
+        lacks one.
+        """
         if len(ids) > self.longest_sequence:
             raise OutOfRange(
                 f"{len(ids)} tokens are more than the context of {self.longest_sequence}",

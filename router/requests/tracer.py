@@ -10,12 +10,14 @@ from router.requests.request import LiveRequest
 
 
 class Tracer(Protocol):
+    """Recorder of distributed traces of a router's requests."""
+
     def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        """Return the span context of a call with this metadata, or None without a trace."""
+        """Return the trace context of a call with this metadata, or None if it has no trace."""
         ...
 
     def wants(self, trace: TraceContext | None) -> bool:
-        """Return whether ``ended`` must be called for a request with this span."""
+        """Return whether ``ended`` must be called for a request with this trace context."""
         ...
 
     def refused(

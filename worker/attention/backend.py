@@ -35,14 +35,18 @@ class StepAttention(Protocol):
     """Causal attention of one step's tokens, which are ordered by row."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write ``key`` and ``value`` [tokens, kv_heads, head_dim] at the tokens' positions."""
+        """Write ``key`` and ``value`` [tokens, kv_heads, head_dim] to the cache of ``layer``.
+
+        They are written at the positions of the step's tokens.
+        """
         ...
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
-        """Return causal attention of ``query`` [tokens, heads, head_dim] over each sequence.
+        """Return causal attention of ``query`` [tokens, heads, head_dim] in ``layer``.
 
-        The result has the same shape. Query heads that share a KV head are adjacent: head h reads
-        KV head h // (heads // kv_heads). The step's own keys must have been written.
+        A query attends to the keys and values of its own sequence in the cache; those of the step
+        must have been written. The result has the shape of ``query``. Query heads that share a KV
+        head are adjacent: head h reads KV head h // (heads // kv_heads).
         """
         ...
 
@@ -57,8 +61,8 @@ class AttentionBackend(Protocol):
         """Return the attention of one step over ``rows``.
 
         Implementations must not loop over the rows in Python, because there may be a thousand. Data
-        for the device is added to ``parcel``, if given, and is on the device before anything is
-        written or computed. The previous content of a block, even NaN, must not affect any result;
-        a block has a new owner when a row writes the block's first position.
+        for the device is added to ``parcel``, if given, which is copied to the device as a whole
+        before anything is written or computed. The previous content of a block, even NaN, must not
+        affect any result; a block has a new owner when a row writes the block's first position.
         """
         ...

@@ -74,7 +74,7 @@ class Kernel:
 
 @cache
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
-    """Return the compiled kernel, or None if it cannot be compiled, with the cause in the log.
+    """Return the compiled kernel; None if it cannot be compiled, and then the cause is logged.
 
     ``flags`` are additional compiler flags.
     """

@@ -20,7 +20,10 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention3:
-    """PromptBackend by FlashAttention 3. Raises ImportError if that is not installed."""
+    """PromptBackend that uses FlashAttention 3.
+
+    The constructor raises ImportError if the library is not installed.
+    """
 
     name = "FlashAttention 3"
 

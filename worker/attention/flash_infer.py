@@ -31,7 +31,10 @@ _Key = tuple[int, float, int | None, float | None]
 
 
 class FlashInfer:
-    """PromptBackend by FlashInfer. Raises ImportError if that is not installed."""
+    """PromptBackend that uses FlashInfer.
+
+    The constructor raises ImportError if the library is not installed.
+    """
 
     name = "FlashInfer"
 

@@ -1,7 +1,8 @@
 """Attention on a GPU, by kernels in Triton (worker.kernels.paged_attention, .placing).
 
-The layout of a block is that of KVCache's shape. One parcel per step describes all rows to the
-kernels. Prompts may be computed by third-party kernels (worker.attention.prompts).
+The layout of a block is that of KVCache's shape. All rows of a step are described to the kernels by
+data in one parcel (worker.device.upload). Prompts may be computed by third-party kernels
+(worker.attention.prompts).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from worker.model.rope import Angle
 
 
 class WantedTiles(NamedTuple):
-    """Request for tiles with ``group`` query heads per KV head.
+    """Request for the tiles (attention/tiles.py) of a layer with ``group`` query heads per KV head.
 
     Unless ``is_for_all``, the tiles leave out the rows that third-party kernels compute.
     """
@@ -53,7 +54,11 @@ _TileSets = Callable[[WantedTiles], list[TileSet]]
 
 
 class GpuAttention:
-    """AttentionBackend for a GPU with ``multiprocessors``, and DecodingBackend for CUDA graphs."""
+    """AttentionBackend for a GPU, and DecodingBackend for its CUDA graphs.
+
+    ``multiprocessors`` is the number of the GPU's multiprocessors. ``prompt_kernels``, if given,
+    compute the attention of prompts.
+    """
 
     def __init__(
         self, cache: KVCache, multiprocessors: int, prompt_kernels: PromptKernels | None = None
@@ -88,10 +93,11 @@ class GpuAttention:
         return GpuStep(self._cache, lambda: table, tile_sets, None)
 
     def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
-        """Return a function from WantedTiles to tile sets, for rows with ``counts`` [n] tokens.
+        """Return a function that returns the tile sets for a WantedTiles.
 
-        The rows in ``span`` may be computed by third-party kernels. Tile sets that layers of
-        earlier steps requested are sent in ``parcel``, and any others when they are requested.
+        The rows have ``counts`` [n] new tokens. Those in ``span`` may be computed by third-party
+        kernels. Tile sets that layers of earlier steps requested are added to ``parcel``; others
+        are copied to the device when they are requested.
         """
         likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
         known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
@@ -106,10 +112,10 @@ class GpuAttention:
     def _sent(
         self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
-        """Add the wanted tile sets to ``parcel``, and return functions that return them.
+        """Add the wanted tile sets to ``parcel``, and return a function for each that returns it.
 
-        Rows with few tokens have one tile set and the other rows another, because they are
-        separate launches.
+        Rows with few tokens have one tile set and the other rows another, because they are separate
+        launches.
         """
         is_ours = np.ones(len(counts), np.bool_)
         if span is not None and not wanted.is_for_all:
@@ -139,8 +145,8 @@ class GpuAttention:
 class GpuStep:
     """StepAttention of GpuAttention.
 
-    ``table`` and ``tile_sets`` return data on the device, and are called at the first use of it.
-    ``prompts`` may compute the attention of some of the rows.
+    ``table`` and ``tile_sets`` are functions that return data on the device; they are called when
+    the data is first needed. ``prompts``, if given, computes the attention of some of the rows.
     """
 
     def __init__(

@@ -73,7 +73,10 @@ def place(
     num_query: int,
     angle: Angle | None,
 ) -> None:
-    """Launch turn_and_place for one layer; without an ``angle`` nothing is rotated."""
+    """Launch turn_and_place (worker.kernels.placing) for one layer.
+
+    Without an ``angle`` nothing is rotated.
+    """
     turned, value = _with_whole_heads(turned), _with_whole_heads(value)
     keys = cache.layer(layer)
     kv_heads, head_dim = value.shape[1:]
@@ -180,7 +183,7 @@ def attend(
 
 
 def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
-    """Return the keys per iteration, warps and pipeline stages of attend_tiles.
+    """Return arguments of attend_tiles by name: keys per iteration, warps and pipeline stages.
 
     ``dim`` is the padded head dimension, and ``item_bytes`` the size of an element.
     """
@@ -213,5 +216,5 @@ def power_of_two(number: int) -> int:
 
 
 def _with_whole_heads(heads: Tensor) -> Tensor:
-    """Return ``heads`` [tokens, heads, head_dim] with each head contiguous."""
+    """Return ``heads`` [tokens, heads, head_dim], copied unless each head is contiguous."""
     return heads if heads.stride(2) == 1 else heads.contiguous()

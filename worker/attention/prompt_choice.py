@@ -57,7 +57,7 @@ class _Like(NamedTuple):
 
 
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
-    """Return the prompt kernels to use, or None for Everlift's own.
+    """Return the third-party kernels for prompts, or None if Everlift's own must be used.
 
     The log states why an installed library is not used.
     """
@@ -65,7 +65,10 @@ def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
 
 
 def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | None:
-    """Return the kernels of a backend, or None if it is missing, unsuitable or wrong."""
+    """Return the kernels of a backend, or None if they cannot be used with ``cache``.
+
+    The library may be missing, may not support the cache or device, or may fail its trial.
+    """
     tensor = cache.tensor
     like = _Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
     return _tried(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed

@@ -27,7 +27,10 @@ log = logs.get_logger(__name__)
 
 
 def span_of_prompts(counts: Ints) -> slice | None:
-    """Return the span from the first to the last row with many of ``counts`` [n] new tokens."""
+    """Return the span from the first to the last row with more than FEW new tokens.
+
+    ``counts`` [n] are the numbers of new tokens of all rows. Returns None if no row has that many.
+    """
     (many,) = (counts > FEW).nonzero()
     return slice(int(many[0]), int(many[-1]) + 1) if len(many) else None
 
@@ -112,7 +115,8 @@ class PromptKernels:
     ) -> PromptAttention:
         """Return the attention of the rows in ``span``.
 
-        ``tables`` returns their block tables [n, width] on the device.
+        ``tables`` returns their block tables [n, width] on the device. Other data for the device is
+        added to ``parcel``.
         """
         counts = rows.counts[span]
         lengths = rows.starts[span] + counts
@@ -145,7 +149,8 @@ class PromptAttention:
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor | None:
         """Return the attention of the prompts' tokens, or None if another kernel must compute it.
 
-        ``query`` [tokens, heads, head_dim] is that of the whole step.
+        The result has one entry for each token in the slice ``tokens``. ``query`` [tokens, heads,
+        head_dim] is that of the whole step, and ``layer`` the result of KVCache.layer.
         """
         if not self._kernels.take(form):
             return None

@@ -39,9 +39,9 @@ class _Bundle:
     """Rows of one shape, n of them, whose attention is computed in one call.
 
     ``tokens`` [n * new] are the indices of their tokens in the step. ``runs`` [2 * n * kv_heads *
-    blocks] are the indices in KVCache.runs of the keys, then the values, that they read of layer 0.
-    ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions that a token sees, and -inf at
-    others.
+    blocks] are indices in KVCache.runs for layer 0: those of the keys that the rows read, followed
+    by those of the values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions that a token
+    sees, and -inf at others.
     """
 
     tokens: Tensor
@@ -103,7 +103,11 @@ class ReferenceStep:
 
 
 def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) -> Tensor:
-    """Return the attention of a bundle's ``query`` [n * new, heads, head_dim] to gathered runs."""
+    """Return the attention of a bundle's ``query`` [n * new, heads, head_dim].
+
+    ``gathered`` has the keys and values that the indices in ``_Bundle.runs`` select, and ``bias``
+    is the bundle's.
+    """
     rows, _, new, context = bias.shape
     head_dim = query.shape[-1]
     key, value = gathered.view(2, rows, -1, context, head_dim)
@@ -118,9 +122,10 @@ def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) 
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """Return the attention of ``query`` [n, new, heads, head_dim], by torch's own function.
+    """Return the attention of ``query``, by torch's own function, without softcap and sinks.
 
-    ``key`` and ``value`` are [n, kv_heads, context, head_dim].
+    ``query`` and the result are [n, new, heads, head_dim], ``key`` and ``value`` [n, kv_heads,
+    context, head_dim], and ``bias`` is as in _Bundle.
     """
     if query.shape[1] == 1:
         # Heads that share a KV head become its queries, so that keys are not copied for each head.
@@ -205,10 +210,10 @@ class _Spans:
                 yield alike[i : i + most]
 
     def blocks(self, group: Ints) -> Ints:
-        """Return [n, blocks]: indices in the block tables of the blocks that ``group``'s rows read.
+        """Return the indices of the blocks that the rows of ``group`` read, [n, blocks].
 
-        Padding repeats a row's own first block. It is masked out, but it is still read, and blocks
-        of other sequences may hold NaN.
+        They are indices in the rows' block tables. Padding repeats a row's own first block. It is
+        masked out, but it is still read, and blocks of other sequences may hold NaN.
         """
         first, last = self.first_blocks[group, np.newaxis], self.last_blocks[group, np.newaxis]
         blocks = first + np.arange(self.shapes[group[0], 1])

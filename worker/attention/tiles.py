@@ -52,15 +52,19 @@ def wide_rows(counts: Ints) -> Ints:
 
 
 def tokens_of_tiles(counts: Ints, most: int) -> int:
-    """Return the number of tokens per tile: ``most``, or 1 if every row has only one token."""
+    """Return the number of tokens per tile: 1 if every row has only one new token, else ``most``.
+
+    ``counts`` are the rows' numbers of new tokens.
+    """
     return 1 if counts.max() == 1 else most
 
 
 def num_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of programs that divide the positions of each tile among themselves.
+    """Return the number of programs among which the positions that a tile sees are divided.
 
-    It is a power of two, so that few kernels are compiled. It depends on the number of tiles but
-    not on the lengths of their rows, because a captured step must serve rows of any length.
+    ``tiles`` is the number of tiles. The result is a power of two, so that few kernels are
+    compiled. It does not depend on the lengths of the rows, because a captured step must serve rows
+    of any length.
     """
     wanted = -(-_PROGRAMS * multiprocessors // (tiles * kv_heads))
     return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())

@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device; ``auto`` is a GPU if there is one.
+    """Return the device for ``auto``, ``cpu`` or ``cuda``; ``auto`` is a GPU if there is one.
 
     Raises ValueError if ``wanted`` is ``cuda`` and torch finds no CUDA device.
     """
@@ -57,10 +57,10 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of the device, with what affects its speed.
+    """Return the name of the device, including settings that affect its speed.
 
-    The name of a CPU includes the number of torch's threads. That of a GPU says so if the kernels
-    do not work on it.
+    The name of a CPU includes the number of torch's threads. That of a GPU ends with "without
+    kernels" if this project's kernels do not work on it.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

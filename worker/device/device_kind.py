@@ -1,4 +1,4 @@
-"""Kind of device, as far as defaults depend on it. Pure."""
+"""Kinds of devices, which have different defaults. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _GIB = 1 << 30
 
 
 class DeviceKind(Enum):
-    """Kind of device, by the time and the memory of a step with many tokens."""
+    """Kind of device, by its speed and memory for steps with many tokens."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -17,7 +17,7 @@ class DeviceKind(Enum):
 
     @property
     def batched_tokens(self) -> int:
-        """Most tokens of a step if ``max_num_batched_tokens`` is not set."""
+        """Default of ``max_num_batched_tokens``, the most tokens of a step."""
         return _BATCHED_TOKENS[self]
 
 

@@ -21,8 +21,8 @@ _INTERVAL_S = 1.0
 async def watch(device: str, tell: Callable[[float], None]) -> None:
     """Report the fraction of recent time in which the GPU was busy, once a second until cancelled.
 
-    ``tell`` receives a number from 0 to 1. Returns if ``device`` is not a GPU, or if NVML cannot be
-    queried, for which pynvml is needed.
+    ``tell`` receives a number from 0 to 1. Returns at once if ``device`` is not a GPU, and as soon
+    as NVML cannot be queried, for example without pynvml.
     """
     if (chosen := choose_device(device)).type != "cuda":
         return
@@ -52,7 +52,7 @@ class DeviceMemory(Protocol):
 
     @property
     def most_held(self) -> int:
-        """Return the most memory held since ``release``."""
+        """Maximum of ``held`` since the last ``release``, or since the process started."""
         ...
 
     def release(self) -> None:

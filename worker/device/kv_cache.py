@@ -55,9 +55,10 @@ class KVCache:
         return self.tensor.shape[0]
 
     def take_memory(self) -> threading.Thread:
-        """Touch memory at start, so that the first requests' steps do not wait for allocation.
+        """Start a thread that touches the cache's first memory pages, and return it.
 
-        Return the thread that does so. It changes no content, so the cache may be used meanwhile.
+        The first requests' steps then do not wait for the kernel to allocate these. No content is
+        changed, so the cache may be used meanwhile.
         """
         thread = threading.Thread(
             target=_take_memory, args=(self.tensor,), name="kv-cache-memory", daemon=True
@@ -66,7 +67,7 @@ class KVCache:
         return thread
 
     def layer(self, index: int) -> Tensor:
-        """Return a view [blocks, 2, kv_heads, BLOCK_SIZE, head_dim] of one layer."""
+        """Return a view [blocks, 2, kv_heads, BLOCK_SIZE, head_dim] of layer ``index``."""
         return self.tensor[:, index]
 
 
@@ -76,9 +77,9 @@ def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 
 def _ask_for_huge_pages(tensor: Tensor) -> None:
-    """Request huge pages, because a sequence's blocks are scattered.
+    """Request huge pages for a tensor, because a sequence's blocks are scattered in it.
 
-    With pages of 4 KiB the CPU would look up the address of nearly every head of a block anew.
+    With pages of 4 KiB nearly every head of a block would need an address translation of its own.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages = _whole_pages(tensor)
@@ -86,7 +87,7 @@ def _ask_for_huge_pages(tensor: Tensor) -> None:
 
 
 def _take_memory(tensor: Tensor) -> None:
-    """Touch the memory in pieces, so that other threads can allocate memory in between.
+    """Touch the first pages of ``tensor`` in pieces, between which other threads can allocate.
 
     Does nothing if the kernel does not support it.
     """

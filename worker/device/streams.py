@@ -23,7 +23,7 @@ class Stream(Protocol):
 
 
 class CopyStreams(NamedTuple):
-    """Streams of a model: ``compute``, ``out`` to the host, and ``into`` from the host."""
+    """Streams of a model: ``out`` copies to the host, ``into`` copies from the host."""
 
     compute: Stream
     out: Stream
@@ -62,7 +62,7 @@ def cuda_streams(device: torch.device) -> CopyStreams:
 
 
 class Arriving:
-    """Copy of ``tensor`` to the host, which begins once the tensor is computed."""
+    """Copy of ``tensor`` to the host, which is submitted at once and runs when it is computed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor

@@ -1,4 +1,4 @@
-"""Upload of small tensors to the device, without waiting for its earlier work."""
+"""Upload of small tensors to a device; the host does not wait for the device's earlier work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def upload(
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device through pinned memory.
+    """Return a copy of ``tensor`` on a GPU, made through pinned memory; on the CPU, ``tensor``.
 
     Such a copy does not make the host wait for earlier work of the device. torch keeps the pinned
     memory until the copy is complete.
@@ -45,8 +45,8 @@ class Parcel:
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
         """Add an array, and return a function that returns it as a tensor on the device.
 
-        The tensor has the array's shape and type. After the first call of such a function no array
-        can be added.
+        The tensor has the array's shape and type. The first call of such a function, or ``arrive``,
+        copies all arrays; after that no array can be added.
         """
         assert self._there is None, "the previous copy has not finished"
         self._arrays.append(array)
@@ -64,9 +64,10 @@ class Parcel:
         return together.view(np.int32)
 
     def arrive(self, packed: Tensor) -> None:
-        """Accept ``packed``, the copy on the device of what the method ``packed`` returned.
+        """Use ``packed`` as the copy of all arrays, so that no other copy is made.
 
-        It must be int32 and aligned to 16 bytes.
+        It is the result of the method ``packed``, copied to the device as int32 and aligned to 16
+        bytes.
         """
         self._there, first = [], 0
         for array in self._arrays:
@@ -92,7 +93,10 @@ def _dtype(array: NDArray[Any]) -> torch.dtype:
 
 
 def upload_into(values: NDArray[np.int32], target: Tensor) -> None:
-    """Copy ``values`` [n] to the first n elements of ``target``, in stream order."""
+    """Copy ``values`` [n] to the first n elements of ``target``.
+
+    On a GPU the copy runs in the order of the current stream, and the host does not wait for it.
+    """
     tensor = torch.from_numpy(values)
     if target.is_cuda:
         tensor = tensor.pin_memory()

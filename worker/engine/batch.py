@@ -20,9 +20,9 @@ from worker.engine.slot_table import SlotTable
 
 
 class Batch:
-    """Batch of at most ``limits.max_num_seqs`` sequences over one pool of blocks.
+    """Batch of at most ``limits.max_num_seqs`` sequences over one pool of KV blocks.
 
-    Preempted sequences are not in the batch; their computed blocks are kept if possible.
+    A sequence is in the batch from ``admit`` to ``remove`` or ``preempt``.
     """
 
     def __init__(self, limits: Limits, slot_table: SlotTable | None = None) -> None:
@@ -70,7 +70,10 @@ class Batch:
     # admission and removal
 
     def prefix_hits(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the cached blocks of the sequence's longest cached prefix."""
+        """Return the hashes of the leading blocks of ``sequence`` that are cached and reusable.
+
+        The blocks may be in the pool or in host memory.
+        """
         hits = []
         for index in range(sequence.num_reusable // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
@@ -82,8 +85,8 @@ class Batch:
     def has_room(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
         """Return whether enough blocks are free to admit ``sequence``.
 
-        It needs blocks for all its known tokens, except those of ``hits`` that are in use already.
-        If the batch is not empty, the watermark must stay free as well.
+        It needs a free block for each block of its known tokens, except for those of ``hits`` that
+        other sequences use already. If the batch is not empty, ``watermark_blocks`` must stay free.
         """
         needed = blocks_for(sequence.num_known) - sum(map(self._pool.is_used, hits))
         watermark = self._limits.watermark_blocks if self._slots else 0
@@ -105,7 +108,7 @@ class Batch:
         self.take_blocks(sequence, sequence.num_known)
 
     def remove(self, sequence: Sequence) -> None:
-        """Free the slot and the blocks of a sequence; its full blocks stay cached."""
+        """Remove a sequence from the batch: free its slot and blocks; full blocks stay cached."""
         self._pool.free(sequence.block_table)
         sequence.block_table = ()
         sequence.num_computed = 0
@@ -116,14 +119,20 @@ class Batch:
         sequence.slot = NO_SLOT
 
     def preempt(self, sequence: Sequence) -> None:
-        """Remove a sequence that will be admitted again; keep its blocks if possible."""
+        """Remove a sequence that will be admitted again.
+
+        Its blocks stay cached, and those that are evicted are copied to host memory if it has room.
+        """
         sequence.num_computed_before = sequence.most_computed
         sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
         self._store.want(sequence.hashes_before())
         self.remove(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
-        """Stop keeping the blocks of a sequence that is not in the batch."""
+        """Stop copying the evicted blocks of a preempted sequence to host memory.
+
+        Does nothing for a sequence that was never preempted.
+        """
         self._store.unwant(sequence.hashes_before())
 
     @property
@@ -132,7 +141,7 @@ class Batch:
         return tuple(self._vacated)
 
     def take_vacated(self) -> tuple[int, ...]:
-        """Return ``vacated``, and empty it."""
+        """Return the slots in ``vacated``, and empty it."""
         slots = self.vacated
         self._vacated.clear()
         return slots
@@ -160,7 +169,7 @@ class Batch:
         self.slot_table.extend(sequence.slot, blocks)
 
     def release_drafts(self) -> None:
-        """Free the blocks that hold only drafts."""
+        """Free the blocks of all sequences that hold only draft tokens."""
         for sequence in self:
             needed = blocks_for(sequence.num_known)
             self._pool.free(sequence.block_table[needed:])
@@ -206,15 +215,18 @@ class Batch:
     # one step
 
     def planned_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return the saves and the loads of the step that is being planned."""
+        """Return the copies to and from host memory of the step that is being planned."""
         return self._store.planned()
 
     def copied(self) -> None:
-        """Record that the planned copies are made before any later step runs."""
+        """Record that the planned copies were made, or are certain to be before a later step."""
         self._store.done()
 
     def failed(self, plan: Plan) -> None:
-        """Unpublish the blocks that a failed step was to fill, even if it was executed in part."""
+        """Unpublish the blocks that the step of ``plan``, which failed, was to fill or to load.
+
+        Its copies to host memory are discarded.
+        """
         self._store.failed()
         for copy in plan.loads:
             self._pool.unpublish(copy.block)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 
 class BlockStore(Protocol):
-    """Second cache tier below the pool."""
+    """Second cache tier, which keeps copies of blocks that the pool evicts."""
 
     def __contains__(self, block_hash: bytes) -> bool: ...
 
@@ -83,10 +83,10 @@ class BlockPool:
         return block is not None and self._users[block] > 0
 
     def claim(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """Return the blocks of ``hashes``, each with one more user.
+        """Return the blocks of ``hashes``, after adding one user to each.
 
-        Blocks that are only in the store are loaded into free blocks. All hashes must be claimable,
-        and enough blocks must be free.
+        Blocks that are only in the store are loaded into free blocks. Every hash must be in this
+        pool (``in``), and enough blocks must be free.
         """
         # Blocks that are in the pool are taken first, so that no load reuses one of them; the last
         # block comes first, as in free().
@@ -130,9 +130,9 @@ class BlockPool:
         return block
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Cache a used block that is full, or will be full after the planned step.
+        """Cache a used block under its hash; it is full, or will be after the planned step.
 
-        Of several blocks with the same content, the first one is cached.
+        If another block is cached under this hash already, nothing changes.
         """
         if self._by_hash.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
@@ -149,7 +149,7 @@ class BlockPool:
         return self._users[block] > 1
 
     def invalidate(self, block: int) -> None:
-        """Unpublish a block, and drop the copy that the store may have."""
+        """Unpublish a block and drop the store's copy of it, if it has a hash."""
         if (block_hash := self._hashes[block]) is not None:
             self._store.invalidate(block_hash)
             self.unpublish(block)
@@ -161,7 +161,10 @@ class BlockPool:
             self.unpublish(block)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove one user of each block of a sequence; ``blocks`` are in token order."""
+        """Remove one user of each of ``blocks``, which are in token order.
+
+        Blocks without users become free.
+        """
         # The last block is freed first and thus reused first, because a prefix is useful without
         # its continuation, but not vice versa.
         for block in reversed(blocks):

@@ -1,10 +1,11 @@
 """Time that decoding sequences would have taken alone, from sums over steps. Pure.
 
 In step n, a row of one token at position p would have taken ``base + slope * (p + 1)`` seconds
-alone. In the next step the same sequence is one position further. The time since an earlier moment
-therefore follows from how much three sums over steps have grown since then:
+alone. In the next step the same sequence is one position further. Its time since an earlier step
+therefore follows from the growth of three sums over steps since then:
 
-    seconds = base + offset * slope + moment        moment: the sum of slope * n
+    seconds = base + offset * slope + moment        base, slope: growth of the sums of these
+                                                    moment: growth of the sum of slope * n
                                                     offset: p + 1 - n, constant while it decodes
 """
 
@@ -22,7 +23,10 @@ _OFFSET = 3
 
 
 class Decodes:
-    """Sums by batch slot. A slot is noted while it decodes; positions are for the next step."""
+    """Sums over steps, and for each batch slot that decodes the sums when it began.
+
+    Such a slot is called noted. Its position is that of its row in the next step.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._num_steps = 0
@@ -47,7 +51,7 @@ class Decodes:
         return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
 
     def begin_decode(self, slot: int, position: int) -> None:
-        """Note a slot that decodes from now on, first at ``position``."""
+        """Note a slot whose sequence decodes from now on, in the next step at ``position``."""
         offset = position + 1 - self._num_steps
         self._notes[slot] = self._base, self._slope, self._moment, offset
         self.is_noted[slot] = True
@@ -55,7 +59,10 @@ class Decodes:
         self._offsets += offset
 
     def seconds(self, slot: int) -> float:
-        """Return the seconds since the slot was noted or last drained; 0 if it is not noted."""
+        """Return the seconds that a slot would have taken alone since it was noted or last drained.
+
+        Return 0 if it is not noted.
+        """
         if not self.is_noted[slot]:
             return 0.0
         base, slope, moment, offset = map(float, self._notes[slot])
@@ -69,7 +76,10 @@ class Decodes:
             self._offsets -= int(self._notes[slot, _OFFSET])
 
     def add(self, base: float, slope: float) -> None:
-        """Add a step in which each noted slot had a row, of ``base + slope * (p + 1)`` seconds."""
+        """Add a step with a row of each noted slot.
+
+        Alone, the row of a slot at position p would have taken ``base + slope * (p + 1)`` seconds.
+        """
         self._base += base
         self._slope += slope
         self._moment += slope * self._num_steps
@@ -87,7 +97,7 @@ class Decodes:
         return seconds
 
     def sit_out(self, slots: Ints) -> None:
-        """Remove the last step from these noted slots, which had no row in it.
+        """Undo the last ``add`` for these noted slots, which had no row in that step.
 
         They must have been drained right before that step was added.
         """

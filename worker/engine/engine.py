@@ -48,20 +48,20 @@ _AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
 
 
 class EngineBroken(Exception):
-    """Raised when the runner is broken and this rank must exit."""
+    """Raised if a step failed in such a way that no other can run, and this rank must exit."""
 
 
 class Engine:
     """Engine of one rank, which plans steps with a scheduler and executes them with ``runner``.
 
-    A step that raises a ``survivable`` exception ends the sequences that it was to compute. Any
-    other exception, a second failed step in a row, or a lost device breaks the engine. If memory
-    runs short, sequences are preempted and the next steps are smaller. A step of a single token has
-    no smaller one, so its sequence ends.
+    If a step raises a ``survivable`` exception, the sequences that it was to compute end with an
+    error. After any other exception, a second failed step in a row, or DeviceLost, ``step`` raises
+    EngineBroken. A survivable MemoryError preempts sequences and makes the next steps smaller; a
+    step of a single token has no smaller one, so its sequence ends.
 
-    Each step runs in the context that ``within`` makes from its plan. ``stopwatch`` times the parts
-    of steps. ``launch`` is the runner's; if it is given, steps are launched ahead, which ``limits``
-    must allow.
+    Each step runs in the context manager that ``within`` returns for its plan. ``stopwatch`` times
+    the parts of steps. ``launch`` is None or ``runner.launch``. If it is given, steps are launched
+    ahead: each before the previous one is committed, which ``limits`` must allow.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, abort: Abort) -> None:
-        """Remove the sequences that ``abort`` names; their blocks are free at once."""
+        """Remove the sequences that ``abort`` names, if any; their blocks are free at once."""
         for sequence in self._scheduler.of_epoch(abort.epoch):
             if sequence.key in abort:
                 self._scheduler.remove(sequence)
@@ -131,10 +131,11 @@ class Engine:
         return self._runner.unready_slots()
 
     def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
-        """Run one step and return the outcomes that it commits.
+        """Run one step and return the outcomes of the steps that it commits.
 
-        Sequences in ``held`` slots sample nothing, except one of them if no other can run. ``now``
-        is the start of the step, in seconds on rank 0's clock. Raises EngineBroken.
+        That is this step or, if steps are launched ahead, usually the previous one. Sequences in
+        ``held`` slots sample nothing, except one of them if no other can run. ``now`` is the start
+        of the step, in seconds on rank 0's clock. Raises EngineBroken.
         """
         self._stopwatch.start()
         self._committed = []
@@ -155,7 +156,10 @@ class Engine:
         return [*committed, *outcomes]
 
     def commit_in_flight(self) -> list[Outcome]:
-        """Commit the step in flight, if there is one, and return its outcomes. Waits for it."""
+        """Wait for the step in flight, if there is one; commit it and return its outcomes.
+
+        Raises EngineBroken.
+        """
         if self._in_flight is None:
             return []
         with self._within(self._in_flight[0].plan):
@@ -262,9 +266,10 @@ class Engine:
                 self.breakdowns.drop_slots(slots)
 
     def digest(self) -> bytes:
-        """Return a digest of the last plan and of the results that the last step committed.
+        """Return a digest of the last plan and of the results that the last ``step`` committed.
 
-        The plan alone does not show sampled tokens, because it may have UNKNOWN in their positions.
+        Other ranks compare it with theirs to detect that plans or tokens differ. The plan alone
+        does not show sampled tokens, because it may have UNKNOWN in their positions.
         """
         return plan_digest(self._plan, self._committed)
 

@@ -1,4 +1,4 @@
-"""Host memory as a second tier for KV blocks: which block is kept in which place. Pure.
+"""Host memory as a second cache tier: the places in which it keeps which KV blocks. Pure.
 
     not wanted      --evicted-->  dropped
     wanted          --evicted-->  saved to a place, by the plan that overwrites the block
@@ -53,8 +53,8 @@ class HostStore:
     def unwant(self, hashes: Sequence[bytes]) -> None:
         """Undo one ``want`` of the same hashes.
 
-        Blocks that no sequence wants any more are dropped first. Later blocks of a sequence are
-        dropped before earlier ones, without which they are useless.
+        Blocks that no sequence wants any more are the first to be dropped when a place is needed.
+        Later blocks of a sequence are dropped before earlier ones, without which they are useless.
         """
         if not self._num_places:
             return

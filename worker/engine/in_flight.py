@@ -46,7 +46,10 @@ class InFlightStep:
         return [*compress(results, self._here.tolist())]
 
     def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
-        """Return removed sequences whose rows failed, each with its number of computed tokens."""
+        """Return the removed sequences whose rows failed according to ``results``.
+
+        Each comes with the number of its tokens that this step would have computed to.
+        """
         rows = self.plan.rows
         columns = (self._sequences, self._here.tolist(), rows.known_ends.tolist(), results)
         return [
@@ -63,7 +66,7 @@ class InFlightStep:
         self._batch.slot_table.mark_launched(*columns)
 
     def commit(self) -> Plan:
-        """Undo the launch in the bookkeeping; return the plan without rows of removed sequences."""
+        """Restore the batch's state before ``launch``, and return the plan as ``left`` does."""
         plan = self.left()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
         for slot, start, samples in zip(*(it.tolist() for it in columns), strict=True):

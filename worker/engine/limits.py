@@ -16,7 +16,7 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class Device(Protocol):
-    """Limits of a device: the part of ``worker.engine.plan.Runner`` that ``Limits`` needs."""
+    """Part of the interface ``worker.engine.plan.Runner`` that ``Limits.of`` reads."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -38,7 +38,8 @@ class Device(Protocol):
 class Limits:
     """Limits of an engine; ``max_model_len`` counts prompt and output tokens.
 
-    ``watermark_blocks`` must stay free when a sequence is admitted while others are in the batch.
+    ``num_blocks`` is the size of the KV cache. ``watermark_blocks`` is the number of its blocks
+    that must stay free when a sequence is admitted while others are in the batch.
     ``num_host_blocks`` is the number of blocks that fit into host memory for swapping.
     """
 
@@ -54,15 +55,19 @@ class Limits:
 
     @property
     def plans_ahead(self) -> bool:
-        """Return whether a step can be planned before the previous step's tokens are known."""
+        """Return whether a step can be planned before the previous step's tokens are known.
+
+        That is so unless draft tokens are enabled.
+        """
         return not self.speculation.num_draft_tokens
 
     @classmethod
     def of(cls, config: WorkerConfig, runner: Device) -> Self:
-        """Resolve the limits from the settings and the device.
+        """Return the limits that follow from the settings and the runner's device.
 
-        ``max_model_len`` is reduced to the tokens that the block pool holds, so that no sequence
-        outgrows the pool. Routers receive the reduced value.
+        ``max_model_len`` is the configured one or else the model's. It is reduced to the number of
+        tokens that the KV blocks hold, so that no sequence needs more. Routers receive the reduced
+        value.
         """
         wanted = config.max_model_len or runner.max_model_len
         return cls(
@@ -99,7 +104,7 @@ class TokenBudget:
         return self._tokens
 
     def shrink(self, num_tokens: int) -> None:
-        """Shrink the budget after a step of ``num_tokens`` tokens ran out of memory."""
+        """Halve the budget, from the ``num_tokens`` of a step that ran out of memory."""
         self._tokens = max(1, num_tokens // 2)
 
     def recover(self, steps: int = 1) -> None:

@@ -12,8 +12,8 @@ class Load:
     """Load of an engine.
 
     ``pending_prefill_tokens`` are known and not computed, excluding the one token of each decoding
-    sequence. ``committed_tokens`` are all known tokens. ``blocks_cached`` are free and hold a known
-    prefix.
+    sequence. ``committed_tokens`` are all known tokens. Both include waiting sequences.
+    ``blocks_cached`` are free blocks in the prefix cache.
 
     The other fields from ``step`` on are totals since the engine started. ``computed_tokens``
     includes drafts, ``kv_tokens`` and ``num_pairs`` are those of computed rows (``plan.Rows``), and
@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Sequence in a batch slot; it is ``prefilling``, or decodes."""
+    """Sequence of a request in batch slot ``slot``; it decodes unless it is ``prefilling``."""
 
     slot: int
     request_id: str

@@ -12,7 +12,11 @@ from everlift.v1 import session_pb2
 
 
 class SequenceKey(NamedTuple):
-    """Key of a sequence within a worker: the attempt's epoch, and the index of the choice."""
+    """Key of a sequence within a worker.
+
+    ``epoch`` is the number of the attempt, which is one stay of a request at a worker. ``choice``
+    is the index of the choice within the request.
+    """
 
     epoch: int
     choice: int
@@ -37,6 +41,8 @@ class Abort:
 
 
 class Stop(Enum):
+    """Cause of the end of a sequence at this worker."""
+
     #: a stop token, which is the last token
     EOS = session_pb2.STOP_CAUSE_EOS
     #: max_tokens is reached, or the context is full
@@ -50,7 +56,7 @@ class Stop(Enum):
 
 
 class Residence(Enum):
-    """Change of whether a sequence holds its KV blocks."""
+    """Event by which a sequence loses or regains its KV blocks."""
 
     #: it released its blocks, and waits to be admitted again
     PREEMPTED = session_pb2.RESIDENCE_PREEMPTED
@@ -61,9 +67,9 @@ class Residence(Enum):
 class News(NamedTuple):
     """Changes of a sequence, other than new tokens, since its last outcome.
 
-    ``residence`` is None if it did not change. ``waited_s`` is set once: the seconds from the
-    sequence's arrival at this worker to its first step. ``cached_tokens`` is set with it: the
-    number of tokens that this step found in the prefix cache.
+    ``residence`` is the last such event, or None. ``waited_s`` is not None in one News only: the
+    seconds from the sequence's arrival at this worker to its first step. ``cached_tokens`` is set
+    with it: the number of tokens that this step found in the prefix cache.
     """
 
     residence: Residence | None = None
@@ -79,10 +85,11 @@ NO_NEWS = News()
 class Outcome(NamedTuple):
     """New tokens of a sequence, from output position ``offset`` on; with ``stop``, also its end.
 
-    ``logprobs`` belong to the tokens, and ``prompt_logprobs`` to the prompt from position
-    ``prompt_offset`` on; both are empty if not requested. ``num_computed`` is the number of known
-    tokens that were ever computed, at this or an earlier worker. ``prefilled_tokens`` is the number
-    of known tokens computed at this worker so far if the outcome reports prefill progress, else 0.
+    ``error`` is the reason if the sequence was rejected or failed. ``logprobs`` belong to the
+    tokens, and ``prompt_logprobs`` to the prompt from position ``prompt_offset`` on; both are empty
+    if not requested. ``num_computed`` is the number of known tokens that were ever computed, at
+    this or an earlier worker. ``prefilled_tokens`` is the number of known tokens computed at this
+    worker so far if the outcome reports prefill progress, else 0.
     """
 
     key: SequenceKey

@@ -36,8 +36,9 @@ UNKNOWN = -1
 class Admission:
     """Sequence that occupies batch slot ``slot`` from this step on, in place of any other.
 
-    ``tokens`` are all its known tokens; the first ``num_prompt`` are its prompt. ``grammar`` is
-    rank 0's compiled ``sampling.grammar``; it is None on the other ranks, which sample nothing.
+    ``tokens`` are all its known tokens; the first ``num_prompt`` are its prompt. ``choice`` is the
+    index of the choice within its request. ``grammar`` is rank 0's compiled ``sampling.grammar``;
+    it is None without one, and on the other ranks, which sample nothing.
     """
 
     slot: int
@@ -82,11 +83,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a step as columns, so that a decode step creates no object per row.
+    """Sequence of the rows of a step, stored as columns: a decode step creates no object per row.
 
-    There are n rows with T tokens, stored row after row. Iterating yields each as a Row, whose
-    fields are ``starts``, ``counts`` (number of tokens, at least one) and the other columns [n].
-    The token of a row that decodes may be UNKNOWN.
+    There are n rows with T tokens in total. ``tokens`` [T] has the tokens of the first row, then
+    those of the second, and so on. The columns [n] have one element per row: ``counts`` is the
+    number of its tokens, at least one; ``slots``, ``starts``, ``num_drafts``, ``samples`` and
+    ``scores_prompt`` are the fields of Row. Iteration and indexing create Row objects. The token of
+    a row that decodes may be UNKNOWN.
 
     ``tables`` int32 [slots, width] are block tables by slot: the block of position p of row i is
     ``tables[slots[i], p // BLOCK_SIZE]``. Entries beyond a row's last token have no meaning. The
@@ -105,9 +108,9 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
-        """Return the columns of ``rows``, with ``tables`` or with tables made from the rows.
+        """Return ``rows`` as columns.
 
-        Rows of one slot share a table.
+        The block tables are ``tables``, or else those of the rows; rows of one slot share a table.
         """
         rows = tuple(rows)
         return cls(
@@ -123,7 +126,7 @@ class Rows:
 
     @classmethod
     def decoding(cls, slots: Ints, starts: Ints, tokens: Ints, tables: NDArray[np.int32]) -> Self:
-        """Return rows of one known token each, after which the next token is sampled."""
+        """Return rows of one known token each that sample the next token. All arguments are [n]."""
         zeros, ones = np.zeros_like(slots), np.ones_like(slots)
         return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
 
@@ -244,7 +247,7 @@ NO_ROWS = Rows.of(())
 
 
 class BlockCopy(NamedTuple):
-    """Copy between ``block`` of the KV cache and ``place``, which holds a block in host memory."""
+    """Copy between ``block`` of the KV cache and ``place``, the index of a block in host memory."""
 
     block: int
     place: int
@@ -256,8 +259,8 @@ class Plan:
 
     Decodes come first. Rows of newly admitted sequences come last, in the order of ``admissions``,
     and may attend to what earlier rows write. Other ``admissions`` repeat those of sequences whose
-    slot state a failed step may have corrupted. ``saves`` are executed before ``loads``, and both
-    before the rows.
+    slot state a failed step may have corrupted. ``saves`` copy blocks to host memory, ``loads``
+    from it. All saves are executed before all loads, and both before the rows.
     """
 
     step: int
@@ -310,14 +313,14 @@ Launch = Callable[[Plan], Launched]
 
 
 class TooLittleMemory(MemoryError):
-    """Raised when a rank has too little memory for a part of a step.
+    """Raised if a rank has too little memory for a part of a step.
 
-    All ranks raise it for the same part.
+    All ranks raise it for the same part, not only the one that has too little.
     """
 
 
 class DeviceLost(Exception):
-    """Raised when the device refuses all further work; the cause is the error that showed it."""
+    """Raised if the device refuses all further work; ``__cause__`` is the error that showed it."""
 
 
 class Runner(Protocol):
@@ -330,7 +333,7 @@ class Runner(Protocol):
 
     @property
     def num_host_blocks(self) -> int:
-        """Number of blocks that host memory can hold; 0 if copying them would not pay."""
+        """Number of blocks of the host memory for swapping; 0 if blocks are not swapped."""
         ...
 
     @property
@@ -349,13 +352,13 @@ class Runner(Protocol):
     def unready_slots(self) -> frozenset[int]:
         """Return the slots in which sampling would have to wait for a grammar mask.
 
-        Always empty above rank 0.
+        The result is always empty on ranks above 0.
         """
         ...
 
     @property
     def launch(self) -> Launch | None:
-        """Return the function that launches a step ahead; None if that saves no time.
+        """Function that starts a step without waiting for its results; None if that saves no time.
 
         Steps with drafts are always executed with ``execute``.
         """
@@ -366,12 +369,12 @@ class Runner(Protocol):
 
         Raises TooLittleMemory on all ranks if one has too little memory for a step of this size.
         The KV that the step was to write may then be written in part, and the runner's state of the
-        step's slots may be incomplete. Raises DeviceLost.
+        step's slots may be incomplete. Raises DeviceLost, or another exception if the step fails.
         """
         ...
 
     def release(self, slots: Collection[int]) -> None:
-        """Release what is kept for these empty slots."""
+        """Release the runner's state of these slots, which are empty."""
         ...
 
     def close(self) -> None: ...

@@ -79,7 +79,7 @@ class Scheduler:
         return chain.from_iterable(self._epochs.values())
 
     def of_epoch(self, epoch: int) -> tuple[Sequence, ...]:
-        """Return the sequences of one attempt of a request that are in this engine."""
+        """Return the sequences in this engine of the attempt at a request with number ``epoch``."""
         return tuple(self._epochs.get(epoch, ()))
 
     def add(self, sequence: Sequence) -> None:
@@ -151,7 +151,7 @@ class Scheduler:
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
-        """Apply the results of ``plan``, and return the outcomes."""
+        """Apply the results of ``plan``, one for each row, and return the outcomes."""
         self._batch.copied()
         return self._commit(plan, results)
 
@@ -222,10 +222,11 @@ class Scheduler:
         return [*self.notices(), *ended]
 
     def retract(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """Undo a plan that needed too much memory: preempt sequences, and shrink the next steps.
+        """Undo the last plan, which needed too much memory, and return the outcomes.
 
-        A plan of a single token ends its sequence with ``error``, because no smaller step exists.
-        ``plan`` has the rows of the last plan whose sequences are still in the batch.
+        Sequences are preempted, and the next steps are smaller. A plan of a single token ends its
+        sequence with ``error``, because no smaller step exists. ``plan`` is the last plan, without
+        the rows of sequences that have left the batch.
         """
         self._batch.failed(plan)
         self._budget.shrink(self._num_planned)
@@ -242,9 +243,9 @@ class Scheduler:
     def _make_room(self) -> None:
         """Give every sequence in the batch the block that its last token needs.
 
-        If blocks run short, sequences are preempted: those of the lowest class first, and of these
-        the one with the fewest computed tokens, which is the cheapest to recompute. The sequence of
-        the highest class with the most computed tokens therefore always continues. A single
+        If blocks run short, sequences are preempted: those of the lowest priority first, and of
+        these the one with the fewest computed tokens, which is the cheapest to recompute. The one
+        of the highest priority with the most computed tokens therefore always continues. A single
         preempted sequence frees fewer blocks than it needs, so it cannot be admitted again in the
         same step.
         """
@@ -428,7 +429,7 @@ class Scheduler:
     # reports
 
     def notices(self) -> list[Outcome]:
-        """Return outcomes of sequences that were preempted since the last call and still wait."""
+        """Return an outcome for each sequence preempted since the last call that still waits."""
         victims = list(self._victims.values())
         self._victims.clear()
         return [victim.outcome() for victim in victims if victim.is_preempted]
@@ -459,7 +460,7 @@ class Scheduler:
         return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
 
     def prefilling(self) -> list[Sequence]:
-        """Return the sequences in the batch whose prefill has not ended."""
+        """Return the sequences in the batch that have several tokens left to compute."""
         return list(self._batch.at(self._batch.slot_table.prefilling()))
 
     def check_integrity(self) -> None:

@@ -1,6 +1,7 @@
 """Selection of the sequences of a step, and of the number of tokens of each. Pure.
 
-The policy decides the order. The token budget, slots, blocks and held slots limit the numbers.
+The policy decides the order. The token budget, free slots and free blocks limit the numbers. Slots
+whose grammar masks are not ready are held: nothing is sampled in them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def num_tokens(shares: Iterable[ScheduledChunk]) -> int:
 
 
 class Selected(NamedTuple):
-    """Selected slots that decode one token each, and chunks of the other selected sequences.
+    """Slots selected to decode one token each, and chunks selected of other sequences.
 
     ``prefills`` are chunks of sequences that were in the batch before, ``admitted`` those of
     sequences that the selection admitted.
@@ -52,7 +53,10 @@ class Selected(NamedTuple):
 
 
 class BatchSelection:
-    """Selector of each step's sequences; it admits waiting ones to ``batch`` by ``policy``."""
+    """Selector of each step's sequences; it admits waiting ones to ``batch`` as ``policy`` decides.
+
+    ``counters`` receives the numbers of prompt tokens and prefix-cache hits of admitted sequences.
+    """
 
     def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
         self._batch = batch
@@ -62,11 +66,11 @@ class BatchSelection:
         self._times_held: dict[int, int] = {}
 
     def select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        """Select at most ``budget`` tokens, without sampling in the ``held`` slots.
+        """Select at most ``budget`` tokens for the step at ``now``, and admit sequences.
 
-        The grammar masks of held slots are not ready. If only held slots could run, one of them is
-        selected, and the step waits for its mask. A step that waits for all of them could take very
-        long.
+        Rows of ``held`` slots are selected only as far as they sample nothing. If nothing else can
+        run, one held slot is selected all the same, and the step waits for its mask. A step that
+        waits for the masks of all of them could take very long.
         """
         self.policy.begin_step(self._batch.slot_table, now)
         self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
@@ -77,10 +81,10 @@ class BatchSelection:
         return selected
 
     def _longest_held(self) -> int | None:
-        """Return the held slot that was left out of the most consecutive steps.
+        """Return the slot that has been held for the most consecutive steps.
 
-        The mask of that slot was requested first. Ties are resolved by the policy's order. Return
-        None if no held slot has anything to compute.
+        Of several, the first one in the policy's order is returned, and None if no held slot has
+        anything to compute.
         """
         urgent, patient = self.policy.decodes(self._batch.slot_table.decoding())
         prefilling = self._batch.at(self._batch.slot_table.prefilling())
@@ -104,9 +108,9 @@ class BatchSelection:
         return slots[~np.isin(slots, list(held))] if held else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """Return ``slots``, after publishing the blocks that their rows fill.
+        """Return ``slots``, after publishing the blocks that their next tokens fill.
 
-        A block is not published if the token that fills it is UNKNOWN.
+        A block is not published yet if the token that fills it is UNKNOWN.
         """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_drawing:
@@ -158,7 +162,7 @@ class BatchSelection:
 
 
 def _first_count(sequence: Sequence, budget: int) -> int:
-    """Return the most known tokens that a sequence may compute in its first step.
+    """Return the most known tokens, within ``budget``, that a sequence may compute at admission.
 
     With a grammar the last known token is left for a later step if possible, so that the first step
     samples nothing: computing the grammar's mask takes an unknown time.

@@ -7,8 +7,8 @@
 
 A step computes some of the remaining tokens. Computing the last known token samples the next one.
 Drafts may be computed after the last known token; the sampled tokens show which drafts were right.
-Output of earlier attempts is treated like any other output, so a continuation differs from an
-undisturbed run only in ``num_computed``.
+A request may be continued here after it ran at another worker. Its earlier output is treated like
+any other output, so it differs from an undisturbed run only in ``num_computed``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ NO_SLOT = -1
 class Sequence:
     """Sequence of the ``tokens`` of prompt and output; ``max_tokens`` limits the output.
 
-    ``order`` is its rank by arrival, which it keeps when it is preempted. Sequences of a smaller
-    ``priority`` are preempted first.
+    ``order`` numbers the sequences by arrival and does not change by preemption. Sequences of a
+    smaller ``priority`` are preempted first. Only sequences with the same ``salt`` can share KV
+    blocks, because it is part of the hash of every block.
     """
 
     key: SequenceKey
@@ -106,7 +107,7 @@ class Sequence:
         return sequence
 
     def to_start(self) -> session_pb2.Start:
-        """Return the Start message that continues this sequence."""
+        """Return the Start message from which another rank or worker can continue this sequence."""
         return session_pb2.Start(
             epoch=self.key.epoch,
             choice=self.key.choice,
@@ -211,7 +212,10 @@ class Sequence:
         return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
 
     def draw_one(self, result: RowResult) -> Outcome:
-        """Append one sampled token and return its outcome; all earlier tokens are now computed."""
+        """Append the one token of ``result`` and return its outcome.
+
+        All earlier tokens count as computed from now on.
+        """
         tokens, logprobs = result.tokens, result.logprobs
         computed = self.num_computed = len(self.tokens)
         self.tokens.append(tokens[0])
@@ -226,13 +230,16 @@ class Sequence:
         self.num_computed = len(self.tokens) - 1
 
     def mark_launched(self, num_computed: int, draws: bool) -> None:
-        """Set ``num_computed`` as of a launched row, and append UNKNOWN if the row ``draws``."""
+        """Set ``num_computed`` to its value after a launched row.
+
+        Append UNKNOWN if the row ``draws``, which means that it samples a token.
+        """
         self.num_computed = num_computed
         if draws:
             self.tokens.append(UNKNOWN)
 
     def commit_step(self, num_computed: int, drew: bool) -> None:
-        """Undo ``mark_launched``: set ``num_computed``, and remove UNKNOWN if the row ``drew``."""
+        """Undo ``mark_launched``: reset ``num_computed``, remove UNKNOWN if the row ``drew``."""
         self.num_computed = num_computed
         if drew:
             self.tokens.pop()
@@ -245,7 +252,7 @@ class Sequence:
     # reports
 
     def admitted(self, now: float) -> None:
-        """Record an admission to the batch, the first one or a later one."""
+        """Record in ``news`` that the sequence was admitted to the batch, at first or again."""
         if self.is_preempted:
             self.is_preempted = False
             self.news = self.news._replace(residence=Residence.RESUMED)
@@ -254,7 +261,7 @@ class Sequence:
             self.news = self.news._replace(waited_s=waited_s, cached_tokens=self.num_computed)
 
     def preempted(self) -> None:
-        """Record that the sequence lost its blocks."""
+        """Record in ``news`` that the sequence was preempted and lost its blocks."""
         self.is_preempted = True
         count = self.news.preemptions + 1
         self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
@@ -290,7 +297,7 @@ class Sequence:
     # rows
 
     def admission(self) -> Admission:
-        """Return what the runner needs to know before the sequence's first row."""
+        """Return the message that the runner needs before it computes the sequence's first row."""
         return Admission(
             slot=self.slot,
             tokens=tuple(self.tokens),
@@ -317,10 +324,10 @@ class Sequence:
     def score(
         self, row: Row, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[int, tuple[TokenLogprobs, ...]]:
-        """Return the first prompt position without a reported score, and the scores from there on.
+        """Return the scores of the prompt that are new, after the position of the first of them.
 
-        ``logprobs`` are the scores of ``row``, from position ``row.start`` + 1 on. They count as
-        reported from now on.
+        A score is the log probability of a prompt token. ``logprobs`` are the scores that ``row``
+        computed, from position ``row.start`` + 1 on. All of them count as reported from now on.
         """
         first = self.next_score
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1

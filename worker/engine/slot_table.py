@@ -1,6 +1,7 @@
 """Slot table: the state of all batch slots as arrays. Pure.
 
-It lets a decode step be planned with a few array operations instead of a loop over sequences.
+A batch slot belongs to one sequence while that sequence is in the batch. The table lets a decode
+step be planned with a few array operations instead of a loop over sequences.
 ``Sequence`` objects hold the same values in their fields. ``write`` and ``extend`` copy changes of
 a sequence to the table, and ``draw_one`` does so for the common case, rows that decode one token.
 """
@@ -41,7 +42,7 @@ class SlotTable:
     # changes
 
     def write(self, sequence: Sequence) -> None:
-        """Copy the fields of a sequence with a slot, except its block table."""
+        """Copy the fields of ``sequence``, except its block table, to the slot that it has."""
         self._numbers[:-1, sequence.slot] = (
             sequence.order,
             sequence.num_known,
@@ -77,15 +78,18 @@ class SlotTable:
         self._last_tokens[slots] = tokens
 
     def mark_launched(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
-        """Set ``num_computed`` [n] of ``slots`` [n]; append UNKNOWN where a row ``draws`` [n]."""
+        """Set ``num_computed`` [n] of ``slots`` [n], whose rows were launched.
+
+        UNKNOWN becomes the last token where ``draws`` [n]: where the row samples a token.
+        """
         self._num_computed[slots] = num_computed
         self._num_known[slots] += draws
         self._last_tokens[slots[draws]] = UNKNOWN
 
     def commit_steps(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
-        """Undo ``mark_launched``: set ``num_computed`` [n], drop a token where a row ``drew`` [n].
+        """Undo ``mark_launched``: set ``num_computed`` [n], remove the UNKNOWN where ``drew`` [n].
 
-        The last tokens of rows that drew are invalid until they are written.
+        The last tokens of the slots where ``drew`` holds are invalid until they are written.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] -= drew
@@ -98,7 +102,7 @@ class SlotTable:
         return self._num_known
 
     def decoding(self) -> Ints:
-        """Return the slots with one token to compute, in the order of arrival.
+        """Return the slots with exactly one token left to compute, in the order of arrival.
 
         Slots that have reached a length limit are left out; they exist only while a step is in
         flight.
@@ -106,7 +110,7 @@ class SlotTable:
         return self._by_order((self._remaining == 1) & self._goes_on)
 
     def prefilling(self) -> Ints:
-        """Return the slots with several tokens to compute, in the order of arrival."""
+        """Return the slots with several tokens left to compute, in the order of arrival."""
         return self._by_order(self._remaining > 1)
 
     def lacking(self) -> Ints:
@@ -149,7 +153,7 @@ class SlotTable:
 
     @property
     def num_prefilling(self) -> int:
-        """Number of tokens to compute in the slots that have more than one."""
+        """Number of tokens left to compute in all slots that have more than one left."""
         remaining = self._remaining
         return int(remaining[remaining > 1].sum())
 

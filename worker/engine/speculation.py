@@ -77,7 +77,7 @@ _MAX_PAUSE = 64
 
 
 class Drafter:
-    """Drafter of one sequence; equal tokens and ``learn`` calls give equal drafts."""
+    """Drafter of one sequence. Deterministic: the same calls return the same drafts."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._index = NgramIndex(speculation.min_match, speculation.max_match)
@@ -87,7 +87,10 @@ class Drafter:
         self._pause = 0
 
     def read(self, tokens: Sequence[int], most: int) -> int:
-        """Read up to ``most`` new tokens of ``tokens``, which only grow; return their number."""
+        """Add up to ``most`` of the tokens that are new since the last call to the index.
+
+        ``tokens`` are all tokens of the sequence. Return the number of tokens added.
+        """
         before = self._index.length
         self._index.extend(tokens, most)
         return self._index.length - before
@@ -95,7 +98,7 @@ class Drafter:
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """Return a draft of at most ``most`` tokens that may follow ``tokens``. Call once per step.
 
-        The draft is empty during a pause, until all of ``tokens`` are read, or if no n-gram
+        The draft is empty during a pause, while some of ``tokens`` are not read, or if no n-gram
         matches.
         """
         if self._pause:

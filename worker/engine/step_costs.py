@@ -1,10 +1,10 @@
 """Cost of each row of a step, by a model that is fitted to this worker's steps. Pure.
 
-    seconds = step + sum of the costs of its rows
+    seconds of a step = cost of any step + sum of the costs of its rows
 
-A row that is alone in its step takes ``step`` plus its own cost. The model is the one that routers
-use (``everlift.step_fit``). Routers fit it to sums over many steps of all workers of one kind,
-while a worker fits it to single steps of its own.
+A row is the part of one sequence in the step. The model is the one that routers use
+(``everlift.step_fit``). Routers fit it to sums over many steps of all workers of one kind, while a
+worker fits it to single steps of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _LEAST_S = 1e-12
 
 
 class Costs(NamedTuple):
-    """Coefficients of the cost model: ``step`` of any step, ``each`` per unit of a StepSize.
+    """Coefficients of the cost model, in seconds.
 
-    Costs are in seconds. While the model is not fitted, ``is_known`` is False and the cost of a row
-    is its number of tokens.
+    ``step`` is the cost of any step. A field of ``each`` is the cost of one unit of it: of a row, a
+    computed token, a token whose KV is read, or a pair of tokens. While the model is not fitted,
+    ``is_known`` is False and the cost of a row is its number of tokens.
     """
 
     step: float
@@ -64,10 +65,10 @@ class Costs(NamedTuple):
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def alone(self, cost: float, together: float) -> float:
-        """Return the fraction of a shared time that a row of ``cost`` would have taken alone.
+        """Return the time of a step with only one row, as a fraction of the time of a shared step.
 
-        The shared time is that of rows whose costs add up to ``together``. Return 1 if costs are
-        unknown.
+        ``cost`` is the cost of that row, and ``together`` the sum of the costs of all rows of the
+        shared step. Return 1 if costs are unknown.
         """
         return (self.step + cost) / (self.step + together) if self.is_known else 1.0
 
@@ -78,14 +79,14 @@ class Costs(NamedTuple):
 
     @property
     def position(self) -> float:
-        """Return the cost of each position whose KV a row of one token reads."""
+        """Return the cost that each position whose KV is read adds to a row of one token."""
         return self.each.kv_tokens + self.each.num_pairs
 
 
 class StepCosts:
-    """Cost model of an engine's steps, refitted over time; ``now`` has the current coefficients.
+    """Cost model of an engine's steps, refitted over time.
 
-    Call ``observe`` after each step.
+    The attribute ``now`` has the current coefficients. Call ``observe`` after each step.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,8 @@ class StepCosts:
     def observe(self, rows: Rows, seconds: float, has_prompts: bool, now: float) -> None:
         """Record that a step of ``rows`` took ``seconds`` and ended at ``now``.
 
-        Not every step is used: observations and refits have a minimum interval.
+        ``has_prompts`` means that some rows are chunks of prompts. Not every step is used:
+        observations and refits have a minimum interval.
         """
         pace = 1.0 if self._num_observed < _AT_FIRST else _MORE_SELDOM
         if seconds > 0 and now - self._observed[has_prompts] >= pace * _OBSERVE_S:

@@ -1,4 +1,4 @@
-"""Time of the parts of steps. Pure: the clock is passed in."""
+"""Time that steps spend in each of their parts. Pure: the clock is passed in."""
 
 from __future__ import annotations
 

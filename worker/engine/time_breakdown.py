@@ -9,7 +9,11 @@ from everlift.v1 import session_pb2
 
 
 class Part(IntEnum):
-    """Part of a breakdown, in the order of its fields."""
+    """Index of a part of a breakdown, in the order of the fields of TimeBreakdown.
+
+    STALLED is ``prefill_interference_s``, CO_TENANCY ``decode_interference_s``, and PASSED_OVER
+    ``not_scheduled_s``.
+    """
 
     WAITING = 0
     PREFILL = 1
@@ -26,9 +30,9 @@ class Part(IntEnum):
 
 
 class TimeBreakdown(NamedTuple):
-    """Time breakdown of a sequence, with the fields of the message TimeBreakdown.
+    """Time breakdown of a sequence; session.proto documents the fields.
 
-    Its seconds add up to the time from the sequence's arrival at this worker to ``until``.
+    The seconds add up to the time from the sequence's arrival at this worker to ``until``.
     """
 
     until: float

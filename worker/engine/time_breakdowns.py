@@ -7,10 +7,10 @@
 In the batch, a step's time consists of the time of its decodes, and of the time by which chunks of
 prompts make it longer:
 
-                       |---------- decodes ----------|-------- prompts --------|
-    a decoding row     |  decode  |    co-tenancy    |         stalled         |
-    a prompt's chunk   |         co-tenancy          | stalled |    prefill    |
-    without a row      |                      passed over                      |
+                       |----------- decodes -----------|----------- prompts -----------|
+    a decoding row     | decode | decode interference  |     prefill interference      |
+    a prompt's chunk   |      decode interference      | prefill interf. |   prefill   |
+    without a row      |                         not scheduled                         |
 
 A chunk's tokens that were computed before count as recompute instead of prefill. ``StepCosts``
 estimates what a row would have taken alone, and by how much chunks make a step longer.
@@ -103,7 +103,7 @@ class TimeBreakdowns:
     ) -> None:
         """Begin a step that computes ``rows``, at ``now`` or when the last step ended, if later.
 
-        The step's plan emptied the slots ``left`` by preemption, and admitted ``newcomers``.
+        The step's plan preempted the sequences in the slots ``left``, and admitted ``newcomers``.
         """
         began = max(now, self._now)
         self._clocks[Part.BETWEEN_STEPS] += began - self._now
@@ -119,7 +119,10 @@ class TimeBreakdowns:
         self._is_in_vain = True
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Record that ``slots`` are empty."""
+        """Record that the sequences in ``slots`` left the batch; empty slots may be included.
+
+        During a step this takes effect at its end.
+        """
         if self._rows is not None:
             self._left.update(slots)
             return
@@ -331,10 +334,10 @@ class TimeBreakdowns:
     def _look_where_they_are(
         self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
     ) -> None:
-        """Correct the noted positions of the rows if any row is not at its noted position.
+        """Correct the positions in ``Decodes`` if any decoding row is not at its position there.
 
-        No row is before its noted position; accepted drafts put rows beyond it. It is therefore
-        sufficient to compare sums of positions.
+        No row is before that position; accepted drafts put rows beyond it. It is therefore
+        sufficient to compare sums of positions. ``waiting`` are noted slots without a row, or None.
         """
         expected = self._decodes.positions
         if waiting is not None:
@@ -359,7 +362,7 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _settle(self, slots: Ints) -> None:
-        """Move the decode time of these slots so far to their columns."""
+        """Move the decode time of these slots so far from ``Decodes`` to their columns."""
         self._move(Part.CO_TENANCY, Part.DECODE, slots, self._decodes.drain(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:

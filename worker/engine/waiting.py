@@ -21,7 +21,7 @@ def by_arrival(sequence: Sequence) -> Place:
 
 
 class WaitingLine:
-    """Queue of waiting sequences in the order of ``place``, their sort key.
+    """Queue of waiting sequences; ``place`` returns the sort key of one, and the smallest is first.
 
     The key of a sequence must not change while it waits. Every operation takes O(log n), amortised.
     """

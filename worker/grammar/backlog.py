@@ -30,10 +30,11 @@ class Backlog:
 
 
 class Account:
-    """Share of one grammar process in a backlog: unanswered requests by matcher.
+    """Unanswered requests to one grammar process, whose predicted CPU time is part of a Backlog.
 
-    The CPU time of a matcher's next answer is predicted as that of its last answer, but as at least
-    half of the previous prediction. The first prediction is ``budget_s`` seconds.
+    Requests are kept by matcher. The CPU time of a matcher's next answer is predicted as that of
+    its last answer, but as at least half of the previous prediction. The first prediction is
+    ``budget_s`` seconds.
     """
 
     def __init__(self, backlog: Backlog, budget_s: float) -> None:

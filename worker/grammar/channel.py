@@ -33,8 +33,8 @@ class Channel:
     ) -> None:
         """Create the channel over a connected ``sock``.
 
-        ``mask_budget_s`` is the CPU time of a mask; no wait exceeds ``timeout_s``. Both are
-        seconds.
+        ``mask_budget_s`` is the CPU time, in seconds, that a mask may take. No wait takes longer
+        than ``timeout_s`` seconds. Unanswered requests count in ``backlog``.
         """
         sock.setblocking(False)
         self._sock = sock
@@ -62,11 +62,14 @@ class Channel:
         return bool(poll.poll(0))
 
     def expect(self, matcher: int) -> None:
-        """Count a request about ``matcher``, which will be sent later, in the backlog."""
+        """Add a request about ``matcher``, which the caller will send later, to the backlog."""
         self._account.asked(matcher)
 
     def send(self, request: Request) -> None:
-        """Send a request that ``expect`` counted. Raises EverliftError if the process has ended."""
+        """Send a request, for which ``expect`` must have been called.
+
+        Raises EverliftError if the process has ended or does not read the request in time.
+        """
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
         self._send(encode_request(request))
@@ -76,8 +79,8 @@ class Channel:
         """Wait for the next reply about ``matcher``, and return its body.
 
         Raises EverliftError if the reply is a refusal, if the grammar process has ended, or after
-        the timeout. The timeout is counted from ``began``, the monotonic time at which the caller
-        began to wait for this or any other grammar process.
+        the timeout. The timeout begins at ``began``, the monotonic time at which the caller began
+        to wait for this or any other grammar process.
         """
         deadline = began + self._timeout_s
         while not self._replies[matcher]:
@@ -91,7 +94,7 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the grammar processes have more work than a step may wait for."""
+        """Return whether all grammar processes together have more work than a step may wait for."""
         return self._backlog.seconds > _BACKLOG_S * _CORES
 
     def has_reply(self, matcher: int) -> bool:
@@ -105,12 +108,18 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Close the channel. Thread-safe; may be called more than once."""
+        """Close the connection, which ends the grammar process.
+
+        Thread-safe; may be called more than once.
+        """
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def drop_matcher(self, matcher: int) -> None:
-        """Drop ``matcher`` before the next request. Thread-safe, because a finalizer calls it."""
+        """Schedule the removal of ``matcher``, which is requested before the next request.
+
+        Thread-safe, because a finalizer calls it.
+        """
         self._forgotten.append(matcher)
 
     def _drop_forgotten(self) -> None:
@@ -157,7 +166,7 @@ class Channel:
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _lost(self) -> EverliftError:
-        """Give up the grammar process and its pending requests, and return the error to raise."""
+        """Stop using the grammar process, drop all its replies, and return the error to raise."""
         self._is_given_up = True
         for replies in self._replies.values():
             replies.clear()

@@ -37,7 +37,7 @@ _STEP_PART = 0.5
 
 
 class GrammarProcesses(Protocol):
-    """Source of grammar processes."""
+    """Source of grammar processes, implemented by GrammarForkServer."""
 
     async def start_process(self) -> socket.socket:
         """Return the non-blocking socket of a new grammar process."""
@@ -55,7 +55,11 @@ class GrammarCompiler:
     def __init__(
         self, settings: Grammars, processes: GrammarProcesses, step_timeout: float
     ) -> None:
-        """Create the compiler. A step counts as stuck after ``step_timeout`` seconds."""
+        """Create the compiler, which obtains a process for each grammar from ``processes``.
+
+        ``step_timeout`` is the time in seconds after which a step counts as stuck; a wait for a
+        mask may take at most half of it.
+        """
         self._settings = settings
         masks_s = _MASK_PATIENCE * settings.step_budget
         self._mask_patience_s = min(masks_s, _STEP_PART * step_timeout)
@@ -70,10 +74,11 @@ class GrammarCompiler:
         self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, grammar: Grammar, done: Done) -> None:
-        """Compile ``grammar``, and call ``done`` with the result or the error.
+        """Compile ``grammar``, and call ``done`` with the compiled grammar or with an error.
 
-        The error is InvalidGrammar, QueueFull or EngineFailed. If the outcome is known already,
-        ``done`` is called before this method returns.
+        The error is InvalidGrammar, QueueFull if too many grammars are queued, or EngineFailed if
+        compilation itself does not work. If the result is cached or the queue is full, ``done`` is
+        called before this method returns.
         """
         if (known := self._known(grammar)) is not None:
             self._keep(grammar, known)
@@ -139,7 +144,8 @@ class GrammarCompiler:
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
         """Return the body of the grammar process's reply to ``compile``.
 
-        Raises InvalidGrammar or EngineFailed. A refusal is cached, because a second compilation
+        Raises EngineFailed if the process did not start, and InvalidGrammar if it refuses the
+        grammar, ends or does not reply in time. A refusal is cached, because a second compilation
         would be refused as well. The end of a process is not cached, because its cause is unknown
         and may not be the grammar.
         """

@@ -18,12 +18,15 @@ _ROOT = "root"
 
 
 class EbnfError(ValueError):
-    """Grammar that is malformed or matches no text."""
+    """Raised if a grammar is malformed or matches no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """Single character in ``ranges`` of code points, ends included, or outside if ``negated``."""
+    """Single character within ``ranges`` of code points, or outside all of them if ``negated``.
+
+    The ends of a range are part of it.
+    """
 
     ranges: tuple[tuple[int, int], ...] = ()
     negated: bool = False
@@ -46,7 +49,7 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Repetition of ``part``; without an upper bound ``most`` is None."""
+    """Repetition of ``part``, ``least`` to ``most`` times; ``most`` is None without a limit."""
 
     part: Node
     least: int

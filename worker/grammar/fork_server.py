@@ -24,7 +24,11 @@ _ENVIRONMENT = {
 
 
 class GrammarForkServer:
-    """Fork server process; it is started before the first grammar, and again if it has ended."""
+    """Handle of the fork server process.
+
+    The process is started by ``begin``, or else for the first grammar, and is started again for the
+    next grammar if it has ended.
+    """
 
     def __init__(self, config: WorkerConfig, vocab_size: int) -> None:
         self._config = config
@@ -55,7 +59,10 @@ class GrammarForkServer:
                 await asyncio.to_thread(self._start)
 
     async def start_process(self) -> socket.socket:
-        """Return the non-blocking socket of a grammar process that is being forked."""
+        """Return the non-blocking socket of a grammar process that is being forked.
+
+        Starts the fork server if it does not run. Raises OSError if that fails.
+        """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
@@ -69,7 +76,7 @@ class GrammarForkServer:
         return ours
 
     def close(self) -> None:
-        """End the fork server and every process that still compiles."""
+        """End the fork server and every grammar process that has not compiled its grammar yet."""
         self._is_closed = True
         if self._beginning is not None:
             self._beginning.cancel()

@@ -58,7 +58,7 @@ def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
 
 
 def _bound_memory(mib: int) -> None:
-    """Limit the data of this process to ``mib`` MiB and a compiler's stack beyond its present size.
+    """Limit the growth of this process's data to ``mib`` MiB plus the stack of the compiler.
 
     The process also becomes the OOM killer's first choice. Has an effect on Linux only.
     """

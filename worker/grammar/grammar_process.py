@@ -61,7 +61,7 @@ _MAX_CAUSE = 300
 
 
 class Refused(ValueError):
-    """Refusal of a request, with a cause that the client receives."""
+    """Raised to refuse a request; the message is the cause, which the client receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class GrammarProcess:
     def _advance(self, place: Place, tokens: Sequence[int]) -> bytes:
         """Advance by ``tokens``, and return the mask of the next token.
 
-        The mask is empty after a stop token. Raises Refused if the grammar does not allow a token,
-        or allows none next.
+        After a stop token the result is empty. Raises Refused if the grammar does not allow one of
+        ``tokens``, or allows no token after them.
         """
         for at, token in enumerate(tokens):
             if token in place.stops and place.matcher.is_accepting() and at == len(tokens) - 1:
@@ -185,7 +185,10 @@ class GrammarProcess:
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
-        """Return the masks after the drafts that the grammar allows, up to a stop token."""
+        """Return the concatenated masks after each draft that the grammar allows.
+
+        They end before the first draft that is a stop token or is not allowed.
+        """
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
         with self._masks(place, len(request["tokens"])):
@@ -199,10 +202,10 @@ class GrammarProcess:
 
     @contextmanager
     def _masks(self, place: Place, count: int) -> Iterator[None]:
-        """Context manager: limit the CPU time of ``count`` masks of one sequence.
+        """Context manager that limits the CPU time of ``count`` masks of one sequence.
 
-        The process ends if these masks exceed their budget. Raises Refused if the masks of the
-        sequence have exceeded their average share for long.
+        The process ends if these masks exceed their budget. On exit, raises Refused if the
+        sequence's masks have exceeded their average share for long.
         """
         began = time.process_time()
         with _cpu_budget(self._budget.mask_s * count):
@@ -213,10 +216,10 @@ class GrammarProcess:
             raise Refused("the mask takes too long")
 
     def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
-        """Return the bit mask of the tokens that may come next.
+        """Return the bit mask of the tokens that may come next, one bit per token.
 
         Stop tokens are allowed only where the grammar is complete. If no token is allowed, raises
-        Refused with ``problem`` unless that is empty.
+        Refused with the message ``problem``; with an empty ``problem`` the mask is returned.
         """
         is_complete = place.matcher.is_accepting()
         computed = allowed_tokens(place.matcher)
@@ -264,7 +267,8 @@ def compile_grammar(
 ) -> llguidance.LLMatcher:
     """Return a matcher at the beginning of the grammar ``texts``, which is of ``kind``.
 
-    Only the kind "choice" has several texts. Raises Refused or NotEnforceable.
+    Only the kind "choice" has several texts. Raises NotEnforceable for a JSON schema that cannot be
+    enforced, and Refused for any other grammar that cannot be compiled.
     """
     schema = parse_schema(texts[0]) if kind == "json_schema" else None
     lark = _lark(kind, texts) if schema is None else lark_of_schema(schema)
@@ -283,7 +287,10 @@ def _refusal(kind: str, schema: Any, error: str) -> str:
 
 
 def _cause(error: str) -> str | None:
-    """Return the cause in an error of llguidance, without its quotation of the grammar, or None."""
+    """Return the cause in an error of llguidance without its quotation of the grammar.
+
+    Returns None if the error has another form.
+    """
     cause = error.partition("\n   1 | ")[0]
     for begin in ("\nerror: ", "failed to compile JSON schema: ", "(in regex): "):
         if begin in cause:

@@ -47,11 +47,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotEnforceable(ValueError):
-    """Schema that cannot be enforced; the message has the cause and its path in the schema."""
+    """Raised if a schema cannot be enforced; the message has the cause and the schema path."""
 
 
 def parse_schema(text: str) -> Json:
-    """Return the schema ``text``, prepared for llguidance. Raises NotEnforceable."""
+    """Return the JSON schema ``text``, parsed and changed as the module's docstring says.
+
+    Raises NotEnforceable.
+    """
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -67,7 +70,7 @@ def parse_schema(text: str) -> Json:
 
 
 def lark_of_schema(schema: Json) -> str:
-    """Return the grammar of a prepared schema, in llguidance's Lark syntax."""
+    """Return the grammar, in llguidance's Lark syntax, of what ``parse_schema`` returned."""
     return f"start: %json {json.dumps(schema | {'x-guidance': _OPTIONS})}\n"
 
 
@@ -84,7 +87,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_value(value: Json, path: Path) -> None:
-    """Raise NotEnforceable if ``value`` is nested too deeply or has half of a surrogate pair."""
+    """Raise NotEnforceable if ``value`` is nested too deeply or has half of a surrogate pair.
+
+    ``path`` is its place in the whole schema.
+    """
     if len(path) > 2 * MAX_DEPTH:
         raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep")
     if isinstance(value, str) and _SURROGATE.search(value):
@@ -99,9 +105,12 @@ def _check_value(value: Json, path: Path) -> None:
 
 
 def _prepared(schema: Json, path: Path, may_close: bool = True) -> Json:
-    """Return ``schema``, which is at ``path``, prepared for llguidance. Raises NotEnforceable.
+    """Return a copy of ``schema`` with the changes that the module's docstring lists.
 
-    ``may_close`` is False if another schema may add properties to the same object.
+    ``schema`` is a part of the whole schema, and ``path`` its place there, for error messages. Only
+    with ``may_close``, an object is closed to properties that it does not declare; ``may_close`` is
+    False if another schema may add properties to the same object. Raises NotEnforceable if
+    llguidance would enforce a keyword wrongly.
     """
     if not isinstance(schema, dict):
         return schema
@@ -162,7 +171,7 @@ def _has_too_many_keys(schema: Mapping[str, Json]) -> bool:
 
 
 def _close(schema: dict[str, Json]) -> None:
-    """Restrict an object schema, in place, to its declared and its required properties."""
+    """Close an object schema, in place, to all but its declared and its required properties."""
     schema["additionalProperties"] = False
     if isinstance(schema["properties"], dict) and isinstance(schema.get("required"), list):
         for name in filter(lambda it: isinstance(it, str), schema["required"]):

@@ -42,8 +42,8 @@ class CompiledGrammar:
         """Return the matcher of a sequence whose tokens so far are ``output``.
 
         ``stop_token_ids`` are allowed only where the grammar is complete. Raises EverliftError if
-        the grammar process has ended. If the grammar does not allow ``output``, ``Matcher.mask``
-        raises the error.
+        the grammar process has ended. If the grammar does not allow ``output``, Matcher.mask raises
+        EverliftError.
         """
         return Matcher(self._channel, next(self._matchers), stop_token_ids, output)
 
@@ -73,9 +73,10 @@ class Matcher:
         weakref.finalize(self, channel.drop_matcher, number)
 
     def is_ready(self) -> bool:
-        """Return whether the next token's mask, or its error, is available or worth waiting for.
+        """Return whether ``mask`` returns or raises at once, or soon enough to wait for it.
 
-        While a token is being sampled, the mask of the token after it is not available.
+        The latter is so whenever the grammar processes have little work. While a token is being
+        sampled, the mask of the token after it is not available.
         """
         if not self._channel.is_busy:
             return True
@@ -90,7 +91,8 @@ class Matcher:
         masks after the output and after each allowed draft; further rows are 0. A stop token is
         never an allowed draft. While the grammar processes are busy, no drafts are allowed, because
         their masks would have to wait for all queued requests. ``began`` is the monotonic time at
-        which the step began to wait for masks.
+        which the step began to wait for masks. Raises EverliftError if the sequence cannot
+        continue.
         """
         into.zero_()
         _fill(into[:1], self._mask_of_next(began))
@@ -104,7 +106,10 @@ class Matcher:
         return num_allowed
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the sampled ``tokens``. An error is raised by the next call of ``mask``."""
+        """Advance by the sampled ``tokens``.
+
+        If this fails, the next call of ``mask`` raises the error.
+        """
         with suppress(EverliftError):
             self._mask_of_next(time.monotonic())
             self._expect_token()

@@ -24,7 +24,7 @@ Request = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """Reply to a request about ``matcher``; ``cpu_s`` is the CPU time in seconds that it took.
+    """Reply to a request about ``matcher``, which took the CPU time ``cpu_s`` in seconds.
 
     ``body`` is the result, or the cause if ``is_refusal``.
     """
@@ -37,7 +37,11 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Body of the reply to ``compile``: the memory of the grammar, and the model's end tokens."""
+    """Result of ``compile``, which ``encode`` converts to a Reply's body and ``decode`` parses.
+
+    The compiled grammar itself stays in its process; ``num_bytes`` is the memory that it takes
+    there. ``eos_token_ids`` are the model's own end tokens.
+    """
 
     num_bytes: int
     eos_token_ids: tuple[int, ...]
@@ -74,13 +78,13 @@ def _framed(body: bytes) -> bytes:
 
 
 class Frames:
-    """Splitter of the byte stream of a socket into frames."""
+    """Splitter of the byte stream of a socket into frames, one per request or reply."""
 
     def __init__(self) -> None:
         self._unread = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Yield the frames that are complete after ``received`` bytes more.
+        """Yield the frames that are complete once ``received`` has been appended to earlier bytes.
 
         Raises EOFError if ``received`` is empty, which means the end of the stream.
         """

@@ -16,14 +16,14 @@ _SPACE = "\u2581"
 
 
 class UnknownVocabulary(ValueError):
-    """Vocabulary whose tokens' bytes cannot be determined."""
+    """Raised if the bytes of a vocabulary's tokens cannot be determined."""
 
 
 def token_bytes(path: Path, vocab_size: int) -> list[bytes]:
     """Return the bytes of each token id below ``vocab_size``.
 
-    The bytes are empty for special tokens and for ids that the tokenizer lacks. ``path`` is a
-    tokenizer.json. Raises UnknownVocabulary, or OSError if ``path`` cannot be read.
+    ``path`` is a tokenizer.json. The bytes are empty for special tokens and for ids that the
+    tokenizer lacks. Raises UnknownVocabulary, or OSError if ``path`` cannot be read.
     """
     tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     decoders = decoder_types(json.loads(tokenizer.to_str())["decoder"])
@@ -70,7 +70,7 @@ class _Vocabulary:
 
 
 class LimitExceeded(Exception):
-    """Grammar that exceeds a limit of llguidance."""
+    """Raised if a grammar exceeds a limit of llguidance."""
 
 
 def token_trie(
@@ -96,7 +96,10 @@ def token_matcher(trie: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMa
 
 
 def allowed_tokens(matcher: llguidance.LLMatcher) -> bytes:
-    """Return the bit mask of the tokens that may come next. Raises LimitExceeded."""
+    """Return the bit mask of the tokens that may come next, one bit per token of the trie.
+
+    All bits are 0 if no token is allowed. Raises LimitExceeded if the matcher has failed otherwise.
+    """
     mask: bytes = matcher.compute_bitmask()
     if not matcher.is_error():
         return mask

@@ -108,7 +108,10 @@ def _weights(source, ids, largest, temperature, VOCAB: tl.constexpr):
 def _least_kept(
     source, largest, temperature, top_k, top_p, min_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the smallest weight that the filters keep; 0 if there are no filters."""
+    """Return the smallest weight that the filters keep; 0 without filters.
+
+    A weight is exp((logit - largest) / temperature).
+    """
     least = tl.full([], 0.0, tl.float32)
     if top_k < VOCAB:
         bits = _crossing(source, largest, temperature, top_k, 0, VOCAB, BLOCK, False)
@@ -145,10 +148,10 @@ def _crossing(
     BLOCK: tl.constexpr,
     OF_MASS: tl.constexpr,
 ):
-    """Return the bits of the smallest weight whose greater weights do not reach ``limit``.
+    """Return the bits of the smallest weight w such that the weights above w stay below ``limit``.
 
-    ``limit`` bounds the number of the greater weights, or with OF_MASS their total mass. Weights
-    with bits below ``floor`` are ignored.
+    ``limit`` bounds the number of the weights above w, or with OF_MASS their sum. Weights with bits
+    below ``floor`` are ignored.
     """
     prefix = tl.full([], 0, tl.int32)
     above = tl.full([], 0.0, tl.float64)

@@ -17,7 +17,7 @@ def kernels_work(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str:
-    """Return why Triton kernels do not work on ``device``; empty if they work.
+    """Return the cause, for a message, if Triton kernels do not work on ``device``, else "".
 
     One kernel is tried. The cause of a failure is logged once.
     """

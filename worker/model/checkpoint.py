@@ -26,14 +26,15 @@ _NAMES_IN_MESSAGE = 3
 
 
 class BadCheckpoint(ValueError):
-    """Checkpoint whose files are missing or malformed, or do not match its config.json."""
+    """Raised if a checkpoint's files are missing or malformed, or do not match its config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Location of a tensor in a file: the row-major bytes ``start`` to ``end`` of ``path``.
+    """Location of a tensor in a file: the bytes of ``path`` from ``start`` to before ``end``.
 
-    ``dtype`` is the name of the element type in safetensors.
+    The elements are in row-major order. ``dtype`` is the name of their type in safetensors, such as
+    BF16.
     """
 
     name: str
@@ -45,7 +46,10 @@ class StoredTensor:
 
 
 def read_tensors(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a safetensors file in the order of their data. Raises BadCheckpoint."""
+    """Return the tensors of a safetensors file in the order of their data.
+
+    Raises BadCheckpoint if the file is missing, malformed or truncated.
+    """
     try:
         header = read_header(path)
         size = path.stat().st_size
@@ -79,7 +83,7 @@ def read_header(path: Path) -> bytes:
 
 
 def some(names: Collection[str]) -> str:
-    """Return the first few of ``names`` and the number of the others, as text for a message."""
+    """Return text for a message: the first few of ``names``, and the number of the others."""
     shown = ", ".join(sorted(names)[:_NAMES_IN_MESSAGE])
     more = len(names) - _NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

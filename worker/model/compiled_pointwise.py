@@ -108,7 +108,7 @@ class CompiledPointwise(TorchPointwise):
 
 
 def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
-    """Return the operations for ``device``: Triton on a GPU, C++ on a CPU, torch if these fail."""
+    """Return Triton's operations on a GPU and C++ on a CPU, or torch's if these are unavailable."""
     if device.type == "cuda" and kernels_work(device):
         # Imported only for a GPU, because Triton may not be installed elsewhere.
         from worker.model.kernel_pointwise import KernelPointwise

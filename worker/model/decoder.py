@@ -48,7 +48,10 @@ class HeadNorms:
         self.key = _norm(f"{name}.k_norm", spec.head_dim, spec, place)
 
     def __call__(self, heads: Tensor, num_query: int) -> Tensor:
-        """Return ``heads`` [T, heads, head_dim] normed; the first ``num_query`` are queries."""
+        """Return ``heads`` [T, heads, head_dim], each normed over its features.
+
+        The first ``num_query`` heads are query heads; the others are key heads.
+        """
         query, key = heads.tensor_split([num_query], dim=1)
         return torch.cat((self.query(query), self.key(key)), dim=1)
 
@@ -129,7 +132,7 @@ class Mlp:
 
 
 class Residual:
-    """Residual branch of a layer: norm, computation, optional second norm, factor.
+    """Residual branch of a layer: norm, computation, optional second norm, constant factor.
 
     ``norms`` names the norm before the computation and, if there are two, the norm after it.
     """
@@ -145,6 +148,7 @@ class Residual:
         """Add the previous branch's result to ``hidden`` in place, and return this branch's result.
 
         ``added`` is the previous branch's result, or None for the first branch of the model.
+        ``compute`` is this branch's computation; it receives the normed hidden states.
         """
         result = compute(self.before(hidden, added))
         if self.after is not None:
@@ -193,7 +197,7 @@ class Stack(Protocol):
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """See Decoder.forward."""
+        """Return hidden states; see Decoder.forward."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -235,9 +239,10 @@ class LayerByLayer:
 
 
 class Decoder:
-    """Share of a model on this rank; its parameters are undefined until weights.load fills them.
+    """Decoder with this rank's share of a model's parameters.
 
-    ``max_model_len`` is the length in tokens of the longest sequence.
+    The parameters are undefined until weights.load or dummy.fill sets them. ``max_model_len`` is
+    the length in tokens of the longest sequence.
     """
 
     def __init__(self, spec: ModelSpec, max_model_len: int, place: Placement) -> None:
@@ -296,7 +301,10 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def untie(self) -> None:
-        """Give the head a table of its own. Must be called before parameters are filled."""
+        """Give the head a table of its own, instead of the one that it shares with the embedding.
+
+        Must be called before parameters are filled.
+        """
         self.tied = None
         self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
         self.stack = self.layer_by_layer
@@ -343,7 +351,8 @@ def _column_parts(
 ) -> tuple[Part, ...]:
     """Return the parts of a column layer: separate linears, or slices of the linear ``fused``.
 
-    ``parts`` has the whole size and this rank's share of each part, by name.
+    Without ``fused`` the linears are separate. ``parts`` has the whole size and this rank's share
+    of each part, by name.
     """
     if fused is None:
         return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
@@ -361,5 +370,5 @@ def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionFor
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Return ``value`` rounded to ``dtype``, as it was when a half-precision model was trained."""
+    """Return ``value`` rounded to ``dtype``, as a model in half precision was trained with it."""
     return torch.tensor(value, dtype=dtype).item()

@@ -84,8 +84,8 @@ _GRANITE: Json = _LLAMA | {
 def read_spec(directory: str | Path) -> ModelSpec:
     """Return the spec of the model whose ``config.json`` is in ``directory``.
 
-    Raises UnsupportedModel, which names the unsupported value and the supported ones, or its
-    subclass UnsupportedArchitecture if the architecture is unknown.
+    Raises UnsupportedModel if the file is missing or malformed, or has an unsupported value, and
+    its subclass UnsupportedArchitecture if the architecture is unknown.
     """
     config = HfConfig.read(Path(directory) / "config.json")
     return _adapter(config)(config)
@@ -190,7 +190,7 @@ def _gemma_layers(config: HfConfig, ropes: dict[str, Rope], full_every: int) -> 
 
 
 def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
-    """Return the rope of each kind of layer, from ``rope_parameters`` or older keys.
+    """Return the ropes by kind of layer, from ``rope_parameters`` or older keys.
 
     In older files ``rope_scaling`` applies to full-attention layers only, and
     ``rope_local_base_freq`` is the theta of the sliding-window layers.

@@ -28,7 +28,10 @@ _GAP_BYTES = 16 << 10
 
 
 def read_exactly(descriptor: int, into: memoryview, place: int) -> bool:
-    """Fill ``into`` from byte ``place`` of a file; return False if the file ends before."""
+    """Fill ``into`` with a file's bytes from offset ``place`` on.
+
+    Return False if the file ends before ``into`` is full.
+    """
     while into:
         count = os.preadv(descriptor, [into], place)
         if not count:
@@ -43,7 +46,11 @@ class _Buffer(threading.local):
 
 
 class Filler:
-    """Fills ``pieces``, possibly from several threads, and reports filled bytes to ``progress``."""
+    """Writer of stored tensors into the parameters that ``pieces`` name.
+
+    Its methods may be called by several threads. ``progress`` is called with the number of bytes
+    filled so far and their total.
+    """
 
     def __init__(self, pieces: Iterable[Piece], progress: Progress) -> None:
         self.total_bytes = sum(piece.into.nbytes for piece in pieces)
@@ -53,7 +60,10 @@ class Filler:
         self._buffer = _Buffer()
 
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
-        """Fill ``piece.into`` from a stored tensor; ``read`` reads its elements as ``dtype``."""
+        """Fill ``piece.into`` from a stored tensor with elements of type ``dtype``.
+
+        ``read`` reads runs of the stored tensor's elements.
+        """
         bounds = bounds_of(piece.slices, piece.shape)
         inner = _read_of_a_row(bounds[1:], piece.shape[1:], dtype.itemsize)
         wanted = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]

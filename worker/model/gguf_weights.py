@@ -63,9 +63,9 @@ _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 class GgufStoredTensor(StoredTensor):
     """Tensor of a GGUF file, with the name and shape that it has in a Hugging Face checkpoint.
 
-    Elements are read as ``dtype``. Groups of ``unit`` elements, a multiple of the type's block
-    size, are dequantised and rearranged together. In an interleaved tensor a unit is the rows of
-    one head.
+    Elements are read as ``dtype``. ``type`` is their type in the file. Groups of ``unit`` elements,
+    a multiple of the type's block size, are dequantised and rearranged together. In an interleaved
+    tensor a unit is the rows of one head.
     """
 
     type: gguf.GGMLQuantizationType
@@ -77,7 +77,11 @@ class GgufStoredTensor(StoredTensor):
 
 
 def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
-    """Return the tensors of a GGUF file in the order of their data. Raises BadCheckpoint."""
+    """Return the tensors of a GGUF file in the order of their data.
+
+    Raises BadCheckpoint if the file is malformed or truncated, or has an unsupported architecture
+    or type.
+    """
     try:
         header = read_gguf_header(path)
         config = config_of(header)
@@ -103,7 +107,7 @@ def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
 def gguf_reading(descriptor: int, tensor: GgufStoredTensor) -> Read:
     """Return a function that reads runs of ``tensor``'s elements from the open file ``descriptor``.
 
-    The function raises BadCheckpoint if the file has become shorter.
+    The function raises BadCheckpoint if the file has been truncated meanwhile.
     """
     block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
 
@@ -169,7 +173,7 @@ def _stored(
 
 
 def _name_of(name: str, architecture: str) -> str:
-    """Return the Hugging Face name of the GGUF tensor ``name``, or ``name`` if there is none."""
+    """Return the Hugging Face name of the GGUF tensor ``name``, or ``name`` if it has no other."""
     stem, _, suffix = name.rpartition(".")
     layer = _LAYER.fullmatch(stem)
     if layer is None:

@@ -18,7 +18,8 @@ Json = dict[str, Any]
 class HfConfig:
     """JSON object ``values`` of a config; ``where`` names it in error messages.
 
-    The typed getters raise UnsupportedModel if a value is not of the requested type.
+    The typed getters raise UnsupportedModel if a value is not of the requested type. They also
+    raise it for a missing key or null, unless a default is documented or given as ``otherwise``.
     """
 
     def __init__(self, values: Json, where: str) -> None:
@@ -27,7 +28,10 @@ class HfConfig:
 
     @staticmethod
     def read(path: Path) -> HfConfig:
-        """Return the config in ``path``. Raises UnsupportedModel if it is not a JSON object."""
+        """Return the config in the JSON file ``path``.
+
+        Raises UnsupportedModel if the file is missing or is not a JSON object.
+        """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -41,11 +45,11 @@ class HfConfig:
         return HfConfig(content, path.name)
 
     def over(self, defaults: Json) -> HfConfig:
-        """Return a copy with ``defaults`` for the keys that are missing."""
+        """Return a copy in which keys that are missing have their values in ``defaults``."""
         return HfConfig(defaults | self._values, self._where)
 
     def replaced(self, values: Json) -> HfConfig:
-        """Return a copy in which ``values`` replace the values of their keys."""
+        """Return a copy in which the keys of ``values`` are set to these values."""
         return HfConfig(self._values | values, self._where)
 
     def section(self, key: str) -> HfConfig:
@@ -81,7 +85,7 @@ class HfConfig:
         return value
 
     def natural(self, key: str) -> int:
-        """Return the integer under ``key``, which must be present and at least 0."""
+        """Return the integer under ``key``, which must be at least 0."""
         value = self.get(key)
         if type(value) is not int or value < 0:
             raise self._wrong(key, "an integer, 0 or more")
@@ -101,14 +105,14 @@ class HfConfig:
         return None if self.get(key) is None else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return the list of ``count`` numbers under ``key``, which must be present."""
+        """Return the ``count`` numbers in the list under ``key``."""
         values = self.get(key)
         if not isinstance(values, list) or len(values) != count or not all(map(_is_number, values)):
             raise self._wrong(key, f"a list of {count} numbers")
         return tuple(map(float, values))
 
     def words(self, key: str) -> tuple[str, ...] | None:
-        """Return the list of strings under ``key``, or None if it is missing or null."""
+        """Return the strings in the list under ``key``, or None if it is missing or null."""
         values = self.get(key)
         if values is None:
             return None
@@ -117,7 +121,10 @@ class HfConfig:
         return tuple(values)
 
     def refuse_unless(self, key: str, *supported: object) -> None:
-        """Raise UnsupportedModel unless ``key`` is missing, null or one of ``supported``."""
+        """Raise UnsupportedModel unless the value of ``key`` is in ``supported``.
+
+        A missing key and null are accepted too.
+        """
         value = self.get(key)
         if value is not None and value not in supported:
             names = ", ".join(map(repr, (*supported, None)))

@@ -45,9 +45,10 @@ class _Written:
 
 
 def read_rope(config: HfConfig, head_dim: int) -> Rope:
-    """Return the rope of ``config``, which is the same for all layers.
+    """Return the rope of a model in which all layers have the same one.
 
-    Raises UnsupportedModel, also if only a part of each head is rotated.
+    Raises UnsupportedModel if a value of ``config`` is malformed, the type of scaling is
+    unsupported, or only a part of each head is rotated.
     """
     theta = config.number("rope_theta", DEFAULT_THETA)
     rope = rope_of(rope_parameters(config), config, head_dim, theta)
@@ -57,7 +58,10 @@ def read_rope(config: HfConfig, head_dim: int) -> Rope:
 
 
 def rope_parameters(config: HfConfig) -> HfConfig:
-    """Return the section ``rope_scaling`` of ``config``, or else its ``rope_parameters``."""
+    """Return the section ``rope_scaling`` of ``config``, or ``rope_parameters`` if that is missing.
+
+    The result is empty if both are missing or null.
+    """
     return config.section("rope_scaling") or config.section("rope_parameters")
 
 
@@ -66,9 +70,11 @@ def rope_type(parameters: HfConfig) -> str:
 
 
 def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float) -> Rope:
-    """Return the rope that the section ``parameters`` describes; it may rotate a part of each head.
+    """Return the rope that ``parameters``, a section of ``config``, describes.
 
-    ``theta`` applies unless ``parameters`` has its own. Raises UnsupportedModel.
+    The rope may rotate only a part of each head's ``head_dim`` features. ``theta`` applies unless
+    ``parameters`` has its own. Raises UnsupportedModel if a value is malformed, the type of scaling
+    is unsupported, or the number of rotated features is odd.
     """
     share = config.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * parameters.number("partial_rotary_factor", share))
@@ -107,7 +113,7 @@ def _yarn(rope: _Written) -> YarnScaling:
 
 
 def _yarn_attention(rope: _Written) -> float:
-    """Return the factor that sharpens scores in a longer context (arXiv 2309.00071, sec. 3.4)."""
+    """Return the default attention_factor of yarn scaling (arXiv 2309.00071, sec. 3.4)."""
     written = rope.parameters
     if written.get("mscale") and written.get("mscale_all_dim"):
         every = _mscale(rope.factor, written.number("mscale_all_dim"))

@@ -28,7 +28,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a rank's parameters: its group, their types and device, pointwise operations."""
+    """Placement of a rank's parameters: process group, types, device, and pointwise operations."""
 
     group: Group
     dtype: torch.dtype
@@ -46,9 +46,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Piece of a checkpoint tensor: ``tensor[slices]`` is read into ``into``.
+    """Slice of a checkpoint tensor, and the parameter, or part of it, that the slice is read into.
 
-    ``name`` and ``shape`` are those of the whole tensor, which may have several pieces.
+    ``tensor[slices]`` is read into ``into``. ``name`` and ``shape`` are those of the whole tensor,
+    which may have several pieces.
     """
 
     name: str
@@ -59,10 +60,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Linear of the checkpoint, or a slice of a fused one, and this rank's share of its features.
+    """Linear of the checkpoint, possibly a slice of a fused one, and this rank's share of it.
 
     ``size`` is the number of the checkpoint's features in the split dimension: output features in a
-    column layer, input features in a row layer.
+    column layer, input features in a row layer. ``share`` has this rank's features among them.
     """
 
     name: str
@@ -153,9 +154,10 @@ class VocabTable:
         self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the rows [T, width] of the tokens ``ids`` [T].
+        """Return the rows [T, width] of the tokens ``ids`` [T], on every rank. A collective.
 
-        A rank has zeros for the tokens of other ranks; the sum over the ranks has every row.
+        A rank contributes its own rows, and zeros for the others; the sum over the ranks has every
+        row.
         """
         if self.group.size == 1:
             return self.weight.rows(ids).to(self._dtype)
@@ -165,7 +167,10 @@ class VocabTable:
         return self.group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return fp32 logits [n, vocab_size] of ``hidden`` [n, width] on rank 0, None elsewhere."""
+        """Return fp32 logits [n, vocab_size] of ``hidden`` [n, width] on rank 0, None elsewhere.
+
+        A collective.
+        """
         if self.group.size == 1:
             return self.weight.multiply_to_fp32(hidden)
         return self.gathered(self.weight.multiply(hidden), self._dtype)
@@ -173,7 +178,8 @@ class VocabTable:
     def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return all ranks' ``logits`` as fp32 [n, vocab_size] on rank 0, None elsewhere.
 
-        ``logits`` [n, share_width] are this rank's. The ranks exchange them as ``dtype``.
+        A collective. ``logits`` [n, share_width] are this rank's. The ranks exchange them as
+        ``dtype``.
         """
         if self.group.size == 1:
             return logits

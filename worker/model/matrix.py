@@ -24,9 +24,10 @@ class Form(Protocol):
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows ``ids`` [T] of the weight, [T, inputs], of any float type.
+        """Return the rows ``ids`` [T] of the weight, as a float tensor [T, inputs].
 
-        Raises NotImplementedError unless the packing has ``keeps_rows``.
+        The layout determines the float type. Raises NotImplementedError unless ``keeps_rows`` of
+        the Packing is True.
         """
         ...
 
@@ -97,8 +98,8 @@ class Matrix:
 def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
     """Return whether two products differ only by the order of fp32 sums and the final rounding.
 
-    ``inputs`` is the number of terms of each sum. If ``expected`` is finite, a ``product`` that is
-    not finite does not agree.
+    ``inputs`` is the number of terms of each sum. A ``product`` that is not finite does not agree
+    with an ``expected`` one that is.
     """
     rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
     furthest = (product.float() - expected.float()).abs().max()

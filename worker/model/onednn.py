@@ -1,9 +1,9 @@
-"""Weights packed by oneDNN, through private operators of torch. Each shape is tried first.
+"""Weights packed by oneDNN, through private operators of torch.
 
-oneDNN compiles a product for each combination of number of rows, weight shape and bias. Each takes
-about 1 ms and 0.55 MiB of code, so 512 numbers of rows and four weight shapes would take more than
-1 GiB. Therefore inputs are padded to a few numbers of rows, and the caches of compiled products are
-bounded.
+A packed weight of each shape is first compared with torch's own linear. oneDNN compiles a product
+for each combination of number of rows, weight shape and bias. Each takes about 1 ms and 0.55 MiB of
+code, so 512 numbers of rows and four weight shapes would take more than 1 GiB. Therefore inputs are
+padded to a few numbers of rows, and the caches of compiled products are bounded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 def bound_caches() -> None:
     """Bound the memory of compiled products, unless the environment sets other capacities.
 
-    Has no effect after the first product of the process.
+    Must be called before the process computes its first product; later it has no effect.
     """
     for name in _CACHES:
         os.environ.setdefault(name, str(_MAX_COMPILED))
@@ -73,7 +73,8 @@ class OneDnn:
 class OneDnnPacking:
     """Packing of weights by oneDNN.
 
-    A shape is packed only if its trial product agreed with the product of torch's own linear.
+    The first weight of each shape is tried. Weights of the shape are packed only if the trial's
+    products agreed with torch's own linear.
     """
 
     keeps_rows = packs_embeddings = False

@@ -38,8 +38,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class Panels:
     """Weight [outputs, inputs] in panels.
 
-    ``panels`` has its elements, with both sizes rounded up. An int8 weight has ``scales``
-    [outputs].
+    ``panels`` has the elements of the weight; its sizes are those of the weight, rounded up to
+    whole panels and 32-bit words. An int8 weight has ``scales`` [outputs].
     """
 
     def __init__(
@@ -166,9 +166,9 @@ def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
 
 @cache
 def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
-    """Return the packing into panels, or None if another layout must be used.
+    """Return the packing into panels, or None if panels are not the fastest layout or do not work.
 
-    If panels would be the fastest layout but are unavailable or wrong, the log states the cause.
+    If panels would be the fastest layout but do not work, the log states the cause.
     """
     if not pays(dtype, weights):
         return None

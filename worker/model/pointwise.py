@@ -34,11 +34,14 @@ class Pointwise(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up [T, n] of ``gate_up`` [T, 2 * n], gate before up."""
+        """Return activation(gate) * up, [T, n].
+
+        ``gate_up`` [T, 2 * n] has the n features of gate before those of up.
+        """
         ...
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
-        """Return ``heads`` rotated as by rope.rotate, possibly in their own memory."""
+        """Return the result of rope.rotate, which may overwrite ``heads``."""
         ...
 
     def rotate_and_write(
@@ -53,7 +56,7 @@ class Pointwise(Protocol):
         """Rotate queries and keys, write keys and ``value`` to the cache, and return the queries.
 
         ``turned`` [T, heads, head_dim] has ``num_query`` query heads followed by the key heads;
-        ``value`` is [T, kv_heads, head_dim].
+        ``value`` is [T, kv_heads, head_dim]. ``attention`` writes to its cache of ``layer``.
         """
         ...
 

@@ -26,7 +26,10 @@ def choose_packing(dtype: torch.dtype, weights: torch.dtype) -> Packing:
 
 
 def describe_kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int) -> str:
-    """Return the product kernels and their reason as text: `bf16 panels, AVX2, 2 threads (...)`."""
+    """Return a description of the kernels of matrix products, such as `oneDNN, 2 threads (AMX)`.
+
+    The text in parentheses is the reason for the choice.
+    """
     threads = f"{num_threads} threads"
     if panel_packing(dtype, weights) is None:
         cause = native.why_no_code() or ("AMX" if native.has_amx() else f"dtype is {_short(dtype)}")

@@ -38,7 +38,7 @@ class RotaryTable:
         self.sin = (angles.sin() * factor).to(device)
 
     def at(self, positions: Tensor) -> Angle:
-        """Return the angles at ``positions`` [tokens]."""
+        """Return the angles at ``positions`` [tokens], for ``rotate``."""
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -46,7 +46,8 @@ class RotaryTable:
 def rotate(heads: Tensor, angle: Angle) -> Tensor:
     """Return ``heads`` [tokens, heads, head_dim] with each pair (i, i + dim / 2) rotated.
 
-    ``dim`` is the width of ``angle``; features from ``dim`` on are unchanged.
+    ``angle`` has the angles of the tokens (RotaryTable.at), and ``dim`` is its width. Features from
+    ``dim`` on are unchanged.
     """
     cos, sin = angle
     dim = cos.shape[-1]
@@ -58,7 +59,7 @@ def rotate(heads: Tensor, angle: Angle) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, length: int) -> Tensor:
-    """Return the rotation of the ``dim / 2`` pairs in radians per position, as fp32.
+    """Return the rotation of each pair in radians per position, fp32 [dim / 2].
 
     ``length`` is the length of the longest sequence, as in RotaryTable.
     """
@@ -79,7 +80,7 @@ def inverse_frequencies(rope: Rope, length: int) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Return the factor by which rotated queries and keys are multiplied."""
+    """Return the factor by which rotated queries and keys are multiplied; 1 for most scalings."""
     match rope.scaling:
         case YarnScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
             return factor

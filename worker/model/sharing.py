@@ -55,11 +55,14 @@ class Share:
         return self.stop - self.start
 
     def of(self, size: int) -> Share:
-        """Return this share in units of which each item has ``size``, such as a head's features."""
+        """Return this share counted in smaller units, of which each item has ``size``.
+
+        For example, a share of heads becomes a share of features.
+        """
         return Share(self.start * size, self.stop * size, self.width * size)
 
     def moved(self, by: int) -> Share:
-        """Return this share in a numbering in which ``by`` other items come first."""
+        """Return this share with all item numbers increased by ``by``."""
         return Share(self.start + by, self.stop + by, self.width)
 
 

@@ -13,11 +13,11 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 class UnsupportedModel(ValueError):
-    """Model that this engine does not support."""
+    """Raised if Everlift does not support a model."""
 
 
 class UnsupportedArchitecture(UnsupportedModel):
-    """Model with an architecture that the decoder does not implement."""
+    """Raised if the decoder does not implement a model's architecture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of the checkpoint's tensors: ``{model}.layers.0...``, ``{head}.weight``.
+    """Names of the checkpoint's tensors, which begin with ``{model}.`` or are ``{head}.weight``.
 
     With ``fused``, linears with the same input are stored as one tensor. Tensors whose names begin
     with one of ``unread`` are ignored.

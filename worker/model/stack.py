@@ -248,12 +248,15 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
 
 @cache
 def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ctypes.CDLL | None:
-    """Return the compiled library, or None if it cannot be compiled, with the cause in the log."""
+    """Return the compiled library; None if it cannot be compiled, and then the cause is logged."""
     return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights))
 
 
 def stack_flags(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
-    """Return the library's compiler flags for a head dimension and types, as in panel_flags."""
+    """Return the library's compiler flags for a head dimension and types.
+
+    ``dtype`` is the type of inputs and outputs.
+    """
     return *panel_flags(dtype, weights), f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
 
 

@@ -55,7 +55,7 @@ _attend: ContextVar[Attend] = ContextVar("attend")
 
 @contextmanager
 def answered_by(attend: Attend) -> Iterator[None]:
-    """Context manager: ``attend`` computes the attention of models set to SURVEY or PAGED."""
+    """Context manager in which ``attend`` computes attention for models set to SURVEY or PAGED."""
     token = _attend.set(attend)
     try:
         yield
@@ -65,7 +65,7 @@ def answered_by(attend: Attend) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """Layer with paged attention; ``index`` is its layer number in the KV cache."""
+    """Layer with paged attention; ``index`` is its layer number in the KV cache, from 0."""
 
     index: int
     form: AttentionForm
@@ -86,7 +86,7 @@ class PagedLayers:
 
 
 class PagedAttend:
-    """Attend over the paged attention of one step.
+    """Attend that writes to the paged KV cache and attends over it, for one step.
 
     Heads that are narrower than those of the KV cache are padded with zeros, which change no score.
     With latent attention much of the cache is padding, because values are narrower than keys.

@@ -68,7 +68,10 @@ class TransformersDecoder:
         return _logits(self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False))
 
     def by_own_attention(self, tokens: Tensor) -> Output:
-        """Return the result of the model's own attention for one whole sequence, ``tokens`` [T]."""
+        """Return the model's result for one whole sequence, computed with its own attention.
+
+        ``tokens`` [T] are those of the sequence.
+        """
         hidden: list[Tensor] = []
         listening = self._trunk.register_forward_hook(
             lambda module, args, out: hidden.append(_hidden(out))
@@ -92,7 +95,7 @@ class _Hidden(tuple[Tensor]):
 
 
 def _as_passage(trunk: nn.Module) -> nn.Module:
-    """Return a copy of ``trunk`` that returns the embeddings it is given as hidden states."""
+    """Return a copy of ``trunk`` that returns its input embeddings as hidden states."""
     passage = copy(trunk)
     passage.forward = lambda *_, inputs_embeds, **__: _Hidden((inputs_embeds,))
     return passage

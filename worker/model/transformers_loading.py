@@ -48,8 +48,9 @@ def load_decoder(
     """Return the decoder of the model in ``directory``; with ``dummy`` its weights are random.
 
     A Probe has verified the decoder in a batch with a sequence of ``max_model_len`` tokens, or of
-    the model's own maximum if that is None or larger. ``attention_over`` returns the attention
-    backend of a KV cache. Raises UnsupportedModel or BadCheckpoint.
+    the model's own maximum if ``max_model_len`` is None or larger. ``attention_over`` returns the
+    attention backend of a KV cache. Raises UnsupportedModel if the model does not run with paged
+    attention on one rank, and BadCheckpoint if its weights cannot be loaded.
     """
     with _refusing(directory) as architecture:
         config = _known_config(directory, architecture, place.group.size)
@@ -58,7 +59,10 @@ def load_decoder(
 
 
 def check_config(directory: Path, num_ranks: int) -> None:
-    """Check a model's config without building the model. Raises UnsupportedModel."""
+    """Raise UnsupportedModel if a model's config shows that it cannot run on ``num_ranks`` ranks.
+
+    The model is not built, so that other obstacles are not found.
+    """
     with _refusing(directory) as architecture:
         _known_config(directory, architecture, num_ranks)
 
@@ -161,7 +165,7 @@ def _load(directory: Path, config: PreTrainedConfig, place: Placement) -> PreTra
 
 
 def _random(config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
-    """Return the model with random weights, which are the same at every call."""
+    """Return the model with random weights, which are the same in every call."""
     with torch.random.fork_rng(), torch.device(place.device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = _class_for(config)._from_config(

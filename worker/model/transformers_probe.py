@@ -48,7 +48,8 @@ _SEEDS = (1, 2, 3)
 class _Step:
     """Step of the probe.
 
-    The last of ``rows`` is the prompt's. ``positions`` [T] are those of all tokens of the step.
+    The last of ``rows`` is that of the prompt. ``positions`` [T] are those of all tokens of the
+    step.
     """
 
     rows: Rows
@@ -56,7 +57,10 @@ class _Step:
 
 
 class Probe:
-    """Trial of ``decoder`` with a KV cache of its own, of a few blocks."""
+    """Trial of paged attention in ``decoder``, with a small KV cache of its own.
+
+    ``attention_over`` returns the attention backend of a KV cache.
+    """
 
     def __init__(
         self,
@@ -70,9 +74,9 @@ class Probe:
         self._place = place
 
     def verify(self, max_model_len: int) -> None:
-        """Compare paged attention with the model's own.
+        """Compare the results of paged attention with those of the model's own attention.
 
-        Raises Unservable if the results differ, or would differ in a batch with a sequence of
+        Raises Unservable if they differ for a short prompt, alone or in a batch with a sequence of
         ``max_model_len`` tokens.
         """
         length = _CUTS[-1]

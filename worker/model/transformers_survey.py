@@ -52,7 +52,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Unservable(ValueError):
-    """A transformers model cannot be served; the message is the cause, without the model's name."""
+    """Raised if a transformers model cannot be served; the message is the cause, without a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,11 @@ class Survey:
 
 @torch.inference_mode()
 def survey(model: PreTrainedModel) -> Survey:
-    """Return the survey of ``model``, whose attention stays set to SURVEY. Raises Unservable."""
+    """Run ``model`` on a few tokens, and return the description of its attention.
+
+    The model's attention stays set to SURVEY. Raises Unservable if a layer needs more than paged
+    attention provides, or if the head cannot be separated from the layers.
+    """
     model.set_attn_implementation(SURVEY)
     tokens = torch.arange(_NUM_TOKENS, device=model.device).unsqueeze(0)
     surveyor = _Surveyor()
@@ -93,7 +97,7 @@ class _Surveyor:
         return call.value.new_zeros(*call.query.shape[:2], call.value.shape[-1])
 
     def layers(self, expected: int) -> PagedLayers:
-        """Return the layers that attended.
+        """Return the layers that called the attention function.
 
         Raises Unservable unless their number is ``expected`` and all have equally many KV heads.
         """
@@ -134,7 +138,7 @@ def _window_said_by(mask: Tensor | None) -> int | None:
 def window_of(sees: MaskFunction) -> int | None:
     """Return the window of a causal mask: the number of tokens that a token sees, including itself.
 
-    None means no window. Raises Unservable if the mask ``sees`` has another form.
+    None means no window. ``sees`` is the mask. Raises Unservable if it has another form.
     """
     query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
     first = torch.tensor(0)
@@ -147,9 +151,10 @@ def window_of(sees: MaskFunction) -> int | None:
 
 @contextmanager
 def _called_within(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Context manager: record the calls of pretrained models inside ``model``.
+    """Context manager that yields a list, to which it adds the name of each called submodel.
 
-    Yields the list of their names in ``model``; an outer one comes before the ones inside it.
+    Submodels are the modules inside ``model`` that are pretrained models too. An outer one comes
+    before the ones inside it.
     """
     called: list[str] = []
     handles: list[RemovableHandle] = []

@@ -58,7 +58,8 @@ def load(
 ) -> int:
     """Fill every parameter of ``decoder`` from a checkpoint, and return their size in bytes.
 
-    ``num_readers`` threads read the files. Raises BadCheckpoint.
+    ``num_readers`` threads read the files. Raises BadCheckpoint if the files are malformed or do
+    not match the decoder.
     """
     tensors = _tensors(Path(directory))
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
@@ -76,8 +77,8 @@ def load(
 def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
     """Return the type of a checkpoint's matrices; None if they have several or an unsupported one.
 
-    If the weights are not read, the type is that in config.json, or None. Raises BadCheckpoint, or
-    UnsupportedModel for a malformed config.json.
+    Without ``reads_weights`` it is the type that config.json names, or None if it names none.
+    Raises BadCheckpoint for malformed files, and UnsupportedModel for a malformed config.json.
     """
     if not reads_weights:
         config = HfConfig.read(Path(directory) / "config.json")

@@ -65,7 +65,7 @@ class CompiledArgmax:
 
 
 def choose_argmax(device: torch.device) -> Argmax:
-    """Return the compiled argmax on a CPU, or torch's on other devices and without a compiler."""
+    """Return the compiled argmax on a CPU, or torch's elsewhere and if it cannot be compiled."""
     return (_compiled() if device.type == "cpu" else None) or argmax_by_torch
 
 

@@ -51,8 +51,8 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 class Level:
     """Class of CPUs for which libraries are shipped.
 
-    ``flags`` are the compiler's. ``features`` are the CPU flags that /proc/cpuinfo must list.
-    ``title`` is the name in messages.
+    ``flags`` are the flags of the compiler. ``features`` are the CPU flags that /proc/cpuinfo must
+    list. ``title`` is the name in messages.
     """
 
     name: str
@@ -101,13 +101,19 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
 
 
 def shipped_path(source: Path, flags: Sequence[str], level: Level) -> Path:
-    """Return the path of the library of ``source``, ``flags`` and ``level``, if it is shipped."""
+    """Return the path of the library of ``source``, ``flags`` and ``level`` in an image.
+
+    The file exists only if the library is shipped.
+    """
     key = _digest(*_texts(source), *_FLAGS, *level.flags, *flags)
     return _SHIPPED / f"{source.stem}-{level.name}-{key}.so"
 
 
 def ship(source: Path, flags: Sequence[str], level: Level) -> None:
-    """Compile a library to its shipped path. Raises OSError or SubprocessError."""
+    """Compile a library to its shipped path.
+
+    Raises OSError if there is no compiler, and SubprocessError if compilation fails.
+    """
     compiler = _compiler()
     if compiler is None:
         raise OSError(f"none of {', '.join(_COMPILERS)} is there")
@@ -118,7 +124,10 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 
 @cache
 def shipped_level() -> Level | None:
-    """Return the level whose shipped libraries this CPU uses; None if there are none for it."""
+    """Return the level whose shipped libraries this machine uses.
+
+    Returns None if no libraries are shipped or the CPU supports no level.
+    """
     if not _SHIPPED.is_dir():
         return None
     return level_limit() or highest_level()
@@ -152,7 +161,7 @@ def _features() -> set[str]:
 
 
 def instructions() -> str:
-    """Return a name for the vector instructions that compiled code uses."""
+    """Return the name, for messages, of the vector instructions that compiled code uses."""
     if (limit := level_limit()) is not None:
         return f"{limit.title} (limited by {LEVEL_VARIABLE})"
     highest = highest_level()
@@ -160,7 +169,7 @@ def instructions() -> str:
 
 
 def why_no_code() -> str:
-    """Return why no compiled code can be used; empty if it can."""
+    """Return the cause, for a message, if no compiled code can be used, else ""."""
     if shipped_level() is not None or _compiler() is not None:
         return ""
     return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"

@@ -18,21 +18,24 @@ FAILED = -2
 
 
 def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
-    """Encode results as lines of ``width`` numbers.
+    """Return the results encoded as lines of ``width`` numbers.
 
-    ``width`` is the most tokens of a result, and at least 1.
+    ``width`` is the most tokens that a result can have, and at least 1.
     """
     lines = [[FAILED] if result.error is not None else [*result.tokens] for result in results]
     return [line + [NO_TOKEN] * (width - len(line)) for line in lines]
 
 
 def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
-    """Return the results without log probabilities and causes, which only rank 0 reports."""
+    """Return the results that ``lines`` encode.
+
+    They lack log probabilities and the causes of errors, which only rank 0 reports.
+    """
     return [_result(line) for line in lines]
 
 
 def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
-    """Return the results of rows that are one number each."""
+    """Return the results of sampling rows that are encoded as one number each."""
     return [RowResult((token,)) if token >= 0 else _failed() for token in tokens]
 
 

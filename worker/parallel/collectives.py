@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one host, over memory that they share (collectives.cpp).
+"""Collective operations of the ranks of one host, over memory that they share (collectives.cpp).
 
 The ranks test at the start whether they share memory: rank 0 creates a file in shared memory, and
 every rank reports what it reads from the file. The reports are exchanged through the store of the
@@ -37,7 +37,7 @@ _LATE = -1
 
 
 class Store(Protocol):
-    """Part of torch's TCPStore that is used. ``get`` waits for the key."""
+    """Key-value store of the rendezvous, such as torch's TCPStore. ``get`` waits for the key."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -45,7 +45,7 @@ class Store(Protocol):
 
 
 class Collectives:
-    """Endpoint of one rank in the shared memory.
+    """Collective operations as one rank calls them.
 
     All ranks must make the same calls in the same order, with the same sizes. A call raises
     RuntimeError if a rank is gone or does not arrive in time; no other call is possible after that.
@@ -54,9 +54,10 @@ class Collectives:
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """Map ``file``, which this object owns from now on; ``timeout`` is that of each call.
+        """Map the shared memory; ``timeout`` is that of each call.
 
-        Raises OSError if the file cannot be mapped or locked.
+        ``file`` is its file descriptor, which this object owns from now on. Raises OSError if the
+        file cannot be mapped or locked.
         """
         timeout_ns = int(timeout.total_seconds() * 1e9)
         self._library = library
@@ -89,7 +90,7 @@ class Collectives:
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:
-        """Leave the group: for the other ranks this one is gone. May be called again."""
+        """Leave the group, after which calls of the other ranks raise. May be called again."""
         if self._memory is not None:
             self._library.collectives_close(self._memory)
             self._memory = None
@@ -105,10 +106,11 @@ class Collectives:
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
-    """Join the shared memory as ``rank`` of ``size`` ranks, or return None.
+    """Set up the shared memory with the other ranks, and return this rank's Collectives.
 
-    The result is None on every rank if one of them has no compiler or shares no memory with the
-    others. ``timeout`` is that of each collective. Raises what the store raises.
+    The result is None on every rank if one of them cannot load the compiled library or shares no
+    memory with the others. ``rank`` is one of ``size``; ``timeout`` is that of each collective.
+    Raises what the store raises.
     """
     library = _library()
     if not _unanimous(store, "host", rank, size, _host() if library is not None else ""):

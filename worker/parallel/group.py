@@ -69,7 +69,7 @@ class Group:
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """Return the ranks' shards side by side in the last dimension on rank 0; None elsewhere."""
+        """Return the ranks' shards concatenated in the last dimension on rank 0, None elsewhere."""
         return shard
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Group:
         """
 
     def agree(self, well: bool) -> bool:
-        """Return whether ``well`` holds on all ranks. Waits for their hosts, not for devices."""
+        """Return whether ``well`` is true on all ranks. Waits for their calls, not for devices."""
         return well
 
     def barrier(self) -> None:
@@ -259,7 +259,7 @@ class _ThroughHost(Group):
 
 
 def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
-    """Create rank 0's store on a free port of ``host``; return it and its address."""
+    """Create rank 0's store on a free port of ``host``; return it and its address, host:port."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))  # TCPStore alone would listen on every interface
@@ -286,7 +286,8 @@ def init_group(
 ) -> Group:
     """Join as ``rank`` of ``size`` ranks, and return the group when all ranks have joined.
 
-    ``host`` is this rank's own address; None stands for the one from which it reaches the store.
+    ``device`` holds this rank's tensors. ``host`` is this rank's own address; None stands for the
+    one from which it reaches the store.
     """
     if size == 1:
         return Group.single()
@@ -306,9 +307,10 @@ def init_group(
 
 
 def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
-    """Return the name of the transport and the group that uses it.
+    """Join a group for tensors in host memory; return the name of its transport, and the group.
 
-    The transport is shared memory if all ranks share it, and gloo otherwise.
+    The transport is shared memory if all ranks share it, and gloo otherwise. gloo listens at
+    ``host``; None stands for the address from which this rank reaches the store.
     """
     if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)

@@ -27,7 +27,11 @@ _PARTING_S = 0.4
 
 
 class LivenessMonitor:
-    """Monitor of the ranks; calls ``end`` with the cause of a loss, perhaps repeatedly."""
+    """Monitor of this rank's steps and of the other ranks.
+
+    If a step is overdue or a rank is lost, it calls ``end`` with a message that says so, perhaps
+    repeatedly. ``log`` is None for a worker of a single rank.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,7 @@ class LivenessMonitor:
     def start(self) -> None:
         """Start to check and, on ranks above 0, to send heartbeats.
 
-        Rank 0 expects heartbeats of a rank from its first one on.
+        Rank 0 expects no heartbeat of a rank before the first one has arrived.
         """
         loop = asyncio.get_running_loop()
         if isinstance(self._log, StepLogWriter):

@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of one worker, at one address that rank 0 gives out.
 
-    model     the address leads to                           the ranks then have
-    real      a TCPStore, which holds the step log's         a process group and the step log
+    model     the address is that of                         the ranks then have
+    real      a TCPStore with the step log's address         a process group and the step log
     fake      the step log                                   the step log
 
 Modules that import torch are imported only where they are needed, because the fake model runs
@@ -24,7 +24,10 @@ _STEP_LOG_KEY = "everlift/step_log"
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """Links of a rank to the others: a group for tensors, and the step log of rank 0."""
+    """Links of a rank to the others: a group for tensors, and the step log of rank 0.
+
+    A fake model has no group, and a worker of a single rank has neither.
+    """
 
     group: Group | None = None
     log: StepLogWriter | StepLogReader | None = None
@@ -32,7 +35,7 @@ class RankLinks:
     def interrupt(self) -> None:
         """Break the step log's connections, which ends the other ranks.
 
-        A thread of this rank that waits for the step log raises ChannelBroken.
+        A read or write of the step log that waits in another thread raises ChannelBroken.
         """
         if self.log is not None:
             self.log.interrupt()
@@ -60,7 +63,11 @@ class MeetingPoint:
             self._store.set(_STEP_LOG_KEY, self._listener.address)
 
     def gather(self) -> RankLinks:
-        """Wait for all ranks, and return the links to them. Raises ChannelBroken."""
+        """Wait for all ranks, and return the links to them.
+
+        Raises ChannelBroken if they do not connect within ``join_timeout``, if one has another
+        model, or if ``close`` is called meanwhile.
+        """
         try:
             log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
         finally:
@@ -83,7 +90,7 @@ class MeetingPoint:
 def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> RankLinks:
     """Connect ``rank``, above 0, to the meeting point at ``address``, and return its links.
 
-    Raises ChannelBroken.
+    Raises ChannelBroken if the step log of rank 0 cannot be reached.
     """
     if config.is_fake:
         return RankLinks(log=StepLogReader.connect(address, rank, fingerprint))

@@ -1,4 +1,4 @@
-"""Substitute for a rank's part of a step for which the rank has too little memory.
+"""Substitute for a rank's part of a step, used if the rank has too little memory for it.
 
 It takes part in the remaining collectives, so that the other ranks are not blocked. The results are
 discarded, because no rank commits a step for which one of them has too little memory.
@@ -33,7 +33,7 @@ class Exchanged:
 
 class Collective(Protocol):
     def attend(self, group: Group, room: Tensor) -> None:
-        """Take part in the collective, with tensors in ``room``, bytes of any content."""
+        """Take part in the collective, with tensors in ``room``, a uint8 tensor of any content."""
         ...
 
 
@@ -72,7 +72,7 @@ class StandIn:
     """Substitute of one rank, with memory that is large enough for each collective of a step.
 
     ``most_tokens`` is the most tokens of a step, ``most_logits`` the most rows of logits, and
-    ``most_told`` the most integers by which the ranks agree on results.
+    ``most_told`` the most integers that rank 0 broadcasts as the results of a step.
     """
 
     def __init__(

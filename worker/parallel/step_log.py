@@ -1,6 +1,7 @@
 """Log of rank 0 for the other ranks, over a TCP connection to each.
 
-It is not a collective, so no timeout of collectives passes while the worker is idle.
+An entry has the input of one step, so that every rank makes the same plan. Reading the log is not a
+collective, so no timeout of collectives passes while the worker is idle.
 
     rank r -> rank 0    StepLogHello, once; then heartbeats, whether or not its engine is in a step
     rank 0 -> rank r    StepLog, one per step
@@ -37,11 +38,14 @@ _HELLO_S = 5.0
 
 
 class ChannelBroken(Exception):
-    """Raised when the connection between two ranks is lost: neither can continue."""
+    """Raised if two ranks cannot connect or their connection is lost; neither can continue."""
 
 
 class StepLogListener:
-    """Listener of rank 0 for the other ranks; they need its ``address`` to connect."""
+    """Listener of rank 0 for the other ranks, which need its ``address`` to connect.
+
+    ``fingerprint`` identifies the model's files and must be the same on all ranks.
+    """
 
     def __init__(self, host: str, fingerprint: str) -> None:
         self._fingerprint = fingerprint
@@ -53,7 +57,8 @@ class StepLogListener:
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
         """Wait until ranks 1 to ``ranks`` - 1 have connected, and return the writer to them.
 
-        Raises ChannelBroken if they do not connect in time, or if one has another model.
+        Raises ChannelBroken if they do not connect in time, if one has another model, or after
+        ``close``.
         """
         deadline = time.monotonic() + timeout_s
         lines: dict[int, socket.socket] = {}
@@ -127,7 +132,7 @@ class StepLogWriter:
             return False
 
     def write(self, entry: session_pb2.StepLog) -> None:
-        """Send an entry to all ranks. Raises ChannelBroken."""
+        """Send an entry to all ranks. Raises ChannelBroken if a rank is gone."""
         for rank, line in enumerate(self._lines, 1):
             try:
                 _send(line, entry.SerializeToString())
@@ -149,7 +154,7 @@ class StepLogWriter:
 
 
 class StepLogReader:
-    """Iterator over rank 0's entries, at ``rank`` above 0."""
+    """Iterable over rank 0's entries, on ``rank``, which is above 0."""
 
     def __init__(self, line: socket.socket, rank: int) -> None:
         self.rank = rank
@@ -158,7 +163,7 @@ class StepLogReader:
 
     @classmethod
     def connect(cls, address: str, rank: int, fingerprint: str) -> Self:
-        """Connect to the listener at ``address``. Raises ChannelBroken."""
+        """Connect to the listener at ``address``. Raises ChannelBroken if that is impossible."""
         place, _, token = address.rpartition("/")
         host, _, port = place.rpartition(":")
         hello = session_pb2.StepLogHello(token=token, rank=rank, fingerprint=fingerprint)
@@ -186,17 +191,17 @@ class StepLogReader:
     def beat(self) -> None:
         """Send a heartbeat to rank 0.
 
-        Called in another thread than the other methods. Never waits; a broken connection is noticed
-        by the thread that reads it.
+        May be called while another thread reads. Never waits; a broken connection is noticed by the
+        thread that reads it.
         """
         with suppress(OSError):
             self._line.send(_BEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
-        """Return whether the connection to rank 0 ended without a stop entry.
+        """Return whether rank 0 has closed the connection, and no stop entry has been read.
 
-        Entries that arrived before may be unread. Called in another thread than the other methods;
-        never waits.
+        Entries that arrived before, even a stop entry, may still be unread. May be called while
+        another thread reads; never waits.
         """
         if self._has_stopped:
             return False

@@ -23,20 +23,20 @@ _REMEMBERED = 64
 
 
 class WakingTime:
-    """Clock that counts only the time in which its observer was running.
+    """Clock that counts only the time in which its user was running and called ``update``.
 
     It prevents false alarms when the machine is overloaded, or when the process was stopped and
     continues.
     """
 
     def __init__(self, most_s: float) -> None:
-        """Count at most ``most_s`` seconds between two updates."""
+        """Create the clock; between two updates it counts at most ``most_s`` seconds."""
         self._most_s = most_s
         self._looked: float | None = None
         self._now = 0.0
 
     def update(self, now: float) -> float:
-        """Return the seconds that count until ``now``."""
+        """Return the seconds counted from the first update until ``now``."""
         if self._looked is not None:
             self._now += min(now - self._looked, self._most_s)
         self._looked = now
@@ -44,7 +44,7 @@ class WakingTime:
 
 
 class StepTimes:
-    """Predicted times of steps, from the times of earlier steps."""
+    """Time limits of steps, predicted from the times of earlier steps."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -82,7 +82,7 @@ class Watchdog:
     """Watchdog over the steps of one engine.
 
     ``begin_step`` and ``end_step`` are called in the engine's thread, with seconds of one clock.
-    ``overdue`` is called periodically in another thread, with waking time.
+    ``overdue`` is called periodically in another thread, with the time of a WakingTime.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ KvShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Loaded model of a rank, and the shape of its KV cache."""
+    """Loaded model of a rank, with the shape that a token has in its KV cache."""
 
     model: Model
     vocab_size: int
@@ -85,7 +85,7 @@ class Assembly:
         )
 
     def capture(self) -> DecodeGraphs | None:
-        """Capture the decode steps; return None if they cannot be captured on every rank.
+        """Capture the decode steps as graphs; return None if some rank cannot capture them.
 
         Transformers' modules, torch's attention and collectives that wait on the host cannot be
         captured. All ranks capture or none, because replaying a step includes its collectives.

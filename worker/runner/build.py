@@ -43,7 +43,7 @@ log = logs.get_logger(__name__)
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
     """Load the rank's share of ``config.model``, allocate its KV cache, and return its runner.
 
-    Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that does
+    Raises ModelUnavailable, UnsupportedModel or BadCheckpoint, and ValueError if the device does
     not exist or has too little memory. Sets torch's number of threads for the process.
     """
     use_threads(config.num_threads)
@@ -107,7 +107,8 @@ def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
     """Return the model's spec for our own decoder; None if transformers' modules must run it.
 
-    Raises UnsupportedModel if neither can run the model, as far as its files show.
+    Only the model's configuration is read. Raises UnsupportedModel if according to it neither can
+    run the model.
     """
     try:
         spec = read_spec(directory)
@@ -124,7 +125,7 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
 def try_modules(config: WorkerConfig, directory: Path) -> None:
     """Build the model from transformers' modules on the CPU, with random weights, as a trial.
 
-    Raises UnsupportedModel if the start of a worker would raise it.
+    Raises UnsupportedModel if a worker of this configuration could not run the model.
     """
     place = Placement(Group.single(), torch.float32, torch.device("cpu"))
     _load_with_transformers(replace(config, load_format="dummy"), directory, place)
@@ -154,11 +155,11 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
 def weights_dtype(
     config: WorkerConfig, directory: Path, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype in which the weights are held in memory.
+    """Return the dtype in which the weights are held in memory, before any quantisation.
 
     On a CPU, weights that are stored in bfloat16 stay so if the kernels can use them: this takes
-    half the bytes of fp32 and gives the same products. Otherwise it is ``dtype``. Raises
-    BadCheckpoint.
+    half the bytes of fp32 and gives the same products. All other weights have ``dtype``. Raises
+    BadCheckpoint if the checkpoint is missing or malformed.
     """
     if device.type != "cpu":
         return dtype
@@ -187,9 +188,10 @@ def quantised_dtype(
 def make_fast(
     decoder: Decoder, spec: ModelSpec, dtype: torch.dtype, packed: torch.dtype | None = None
 ) -> None:
-    """Optimise a decoder with loaded weights for a CPU; they cannot be loaded again afterwards.
+    """Pack the loaded weights of ``decoder`` for a CPU, and choose the fastest code for its layers.
 
-    The weights are packed as dtype ``packed``, or in their own dtype if that is None.
+    The weights are packed as dtype ``packed``, or in their own dtype if that is None. They cannot
+    be loaded again afterwards. ``dtype`` is that of inputs and outputs.
     """
     packed = packed or decoder.layer_by_layer.head.weight.dtype
     decoder.pack(choose_packing(dtype, packed))

@@ -1,7 +1,8 @@
-"""Buckets: steps that only decode are padded to a few sizes, each of which is captured once. Pure.
+"""Sizes of captured decode steps ("buckets"), and the layout of a step's inputs. Pure.
 
-A step with n rows uses the smallest bucket that has at least n rows. All its inputs are in one
-int32 array, so that one copy transfers them to the device:
+A step that only decodes is padded to the smallest bucket with at least as many rows, so that few
+sizes are captured. All its inputs are in one int32 array, so that one copy transfers them to the
+device:
 
     width [1] | tokens, slots, positions, counts: [bucket] each | tables [n, width] | parcel
 
@@ -42,14 +43,18 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
-    """Return the smallest bucket for ``rows``; None if one does not decode, or no bucket fits."""
+    """Return the smallest bucket for ``rows``, or None.
+
+    None means that some row does not decode, or that there are more rows than in the largest
+    bucket.
+    """
     decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
     index = bisect_left(buckets, len(rows))
     return buckets[index] if decode and 0 < len(rows) and index < len(buckets) else None
 
 
 class Parts(NamedTuple):
-    """Slices of the parts in the array; ``tables`` extends to its end."""
+    """Slices of the parts in the input array; ``tables`` extends to its end."""
 
     width: slice
     tokens: slice
@@ -67,7 +72,10 @@ class Parts(NamedTuple):
 
 
 def room_for(bucket: int, width: int) -> int:
-    """Return the length of the array without a parcel, for tables of ``width`` blocks per row."""
+    """Return the length of the input array without a parcel, in int32 integers.
+
+    The tables have ``width`` blocks per row.
+    """
     return int(Parts.of(bucket).tables.start) + _aligned(bucket * width)
 
 
@@ -77,7 +85,7 @@ def room_for_parcel(bucket: int) -> int:
 
 
 def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
-    """Return the array, without a parcel, of ``rows`` that decode in a step of ``bucket`` rows."""
+    """Return the input array, without a parcel, of ``rows`` for a step of ``bucket`` rows."""
     count, width = len(rows), blocks_for(int(rows.starts.max()) + 1)
     parts = Parts.of(bucket)
     num_blocks = count * width

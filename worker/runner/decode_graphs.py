@@ -108,14 +108,14 @@ class DecodeGraphs:
         self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
 
     def bucket(self, rows: Rows) -> int | None:
-        """Return the bucket of the captured step for ``rows``; None if there is none."""
+        """Return the number of rows of the captured step for ``rows``; None if none fits them."""
         return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:
-        """Replay the step of ``rows``, which have a bucket; return hidden states [n, hidden].
+        """Replay the captured step for ``rows``, and return their hidden states [n, hidden].
 
-        ``parcel`` is transferred to the device in the same copy as the rows. The hidden states and
-        the parcel's tensors are valid until the next run.
+        ``bucket(rows)`` must not be None. ``parcel`` is transferred to the device in the same copy
+        as the rows. The hidden states and the parcel's tensors are valid until the next run.
         """
         bucket = self.bucket(rows)
         assert bucket is not None, "the rows do not fit"
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return self._replays[bucket]()[: len(rows)]
 
     def close(self) -> None:
-        """Release the graphs, which keep the group of their collectives alive."""
+        """Release the graphs, which reference the process group of their collectives."""
         self._replays.clear()
 
     def _work(self, bucket: int) -> Work:

@@ -1,7 +1,7 @@
-"""Sampling from logits, where a row depends only on its own logits, parameters and counter.
+"""Sampling from logits; a row's token depends only on its own logits, parameters and position.
 
-So a row's token is the same in every batch. The order of the filters is that of transformers, and
-of vLLM as far as it has them:
+So the token is the same in every batch. The order of the filters is that of transformers, and of
+vLLM as far as it has them:
 
     temperature   logits / temperature; below 1e-5 greedy, i.e. the first of the largest logits
     top_k         the k most probable tokens, and any tied with the last of them; 0 keeps all
@@ -56,18 +56,25 @@ class DrawTable:
         self._keys[slot] = sampling.seed, choice
 
     def draws(self, slots: Ints, positions: Ints) -> Draws:
-        """Return the sampling parameters of output ``positions`` [n] of ``slots`` [n]."""
+        """Return the sampling parameters of n tokens.
+
+        ``slots`` [n] are the slots of their sequences, and ``positions`` [n] their positions in the
+        output.
+        """
         return Draws(self._filters[slots], self._keys[slots], positions)
 
 
 class Draw(Protocol):
     def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
-        """Return the sampling function for ``draws``; ``parcel`` may carry data to the device."""
+        """Return the function that samples tokens with the parameters ``draws``.
+
+        ``parcel`` may carry the parameters to the device.
+        """
         ...
 
 
 def choose_draw(device: torch.device) -> Draw:
-    """Return the Triton kernel on a GPU where it works, else sampling in torch."""
+    """Return sampling by the Triton kernel on a GPU where it works, else sampling in torch."""
     if device.type == "cuda" and kernels_work(device):
         # Imported late, because Triton is only needed on a GPU.
         from worker.runner.draw_by_kernel import draw_by_kernel
@@ -78,7 +85,10 @@ def choose_draw(device: torch.device) -> Draw:
 
 
 def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
-    """Return tokens sampled in torch, as DrawFrom; ``largest`` finds the greedy tokens."""
+    """Return tokens int64 [n] sampled in torch from ``logits`` fp32 [n, vocab]; see DrawFrom.
+
+    ``largest`` finds the tokens of greedy rows.
+    """
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
     if len(drawn):
@@ -108,10 +118,11 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
-    """Return the smallest weight [n, 1] that each row's ``filters``, as in Draws, keep.
+    """Return the smallest of each row's ``weights`` [n, vocab] that its filters keep, [n, 1].
 
-    Only the largest weights of each row are examined first. If the smallest of them is cut off, so
-    are all smaller weights. The other rows are examined again with all their weights.
+    ``filters`` are those of Draws. Only the largest weights of each row are examined first. If the
+    smallest of them is not kept, neither are all smaller weights. The other rows are examined again
+    with all their weights.
     """
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)

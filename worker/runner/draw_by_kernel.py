@@ -15,7 +15,7 @@ _BLOCK, _WARPS = 8192, 16
 
 
 def draw_by_kernel(draws: Draws, parcel: Parcel) -> DrawFrom:
-    """Return the kernel's sampling function, as worker.runner.draw.Draw.
+    """Return the function that samples with the Triton kernel; implements Draw.
 
     The kernel rounds sums differently from torch, so that a uniform number at the edge between two
     tokens may select the other one.

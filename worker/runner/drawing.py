@@ -45,9 +45,9 @@ class Drawing:
     """Sampling in progress on this rank.
 
     ``tokens`` int64 are on the device, one per row of logits; those of request i begin at
-    ``firsts[i]``. ``rows`` has the requests, by index, that need more than one sampled token.
-    ``logprobs`` are the log probabilities to report. ``take_in`` is called with the results of
-    ``rows``.
+    ``firsts[i]``. ``rows`` has, by index, the requests that have drafts or need more than their
+    tokens, such as log probabilities or a grammar. ``logprobs`` are the log probabilities to
+    report. ``take_in`` is called with each of ``rows`` and its result.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Drawing:
 
 
 class Hearing:
-    """Tokens that rank 0 sampled for rows without drafts.
+    """Tokens that rank 0 sampled for rows without drafts, on their way to this rank's host.
 
     ``tokens`` int64 [n] are on this rank's device, one per sampling request.
     """

@@ -214,7 +214,11 @@ class _Slot:
         )
 
     def draw(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
-        """Sample tokens as long as they equal the row's drafts; return them with logprobs."""
+        """Sample tokens until one differs from the row's draft; return them with log probabilities.
+
+        ``cache`` has the entries of the simulated KV cache to which the row attends. There are no
+        log probabilities unless they are requested.
+        """
         end = row.start + len(row.tokens)
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -237,7 +241,10 @@ class _Slot:
             yield self.logprobs(before, self.prompt[position], self.sampling.prompt_logprobs)
 
     def next_token(self, cache: bytes, position: int) -> int:
-        """Return the output token at ``position``, which follows the entries ``cache``."""
+        """Return the output token at ``position`` of the output.
+
+        ``cache`` has the entries of the simulated KV cache of all tokens before it.
+        """
         token = self._wished_token(cache, position)
         if self.grammar is not None:
             follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
@@ -267,7 +274,8 @@ class _Slot:
     def logprobs(self, cache: bytes, token: int, most: int) -> TokenLogprobs:
         """Return the log probabilities of ``token`` after ``cache`` with ``most`` alternatives.
 
-        Those of successive ranks differ by a constant, and all are exact in float32.
+        The k-th most probable token has k times the same log probability, which is exact in
+        float32.
         """
         digest = blake2b(cache, digest_size=16, person=b"logprobs")
         distance, place = array("Q", digest.digest())
@@ -292,7 +300,8 @@ def expected_tokens(
 ) -> list[int]:
     """Return the first ``count`` tokens that a correct worker generates after ``prompt``.
 
-    A stop token ends them earlier. Without ``sampling`` they are greedy.
+    There are fewer if a stop token is generated, which is then the last. Without ``sampling`` the
+    tokens are greedy.
     """
     sampling = sampling or SamplingParams(temperature=0.0)
     stops = frozenset(stop_token_ids)
@@ -312,9 +321,10 @@ def expected_tokens(
 def expected_logprobs(
     tokens: Sequence[int], first: int, most: int, model: FakeModel | None = None
 ) -> list[TokenLogprobs]:
-    """Return the log probabilities of ``tokens`` from position ``first`` on of a correct worker.
+    """Return the log probabilities that a correct worker reports for ``tokens[first:]``.
 
-    They have ``most`` alternatives, and are the same for prompt and output tokens.
+    ``tokens`` are prompt and output; both have the same log probabilities. Each entry has ``most``
+    alternatives.
     """
     slot = _Slot(model or FakeModel(), SamplingParams(), 0, frozenset(), ())
     cache = array("I", _entries(tokens, start=0)).tobytes()

@@ -49,7 +49,8 @@ class _Cell(NamedTuple):
 class _Site(NamedTuple):
     """Row of logits to penalise for the first ``length`` entries of its slot.
 
-    ``drafted`` are the entries of the drafts before it, each of which counts as one occurrence.
+    ``drafted`` are the indices of the entries of the drafts before it, each of which counts as one
+    occurrence.
     """
 
     row: int
@@ -69,7 +70,7 @@ class Histories:
         self._counts = torch.zeros(0, 0, dtype=torch.float32, device=device)
 
     def admit(self, admission: Admission) -> None:
-        """Assign the slot to a sequence, and record its known tokens."""
+        """Assign the slot to a sequence, and record its known tokens if it has penalties."""
         slot = admission.slot
         self.release(slot)
         if not admission.sampling.has_penalties:
@@ -86,7 +87,7 @@ class Histories:
         self._places.pop(slot, None)
 
     def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Record the tokens sampled in penalised slots, as pairs of a slot and its tokens."""
+        """Record sampled tokens, given as pairs of a slot with penalties and its tokens."""
         cells = [cell for slot, tokens in drawn for cell in self._append(slot, tokens)]
         if cells:
             slots, places = self._write(cells)
@@ -123,7 +124,11 @@ class Histories:
         flat[at] = _penalised(flat.index_select(0, at), times, *penalties)
 
     def _times(self, place: Tensor, again: list[int]) -> Tensor:
-        """Return the occurrences of the entries ``place``, plus one per index in ``again``."""
+        """Return how often the token of each entry occurred in the output, fp32 [n].
+
+        ``place`` [n] are indices of entries in the flattened tables. ``again`` are indices in
+        ``place``; each adds one occurrence, that of a draft.
+        """
         times = self._counts.flatten().index_select(0, place)
         return times.index_add_(0, self._upload(again), times.new_ones(len(again)))
 
@@ -188,7 +193,7 @@ def _counts(admission: Admission) -> Counter[int]:
 
 
 def _doubled(size: int) -> int:
-    """Return the next power of two, so that growth in small steps rarely copies the data."""
+    """Return ``size`` rounded up to a power of two, so that growth rarely copies the data."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -201,6 +206,9 @@ def _flat(logits: Tensor) -> Tensor:
 def _penalised(
     logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Return ``logits`` [n] with penalties, given each token's occurrences in the output."""
+    """Return ``logits`` [n] with penalties, given each token's occurrences in the output.
+
+    ``times``, ``repetition``, ``frequency`` and ``presence`` are [n].
+    """
     repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
     return repeated - frequency * times - presence * (times > 0)

@@ -19,7 +19,10 @@ _LARGEST_PIECE = 1 << 30
 
 
 class HostBlocks:
-    """Host memory for ``num_blocks`` blocks like ``block``, page-locked if that is on a GPU."""
+    """Host memory for ``num_blocks`` blocks with the shape and type of ``block``.
+
+    The memory is page-locked if ``block`` is on a GPU.
+    """
 
     def __init__(
         self, block: Tensor, num_blocks: int, allocate: Callable[..., Tensor] = torch.empty
@@ -41,7 +44,10 @@ class HostBlocks:
 
 
 def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
-    """Return the blocks of each piece: as many as fit into a power of two of bytes, at least 1."""
+    """Return the number of blocks of each piece.
+
+    A piece has as many blocks as fit into a power of two of bytes, and at least one.
+    """
     sizes = []
     while num_blocks:
         room = _power_of_two_within(min(num_blocks * block_bytes, _LARGEST_PIECE))

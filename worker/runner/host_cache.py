@@ -21,8 +21,8 @@ class HostCache(Protocol):
 
     Copies are ordered with the device's computation: a copy has the content that earlier
     computation left, and later computation finds what was copied. No method waits for the end of
-    its copies. In one call, all blocks differ and all host blocks differ. A host block is loaded
-    only after it was saved.
+    its copies. The copies of one call have different blocks and different host blocks. A host block
+    is loaded only after it was saved.
     """
 
     @property

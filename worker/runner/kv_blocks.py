@@ -37,7 +37,7 @@ _EVERYTHING = SamplingParams(
 def largest_steps(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
 ) -> tuple[Plan, Plan]:
-    """Return the two largest steps: prompts of all sequences, and decodes with drafts.
+    """Return the plans of the two largest steps: prompts of all sequences, decodes with drafts.
 
     All their rows write to the same blocks, from block 0 on.
     """
@@ -71,11 +71,11 @@ def profile_run(
     capture: Callable[[], object],
     scratch_bytes: int,
 ) -> MemoryUse:
-    """Run ``plans`` and return their memory use, without the KV cache of ``scratch_bytes``.
+    """Run ``plans``, and return the memory that they use without their KV cache.
 
-    The weights must be loaded. ``capture`` captures the decode steps and returns an object that
-    owns the graphs. All ranks must do this at the same time. Raises ValueError if there is too
-    little memory for the steps.
+    ``scratch_bytes`` is the size of that cache. The weights must be loaded. ``capture`` captures
+    the decode steps and returns an object that owns the graphs. All ranks must do this at the same
+    time. Raises ValueError if there is too little memory for the steps.
     """
     memory.release()
     _execute(runner, plans)
@@ -108,7 +108,11 @@ def _taken(memory: DeviceMemory, capture: Callable[[], object]) -> int:
 
 
 def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.device) -> MemoryUse:
-    """Return, on all ranks, the memory use of the rank with the least memory left. A collective."""
+    """Return the memory use of the rank with the least memory left for its KV cache.
+
+    A collective, with the same result on all ranks. ``use`` is this rank's, and ``utilization`` as
+    in MemoryUse.left.
+    """
     gathered = group.gather_to_first(torch.tensor(use, device=device))
     chosen = use
     if gathered is not None:
@@ -137,15 +141,18 @@ class MemoryUse(NamedTuple):
     graphs: int
 
     def left(self, utilization: float) -> int:
-        """Return the bytes left for the KV cache; negative if memory is too short."""
+        """Return the bytes left for the KV cache; negative if memory is too short.
+
+        ``utilization`` is the fraction of the GPU's memory that may be used.
+        """
         return int(self.total * utilization) - self.outside - self.step - self.graphs
 
 
 def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_beside: int) -> int:
     """Return the number of blocks of the KV cache, leaving memory for ``num_beside`` more blocks.
 
-    Raises ValueError if not one block fits, or not one sequence of ``max_model_len`` tokens, if
-    that is set.
+    ``block_bytes`` is the size of a block. Raises ValueError if not one block fits, or not one
+    sequence of ``max_model_len`` tokens, if that is set.
     """
     needed = blocks_for(config.max_model_len or 1)
     left = use.left(config.gpu_memory_utilization)
@@ -182,7 +189,7 @@ log = logs.get_logger(__name__)
 def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
     """Return the number of KV blocks, equal on all ranks. A collective.
 
-    Raises ValueError if memory is too short.
+    Raises ValueError if there is too little memory or the configured size is less than one block.
     """
     told = told_blocks(config, loaded.kv_shape, place)
     if told is not None:

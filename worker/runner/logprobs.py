@@ -19,11 +19,11 @@ from worker.device.upload import upload
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """Return the scores float64 [n, 2 + 2 * num_top] of ``tokens`` int64 [n].
+    """Return the scores float64 [n, 2 + 2 * num_top] of ``tokens`` int64 [n], as a table.
 
-    ``logits`` are fp32 [n, vocab]. If the vocabulary is smaller than ``num_top``, there are fewer
-    alternatives. The log probability is NaN if a row's logits are not finite, and -inf for a token
-    whose logit is -inf.
+    Each row has the columns that the module's docstring lists. ``logits`` are fp32 [n, vocab]. If
+    the vocabulary is smaller than ``num_top``, there are fewer alternatives. The log probability is
+    NaN if a row's logits are not finite, and -inf for a token whose logit is -inf.
     """
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     normaliser = normaliser.where(normaliser.isfinite(), math.nan)
@@ -35,7 +35,10 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 
 def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
-    """Parse one row of ``score``, and keep the first ``num_top`` of its alternatives."""
+    """Return the log probabilities in one row of the table that ``score`` returns.
+
+    They have the first ``num_top`` alternatives of the row.
+    """
     logprob, rank, *rest = columns
     width = len(rest) // 2
     ids, logprobs = rest[:width], rest[width:]
@@ -46,7 +49,8 @@ def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
 class ArrivingScores:
     """Scores that are being copied to the host.
 
-    ``num_top`` has the number of alternatives by row of the logits, in the order of ``table``.
+    ``num_top`` has an entry for each row of ``table``, in order: from the index of a row of the
+    step's logits to the number of alternatives to report.
     """
 
     def __init__(self, table: Tensor, num_top: Mapping[int, int]) -> None:
@@ -54,7 +58,7 @@ class ArrivingScores:
         self._arriving = Arriving(table)
 
     def wait(self) -> dict[int, TokenLogprobs]:
-        """Wait for the copy; return the log probabilities by row of the logits."""
+        """Wait for the copy; return the log probabilities by index of the row of logits."""
         return {
             row: read_score(columns, num_top)
             for (row, num_top), columns in zip(
@@ -64,16 +68,23 @@ class ArrivingScores:
 
 
 class KeptLogits:
-    """Copies of rows of a step's logits, made because sampling changes the logits."""
+    """Copies of rows of a step's logits, which are needed because sampling changes the logits."""
 
     def __init__(self, logits: Tensor, num_top: Mapping[int, int]) -> None:
-        """Copy rows of ``logits`` [n, vocab]; ``num_top`` has the number of alternatives by row."""
+        """Copy the rows of ``logits`` [n, vocab] whose indices are keys of ``num_top``.
+
+        The values of ``num_top`` are the numbers of alternatives to report.
+        """
         self._num_top = num_top
         self._index = upload(list(num_top), logits.device)
         self._logits = logits[self._index]
 
     def logprobs(self, tokens: Tensor) -> ArrivingScores:
-        """Return the scores of ``tokens`` [n], one per row; those of markers are meaningless."""
+        """Return the scores of the tokens that were sampled from the kept rows.
+
+        ``tokens`` [n] has the sampled token of every row of the step's logits. If that is a
+        negative marker, the score is meaningless.
+        """
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))
         return ArrivingScores(table, self._num_top)

@@ -29,7 +29,10 @@ class Head(Protocol):
 
 
 class _Scored(NamedTuple):
-    """Prompt token to score in ``row``; ``at`` is the step's index of the token before it."""
+    """Prompt token to score, in the row with index ``row``.
+
+    ``at`` is the index of the token before it among the step's tokens.
+    """
 
     row: int
     at: int
@@ -48,7 +51,10 @@ class PromptScores:
         self._arriving = [Arriving(table) for table in tables]
 
     def wait(self) -> dict[int, list[TokenLogprobs]]:
-        """Wait for the copy; return the scores by row, on rank 0 only."""
+        """Wait for the copy; return the log probabilities by index of the row.
+
+        The result is empty on ranks other than 0.
+        """
         lines = [line for table in self._arriving for line in table.wait()]
         scores: dict[int, list[TokenLogprobs]] = {}
         for each, line in zip(self._wanted, lines, strict=False):  # only rank 0 has lines
@@ -63,10 +69,10 @@ NO_SCORES = PromptScores((), ())
 def score_prompts(
     rows: Rows, slots: Mapping[int, Admission], hidden: Tensor, head: Head
 ) -> PromptScores:
-    """Score the prompt tokens of all rows that request it.
+    """Start to score the prompt tokens of the rows that request it. A collective.
 
-    They are scored in pieces, because all their logits may be larger than the model. ``hidden``
-    [T, hidden] are the hidden states of all tokens of the step.
+    They are scored in pieces, because all their logits may be larger than the model. ``slots`` has
+    the sequences by slot. ``hidden`` [T, hidden] are the hidden states of all tokens of the step.
     """
     pieces = pieces_scored(rows, slots)
     wanted = [*chain.from_iterable(pieces)]
@@ -76,7 +82,7 @@ def score_prompts(
 
 
 def pieces_scored(rows: Rows, slots: Mapping[int, Admission]) -> list[list[_Scored]]:
-    """Return the prompt tokens to score, in pieces that are scored at once."""
+    """Return the prompt tokens to score, in pieces whose logits are computed together."""
     wanted = list(_wanted(rows, slots))
     return [wanted[i : i + SCORED_AT_ONCE] for i in range(0, len(wanted), SCORED_AT_ONCE)]
 

@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 
 class Model(Protocol):
-    """A rank's share of a model."""
+    """Share of one rank in a model."""
 
     def forward(
         self,
@@ -199,10 +199,11 @@ class TorchRunner:
         return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
     def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
-        """Sample on the device from ``hidden``, the hidden states of the sampled tokens.
+        """Start to sample from ``hidden`` on the device, without waiting for the results.
 
-        Returns None on ranks that receive the results only in ``conclude``, which is so with drafts
-        or scored prompts.
+        ``hidden`` has the hidden states of the tokens after which tokens are sampled. ``wanted`` is
+        None if no row samples. Returns None on ranks that receive the results only in ``conclude``,
+        which is so with drafts or scored prompts.
         """
         if wanted is None:
             # This empty result is awaited too. Otherwise the host would launch all chunks of a long
@@ -223,7 +224,10 @@ class TorchRunner:
         return drawing or Hearing(tokens)
 
     def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
-        """Wait for the sampled tokens; return one result per row, with rank 0's tokens."""
+        """Wait for the sampled tokens; return one result per row, with rank 0's tokens.
+
+        ``drawn`` is the result of ``sample``.
+        """
         hear = partial(self._heard, rows, drawn, scores)
         if not _is_told_late(rows):
             return self._tried(hear)
@@ -292,7 +296,8 @@ class TorchRunner:
     def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
         """Broadcast rank 0's sampled tokens; return them, int64 [count], on this rank's device.
 
-        No host waits for them if the group's collectives run on the device.
+        ``drawing`` is None on other ranks. No host waits for the tokens if the group's collectives
+        run on the device.
         """
         if drawing is not None:
             return self._group.broadcast(drawing.tokens)
@@ -314,7 +319,8 @@ class TorchRunner:
         """Run ``part`` of a step on all ranks and return its result.
 
         ``collectives`` returns all collectives of the part, in order, for the stand-in. Raises
-        TooLittleMemory on all ranks if one has too little memory for the part; DeviceLost.
+        TooLittleMemory on all ranks if one has too little memory for the part, and DeviceLost if
+        this rank's device refuses further work.
         """
         made, cause = self._group.num_made, ""
         try:
@@ -410,7 +416,7 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def _is_told_late(rows: Rows) -> bool:
-    """Return whether rank 0's host processes the results before the other ranks receive them.
+    """Return whether the other ranks receive results only after rank 0's host has processed them.
 
     This is so for drafts and for scores of prompts.
     """
@@ -424,7 +430,7 @@ def _told_late(rows: Rows) -> tuple[list[int], int]:
 
 
 def _sites(rows: Rows) -> Ints:
-    """Return the indices of the step's tokens whose logits are sampled.
+    """Return the indices of the step's tokens after which tokens are sampled.
 
     For a sampling row, these are its last known token and its drafts.
     """

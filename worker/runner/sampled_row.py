@@ -35,7 +35,11 @@ class SampledSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether no feature edits the logits, and only sampled tokens are reported."""
+        """Return whether only temperature and filters affect sampling, and only tokens are needed.
+
+        There are no penalties, bias, grammar or banned stop tokens, no log probabilities, and no
+        error.
+        """
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         told = self.sampling.logprobs is not None or self.error is not None
         return not (edited or told or self.sampling.has_penalties)
@@ -45,8 +49,8 @@ class SampledSlot:
 class SampledRow:
     """Row to sample, whose logits begin at row ``first`` of the step's logits.
 
-    ``position`` is the position of its next token in the output. A grammar allows the first
-    ``num_allowed`` of its ``drafts``.
+    ``position`` is the position of its next token in the output. If a grammar applies, it allows
+    the first ``num_allowed`` of the ``drafts``.
     """
 
     slot: SampledSlot
@@ -58,27 +62,27 @@ class SampledRow:
 
     @property
     def sites(self) -> range:
-        """Return the indices of its rows of logits: one, and one more after each draft."""
+        """Return this row's indices in the step's logits: one, and one more after each draft."""
         return range(self.first, self.first + 1 + len(self.drafts))
 
     @property
     def banned_sites(self) -> range:
-        """Return the indices of its rows of logits in which min_tokens forbids stop tokens."""
+        """Return the part of ``sites`` at which min_tokens forbids stop tokens."""
         if self.slot.stop_ids is None:
             return range(0)
         return self.sites[: max(0, self.slot.sampling.min_tokens - self.position)]
 
     @property
     def is_shaped(self) -> bool:
-        """Return whether its logits are changed before temperature and filters."""
+        """Return whether this row's logits are changed before temperature and filters."""
         slot = self.slot
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
 
     def fill_mask(self, into: Tensor, began: float) -> None:
-        """Write the grammar's mask to ``into`` int32 [1 + len(drafts), words].
+        """Write the grammar's masks to ``into`` int32 [1 + len(drafts), words]; see TokenMask.mask.
 
-        ``began`` is that of ``TokenMask.mask``. An error of the grammar becomes the row's.
+        If the grammar raises an error, it is stored as the row's ``error``.
         """
         assert self.slot.mask is not None
         try:
@@ -112,7 +116,10 @@ class SampledRow:
 
 
 def plain_results(drawn: Sequence[int]) -> list[RowResult]:
-    """Return the results of plain rows without drafts from their tokens or negative markers."""
+    """Return the results of plain rows without drafts.
+
+    ``drawn`` has one sampled token or negative marker per row; a marker becomes an error.
+    """
     results = [*map(RowResult, zip(drawn, strict=True))]
     if min(drawn) < 0:
         failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))

@@ -55,7 +55,10 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """Sampling requests of a step, as columns [n]; ``drafts`` by request."""
+    """Sampling requests of a step, as columns [n].
+
+    ``drafts`` has the draft tokens of the requests that have any, by index of the request.
+    """
 
     slots: Ints
     positions: Ints
@@ -77,7 +80,10 @@ class Asks:
 
 
 class Prepared(NamedTuple):
-    """Prepared sampling requests; the rows of logits of request i begin at ``firsts[i]``."""
+    """Prepared sampling requests; the rows of logits of request i begin at ``firsts[i]``.
+
+    ``draw`` is the sampling function.
+    """
 
     asks: Asks
     firsts: Ints
@@ -99,7 +105,7 @@ class Sampler:
         self._histories = Histories(device)
 
     def admit(self, admission: Admission) -> None:
-        """Assign the slot to a sequence."""
+        """Assign the slot of ``admission`` to its sequence, in place of an earlier one."""
         self.release(admission.slot)
         mask, error = _token_mask(admission)
         if mask is not None:
@@ -126,7 +132,7 @@ class Sampler:
         self._histories.release(slot)
 
     def unready_slots(self) -> frozenset[int]:
-        """Return the slots in which sampling would wait for a grammar."""
+        """Return the slots in which sampling would have to wait for a grammar's mask."""
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
@@ -182,7 +188,7 @@ class Sampler:
     # changes of the logits before the temperature
 
     def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
-        """Change the logits of ``rows`` in place.
+        """Apply bias, grammar masks, min_tokens and penalties to the logits of ``rows``, in place.
 
         Returns bool [n], True where logits of ``rows`` were not finite before; None without
         ``rows``.

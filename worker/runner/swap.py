@@ -31,7 +31,7 @@ _STAGED = 8
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Seconds per block, to copy it to the host and back, or to recompute it in a chunk."""
+    """Time in seconds to copy one block to the host and back, and to recompute it in a chunk."""
 
     copy_s: float
     compute_s: float
@@ -73,7 +73,10 @@ def build_host_cache(
 
 
 def num_staged(config: WorkerConfig) -> int:
-    """Return the number of blocks outside of a GPU's KV cache that swapping needs."""
+    """Return the number of blocks that swapping needs on a GPU in addition to the KV cache.
+
+    The result is 0 without swapping.
+    """
     return _STAGED if config.preemption == "swap" else 0
 
 
@@ -91,7 +94,10 @@ def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:
 def measure(
     cache: KVCache, host: HostCache, forward: Callable[[], object], num_tokens: int
 ) -> SwapCost:
-    """Measure copies of blocks, and ``forward``, which computes ``num_tokens`` tokens."""
+    """Measure the time to copy a block to the host and back, and the time to compute one.
+
+    ``forward`` computes ``num_tokens`` tokens.
+    """
     count = min(_BLOCKS, cache.num_blocks, host.num_blocks)
     copies = [BlockCopy(block, block) for block in range(count)]
 

@@ -24,7 +24,7 @@ class TokenMask(Protocol):
         ...
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-        """Fill ``into`` with the allowed tokens after the output and after each draft.
+        """Fill ``into`` with masks of the tokens allowed after the output and after each draft.
 
         ``into`` is int32 [1 + len(drafts), mask_words(vocab)], on the CPU. Returns the number of
         drafts that the grammar allows; rows after the first forbidden draft are undefined.
@@ -44,12 +44,12 @@ class TokenMask(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """Type of ``Admission.grammar`` on the rank that samples."""
+    """Interface of ``Admission.grammar`` on the rank that samples."""
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> TokenMask:
-        """Return the grammar's state of a sequence with this ``output``.
+        """Return the grammar's state after ``output``, the tokens that a sequence has so far.
 
-        Raises EverliftError if the output does not match.
+        Raises EverliftError if the grammar is found not to allow ``output``, or has failed.
         """
         ...
 
@@ -59,9 +59,9 @@ def mask_words(vocab_size: int) -> int:
 
 
 def forbidden(mask: Tensor, vocab_size: int) -> Tensor:
-    """Return which tokens ``mask`` int32 [n, mask_words(vocab_size)] forbids.
+    """Return for each token whether ``mask`` forbids it, as bool [n, vocab_size].
 
-    The result is bool [n, vocab_size], on the device of ``mask``.
+    ``mask`` is int32 [n, mask_words(vocab_size)]; the result is on its device.
     """
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     allowed = mask.view(torch.uint8).unsqueeze(-1).bitwise_and(bits)

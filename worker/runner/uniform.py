@@ -13,7 +13,10 @@ U64 = NDArray[np.uint64]
 
 
 def uniform(seeds: U64, choices: U64, positions: U64) -> NDArray[np.float64]:
-    """Return one uniform number of 53 bits in [0, 1) per output position, [n]."""
+    """Return uniform numbers of 53 bits in [0, 1), one per output token, [n].
+
+    ``seeds``, ``choices`` and ``positions`` are those of the tokens, [n].
+    """
     mixed = _mix(_mix(_mix(seeds) ^ choices) ^ positions)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -1,9 +1,9 @@
 """Steps that a GPU computes at start, to compile all kernels before the first request. Pure.
 
 A Triton kernel is compiled when it is first launched in some form. This takes seconds, in which all
-sequences would wait, and after which the watchdog would declare the worker stuck. These steps
-launch all forms of the attention kernels, for any number and length of rows (attention/tiles.py),
-and all other kernels of a step.
+sequences would wait, and after which the watchdog would declare the worker stuck. The warm-up steps
+launch all forms of the attention kernels that any number and length of rows can need
+(attention/tiles.py), and all other kernels of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from worker.engine.plan import Admission, Plan, Row, Rows
 def warm_up_plans(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> Iterator[Plan]:
-    """Yield the plans, which write to block 0 only; the last one samples a token in slot 0."""
+    """Yield the plans of the warm-up steps.
+
+    They have 1, 2, 4 and so on up to the largest number of rows: with one token each, with 2, 4 and
+    so on up to FEW tokens, and at the largest number of rows with each number of tokens up to FEW.
+    The last plan is a chunk of more than FEW tokens, if allowed, and samples a token in slot 0. All
+    rows write to block 0 only.
+    """
     budget, longest = max_num_batched_tokens, min(FEW, max_model_len)
     most_rows = min(max_num_seqs, budget)
     batches = {(1,) * size for size in _doubled(most_rows)}
@@ -44,7 +50,7 @@ def _doubled(most: int) -> list[int]:
 
 
 def _batch(num_rows: int, count: int, budget: int) -> tuple[int, ...]:
-    """Return the lengths of ``num_rows`` rows with at most ``budget`` tokens in total.
+    """Return the numbers of tokens of ``num_rows`` rows, at most ``budget`` in total.
 
     As many rows as possible have ``count`` tokens (at least 2), one row has the remainder, and the
     others have one token.

@@ -35,7 +35,7 @@ _STARTS_S = 5.0
 
 
 class Refused(RuntimeError):
-    """The router refused the worker, because it does not fit the existing ones."""
+    """Raised if the router refuses the worker, because it does not match the existing ones."""
 
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
@@ -66,7 +66,8 @@ class WorkerDeployment:
         """Apply the settings that change at run time; the first call also starts the ranks.
 
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
-        ValueError for an unknown log level, Refused, and any error that ends a starting rank.
+        ValueError for an unknown log level, Refused by the router, and any error that ends a
+        starting rank.
         """
         level = user_config["log_level"]
         logs.set_level(level)
@@ -166,7 +167,10 @@ class WorkerDeployment:
         await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Stop the worker; Serve calls and awaits this once when it stops the replica."""
+        """Return a coroutine that stops the worker; None if it did not start or was stopped.
+
+        Serve calls this, and awaits the result, when it stops the replica.
+        """
         if "_announcing" not in self.__dict__ or self._announcing.cancelled():
             return None
         return self._stop()

@@ -30,13 +30,14 @@ log = logs.get_logger(__name__)
 
 
 class EngineThread:
-    """Thread of the engine; ``meet`` connects this rank with the others.
+    """Thread of the engine, which starts at once.
 
-    ``report`` and ``announce`` are called in the thread. ``startup`` records the durations of the
-    parts of the start.
+    ``meet`` connects this rank with the others and returns the links, which become ``ties``; the
+    owner must close them after the end. ``report`` and ``announce`` (``LeadingLoop``) are called in
+    the thread. ``startup`` records the durations of the parts of the start.
 
-    The futures ``ready`` and ``ended`` are resolved in the thread. An error before the engine is
-    ready is set on both. The owner must close ``ties`` after the end.
+    The future ``ready`` receives the engine before its first step, and ``ended`` None or the error
+    when the thread ends. An error before the engine is ready is set on both.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class EngineThread:
         threading.Thread(target=self._live, name="engine", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop after the current step; a rank above 0 stops as if rank 0 were lost."""
+        """Make the thread end after the current step, without waiting for that.
+
+        A rank above 0 breaks its connection to rank 0, so that ``ended`` receives ChannelBroken.
+        """
         self._inbox.stop()
         if isinstance(self.ties.log, StepLogReader):
             self.ties.log.interrupt()

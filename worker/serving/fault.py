@@ -1,6 +1,7 @@
 """Faults that a worker injects into itself, if its configuration allows chaos.
 
-KILL, PAUSE    rank 0 on receipt of the fault, another rank when it reads the step log
+KILL, PAUSE    the process of one rank is killed or paused: rank 0 when the worker receives the
+               fault, another rank when it reads the step log
 SLOW           rank 0 sleeps after each step, which delays all ranks
 PARTITION      the streams to routers stall; their content arrives afterwards
 """
@@ -19,7 +20,10 @@ _WAKER = 'sleep "$0"; kill -CONT "$1"'
 
 
 def strike(fault: chaos_pb2.Fault) -> None:
-    """Kill or pause this process; after a pause, return when it continues."""
+    """Kill or pause this process, as ``fault`` says; return when it continues after a pause.
+
+    Does nothing for other kinds of faults.
+    """
     if fault.kind == chaos_pb2.FAULT_KIND_KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == chaos_pb2.FAULT_KIND_PAUSE:
@@ -44,7 +48,7 @@ class Slowness:
         self._factor, self._until = fault.factor, now + fault.seconds
 
     def extra_s(self, took_s: float, now: float) -> float:
-        """Return the seconds to sleep after a step that took ``took_s`` seconds."""
+        """Return the seconds to sleep at ``now``, after a step that took ``took_s`` seconds."""
         if now >= self._until:
             return 0.0
         return min(max(0.0, self._factor - 1) * took_s, self._until - now)

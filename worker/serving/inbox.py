@@ -1,4 +1,7 @@
-"""Orders of the sessions to the engine, passed from the event loop's thread to the engine's."""
+"""Orders of the sessions to the engine, passed from the event loop's thread to the engine's.
+
+An order is a sequence to start, an abort, a fault, a new policy, a drain or the stop.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Orders:
 
 
 class Inbox:
-    """Collects orders until the engine takes them. Every method may be called from any thread."""
+    """Collector of orders for the engine. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._orders = Orders()
@@ -71,9 +74,9 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, timeout_s: float | None) -> Orders:
-        """Return the collected orders; wait up to ``timeout_s`` seconds for the first one.
+        """Return the collected orders and remove them; they are false if there are none.
 
-        The wait has no limit if ``timeout_s`` is None.
+        Wait up to ``timeout_s`` seconds for the first order, without a limit if it is None.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._orders), timeout_s)

@@ -1,7 +1,10 @@
 """Loop of the engine in its own thread: rank 0 executes orders, other ranks follow its log.
 
-rank 0:       take orders, write the log entry, apply, step, report
-other ranks:  read the log entry, compare its digest of rank 0's previous plan, apply, step
+A turn of the loop is
+
+    rank 0         take orders, write the log entry, apply them, run a step, report
+    other ranks    read the log entry, compare its digest of rank 0's previous plan with their own,
+                   apply the orders in it, run a step
 
 If steps are launched ahead, all ranks launch and commit them in the same order, because that
 follows from the log and the plans.
@@ -37,11 +40,11 @@ _PREFILL_S = 0.1
 
 
 class RanksDisagree(Exception):
-    """Plan of this rank that differs from rank 0's, so that their caches would diverge."""
+    """Raised if this rank's plan differs from rank 0's; their KV caches would diverge."""
 
 
 class StepLog(Protocol):
-    """Log of rank 0's orders."""
+    """Log from which the other ranks read rank 0's orders."""
 
     def write(self, entry: session_pb2.StepLog) -> None: ...
 
@@ -50,11 +53,12 @@ class StepLog(Protocol):
 class Report:
     """Report of one turn of the loop.
 
-    ``load`` includes the sequences ``started`` from this report on. ``occupants`` is None if it was
-    reported recently. ``busy_s`` is the time in seconds spent in steps since the engine started,
-    ``step_times`` the time in their parts. ``breakdowns`` are of some sequences, including all that
-    ended; ``decoding`` is that of a sequence which decoded all the time. ``prefilling`` is the
-    progress of prefills, empty if reported recently.
+    ``started`` are the sequences that the engine received in this turn; ``load`` includes them.
+    ``occupants`` is None if it was reported recently. ``busy_s`` is the time in seconds spent in
+    steps since the engine started, ``step_times`` the time in their parts. ``breakdowns`` are of
+    some sequences, including all that ended or were returned. ``decoding`` is the breakdown of an
+    average sequence that decoded all the time. ``prefilling`` has the progress of prefills, and is
+    empty if that was reported recently.
     """
 
     started: tuple[SequenceKey, ...]
@@ -84,7 +88,7 @@ class LeadingLoop:
     """Loop of rank 0; ``report`` is called after each turn, in this thread, and must not block.
 
     ``announce`` is called in this thread before a step that admits sequences for the first time,
-    and delays that step until it returns.
+    and delays that step until it returns. ``log`` is None for a worker of a single rank.
     """
 
     def __init__(
@@ -113,12 +117,12 @@ class LeadingLoop:
         self._prefills_told = 0.0
 
     def run(self) -> None:
-        """Run turns until the stop order. Raises EngineBroken, and errors of the step log."""
+        """Run turns until the stop order. Raises EngineBroken, ChannelBroken if a rank is lost."""
         while self.turn(self._next_orders()):
             pass
 
     def turn(self, orders: Orders) -> bool:
-        """Run one turn with ``orders``; return False for the stop order. Raises as ``run`` does."""
+        """Run one turn; return False if ``orders`` has the stop order. Raises as ``run`` does."""
         digest = self._engine.digest() if self._log is not None else b""
         settled, leaving = self._give_back(orders) if orders.drain else ([], [])
         held, now = self._engine.unready_slots(), self._clock()
@@ -172,10 +176,10 @@ class LeadingLoop:
         return self._inbox.wait(timeout_s=None)
 
     def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
-        """Turn a drain into aborts, because the other ranks only receive aborts.
+        """Add an abort of every sequence to ``orders``, which have a drain.
 
-        Returns the outcomes of the step in flight, which is committed first, and the sequences to
-        return to their routers.
+        The other ranks only receive aborts. Return the outcomes of the step in flight, which is
+        committed first, and the sequences to return to their routers.
         """
         settled = self._engine.commit_in_flight()
         leaving = [
@@ -236,7 +240,8 @@ def follow(
 ) -> None:
     """Run the loop of ``rank``, which is above 0, until the log's stop entry.
 
-    Raises RanksDisagree, EngineBroken, and the errors of the log.
+    ``strike`` is called with faults for this rank. Raises RanksDisagree, EngineBroken, and
+    ChannelBroken if rank 0 is lost.
     """
     for entry in log:
         if entry.stop:

@@ -1,4 +1,4 @@
-"""Outgoing messages to one router. Pure.
+"""Outgoing messages to one router, which are collected until the next frame. Pure.
 
 Messages are merged instead of queued: a slow router receives the tokens of many steps as one
 Progress per sequence, and only the newest state.
@@ -21,7 +21,10 @@ _MAX_ACCEPTED = 65_536
 
 
 class Outbox:
-    """Outbox of a router; ``notify`` is called when a message requires a frame at once."""
+    """Outbox of a router; ``notify`` is called if a message is to be sent in a frame at once.
+
+    An outbox is true if it has progress of sequences or acknowledgements to send.
+    """
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.notify = notify
@@ -79,7 +82,7 @@ class Outbox:
         self.notify()
 
     def show(self, occupants: tuple[Occupant, ...]) -> None:
-        """Add the sequences in the batch slots to the next frame."""
+        """Report ``occupants`` as the sequences in the batch slots in the next frame."""
         self._occupants = occupants
 
     def drop(self, key: SequenceKey) -> None:

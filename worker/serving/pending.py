@@ -8,8 +8,7 @@ from worker.engine.outcome import SequenceKey
 class Pending:
     """Pending sequences, and the sum ``num_tokens`` of their known tokens.
 
-    The sum is maintained, because every frame reports it. To compute it would take an iteration per
-    frame over a burst of starts, or over the dict that stays large after one.
+    The sum is maintained, because every frame reports it and there may be thousands of sequences.
     """
 
     def __init__(self) -> None:

@@ -13,10 +13,11 @@ _CHUNK_BYTES = 8 << 20
 
 
 def begin(model: str, revision: str, rank: int, ranks: int) -> None:
-    """Ask the kernel to read this rank's part of every weight file, in a thread.
+    """Start a thread that asks the kernel to read this rank's part of every weight file.
 
-    Each rank reads a part, because the ranks of a node share the page cache. Unreadable files are
-    ignored; the loader reports them.
+    ``ranks`` is the number of ranks. Each reads a part, because the ranks of a node share the page
+    cache. Files that fill more than half of the memory are not read. Unreadable files are ignored;
+    the loader reports them.
     """
     if not hasattr(os, "posix_fadvise"):
         return

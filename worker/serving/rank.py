@@ -49,11 +49,11 @@ log = logs.get_logger(__name__)
 
 
 class RankFailed(Exception):
-    """The rank has ended by itself, for the reason in the cause, and its worker is lost."""
+    """Raised if a rank ended without having been stopped, so that its worker is lost."""
 
 
 class Server(Protocol):
-    """Server for routers, on rank 0; ``deliver`` is called after every step."""
+    """Server of rank 0, to which routers connect; ``deliver`` is called after every turn."""
 
     @property
     def address(self) -> str: ...
@@ -66,9 +66,9 @@ class Server(Protocol):
     def deliver(self, report: Report) -> None: ...
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Forward the updates about first steps to the routers.
+        """Notify the routers of the sequences whose first step is about to run.
 
-        Calls ``confirmed`` when all routers that must confirm have done so or are disconnected.
+        Call ``confirmed`` when all routers that must confirm have done so or are disconnected.
         """
         ...
 
@@ -78,10 +78,10 @@ class Server(Protocol):
 
 
 class Rank:
-    """Rank ``rank`` of ``config.tensor_parallel``; all calls must come from one event loop.
+    """Rank number ``rank`` of ``config.tensor_parallel`` ranks; all calls come from one event loop.
 
-    With several ranks, rank 0 is opened first, which returns the ``rendezvous`` for the others.
-    Then all ranks must be started at the same time, because they wait for each other.
+    With several ranks, rank 0's ``open`` is called first, and returns the ``rendezvous`` for the
+    others. Then all ranks must be started at the same time, because they wait for each other.
     """
 
     def __init__(
@@ -162,8 +162,9 @@ class Rank:
     async def start(self) -> session_pb2.WorkerInfo:
         """Start the rank; return the worker's info when it is ready to serve.
 
-        On a rank above 0 the info lacks worker_id and address. Raises ModelUnavailable, any error
-        of building the runner, ChannelBroken if ranks are missing, OSError if the port is taken.
+        On a rank above 0 the info lacks worker_id and address. Raises ModelUnavailable if the model
+        cannot be downloaded, ChannelBroken if ranks are missing, OSError if the port is taken, and
+        any error of building the runner.
         """
         self._startup.seconds["process_s"] = process_age_s()
         with self._startup.part("fetch_s"):
@@ -228,9 +229,9 @@ class Rank:
             await self._server.drain()
 
     def reclaim(self) -> None:
-        """Drain because the machine is about to be reclaimed; routers stay connected.
+        """Drain without waiting, because the machine is about to be reclaimed.
 
-        Only the call on rank 0 drains, for all ranks.
+        Routers stay connected. Only the call on rank 0 drains, for all ranks.
         """
         log.warning("instance reclaimed", worker_id=self.worker_id, rank=self._rank)
         self._is_reclaimed = True
@@ -302,10 +303,10 @@ class Rank:
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
     def _announce(self, first: FirstSteps) -> None:
-        """Announce the first step of sequences; called in the engine's thread before that step.
+        """Notify routers of sequences' first step, in the engine's thread and before that step.
 
-        Only sequences that lost a worker since their last new token must be confirmed. A router
-        that does not answer delays one step by ``CONFIRM_S`` seconds.
+        Wait up to ``CONFIRM_S`` seconds until the routers have confirmed the sequences for which
+        that is required: those that lost a worker since their last new token.
         """
         assert self._server is not None, "a step before there was an order"
         confirmed = threading.Event()

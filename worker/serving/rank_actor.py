@@ -47,7 +47,7 @@ class RankActor:
         await self._rank.fetch()
 
     async def start(self) -> bytes:
-        """Start the rank, and return its WorkerInfo when it is ready."""
+        """Start the rank, and return its serialised WorkerInfo when it is ready."""
         on_signal(self._rank.reclaim)
         info = await self._rank.start()
         heap.settle()

@@ -46,7 +46,7 @@ _OPTIONS = (
 
 
 class SessionServer(session_pb2_grpc.WorkerSessionServicer):
-    """Server of ``sessions`` at ``config.host``: bound when created, serving after ``start``."""
+    """Server of ``sessions``: bound to host and port when created, serving after ``start``."""
 
     def __init__(
         self, config: WorkerConfig, sessions: Sessions, transport: Transport | None = None
@@ -93,7 +93,10 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
-        """Return all requests to the routers and end the sessions, within ``drain_timeout``."""
+        """Return all sequences to the routers, and end the sessions when they have received them.
+
+        The wait is limited by ``drain_timeout``.
+        """
         self._sessions.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout):
@@ -135,7 +138,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> session_pb2.RouterFrame:
-        """Return the first frame; abort the call unless its hello is valid."""
+        """Return the first frame; abort the call if it lacks a router id or this cluster's id."""
         try:
             first = await anext(frames, session_pb2.RouterFrame())
         except DecodeError:
@@ -159,7 +162,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> None:
-        """Read frames; any error ends this session only."""
+        """Handle ``first`` and all further frames; any error ends only this session."""
         try:
             self._receive(session, first)
             async for frame in frames:

@@ -1,6 +1,8 @@
-"""Sessions of routers: turn frames into orders, and forward outcomes to their routers.
+"""Sessions of routers: pass their requests to the engine, and its results back to them.
 
-The code runs in the event loop's thread and uses neither sockets nor a clock.
+A frame is one message between router and worker. Routers' frames start and abort sequences; the
+worker's frames carry outcomes: new tokens of sequences, and their ends. The code runs in the event
+loop's thread and uses neither sockets nor a clock.
 """
 
 from __future__ import annotations
@@ -52,16 +54,19 @@ class Compiled(Protocol):
 
 class Grammars(Protocol):
     def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
-        """Compile a grammar; call ``done`` once with the result, now or later, in this thread."""
+        """Compile a grammar; call ``done`` once, now or later, in this thread.
+
+        ``done`` receives the compiled grammar, or the error that prevented compilation.
+        """
         ...
 
 
 class Session:
-    """Session with one router, over one stream.
+    """Session with one router, over one stream; ``notify`` wakes the stream's writer.
 
     If ``is_over``, the stream's writer sends the remaining messages and ends. ``confirms_late``
-    means that the router did not confirm a first step in time; until it confirms one, no step waits
-    for it.
+    means that the router did not confirm a first step in time (``Sessions.announce``); until it
+    confirms one, no step waits for it.
     """
 
     def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
@@ -76,7 +81,10 @@ class Session:
 
 
 class Claim:
-    """Session that started an epoch, and the unfinished choices of that epoch."""
+    """Session that started an epoch, and the unfinished choices of that epoch.
+
+    An epoch is the number of one attempt at a request, which is one stay at a worker.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -119,8 +127,8 @@ class Sessions:
     def join(self, router_id: str, notify: Callable[[], None]) -> Session:
         """Open a session for a router's stream, and end an older one of the same router.
 
-        Epochs that other routers have started are acknowledged to this router too, because it may
-        be the leader.
+        Epochs that are running, whichever router started them, are acknowledged to this router,
+        because it may be the leader, which waits for that.
         """
         if (older := self._sessions.get(router_id)) is not None:
             self.end_session(older)
@@ -180,11 +188,11 @@ class Sessions:
             self._engine.set_policy(policy)
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
-        """Inject a fault into the engine of this rank, or into another rank."""
+        """Order the engine to inject a fault, into this rank or another one (``fault.rank``)."""
         self._engine.inject(fault)
 
     def drain(self) -> None:
-        """Return all sequences to their routers and start no more."""
+        """Order the engine to return all sequences to their routers, and start no more."""
         if not self.is_draining:
             self.is_draining = True
             self._engine.drain()
@@ -276,7 +284,7 @@ class Sessions:
     # outgoing results
 
     def deliver(self, report: Report) -> None:
-        """Put the results of a turn of the loop into the outboxes of their routers."""
+        """Put the results in ``report``, of a turn of the engine's loop, into routers' outboxes."""
         self._load, self._busy_s = report.load, report.busy_s
         self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
@@ -298,11 +306,11 @@ class Sessions:
                 session.outbox.notify()
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Put the updates about first steps into the outboxes of their routers.
+        """Put updates that sequences begin to run here into the outboxes of their routers.
 
-        They are sent with the next frame; only updates that must be confirmed request a frame.
-        ``confirmed`` is called when the routers have confirmed these. Sequences that end meanwhile
-        are not waited for.
+        They are sent with the next frame; only updates that must be confirmed request one at once.
+        ``confirmed`` is called when the routers have confirmed these. Aborted sequences, and
+        routers that were late to confirm the last time, are not waited for.
         """
         for session in self._unconfirmed.values():
             session.confirms_late = True
@@ -344,7 +352,7 @@ class Sessions:
         return True
 
     def cut(self, session: Session) -> session_pb2.WorkerFrame:
-        """Return the session's next frame."""
+        """Return the session's next frame, and empty its outbox."""
         return session.outbox.cut(self._state())
 
     def _state(self) -> session_pb2.WorkerState:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Startup:
-    """Durations of the parts of a start, in seconds by name, in the order in which they ended."""
+    """Durations of the parts of a start: ``seconds`` by name, in the order in which they ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -45,11 +45,14 @@ def events(
     start_s: float,
     is_scaled: bool = False,
 ) -> tuple[Event, ...]:
-    """Return the events of a simulation, sorted by time.
+    """Return the events that the command line options describe, sorted by time.
 
-    ``workers`` exist at the beginning. Added workers are like the first one, at its normal speed,
-    and take ``start_s`` to start. If ``is_scaled``, an autoscaler may add further workers, so it is
-    not checked whether a lost or drained worker exists. Raises ForecastFailed.
+    ``lose`` and ``drain`` have texts such as ``2@60`` (worker 2 at 60 s), ``add`` has texts such as
+    ``3@60`` (3 workers at 60 s). ``workers`` exist at the beginning. Added workers are like the
+    first one, at its normal speed, and take ``start_s`` seconds to start.
+
+    Raises ForecastFailed for an invalid text, or for a worker that does not exist at that time. The
+    latter is not checked if ``is_scaled``, because an autoscaler may then add workers.
     """
     lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
     if not is_scaled:
@@ -71,7 +74,11 @@ def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
 
 
 def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:
-    """Return the workers with the slowness factors in ``slow``. Raises ForecastFailed."""
+    """Return the workers with the slowness factors of ``slow``.
+
+    ``slow`` has texts such as ``2=1.5``: the steps of worker 2 take 1.5 times as long. Raises
+    ForecastFailed for an invalid text or an unknown worker.
+    """
     specs = list(workers)
     for worker, factor in _pairs("slow", slow, 0, separator="="):
         if worker >= len(specs) or not factor > 0:

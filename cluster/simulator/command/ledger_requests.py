@@ -37,10 +37,11 @@ Limit = Annotated[
 
 
 class LedgerRequests:
-    """The ``limit`` newest finished requests of the configured ledger, in order of arrival.
+    """Workload of the ``limit`` newest finished requests in the configured ledger, by arrival.
 
-    The ledger is read on first use. This raises ForecastFailed if there are no such requests,
-    SettingsError if the tenants' limits cannot be read, and the errors of connecting.
+    The ledger is read on first use of ``records`` or ``weights``. This raises ForecastFailed if
+    there are no such requests, SettingsError if the tenants' limits cannot be read, and the errors
+    of connecting.
     """
 
     def __init__(self, config: Config, limit: int) -> None:

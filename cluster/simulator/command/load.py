@@ -72,7 +72,7 @@ class Requests:
     ledger: LedgerRequests | None = None
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ForecastFailed."""
+        """Check the options. Raises ForecastFailed for invalid or contradictory ones."""
         made_up = (self.workloads, self.rate, self.load, self.is_steady or None)
         if self.trace is not None and self.ledger is not None:
             raise ForecastFailed("--from-ledger and --trace exclude each other")
@@ -99,16 +99,16 @@ class Requests:
         return {} if self.ledger is None else self.ledger.weights
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
-        """Return the requests in order of arrival; only those of the ledger are held in memory.
+        """Yield the requests in order of arrival; only those of the ledger are held in memory.
 
-        ``workers`` are those whose estimated capacity ``load`` refers to. Raises ForecastFailed,
-        WorkloadFailed, and the errors of connecting to the ledger.
+        If ``load`` is set, the rate is that share of the estimated capacity of ``workers``. Raises
+        ForecastFailed, WorkloadFailed, and the errors of connecting to the ledger.
         """
         duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
         return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
 
     def average_rate(self) -> float:
-        """Count the requests, and return their mean number per second.
+        """Return the mean number of requests per second, after reading all of them.
 
         Raises the same errors as ``arrivals``.
         """

@@ -73,9 +73,10 @@ Foresight = Annotated[
 
 
 def kind_of(name: str, model: str) -> Kind:
-    """Return the kind of worker with this name, or the one in this ``.json`` file.
+    """Return the kind of worker with a name such as ``h100x2``, or the one in a ``.json`` file.
 
-    ``model`` is the model of a GPU worker. Raises ForecastFailed.
+    ``model`` names the model of a GPU worker, or is a directory with a config.json. Raises
+    ForecastFailed for an unknown name or an invalid file.
     """
     if name.endswith(".json"):
         return kind_file.read(Path(name))
@@ -104,14 +105,18 @@ def config_of(
 ) -> Config:
     """Return the cluster's settings from a file, the environment and ``assignments``.
 
-    The settings of ``kind`` are the defaults of its workers. Raises SettingsError.
+    ``assignments`` are texts such as ``router.order=hrrn``. The worker settings of ``kind`` apply
+    where none of these sets a value. Raises SettingsError.
     """
     beneath = {"worker": kind.worker} if kind else {}
     return configuration.load(file, os.environ, assignments or (), beneath=beneath)
 
 
 def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
-    """Return a worker of this kind with these settings. Raises ForecastFailed, SettingsError."""
+    """Return a worker of this kind with the settings of ``file`` and ``assignments``.
+
+    Raises ForecastFailed for settings that the simulator does not model, and SettingsError.
+    """
     config = config_of(file, assignments, kind).worker
     with as_modelled():
         return WorkerSpec(config, kind.step_time)
@@ -119,7 +124,10 @@ def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) ->
 
 @contextmanager
 def as_modelled() -> Iterator[None]:
-    """Context manager: raise ForecastFailed for a worker or scenario that is not modelled."""
+    """Context manager: replace a ValueError by a ForecastFailed with the same message.
+
+    Scenarios and worker specs raise ValueError for settings that the simulator does not model.
+    """
     try:
         yield
     except ValueError as error:
@@ -129,7 +137,11 @@ def as_modelled() -> Iterator[None]:
 def specs_of(
     workers: Sequence[str] | None, model: str, file: Path | None, assignments: Sequence[str] | None
 ) -> tuple[WorkerSpec, ...]:
-    """Return the specs of all workers, in the given order. Raises ForecastFailed, SettingsError."""
+    """Return the specs of all workers that ``workers`` describes, in its order.
+
+    ``workers`` has texts such as ``4`` or ``h100x2=4``; None stands for ``num_workers`` workers of
+    the default kind. ``model`` is the model of GPU workers. Raises ForecastFailed, SettingsError.
+    """
     numbers = workers or (str(config_of(file, assignments).num_workers),)
     specs: list[WorkerSpec] = []
     for text in numbers:

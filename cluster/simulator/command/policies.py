@@ -17,10 +17,11 @@ _IN_PAPERS = {"ltr": ("ranked",), "vtc": ("fifo", "router.fair_share=true")}
 def routers(
     policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """Return router settings by policy name.
+    """Return the router settings of each policy that the command line names, by its name.
 
-    Each of ``policies`` may have several names, separated by commas. Raises SettingsError and
-    ForecastFailed.
+    Each of ``policies`` may have several names, separated by commas. A name is an order of the
+    queue, which router settings may follow after spaces, such as ``fifo fair_share=true``. Raises
+    ForecastFailed for other settings, and SettingsError.
     """
     names = [name.strip() for each in policies for name in each.split(",")]
     return {name: _router(name, file, assignments) for name in names}
@@ -40,7 +41,7 @@ def _setting(text: str) -> str:
 
 
 def alike(policies: Mapping[str, RouterConfig]) -> list[list[str]]:
-    """Return groups of policy names that result in the same settings."""
+    """Return the groups of two or more policy names that result in the same settings."""
     names: dict[RouterConfig, list[str]] = {}
     for name, router in policies.items():
         names.setdefault(router, []).append(name)

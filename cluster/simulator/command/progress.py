@@ -14,7 +14,10 @@ _EVERY = 100
 
 
 def watched(arrivals: Iterable[Arrival], what: str) -> Iterator[Arrival]:
-    """Yield ``arrivals`` unchanged, and show the progress on standard error if it is a terminal."""
+    """Yield ``arrivals`` unchanged, and show the progress on standard error if it is a terminal.
+
+    ``what`` is the text before the number of requests.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield from arrivals

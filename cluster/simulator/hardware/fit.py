@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted roofline; the errors are relative, over the fitted steps."""
+    """Fitted roofline, with the mean and the largest relative error over the fitted steps."""
 
     roofline: Roofline
     mean_error: float
@@ -33,11 +33,12 @@ class Fit:
 
 
 def fitted(steps: Sequence[Step]) -> Fit:
-    """Return the fit with the least squares of relative errors and no negative coefficient.
+    """Return the roofline with the least squares of relative errors over the measured ``steps``.
 
-    A roofline is linear in its coefficients except at the ridge: the number of tokens above which
-    the products take longer than the read of the weights. Each midpoint between two measured
-    numbers of tokens, and both ends, are therefore tried as the ridge of a linear fit.
+    No coefficient is negative. A roofline is linear in its coefficients except at the ridge: the
+    number of tokens above which the products take longer than the read of the weights. Each
+    midpoint between two measured numbers of tokens, and both ends, are therefore tried as the ridge
+    of a linear fit.
     """
     numbers = sorted({step.size.num_tokens for step in steps})
     places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]
@@ -64,7 +65,7 @@ def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
 
 
 def _least_squares(features: _Floats) -> list[float]:
-    """Return non-negative coefficients with which the features of each row sum to about 1.
+    """Return non-negative coefficients for which each row of ``features`` sums to about 1.
 
     While a coefficient is negative, the most negative one is set to 0 and the others are fitted
     again.

@@ -21,9 +21,10 @@ SUM_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU with the figures of its data sheet.
+    """GPU with the figures of its data sheet: bytes, bytes per second, operations per second.
 
     ``link_bandwidth`` is the one-way bandwidth to other GPUs of the node (NVLink or PCIe).
+    ``capability`` is the CUDA compute capability.
     """
 
     name: str
@@ -59,7 +60,7 @@ _USED_MEMORY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Kind of worker; ``worker`` has the kind's default settings by key."""
+    """Kind of worker: the time of its steps, and its default worker settings by name."""
 
     name: str
     step_time: Roofline
@@ -69,8 +70,9 @@ class Kind:
 def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
     """Return the kind of a worker with ``tensor_parallel`` ranks, each on one GPU.
 
-    Each rank has its share of weights and KV cache. Twice per layer a ring all-reduce over the n
-    ranks sends 2 (n - 1) / n of the hidden states. Raises ForecastFailed if the model does not fit.
+    Each rank has an equal part of the weights and the KV cache. Twice per layer a ring all-reduce
+    over the n ranks sends 2 (n - 1) / n of the bytes of the hidden states. Raises ForecastFailed if
+    the model does not fit.
     """
     name = gpu.name if tensor_parallel == 1 else f"{gpu.name}x{tensor_parallel}"
     num_blocks = _num_blocks(gpu, model, tensor_parallel)
@@ -92,7 +94,7 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
 
 
 def roofline(model: ModelSize, bandwidth: float, flops: float) -> Roofline:
-    """Return the roofline of a model on given hardware.
+    """Return the roofline of a model on hardware with this bandwidth and arithmetic rate.
 
     ``bandwidth`` is in bytes per second, ``flops`` in operations per second.
     """

@@ -26,7 +26,10 @@ from everlift.step_time import Roofline
 
 
 def read(path: Path) -> Kind:
-    """Read a kind of worker from a file. Raises ForecastFailed."""
+    """Read a kind of worker from a file.
+
+    Raises ForecastFailed for an invalid or unreadable file.
+    """
     try:
         return made(path.stem, _content(path))
     except ValueError as error:
@@ -34,7 +37,10 @@ def read(path: Path) -> Kind:
 
 
 def made(name: str, content: object) -> Kind:
-    """Return the kind of worker that the content of a file describes. Raises ValueError."""
+    """Return the kind of worker that the decoded JSON of a file describes.
+
+    Raises ValueError for invalid content.
+    """
     sections = _object(content)
     try:
         step_time = settings.load(Roofline, _object(sections.get("step_time")))

@@ -13,7 +13,7 @@ _LEAST_OVERHEAD_S = 1e-6
 
 
 def content(kind: pb.WorkerKind) -> dict[str, object]:
-    """Return the content of a file (kind_file.py) that describes this kind of worker.
+    """Return the JSON content of a file (kind_file.py) that describes this kind of worker.
 
     Raises ForecastFailed if the cluster has not learned the step time yet.
     """
@@ -47,9 +47,10 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
 
 
 def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
-    """Return the first kind, or the first one on ``device``; ``kinds`` begin with the most common.
+    """Return the most common kind of worker, or the most common one on ``device``.
 
-    Raises ForecastFailed if there is none, or if several devices exist and ``device`` is None.
+    ``kinds`` begin with the most common one. Raises ForecastFailed if there is none, or if the
+    kinds run on several devices and ``device`` is None.
     """
     found = [kind for kind in kinds if device in (None, kind.device)]
     if not found:

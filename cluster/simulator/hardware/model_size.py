@@ -35,7 +35,10 @@ class ModelSize:
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """Return the size of the model in ``directory``. Raises ForecastFailed."""
+        """Return the size of the model that the config.json in ``directory`` describes.
+
+        Raises ForecastFailed if the file is unreadable or describes another kind of model.
+        """
         try:
             spec = read_spec(directory)
         except (UnsupportedModel, OSError) as error:
@@ -73,7 +76,7 @@ class ModelSize:
 
     @property
     def row_flops(self) -> float:
-        """Operations of the output projection, which is computed once per row."""
+        """Operations of the output projection per row, that is, per sequence of a step."""
         return 2 * self._table
 
     @property

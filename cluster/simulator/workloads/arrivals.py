@@ -13,8 +13,8 @@ from random import Random
 class Arrival:
     """Request of a workload that arrives at ``at`` seconds.
 
-    ``output_tokens`` is the length of its output if nothing limits it; the request gets at most
-    ``max_tokens`` of them.
+    ``output_tokens`` is the length that the model would generate without a limit; the request gets
+    at most ``max_tokens`` of them.
     """
 
     at: float
@@ -46,12 +46,12 @@ _STEPS = 16
 class Traffic:
     """Arrival process with Gamma-distributed gaps and a rate that drifts.
 
-    The gaps have the coefficient of variation ``cv``, so the Gamma distribution has the shape
-    1 / cv²; with a ``cv`` of 1 this is a Poisson process. The rate in requests per second is
-    ``rate`` times exp(z - var(z) / 2), where z is an Ornstein-Uhlenbeck process with a correlation
-    time of ``drift_s`` seconds. ``drift`` is the standard deviation of that factor. The index of
-    dispersion of the requests in w seconds is about cv² + rate * w * drift², as long as w is short
-    compared with ``drift_s``.
+    The gaps have the coefficient of variation ``cv``, so the Gamma distribution has the shape 1 /
+    cv²; with a ``cv`` of 1 this is a Poisson process. The rate in requests per second is ``rate``
+    times exp(z - var(z) / 2), where z is an Ornstein-Uhlenbeck process with a correlation time of
+    ``drift_s`` seconds. ``drift`` is the standard deviation of this exponential factor. The index
+    of dispersion of the requests in w seconds is about cv² + rate * w * drift², as long as w is
+    short compared with ``drift_s``.
     """
 
     rate: float
@@ -92,10 +92,10 @@ _OPEN = 512
 class Conversations:
     """Conversations, in which each prompt extends the previous one.
 
-    A prompt is a sequence of part names; a part that occurred before has the same name. With
-    probability ``share`` a prompt extends the longest open conversation that is not longer than the
-    prompt. Otherwise it begins a new conversation, which replaces a random one if ``_OPEN`` are
-    open. The lengths of prompts are therefore the same as without conversations.
+    A prompt is a sequence of part names; two prompts that begin with the same names share a prefix.
+    With probability ``share`` a prompt extends the longest open conversation that is not longer
+    than the prompt. Otherwise it begins a new conversation, which replaces a random one if
+    ``_OPEN`` are open. The lengths of prompts are therefore the same as without conversations.
     """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:

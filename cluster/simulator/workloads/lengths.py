@@ -29,7 +29,7 @@ class Exactly:
 class LogNormal:
     """Log-normal length of at most ``most`` tokens.
 
-    ``sigma`` is the standard deviation of the natural logarithm.
+    ``sigma`` is the standard deviation of the natural logarithm of the length.
     """
 
     median: float

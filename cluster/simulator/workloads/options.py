@@ -68,16 +68,18 @@ Mix = Sequence[tuple[Workload, float]]
 
 
 def mix(names: Sequence[str], is_steady: bool) -> Mix:
-    """Return the mix that names such as ``chat`` or ``chat=3`` describe.
+    """Return the workloads that ``names`` select, with their relative shares of the requests.
 
-    With ``is_steady`` the workloads' rates do not drift. Raises WorkloadFailed.
+    A name such as ``chat=3`` has the share 3; ``chat`` alone has the share 1. With ``is_steady``
+    the workloads' rates do not drift. Raises WorkloadFailed for an unknown workload or a share that
+    is not above 0.
     """
     found = map(_share, names)
     return [(each.without_drift() if is_steady else each, share) for each, share in found]
 
 
 def at_rate(mix: Mix, rate: float) -> Iterator[Workload]:
-    """Yield the workloads of the mix, at a total of ``rate`` requests per second."""
+    """Yield the workloads of ``mix``, each at its share of ``rate`` requests per second."""
     total = sum(share for _, share in mix)
     return (workload.at_rate(rate * share / total) for workload, share in mix)
 

@@ -29,7 +29,7 @@ class Workload:
     """Synthetic workload; ``traffic`` has the rate of the original trace.
 
     ``continued`` is the probability that a prompt extends an earlier one. ``tenants`` and
-    ``classes`` (priorities) are sampled by their weights.
+    ``classes`` (priorities) map names to weights, by which each request gets one at random.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Workload:
     classes: Mapping[int, float] = field(default_factory=lambda: CLASSES)
 
     def at_rate(self, rate: float) -> Self:
-        """Return this workload at ``rate`` requests per second, with the same burstiness."""
+        """Return this workload with ``rate`` requests per second and the same burstiness."""
         return replace(self, traffic=replace(self.traffic, rate=rate))
 
     def without_drift(self) -> Self:
@@ -89,7 +89,7 @@ class Workload:
 
 
 def merged(workloads: Sequence[Workload], seed: int) -> Iterator[Arrival]:
-    """Return the requests of several workloads, merged by arrival time."""
+    """Yield the requests of several workloads, merged by arrival time."""
     return heapq.merge(*(each.arrivals(seed) for each in workloads), key=attrgetter("at"))
 
 

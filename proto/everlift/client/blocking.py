@@ -44,9 +44,9 @@ class _LoopThread:
         return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the event loop and return its result.
+        """Run ``work`` on the event loop of the thread, and wait for its result.
 
-        ``work`` is cancelled if waiting for it is interrupted.
+        If the wait is interrupted, for example by Ctrl-C, ``work`` is cancelled.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

@@ -53,17 +53,20 @@ _TRY_TIMEOUT_S = 10.0
 class AsyncClient:
     """Client that uses one router at a time, and the next one when that router fails.
 
+    ``generate``, ``generate_many`` and ``attach`` return streams. All other calls are single calls,
+    which return a message of ``everlift.v1``. Errors are those of ``everlift.errors``; a value that
+    no message can hold raises InvalidRequest.
+
     ``targets`` is an address such as "host:50051", or several. ``api_key`` is sent with every call,
     and nowhere else. ``tls`` enables TLS. A ``transport`` replaces gRPC and its TLS.
-    ``reconnect_s`` is the number of seconds for which a stream tries to continue while no router
-    answers. ``retry_s`` is the number of seconds for which a single call is retried if no router
-    answers, and any call if it is refused for lack of capacity; 0 disables these retries. The
-    delays between retries increase, and are never shorter than the refusal demands.
 
-    Errors are those of ``everlift.errors``; a value that no message can hold is an InvalidRequest.
-    Single calls return the messages of ``everlift.v1``. The ``timeout_s`` of a single call covers
-    all its attempts; with None, only ``retry_s`` limits them. A client may be created outside of
-    an event loop, and is used within one.
+    While no router answers, a stream is retried for ``reconnect_s`` seconds and a single call for
+    ``retry_s`` seconds. Any call that is refused for lack of capacity is retried for ``retry_s``
+    seconds. 0 disables the retries. The delays between retries increase, and are never shorter
+    than the refusal demands. The ``timeout_s`` of a single call covers all its attempts; with None,
+    only ``retry_s`` limits them.
+
+    A client may be created outside of an event loop, and is used within one.
 
     >>> client = AsyncClient(["10.0.0.1:50051", "10.0.0.2:50051"], api_key="ev_1_secret")
     """
@@ -95,7 +98,8 @@ class AsyncClient:
 
         The first read of the stream submits the request, and closing the stream cancels it.
         ``traceparent`` is the caller's span in the format of W3C Trace Context. Raises
-        InvalidRequest if the request cannot be sent at all.
+        InvalidRequest for a value that is invalid for any router, and TypeError for an unknown
+        option.
 
         >>> await client.generate("one two three four", max_tokens=2, temperature=0).text()
         'one two'
@@ -122,7 +126,8 @@ class AsyncClient:
         ``request_id`` is the prefix of the requests' ids: "job" yields "job:0" and "job:1". The
         first read of the stream submits requests, and closing it cancels the unfinished ones.
 
-        Raises InvalidRequest if any of the requests cannot be sent at all; then none is sent.
+        Raises InvalidRequest if a value of any request is invalid for any router; then no request
+        is sent. Raises TypeError for an unknown option.
 
         >>> await client.generate_many(["one two", "three four"], max_tokens=1).texts()
         ['one', 'three']
@@ -151,16 +156,16 @@ class AsyncClient:
         *,
         received: Sequence[Sequence[int]] = (),
     ) -> Stream:
-        """Return the stream of a known request from an offset of each choice on.
+        """Return the stream of an existing request, from a token offset of each choice on.
 
         ``from_offset`` is the offset for the first choice, or a list with one for each choice.
         Alternatively, ``received`` contains the tokens of each choice that were received before,
         perhaps by another process, and the stream continues after them. If the cluster has lost
         some of these tokens, it regenerates them, and the stream raises DataLoss if the new ones
-        differ. An offset alone would be out of range in this case.
+        differ. With ``from_offset`` instead, the stream would raise OffsetOutOfRange then.
 
-        Closing this stream does not cancel the request. Raises InvalidRequest if both are given,
-        and for offsets that cannot be sent.
+        Closing this stream does not cancel the request. Raises InvalidRequest if both parameters
+        are given, or if an offset is out of the range of a message's field.
 
         >>> await client.generate("one two three four", request_id="r").text()
         'one two three four'
@@ -177,7 +182,9 @@ class AsyncClient:
         return Stream(self._routers, reception, self._budget(Deadline(None)))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
-        """Cancel a request that has not ended, and return its state. Raises UnknownRequest.
+        """Cancel a request unless it has already ended, and return the state that it is then in.
+
+        Raises UnknownRequest if the cluster does not know the request.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -191,7 +198,8 @@ class AsyncClient:
     async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Erase a request, its prompt and its outputs.
 
-        A running request is cancelled first. Raises UnknownRequest.
+        A request that has not ended is cancelled first. Raises UnknownRequest if the cluster does
+        not know the request.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -204,7 +212,9 @@ class AsyncClient:
     async def get_request(
         self, request_id: str, *, timeout_s: float | None = None
     ) -> pb.GetRequestResponse:
-        """Return the record of a request, without its tokens. Raises UnknownRequest.
+        """Return the state, the counters and the error of a request, without its tokens.
+
+        Raises UnknownRequest if the cluster does not know the request.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -218,7 +228,8 @@ class AsyncClient:
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
         """Return the breakdown of a request's time, up to now if the request is still running.
 
-        The spans follow each other and add up to the total time. Raises UnknownRequest.
+        The spans follow each other and add up to the total time. Raises UnknownRequest if the
+        cluster does not know the request.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -243,8 +254,10 @@ class AsyncClient:
 
         The answer's ``next_page_token`` is the ``page_token`` of the next page; it is empty on the
         last page. A ``page_size`` of 0 selects the server's default. An administrator of the
-        cluster may name a ``tenant``, or "" for all tenants. Raises InvalidRequest, OutOfRange,
-        Forbidden.
+        cluster may name a ``tenant``, or "" for all tenants.
+
+        Raises InvalidRequest for an invalid ``page_token``, OutOfRange for too large a
+        ``page_size``, and Forbidden if the API key does not permit the call.
 
         >>> await client.generate_many(["a", "b", "c"], request_id="job").texts()
         ['a', 'b', 'c']
@@ -264,7 +277,9 @@ class AsyncClient:
     async def tokenize(
         self, text: str, *, model: str = "", timeout_s: float | None = None
     ) -> pb.TokenizeResponse:
-        """Return the token ids of a text, tokenised as a prompt is. Raises UnknownModel.
+        """Return the token ids of a text, tokenised as a prompt is.
+
+        Raises UnknownModel if ``model`` is given and not served.
 
         >>> list((await client.tokenize("ab")).token_ids)
         [97, 98]
@@ -276,7 +291,10 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> pb.DetokenizeResponse:
-        """Return the text of token ids. Raises UnknownModel, OutOfRange.
+        """Return the text of token ids.
+
+        Raises UnknownModel if ``model`` is given and not served, and OutOfRange for an id that the
+        vocabulary does not have.
 
         >>> (await client.detokenize([97, 98])).text
         'ab'
@@ -306,10 +324,10 @@ class AsyncClient:
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
     ) -> admin_pb2.DrainResponse:
-        """Make a worker hand back its requests, with their tokens, and accept no more.
+        """Make a worker hand back its requests for other workers to continue, and accept no more.
 
-        ``worker_id`` may be shortened to a prefix that only one worker has. Raises UnknownWorker,
-        Forbidden.
+        ``worker_id`` may be shortened to a prefix that only one worker has. Raises UnknownWorker if
+        no worker or several have it, and Forbidden if the API key does not permit the call.
 
         >>> (await client.drain("wor")).worker_id
         'worker-0'
@@ -340,7 +358,8 @@ class AsyncClient:
         The parameters are the routers' settings of the same names, and ``engine_policy`` is
         worker.scheduling.policy. A setting that is None stays the same, and a setting that
         ``reset`` names returns to its configured value. The answer contains all settings now in
-        effect. Raises InvalidRequest, Forbidden.
+        effect. Raises InvalidRequest for an invalid value, and Forbidden if the API key does not
+        permit the call.
 
         >>> policy = await client.set_policy(order="deadline", ageing_factor=0.1)
         >>> policy.order, policy.max_queued, list(policy.overridden)
@@ -366,7 +385,9 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
-        """Return the cluster's capacity, and how much of it is in use. Raises Forbidden.
+        """Return the cluster's capacity, and how much of it is in use.
+
+        Raises Forbidden if the API key does not permit the call.
 
         >>> capacity = await client.capacity()
         >>> capacity.workers, capacity.slots
@@ -380,8 +401,9 @@ class AsyncClient:
     ) -> chaos_pb2.InjectResponse:
         """Inject a fault into a cluster that was started with chaos allowed.
 
-        Each router is asked at most once, because a fault may have taken effect although its answer
-        was lost. Raises ChaosForbidden, OutOfRange, UnknownWorker.
+        The fault is sent to each router at most once, because it may have taken effect although
+        the answer was lost. Raises ChaosForbidden if chaos is not allowed, OutOfRange for an
+        invalid fault, and UnknownWorker for an unknown target.
 
         >>> fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="any-worker")
         >>> await client.inject(fault)
@@ -393,7 +415,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
-        """Close the client. Its streams raise Unreachable.
+        """Close the client; calls and reads of its streams then raise Unreachable.
 
         The routers treat the unfinished requests according to their ``on_disconnect``.
 

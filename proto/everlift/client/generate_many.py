@@ -33,9 +33,10 @@ _DONE = None
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one of many requests, with the finish reasons by choice.
+    """Result of one request of a ManyStream that has ended.
 
-    If there is an ``error``, all output before the error has been received.
+    ``finish_reasons`` are by choice. ``error`` is the error with which the request failed, or None.
+    All output before an error has been received; ``usage`` and ``timing`` may then be None.
     """
 
     finish_reasons: Mapping[int, FinishReason]
@@ -88,10 +89,11 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         concurrency: int,
         metadata: Metadata = (),
     ) -> None:
-        """Create the stream.
+        """Create the stream of the requests ``messages``.
 
-        ``retries`` creates the retry limits of each request and of each call. ``timeout_s`` counts
-        from the first call of each request.
+        ``retries`` creates the Retries of a call of many requests, or of a request that continues
+        in a call of its own. ``timeout_s`` counts from the first attempt to send a request.
+        ``metadata`` is sent with the requests.
         """
         asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
         self._request_ids = tuple(each.message.request_id for each in asked)
@@ -224,7 +226,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         return part
 
     async def _carry(self, part: dict[int, _Asked]) -> None:
-        """Run the requests of ``part`` to their ends.
+        """Run the requests of ``part`` until each has ended or continues in a call of its own.
 
         If their call breaks, each accepted request continues in a call of its own, and the others
         are sent again together in another call.
@@ -252,8 +254,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part.clear()
 
     async def _read(self, part: dict[int, _Asked], deadline: Deadline, budget: RetryBudget) -> None:
-        """Send the requests of ``part`` in one call, and read it until all of them have left it.
+        """Send the requests of ``part`` in one call, and read the call until ``part`` is empty.
 
+        A request is removed from ``part`` when it has ended, or continues in a call of its own.
         Raises EverliftError if the call breaks.
         """
         sent, remaining = list(part.values()), budget.remaining()

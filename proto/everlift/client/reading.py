@@ -42,9 +42,9 @@ class Reading:
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
-        """Create the reader of a ``submission``, or of a known request if that is None.
+        """Create the reader of a new request, or of an existing one if ``submission`` is None.
 
-        ``metadata`` is sent with the submission.
+        ``reception`` receives the output. ``metadata`` is sent with the submission.
         """
         self.is_over = False
         self._routers = routers
@@ -57,7 +57,10 @@ class Reading:
         self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
 
     async def next(self) -> Chunk | None:
-        """Return the next chunk, or None after the last. Raises EverliftError, which is final."""
+        """Return the next chunk, or None after the last one.
+
+        Raises EverliftError if the request failed, or if retries did not succeed.
+        """
         while not self.is_over:
             try:
                 chunk = self._reception.accept(await self._read())
@@ -77,7 +80,10 @@ class Reading:
         self._hang_up()
 
     async def recover(self, error: EverliftError) -> None:
-        """Wait for the next attempt after ``error``. Raises EverliftError if there is none."""
+        """Wait until the request may be tried again after ``error``.
+
+        Raises the final EverliftError if it may not.
+        """
         refused = is_refusal(error)
         # A refusal after a long wait in the queue is not a success.
         if self._is_steady and not refused:
@@ -97,9 +103,10 @@ class Reading:
         return self._heard_since is not None and now() - self._heard_since > _STEADY_S
 
     def _take_back(self, refusal: EverliftError) -> None:
-        """Treat the submission as not accepted, because the queue refused it.
+        """Mark the request as not accepted after ``refusal``, so that it is submitted again.
 
-        Raises ``refusal`` if it cannot be submitted again, or if output has arrived.
+        Raises ``refusal`` if the request was not submitted by this reader, or if output of it has
+        been received.
         """
         if self._reception.is_accepted:
             if self._submission is None or self._reception.has_begun:
@@ -149,7 +156,7 @@ def limit(submission: pb.GenerateRequest, remaining: float | None) -> None:
 
 
 async def cancel(routers: Routers, request_id: str) -> None:
-    """Cancel a request whose stream is being closed. Never fails."""
+    """Cancel a request whose stream is being closed. Errors are only logged."""
     try:
         message = pb.CancelRequest(request_id=request_id)
         stub = routers.inference()

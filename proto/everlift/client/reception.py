@@ -15,11 +15,11 @@ from everlift.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of consecutive offsets, the first at ``offset``, and the text that they complete.
+    """Consecutive tokens of a choice, the first at ``offset``, and the text that they complete.
 
     ``epoch`` is the number of the attempt that generated the tokens, or 0 if they were read from
     the ledger. ``unledgered`` is true if they were delivered while the ledger was unavailable, so
-    that they may still be lost with it. ``logprobs`` are those of the tokens, if requested.
+    that a failure may still lose them. ``logprobs`` are those of the tokens, if requested.
     """
 
     offset: int
@@ -32,7 +32,10 @@ class Chunk:
 
 
 class Reception:
-    """Receiver of a request's pieces from any number of calls, each offset of a choice once."""
+    """Output of one request that the client has received, in one call or in several.
+
+    Tokens that several calls deliver are received only once.
+    """
 
     def __init__(
         self,
@@ -40,9 +43,10 @@ class Reception:
         from_offsets: Sequence[int] = (),
         received: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Create a reception that starts at ``from_offsets`` (by choice, default 0).
+        """Create the reception of a request's output from ``from_offsets`` on.
 
-        With ``received``, it starts after these tokens of each choice instead.
+        The offsets are by choice, and 0 for choices that the list lacks. Alternatively,
+        ``received`` contains the tokens of each choice that were received before.
         """
         self.request_id = request_id
         self.finish_reasons: dict[int, FinishReason] = {}
@@ -71,10 +75,11 @@ class Reception:
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def attach_request(self) -> pb.AttachRequest:
-        """Return the message that attaches after the received tokens.
+        """Return the message that asks a router for the output after the received tokens.
 
-        With the digests, the router checks that its tokens are the same as the received ones, even
-        if it has to regenerate lost tokens first.
+        If all tokens of each choice were received, the message contains digests of them. With
+        these, the router checks that its own tokens are the same, even if it has to regenerate
+        lost tokens first.
         """
         offsets, digests = self.offsets(), self._digests
         return pb.AttachRequest(
@@ -84,10 +89,10 @@ class Reception:
         )
 
     def accept(self, piece: pb.GenerateResponse) -> Chunk | None:
-        """Return the new part of ``piece``, or None if there is none.
+        """Record ``piece``, and return its tokens and text, or None if none of these is new.
 
-        Raises DataLoss if offsets are missing before the piece, and Unreachable if the piece must
-        be requested again.
+        Raises DataLoss if tokens before the piece are missing. Raises Unreachable if the piece
+        begins with received tokens but adds to them; the caller must then attach again.
         """
         self.is_accepted = True
         # After another Attach, the router repeats the end of each choice.

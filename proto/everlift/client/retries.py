@@ -36,10 +36,10 @@ class Backoff:
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Return the seconds to wait after a failure at ``now``, or None if it is final.
+        """Return the seconds to wait after a failure at ``now``, or None if ``limit_s`` is over.
 
-        The delay is ``at_least`` that number of seconds. Jitter is added to it, so that many
-        clients that received the same delay do not return at the same moment.
+        The delay is not shorter than ``at_least`` seconds. Jitter is added to ``at_least``, so that
+        many clients that received the same value do not retry at the same moment.
         """
         if not self._failures:
             self._since = now
@@ -53,9 +53,9 @@ class Backoff:
 
 @dataclass(slots=True)
 class Deadline:
-    """Deadline ``timeout_s`` seconds after the first call; with None there is no deadline.
+    """Deadline ``timeout_s`` seconds after the first use of ``remaining``; None is no deadline.
 
-    The times that are passed to the methods are those of any one clock, in seconds.
+    All times that are passed to the methods are seconds of the same clock.
     """
 
     timeout_s: float | None
@@ -64,7 +64,7 @@ class Deadline:
     def remaining(self, now: float) -> float | None:
         """Return the seconds from ``now`` to the deadline, at least 0; None without a deadline.
 
-        The first use of this method counts as the first call.
+        The first use of this method starts the time.
         """
         if self.timeout_s is None:
             return None
@@ -73,7 +73,7 @@ class Deadline:
         return max(self._at - now, 0.0)
 
     def passes_before(self, moment: float) -> bool:
-        """Return whether the deadline is before ``moment``; False until the first call."""
+        """Return whether the deadline is before ``moment``; False before ``remaining`` is used."""
         return self._at is not None and self._at < moment
 
 
@@ -84,11 +84,11 @@ RETRY_S = 10.0
 
 
 class Retries:
-    """Delays of the retries of one call, until one succeeds.
+    """Rules by which one call is retried: which errors, after which delay, and for how long.
 
-    Errors of unavailability are retried for ``unavailable_s`` seconds since the first one in a row,
-    and refusals for ``refused_s`` seconds; 0 disables the retries. ``random`` returns numbers from
-    0 to 1.
+    After an ``is_unavailable`` error, the call is retried until ``unavailable_s`` seconds after the
+    first such error since the last success. For an ``is_refusal`` error, the time is ``refused_s``.
+    0 disables the retries. ``random`` returns numbers from 0 to 1.
     """
 
     def __init__(self, unavailable_s: float, refused_s: float, random: Callable[[], float]) -> None:
@@ -100,7 +100,7 @@ class Retries:
         self._refused.reset()
 
     def delay(self, error: EverliftError, now: float) -> float | None:
-        """Return the seconds to wait after ``error``, or None if it is final."""
+        """Return the seconds to wait after ``error``, or None if there must be no retry."""
         at_least = error.retry_after_s or 0.0
         if is_unavailable(error):
             return self._unavailable.delay(now, at_least)
@@ -110,7 +110,7 @@ class Retries:
 
 
 def is_unavailable(error: EverliftError) -> bool:
-    """Return whether another router, or the same one later, may answer.
+    """Return whether a call that failed with ``error`` may succeed at another router, or later.
 
     NoWorker is excluded, because the request has then ended.
     """
@@ -118,7 +118,7 @@ def is_unavailable(error: EverliftError) -> bool:
 
 
 def is_refusal(error: EverliftError) -> bool:
-    """Return whether the call was refused for lack of capacity, so that a retry may succeed."""
+    """Return whether ``error`` refuses a call for lack of capacity, so that a retry may succeed."""
     return error.grpc_status == "RESOURCE_EXHAUSTED" and not isinstance(error, InvalidRequest)
 
 
@@ -129,7 +129,7 @@ _LONGEST_TURN_S = 5.0
 
 
 class RetryBudget:
-    """Retries of one call within its deadline."""
+    """Waits between the attempts of one call, which end at the deadline of the call."""
 
     def __init__(self, routers: Routers, retries: Retries, deadline: Deadline) -> None:
         self._routers = routers
@@ -143,15 +143,16 @@ class RetryBudget:
     def remaining(self) -> float | None:
         """Return the seconds to the deadline, or None if there is no deadline.
 
-        The deadline counts from the first call of this method.
+        The first use of this method starts the time.
         """
         return self._deadline.remaining(now())
 
     async def wait(self, error: EverliftError, router: str) -> None:
-        """Wait until the next attempt is due, after ``error`` of a ``router``.
+        """Wait until the next attempt is due, after ``error`` of the router at ``router``.
 
-        Raises ``error`` if there is no further attempt. If the attempt would be after the deadline,
-        raises ``error`` for a refusal and DeadlineExceeded for unavailability.
+        Raises ``error`` if it must not be retried or the client is closed. If the attempt would be
+        after the deadline, raises ``error`` for a refusal, and DeadlineExceeded if the router was
+        unavailable.
         """
         delay = self._retries.delay(error, now())
         if delay is None or self._routers.is_closed:
@@ -166,9 +167,10 @@ class RetryBudget:
             await asyncio.sleep(max(delay, turn))
 
     def cut_off(self, late: DeadlineExceeded) -> EverliftError:
-        """Return the error of a call whose last attempt ended at the deadline with ``late``.
+        """Return the error to raise for a call whose last attempt ended at the deadline.
 
-        It is ``late`` if that attempt was the only one, and else the error of those before it.
+        ``late`` is the error of that attempt. It is returned if the attempt was the only one, and
+        otherwise an error that reports why the attempt before it failed.
         """
         return late if self._passed is None else _too_late(self._passed)
 

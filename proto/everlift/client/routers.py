@@ -54,31 +54,41 @@ class Routers:
         return self._targets[self._current]
 
     def inference(self) -> InferenceAsyncStub:
-        """Return a stub of the current router. Raises Unreachable if the client is closed."""
+        """Return a stub of the current router's Inference service.
+
+        Raises Unreachable if the client is closed.
+        """
         stub: InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel())
         return stub
 
     def admin(self) -> AdminAsyncStub:
-        """Return a stub of the current router. Raises Unreachable if the client is closed."""
+        """Return a stub of the current router's Admin service.
+
+        Raises Unreachable if the client is closed.
+        """
         stub: AdminAsyncStub = admin_pb2_grpc.AdminStub(self._channel())
         return stub
 
     def chaos(self) -> ChaosAsyncStub:
-        """Return a stub of the current router. Raises Unreachable if the client is closed."""
+        """Return a stub of the current router's Chaos service.
+
+        Raises Unreachable if the client is closed.
+        """
         stub: ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(self._channel())
         return stub
 
     def failed(self, target: str) -> None:
         """Make the next router current, because ``target`` did not answer.
 
-        Nothing changes if ``target`` is not current, so that of many reports only the first counts.
+        Nothing changes if ``target`` is not current. If many calls report the same failure, only
+        the first report therefore has an effect.
         """
         if target == self.current:
             self._current = (self._current + 1) % len(self._targets)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a call as waiting for its next attempt while the context lasts."""
+        """Context manager: count a call in ``num_waiting`` while it waits for its next attempt."""
         self.num_waiting += 1
         try:
             yield

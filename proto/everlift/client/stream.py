@@ -21,9 +21,10 @@ class Stream(AsyncIterator[Chunk]):
 
     Use it in ``async with``, which closes it at the end.
 
-    Chunks arrive as they are generated, those of each choice in the order of their offsets. Raises
-    subclasses of EverliftError: the error with which the request ended, Unreachable if no router
-    answered for ``reconnect_s`` seconds, DataLoss if the cluster lost acknowledged tokens.
+    Chunks arrive as they are generated, those of each choice in the order of their offsets. Reading
+    raises the EverliftError with which the request failed, Unreachable if no router answered for
+    the client's ``reconnect_s`` seconds, or DataLoss if the cluster lost tokens that had been
+    received.
 
     >>> async with client.generate("one two three") as stream:
     ...     async for chunk in stream:
@@ -41,10 +42,10 @@ class Stream(AsyncIterator[Chunk]):
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
-        """Create the stream of a new request ``submission``, or of a known one if that is None.
+        """Create the stream of a new request, or of an existing one if ``submission`` is None.
 
-        Closing the stream cancels a new request, but not a known one. ``metadata`` is sent with the
-        submission.
+        Closing the stream cancels a new request, but not an existing one. ``metadata`` is sent with
+        the submission.
         """
         self._routers = routers
         self._reception = reception

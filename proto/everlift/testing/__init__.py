@@ -1,4 +1,6 @@
-"""Fake router for tests: a function gives its answers, a script its faults; no socket is needed.
+"""Fake router for tests, with answers from a function and scripted faults.
+
+With FakeTransport, the router is in the same process and needs no socket.
 
 >>> transport = FakeTransport(faults=[Break(3), Refuse(RouterStopping())])
 >>> async with AsyncClient("fake", transport=transport) as client:

@@ -12,10 +12,10 @@ from everlift.errors import EverliftError
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Fault with which the next streaming call fails before its first piece.
+    """Fault with which the next streaming call fails with ``error`` before its first piece.
 
-    With ``call``, the next call of this name fails instead. With ``index``, only the request at
-    this index of a GenerateMany fails.
+    With ``call``, the next call of this name fails instead, such as "Cancel". With ``index``, only
+    the request at this index of a GenerateMany fails.
     """
 
     error: EverliftError
@@ -25,7 +25,11 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Fault at the token ``offset``, or at the end, of a choice of the request at ``index``."""
+    """Base class of the faults at a position in a choice's output.
+
+    ``offset`` is that of a token, or the number of the choice's tokens for the end of the choice;
+    a fault at a larger offset never occurs. ``index`` is that of the request in a GenerateMany.
+    """
 
     offset: int
     choice: int = 0
@@ -34,22 +38,26 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Break(_Place):
-    """Fault that breaks the call before the token at ``offset``, or before the choice's end."""
+    """Fault that breaks the call, as if the connection were lost, before the piece at ``offset``.
+
+    If ``offset`` is the number of the choice's tokens, the call breaks before the piece that ends
+    the choice.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class BreakOff(_Place):
-    """Fault that ends the call before the token at ``offset``, as if the output were complete."""
+    """Fault that ends the call without an error before the piece at ``offset``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold(_Place):
-    """Fault that holds back all pieces from ``offset`` on until the request is cancelled."""
+    """Fault that sends no piece from ``offset`` on, until the request is cancelled or expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat(_Place):
-    """Fault that sends the token at ``offset`` of ``choice`` twice."""
+    """Fault that sends the token at ``offset`` twice, each time in a piece of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class Overlap(_Place):
 
 @dataclass(frozen=True, slots=True)
 class Skip(_Place):
-    """Fault that leaves out the token at ``offset`` of ``choice``."""
+    """Fault that leaves out the token at ``offset``."""
 
 
 Stop = Break | BreakOff | Hold
@@ -70,13 +78,16 @@ STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
 
 
 class Script:
-    """Faults of the calls in order. None, or the end of the script, is a healthy streaming call."""
+    """Faults of the streaming calls, in order.
+
+    A call is healthy if its entry is None, or if no entries are left.
+    """
 
     def __init__(self, faults: Iterable[Fault | None]) -> None:
         self._faults = deque(faults)
 
     def next(self, call: str) -> Fault | None:
-        """Return the fault of the next call, which is named ``call``.
+        """Return the fault of the next call, which is named ``call``; None for a healthy call.
 
         Raises the error of a Refuse, unless the Refuse is for one request of several.
         """

@@ -17,8 +17,8 @@ from everlift.v1 import inference_pb2 as pb
 class Output:
     """Output of a choice: token ids, each with the text that it completes.
 
-    ``tail`` is the text that the end of the output completes. ``logprobs`` has one entry for each
-    token, or none.
+    ``tail`` is the text that is sent with the end of the output. ``logprobs`` has one entry for
+    each token, or is empty.
     """
 
     tokens: tuple[tuple[int, str], ...]
@@ -32,7 +32,10 @@ Answer = Callable[[Submission], Output | Sequence[Output]]
 
 
 def words(submission: Submission) -> Output:
-    """Return the words of the prompt, each as a token. Each token id of a prompt is a word."""
+    """Return an output with the words of the prompt, each as a token.
+
+    If the prompt is token ids, each id is a word.
+    """
     prompt = submission.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     first, *others = text.split(" ")
@@ -41,7 +44,7 @@ def words(submission: Submission) -> Output:
 
 @dataclass(slots=True)
 class FakeRequest:
-    """Request in the fake router, with one of ``outputs`` for each choice."""
+    """Request in the fake router; ``outputs`` has the output of each choice."""
 
     submission: Submission
     outputs: tuple[Output, ...]
@@ -71,7 +74,10 @@ class FakeRequest:
         )
 
     def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:
-        """Return the last piece of a choice; with ``is_last``, it is the last one of the stream."""
+        """Return the last piece of a choice.
+
+        With ``is_last``, it is also the last one of the stream, and the request is then finished.
+        """
         output, count = self.outputs[choice], len(self.tokens(choice))
         complete = count == len(output.tokens)
         piece = self.piece(choice, count, count)
@@ -101,7 +107,11 @@ class FakeRequest:
                 raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
 
     def places(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield choice and offset of each token and each end from ``offsets`` on, by offset."""
+        """Yield the choice and the offset of each token and of each choice's end.
+
+        The pairs are in the order of the offsets. ``offsets`` are the first ones to yield, by
+        choice, and 0 for choices that the list lacks.
+        """
         starts = [*offsets, *[0] * (len(self.outputs) - len(offsets))]
         ends = [len(self.tokens(choice)) for choice in range(len(self.outputs))]
         for at in range(max(ends) + 1):

@@ -1,4 +1,4 @@
-"""Fake router, whose answers come from a function."""
+"""Fake router for tests of clients, whose outputs come from a function."""
 
 from __future__ import annotations
 
@@ -91,15 +91,16 @@ class FakeRouter(
     admin_pb2_grpc.AdminServicer,
     chaos_pb2_grpc.ChaosServicer,
 ):
-    """Fake router, which serves the services of a router with made-up answers.
+    """Fake router, which serves the gRPC services of a router with made-up answers.
 
-    Each Generate, GenerateMany and Attach takes the next one of ``faults``. None, or the end of the
-    faults, is a healthy call. Callers must present the ``api_key``, if there is one.
+    ``answer`` returns the output of a request. Each Generate, GenerateMany and Attach takes the
+    next one of ``faults``; the call is healthy if that is None, or if no faults are left. Callers
+    must present the ``api_key``, if there is one.
 
     ``requests`` contains the received requests by id. ``calls`` lists the calls in order, for
     example "Generate", "GenerateMany 2", "Attach 3", "Cancel". A GenerateMany is listed with the
-    number of its requests, and an Attach with its offsets by choice. Tokenize makes each character
-    a token.
+    number of its requests, and an Attach with its offsets by choice. ``drained`` lists the drained
+    workers. Tokenize makes each character a token.
     """
 
     def __init__(

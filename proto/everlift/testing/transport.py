@@ -1,4 +1,7 @@
-"""Transport between clients and a fake router in one process: gRPC's interface, no socket."""
+"""Transport between clients and a fake router in one process, without a socket.
+
+It has the parts of gRPC's interface that clients and the fake router use.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ _WINDOW = 16
 
 
 class FakeTransport:
-    """Transport that connects every address to a fake ``router`` on the caller's event loop.
+    """Transport that connects every address to its own ``router``, a FakeRouter in this process.
+
+    The parameters are those of FakeRouter.
 
     >>> transport = FakeTransport(faults=[Break(1)])
     >>> async with AsyncClient("fake", transport=transport) as client:
@@ -137,7 +142,7 @@ class _Channel:
 
 
 class _Call(Generic[A]):
-    """Call, which is also the context that its handler receives.
+    """Call as its client sees it, which is also the context that the server's handler receives.
 
     As with gRPC, reading a cancelled call raises CancelledError, and reading a call that ended with
     an error raises AioRpcError. Client and server exchange only bytes.

@@ -51,7 +51,10 @@ class AdminServer:
         return self.drain(parse(pb.DrainRequest, data))
 
     def drain(self, message: pb.DrainRequest) -> pb.DrainResponse:
-        """Drain the worker whose id begins with ``message.worker_id``. Raises UnknownWorker."""
+        """Drain the worker whose id begins with ``message.worker_id``.
+
+        Raises UnknownWorker if no connected worker or more than one has such an id.
+        """
         worker_id = self._worker(message.worker_id)
         num_running = self._sessions.drain(worker_id)
         log.info("worker draining", worker_id=worker_id, num_running=num_running)
@@ -68,9 +71,9 @@ class AdminServer:
         return await self.set_policy(parse(pb.SetPolicyRequest, data))
 
     async def set_policy(self, message: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
-        """Change the runtime policy, and return the policy in effect.
+        """Change the runtime policy, and return the policy that is then in effect.
 
-        Raises InvalidRequest, LedgerUnavailable.
+        Raises InvalidRequest for an invalid value, and LedgerUnavailable.
         """
         changes = {field.name: value for field, value in message.ListFields()}
         changes |= dict.fromkeys(changes.pop("reset", ()))

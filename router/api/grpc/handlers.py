@@ -37,7 +37,7 @@ _TO_ANSWER_S = 0.05
 
 @dataclass(slots=True)
 class Call:
-    """Call whose caller is authenticated and has the required scope.
+    """gRPC call whose caller is authenticated and has the required scope.
 
     ``came`` is the time at which the call arrived (``event_loop.now()``). Names in ``headers`` are
     in lower case. ``told`` is the initial metadata, which the client receives even if the call
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def timeout_s(self) -> float | None:
-        """Return the seconds that a request of this call may take; None without a deadline."""
+        """Return the seconds that a request of this call may take; None if it has no deadline."""
         left_s = self.context.time_remaining()
         return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
 
@@ -74,7 +74,11 @@ def service_name(handlers: grpc.GenericRpcHandler) -> str:
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Parse ``data`` as a message of type ``kind``. Raises InvalidRequest, NotUtf8."""
+    """Parse ``data`` as a message of type ``kind``.
+
+    Raises NotUtf8 if a text field is not UTF-8, and InvalidRequest if ``data`` is otherwise
+    invalid.
+    """
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -95,7 +99,8 @@ def _is_well_formed(data: bytes) -> bool:
 class Handlers:
     """Factory of gRPC handlers whose callers are authenticated by ``authenticator``.
 
-    A caller needs one of the ``scopes`` that a handler is created with.
+    Each method wraps a function ``handler``, which receives messages as bytes. A caller needs one
+    of the ``scopes``.
     """
 
     def __init__(self, authenticator: Authenticator) -> None:

@@ -1,4 +1,4 @@
-"""Servers of ``grpc.health.v1.Health`` and of gRPC reflection on a gateway's public port.
+"""Servers of ``grpc.health.v1.Health`` and of gRPC reflection on a router's public port.
 
     service                  SERVING means
     ""                       this router accepts new requests (readiness)
@@ -101,7 +101,10 @@ _VERSIONS = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 class ReflectionServer:
     def __init__(self, services: Collection[str]) -> None:
-        """Create the server; ``services`` are the names to list, whose modules must be imported."""
+        """Create the server; ``services`` are the full names of the services to list.
+
+        The Python modules generated for these services must have been imported.
+        """
         self._servicer = aio.ReflectionServicer(services)
 
     async def converse(

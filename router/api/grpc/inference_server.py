@@ -1,4 +1,4 @@
-"""gRPC server of ``everlift.v1.Inference``, the gateway's own API."""
+"""gRPC server of ``everlift.v1.Inference``, Everlift's own API."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_BYTES = 10
 
 
 def count(data: bytes, most: int) -> int:
-    """Return the number of top-level fields of an encoded message, without parsing it.
+    """Return the number of top-level fields of an encoded protobuf message, without parsing it.
 
     Counting stops at the first invalid field, and at ``most`` + 1 fields.
     """
@@ -63,7 +63,7 @@ M = TypeVar("M", bound=Message)
 
 
 class InferenceServer:
-    """Server of ``everlift.v1.Inference`` over one gateway's requests."""
+    """Server of ``everlift.v1.Inference`` in one router."""
 
     def __init__(self, inference: Inference, status: Status) -> None:
         self._inference = inference

@@ -1,4 +1,4 @@
-"""gRPC call: its input messages, its answers, and the context of its handler."""
+"""gRPC call: its input messages, its answers, and the context that its handler receives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Carrier(Protocol):
     def limits(self) -> Limits: ...
 
     def hold(self, size: int) -> None:
-        """Add ``size`` (may be negative) to the bytes of incomplete messages.
+        """Add ``size``, which may be negative, to the connection's bytes of incomplete messages.
 
-        Raises RateLimited.
+        Raises RateLimited if the connection then has too many.
         """
         ...
 
@@ -72,10 +72,11 @@ class Source(Protocol):
 
 
 class Call:
-    """Call with the part of grpc.aio's ServicerContext that its handlers need.
+    """gRPC call of a client, which is also the context that its handler receives.
 
-    Answers are queued. The connection sends them (``pump``) in the next iteration of the event
-    loop, so that everything that is written in one iteration leaves together.
+    It has the part of grpc.aio's ServicerContext that handlers of a router need. Answers are
+    queued. The connection sends them (``pump``) in the next iteration of the event loop, so that
+    everything that is written in one iteration leaves together.
     """
 
     def __init__(self, connection: Carrier, stream_id: int, head: Head, max_bytes: int) -> None:
@@ -117,7 +118,7 @@ class Call:
     # input messages
 
     def feed(self, data: bytes, flow_bytes: int) -> None:
-        """Parse bytes of messages, which used ``flow_bytes`` of the flow-control windows."""
+        """Parse received bytes, which used ``flow_bytes`` of the flow-control windows."""
         self._unacknowledged += flow_bytes
         if self._failure is None:
             self._unparsed += data
@@ -185,10 +186,10 @@ class Call:
             self._unacknowledged = 0
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Yield the messages of the call.
+        """Yield the messages of the call until the client has sent its last one.
 
-        Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError if the call has
-        ended.
+        Raises InvalidRequest, MessageTooLarge or RateLimited if further input was rejected, and
+        CancelledError if the call has ended.
         """
         while True:
             while self._inbox:
@@ -274,7 +275,8 @@ class Call:
     async def write_from(self, source: Source) -> None:
         """Send all answers of ``source``, and read it only as fast as the client accepts them.
 
-        Raises the error of ``source``, and CancelledError if the call has ended.
+        Returns when the last answer is queued. Raises the error that ``source`` raises, and
+        CancelledError if the call has ended.
         """
         self._check_open()
         self._drawn, self._source = self._loop.create_future(), source
@@ -420,7 +422,10 @@ class Call:
 
 
 def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
-    """Return the servicer's method, which the handler stores under one of four kinds of calls."""
+    """Return the function of ``handler``.
+
+    A gRPC handler stores it in one of four attributes, depending on which sides are streams.
+    """
     kinds = (
         *(handler.unary_unary, handler.unary_stream),
         *(handler.stream_unary, handler.stream_stream),

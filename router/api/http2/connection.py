@@ -184,9 +184,9 @@ class Connection(asyncio.Protocol):
         self._flush_soon()
 
     def hold(self, size: int) -> None:
-        """Add ``size`` (may be negative) to the bytes of incomplete messages.
+        """Add ``size``, which may be negative, to the bytes of incomplete messages.
 
-        Raises RateLimited.
+        Raises RateLimited if they exceed the limit.
         """
         self._unfinished_bytes += size
         most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes

@@ -20,7 +20,7 @@ _WORTHWHILE_BYTES = 256
 
 
 def check_encoding(name: str) -> str:
-    """Return ``name`` if the encoding is supported. Raises Unimplemented."""
+    """Return ``name`` if this encoding is supported. Raises Unimplemented if it is not."""
     if name not in ENCODINGS:
         raise Unimplemented(f"grpc-encoding {name[:32]!r} is not known; {', '.join(ENCODINGS)} are")
     return name
@@ -53,10 +53,10 @@ class MessageReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that ``data`` completes.
+        """Return the messages that ``data`` completes, without their framing and decompressed.
 
-        Raises InvalidRequest, MessageTooLarge. After an error the boundaries of messages are
-        unknown, so that no more data can be parsed.
+        Raises MessageTooLarge, and InvalidRequest for invalid compression. After an error the
+        boundaries of messages are unknown, so that no more data can be parsed.
         """
         buffer = self._buffer
         buffer += data

@@ -27,7 +27,7 @@ class _Frames(FrameBuffer):
 
 
 class Http2(H2Connection):
-    """Connection of h2 whose cost does not grow with streams and is small for each data frame.
+    """Connection of h2 with a low cost for each new stream and each data frame.
 
     h2 itself iterates over all streams when a new one is opened, and creates objects for each
     frame.

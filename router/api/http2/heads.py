@@ -34,7 +34,7 @@ _OPENING: Headers = [
 
 
 class NotGrpc(Exception):
-    """Rejection of a request that is not gRPC, with the status of the HTTP response."""
+    """Raised if a request is not gRPC; ``http_status`` is the status of the HTTP response."""
 
     def __init__(self, http_status: int) -> None:
         super().__init__(str(http_status))
@@ -52,7 +52,7 @@ class Head:
 
 
 class KnownBlocks(Decoder):
-    """HPACK decoder that caches header blocks which only refer to entries of the tables.
+    """HPACK decoder that caches header blocks which only refer to entries of HPACK's tables.
 
     Such a block stands for the same headers until the dynamic table changes. Nearly all blocks of
     grpcio are of this kind, and decoding one costs more than parsing the call's message.
@@ -82,7 +82,8 @@ def _changes_nothing(block: bytes) -> bool:
 def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> Head:
     """Parse the headers of a call.
 
-    Raises NotGrpc, InvalidRequest, MetadataTooLarge, Unimplemented.
+    Raises NotGrpc for another HTTP method or content type, InvalidRequest for a malformed header,
+    MetadataTooLarge, and Unimplemented for an unknown encoding.
     """
     pseudo: dict[str, str] = {}
     own = {"grpc-encoding": IDENTITY}

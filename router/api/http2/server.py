@@ -1,4 +1,4 @@
-"""gRPC server for a gateway's clients.
+"""gRPC server for a router's clients.
 
 It has the part of grpc.aio.Server's interface that a router uses, and runs the same handlers.
 Everything that is sent on a connection in one iteration of the event loop leaves in one write. A
@@ -91,7 +91,10 @@ class Server:
             )
 
     async def stop(self, grace: float | None) -> None:
-        """Refuse new calls, give open calls ``grace`` seconds to end, and close all connections."""
+        """Refuse new calls, give open calls ``grace`` seconds to end, and close all connections.
+
+        Calls that are still open then are ended with UNAVAILABLE. None means no grace.
+        """
         for listening in self._listening:
             listening.close()
         for bound, _ in self._bound:

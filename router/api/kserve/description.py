@@ -43,7 +43,10 @@ _OUTPUTS = tuple(_Tensor(output.name, output.datatype) for output in infer_respo
 
 
 def check_version(served: str, version: str) -> None:
-    """Check that ``version`` is empty or the only version of the model. Raises UnknownModel."""
+    """Check that ``version`` is empty or the model's only version. Raises UnknownModel if not.
+
+    ``served`` is the model's name.
+    """
     if version not in ("", VERSION):
         raise UnknownModel(f"{served!r} has the version {VERSION}, and not {version!r}")
 

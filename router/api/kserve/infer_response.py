@@ -35,9 +35,10 @@ class Part:
 
 
 class Answer:
-    """Combined output of one or more pieces of a request.
+    """Combined output of one or more pieces of a request's stream.
 
-    The last piece of a request contains the number of prompt tokens.
+    ``num_input_tokens`` is the number of prompt tokens, which only the last piece contains; None
+    before.
     """
 
     def __init__(self, *pieces: wire.GenerateResponse) -> None:
@@ -88,7 +89,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Description of an output tensor; ``values`` returns None if they are not known yet."""
+    """Description of an output tensor.
+
+    ``values`` computes its values from an answer; it returns None if they are not known yet.
+    """
 
     name: str
     datatype: str

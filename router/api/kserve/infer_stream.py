@@ -17,8 +17,8 @@ Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 class InferStream:
     """Execution of the requests of one stream.
 
-    ``answer`` is called with each message, and yields its answers. It reports errors as answers,
-    and never raises.
+    ``answer`` is called with the bytes of each message, and yields its answers. It reports errors
+    as answers, and never raises.
     """
 
     def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:

@@ -62,7 +62,7 @@ class Parameter:
     """Parameter with its equivalent ``names``.
 
     ``datatype`` is the datatype of its input tensor, ``most`` the maximum number of values. ``set``
-    writes the values into a ``Wanted``, and raises InvalidRequest.
+    writes the values into a ``Wanted``; it raises InvalidRequest if they are invalid.
     """
 
     names: tuple[str, ...]
@@ -77,9 +77,10 @@ class Parameter:
 
 
 def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
-    """Return the submission and the form of its answer from pairs of a name and its values.
+    """Return the submission, and the form of its answer, that parameters describe.
 
-    Raises InvalidRequest.
+    ``given`` has pairs of a parameter's name and its values. Raises InvalidRequest for an unknown
+    or repeated parameter, and for invalid values.
     """
     result, seen = Wanted(), set[Parameter]()
     for name, values in _flat(given):
@@ -92,7 +93,10 @@ def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
 
 
 def check_count(name: str, count: int) -> None:
-    """Check the number of values of ``name`` before any value is read. Raises InvalidRequest."""
+    """Check the number of values of the parameter ``name`` before any value is read.
+
+    Raises InvalidRequest if the parameter is unknown or does not take so many.
+    """
     most = 1 if name == NESTED else _known(name).most
     if most == 1:
         _check_one(name, count)
@@ -197,7 +201,10 @@ def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
 
 
 def _counted(field: str) -> Setter:
-    """Return a setter of an integer field of the request, which checks the field's range."""
+    """Return a setter that writes a number to an integer field of the request.
+
+    The setter checks the range of the field.
+    """
 
     def put(wanted: Wanted, name: str, values: Values) -> None:
         value = _integer(name, _one(name, values))
@@ -245,7 +252,7 @@ def _priority(name: str, value: Value) -> int:
 
 
 def _timeout(wanted: Wanted, name: str, values: Values) -> None:
-    """Set the timeout from microseconds; 0 sets none."""
+    """Set the request's timeout from a number of microseconds; 0 sets none."""
     microseconds = _integer(name, _one(name, values))
     _MICROSECONDS.check(name, microseconds)
     if microseconds:

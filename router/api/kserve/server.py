@@ -160,9 +160,9 @@ class KserveServer:
         return pb.ModelConfigResponse(config=description.config(self._model.name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
-        """Return the number of requests since this router started, without times.
+        """Return how many requests were completed and failed since this router started.
 
-        The router's metrics contain times.
+        Times are not included; the router's metrics have them.
         """
         self._check_asked(parse(pb.ModelStatisticsRequest, data))
         counters = self._requests.counters

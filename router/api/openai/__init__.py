@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API of the gateway, with server-sent events."""
+"""OpenAI's HTTP API of the router, with server-sent events."""

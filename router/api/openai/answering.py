@@ -41,7 +41,10 @@ _EVENTS = "text/event-stream"
 
 class Answer(StreamedAnswer, Protocol):
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield a whole answer as JSON, in parts that each take little time to encode."""
+        """Yield a whole answer as JSON, in parts that each take little time to encode.
+
+        ``choices`` are in the order of their indices.
+        """
         ...
 
 

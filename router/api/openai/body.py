@@ -24,7 +24,10 @@ Json = dict[str, Any]
 
 
 def parse(data: bytes) -> Json:
-    """Parse a body as a JSON object. Raises MalformedBody, NotUtf8."""
+    """Parse a body as a JSON object.
+
+    Raises NotUtf8, and MalformedBody if the body is not JSON, no object or nested too deeply.
+    """
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -43,7 +46,7 @@ def parse(data: bytes) -> Json:
 def _may_be_odd(data: bytes) -> bool:
     """Return whether the body may have a number with many digits or a three-digit exponent.
 
-    Only then each number is checked, because a body may contain millions of numbers.
+    Each number is checked only in this case, because a body may contain millions of numbers.
     """
     kinds = data.translate(_KINDS, b"+")
     return b"0" * (_MAX_DIGITS + 1) in kinds or b"0e000" in kinds

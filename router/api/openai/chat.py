@@ -90,7 +90,10 @@ class ChatChunk(TypedDict):
 
 
 class ChatAnswer:
-    """Writer of chat completions; ``parser`` creates the parser of a choice by its index."""
+    """Writer of chat completions.
+
+    ``parser`` is called with the index of a choice, and returns the parser of its text.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class ChatAnswer:
         self._alignments: dict[int, Alignment] = {}
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk as JSON; None if there is nothing to send."""
+        """Return the chunk with the new output as JSON; None if there is nothing to send."""
         chunk = self.chunk(news, usage)
         return None if chunk is None else encode(chunk)
 

@@ -37,7 +37,8 @@ class Completion(TypedDict):
 class CompletionAnswer:
     """Writer of completions.
 
-    ``echoes`` has the text of the prompt for each choice, if the prompt precedes the output.
+    ``echoes`` has the text of the prompt for each choice if the prompt precedes the output; else it
+    is empty.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class CompletionAnswer:
         self._around: dict[int, tuple[str, str]] = {}
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk as JSON; None if there is nothing to send.
+        """Return the chunk with the new output as JSON; None if there is nothing to send.
 
         Most chunks of a choice differ only in their text, so the JSON around it is encoded once.
         """

@@ -20,7 +20,8 @@ from router.requests.tokenizer import ServedModel
 class Conversation:
     """Prompt of a chat, and the tools that its output may call.
 
-    ``grammar`` constrains the output, unless it is None.
+    ``grammar`` constrains the output, unless it is None. ``form`` is the format in which the model
+    writes tool calls, if it is known.
     """
 
     prompt: tuple[int, ...]
@@ -29,19 +30,22 @@ class Conversation:
     form: ToolFormat | None
 
     def parser(self, name: str, choice: int) -> Parser:
-        """Return a parser of the text of a choice; ``name`` is the request's name."""
+        """Return a parser of the text of choice number ``choice``; ``name`` is the request's id."""
         return self.tools.parser(self.form, name, choice)
 
 
 class Conversations:
-    """Renderer of chats with the model's template; without a template, chats are rejected."""
+    """Renderer of chats with the model's template; without a template, all chats are rejected."""
 
     def __init__(self, model: ServedModel, template: ChatTemplate | None) -> None:
         self._model = model
         self._template = template
 
     async def of(self, fields: ChatFields) -> Conversation:
-        """Return the conversation of a chat request. Raises NoChatTemplate, InvalidRequest."""
+        """Return the conversation of a chat request.
+
+        Raises NoChatTemplate, and InvalidRequest if its messages or tools are invalid.
+        """
         tools = ToolUse.of(
             fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
         )
@@ -51,7 +55,10 @@ class Conversations:
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
-        """Return the token ids of a chat's prompt. Raises NoChatTemplate, InvalidRequest."""
+        """Return the token ids of a chat's prompt.
+
+        Raises NoChatTemplate, and InvalidRequest if its messages or tools are invalid.
+        """
         return await self._tokens(await self._text(fields, tools), self._model.encode)
 
     async def _text(self, fields: Chat, tools: ToolUse) -> str:

@@ -44,8 +44,8 @@ class JsonResponse(Response):
 class Call:
     """HTTP request as a handler receives it, after authentication.
 
-    ``came`` is the time at which its head was read (``event_loop.now()``). Names in ``headers`` are
-    in lower case.
+    ``came`` is the time at which its request line and headers were read (``event_loop.now()``).
+    Names in ``headers`` are in lower case.
 
     ``params`` has the client's names of fields, by their names in everlift.messages, for error
     messages. ``told`` are headers that are added to the response, even if it is an error. A handler
@@ -61,14 +61,18 @@ class Call:
     told: dict[str, str] = field(default_factory=dict)
 
     async def fields(self, kind: type[F]) -> F:
-        """Return the validated fields of the body. Raises InvalidRequest."""
+        """Return the fields of the body. Raises InvalidRequest if it is invalid."""
         fields = parse(kind, await self.json())
         # Errors up to here already use the names in the body.
         self.params = fields.params
         return fields
 
     async def json(self) -> body.Json:
-        """Return the body as a JSON object. Raises InvalidRequest."""
+        """Return the body as a JSON object.
+
+        Raises InvalidRequest if the body is malformed, too large, too slow or of another media
+        type.
+        """
         self._check_media_type()
         return body.parse(await self._read())
 

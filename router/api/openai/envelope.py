@@ -34,7 +34,7 @@ class Envelope:
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    """Return the usage of a complete answer."""
+    """Return the token counts of a complete answer, including cached prompt tokens."""
     return {
         **usage_so_far(usage),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -42,7 +42,7 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def usage_so_far(usage: Usage) -> UsageBody:
-    """Return the usage of an answer that is not complete yet."""
+    """Return the token counts of an answer that is not complete yet."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -60,7 +60,10 @@ class StreamedErrorBody(TypedDict):
 
 
 def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
-    """Return the body of an error response; ``params`` has the client's names of fields."""
+    """Return the body of an error response.
+
+    ``params`` has the client's names of fields, by their names in everlift.messages.
+    """
     status = error.http_status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {
@@ -76,7 +79,11 @@ def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
 def streamed(
     error: EverliftError, params: Mapping[str, str], resume: Mapping[str, str]
 ) -> StreamedErrorBody:
-    """Return the last event of a failed stream; ``resume`` has the headers that continue it."""
+    """Return the body of the last event of a stream that failed with ``error``.
+
+    ``params`` is as in ``described``. ``resume`` has the headers with which a POST continues the
+    stream.
+    """
     plain = described(error, params)["error"]
     detail: StreamedErrorDetail = {
         "message": plain["message"],

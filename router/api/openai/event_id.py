@@ -24,7 +24,10 @@ _OF_NOTHING = token_digest(())
 
 
 class Position(NamedTuple):
-    """Position in the output of a choice: the number of tokens and characters before it."""
+    """Position in the output of a choice: the number of tokens and characters before it.
+
+    ``is_end``: the choice has ended, and its end is before the position, too.
+    """
 
     tokens: int = 0
     characters: int = 0

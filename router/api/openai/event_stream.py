@@ -40,7 +40,7 @@ class StreamedAnswer(Protocol):
     """Writer of the chunks of one kind of answer."""
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk as JSON; None if there is nothing to send.
+        """Return the chunk with the new output as JSON; None if there is nothing to send.
 
         The chunk has the token counts so far if ``usage`` is given.
         """
@@ -64,8 +64,10 @@ class KeepAlive:
 class Events:
     """Server-sent events of one answer, which are polled; the owner must close the object.
 
-    With ``has_ids`` each event has an id line, which states the position in the stream. Clients
-    that only know ``data`` lines would take the id line for the beginning of their JSON.
+    With ``has_usage`` or ``explains`` a last chunk has the token counts and, if requested, the time
+    breakdown. With ``has_continuous_usage`` each chunk has the token counts so far. With
+    ``has_ids`` each event has an id line, which states the position in the stream. Clients that
+    only know ``data`` lines would take the id line for the beginning of their JSON.
     """
 
     def __init__(
@@ -150,7 +152,10 @@ class EventStream:
     def __init__(
         self, first: bytes, rest: Events, params: Mapping[str, str], keep_alive: KeepAlive
     ) -> None:
-        """Create a response that sends ``first``, which may be empty, and then the ``rest``."""
+        """Create a response that sends ``first``, which may be empty, and then the ``rest``.
+
+        ``params`` has the client's names of fields, for error messages.
+        """
         self._first = first
         self._rest = rest
         self._params = params

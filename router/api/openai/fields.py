@@ -45,7 +45,7 @@ MAX_PROMPTS = 128
 
 @dataclass(frozen=True, slots=True)
 class InRange:
-    """Annotation that gives a body's field the range of a field of everlift.messages."""
+    """Annotation that limits a field to the range of ``field`` of everlift.messages."""
 
     field: str
 
@@ -82,7 +82,10 @@ class Fields(BaseModel):
 
     @property
     def params(self) -> Mapping[str, str]:
-        """Return the names in this body of fields of everlift.messages, where they differ."""
+        """Return this body's names of fields, by their names in everlift.messages.
+
+        Only names that differ are listed.
+        """
         return self.PARAMS
 
     @model_validator(mode="before")
@@ -288,7 +291,10 @@ class DetokenizeFields(Fields):
 
 
 def parse(kind: type[F], body: Object) -> F:
-    """Parse the fields of a body. Raises UnknownField, InvalidRequest."""
+    """Parse and check the fields of a body.
+
+    Raises UnknownField, and InvalidRequest if a field is missing or invalid.
+    """
     try:
         return kind.model_validate(body)
     except ValidationError as error:

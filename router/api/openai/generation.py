@@ -58,11 +58,12 @@ class Generation:
         headers: Mapping[str, str],
         journals: Sequence[Journal],
     ) -> Self:
-        """Submit ``messages``, each of which has an id; ``journals`` has their times until now.
+        """Submit ``messages``, each of which has an id, and open their output.
 
-        Raises what Inference.generate raises. All streams of the call are then closed. Requests
-        that the call created are erased if the client named them, so that it can send all of them
-        again with the same ids.
+        ``journals`` record the times of the requests, in the same order. Raises what
+        Inference.generate raises. All streams of the call are then closed. Requests that the call
+        created are erased if the client named them, so that it can send all of them again with the
+        same ids.
         """
         openings = [
             inference.generate(caller, message, headers, journal)

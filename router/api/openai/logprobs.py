@@ -52,8 +52,8 @@ class Placed(NamedTuple):
 
     ``data`` are the bytes that it adds to the text; ``offset`` is the index of the character that
     its first byte belongs to. ``before`` are the bytes of that character that come from earlier
-    tokens. The text before the index ``end`` contains all bytes of the token. ``is_first``: no
-    token of the text precedes it.
+    tokens. The text before the index ``end`` contains all bytes of the token. ``is_first``: it is
+    the first token that adds to the text.
     """
 
     token: int

@@ -1,4 +1,4 @@
-"""HTTP server of the gateway: uvicorn's connections in the router's event loop."""
+"""HTTP server of the router: uvicorn's connections in the router's event loop."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "
 
 
 class News(NamedTuple):
-    """Text and tokens that a piece adds to a choice.
+    """New output of a choice: the text and the tokens that one piece of the stream adds.
 
     ``known_text`` and the first ``num_known`` of ``tokens`` are output that the client had before
     its connection was lost; ``text`` is new. ``is_begin``: the client has nothing of the choice
@@ -36,7 +36,12 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of the requests of one answer; ``cached_tokens`` is known at the end."""
+    """Token counts of one answer, summed over all of its requests.
+
+    ``completion_tokens`` counts the output that was read so far. ``cached_tokens`` are prompt
+    tokens that were found in the prefix cache; a request's part is added when its stream states its
+    usage.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -46,8 +51,8 @@ class Usage:
 class Transcript:
     """Output that a client has received, of one or more requests with several choices each.
 
-    The choices of the first request come first. ``resumed`` has the client's position in each
-    choice; output continues exactly after it.
+    Choices are numbered over all requests; those of the first request come first. ``resumed`` has
+    the client's position in each choice; output continues exactly after it.
     """
 
     def __init__(
@@ -87,7 +92,10 @@ class Transcript:
 
     @property
     def had_output(self) -> bool:
-        """Return whether the client already had output; all requests were accepted then."""
+        """Return whether the client already had output when this stream began.
+
+        All requests were accepted in that case.
+        """
         return self._resumed != (BEGIN,) * self.num_choices
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:

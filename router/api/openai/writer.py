@@ -13,9 +13,10 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def around(value: object, name: str, held: object) -> tuple[str, str]:
-    """Return the JSON of ``value`` before and after its last member ``name``, which is ``held``.
+    """Return the JSON of ``value`` before and after the value of its last member ``name``.
 
-    The caller can write another value between the two.
+    ``held`` is the present value of that member. The caller can write another value between the two
+    parts.
     """
     # A client's text cannot match, because its quotation marks are escaped in JSON.
     begin, _, end = encode(value).rpartition(f'"{name}":{encode(held)}')

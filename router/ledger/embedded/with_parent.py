@@ -1,8 +1,8 @@
-"""Run a command that ends with its parent: with_parent.py PARENT_PID COMMAND...
+"""Run a command that ends with its parent process: with_parent.py PARENT_PID COMMAND...
 
 This is a separate program, because Python code between fork and exec may deadlock in a process with
-threads. The command replaces this program and so has its process id. The end of the parent is
-signalled on Linux only; on other systems the command runs without that.
+threads. The command replaces this program and so has its process id. On Linux it receives SIGTERM
+when the parent ends; on other systems it receives no signal.
 """
 
 from __future__ import annotations

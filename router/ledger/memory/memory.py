@@ -406,7 +406,7 @@ class MemoryLedger:
 
     @property
     def term(self) -> int:
-        """Return the term of the current or the last leader, which dispatches must have."""
+        """Term of the present or the last leader; a dispatch under another term is refused."""
         return self._term
 
     async def lead(

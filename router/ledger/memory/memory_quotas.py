@@ -1,4 +1,4 @@
-"""Buckets and concurrency slots of tenants in the memory of one process. Pure.
+"""Token buckets and concurrency limits of tenants in the memory of one process. Pure.
 
 They behave like charge.lua, settle.lua and hold.lua.
 """

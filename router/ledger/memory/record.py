@@ -1,4 +1,4 @@
-"""Record of a request in a MemoryLedger: entry, choices and events. Pure.
+"""Record of a request in a MemoryLedger: its entry, choices and events. Pure.
 
 A record applies moves without checks; memory.py checks them first.
 """
@@ -34,7 +34,10 @@ class Choice:
     finish_reason: FinishReason | None = None
 
     def store(self, item: Append, max_tokens: int) -> Appended:
-        """Store the tokens beyond the known ones, and the end; return OK, GAP or LIMIT."""
+        """Store the tokens that are new, and the end of the choice; return OK, GAP or LIMIT.
+
+        For GAP and LIMIT nothing is stored.
+        """
         known = len(self.tokens) - item.offset
         if known < 0:
             return Appended.GAP
@@ -63,10 +66,10 @@ class Choice:
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)
 
     def agrees(self, told: StoredChoice, finish_reason: FinishReason | None) -> bool:
-        """Return whether another copy of the choice is consistent with this one.
+        """Return whether a gateway's copy of the choice is consistent with this one.
 
-        Common tokens and ends must be equal, and neither copy may have tokens after the other's
-        end.
+        ``told`` and ``finish_reason`` are the copy. Common tokens and ends must be equal, and
+        neither copy may have tokens after the other's end.
         """
         known, other = len(self.tokens), len(told.tokens)
         if tuple(self.tokens[:other]) != told.tokens[:known]:
@@ -76,7 +79,10 @@ class Choice:
         return (not finish_reason or known <= other) and (not self.finish_reason or other <= known)
 
     def stored(self, offset: int) -> StoredChoice:
-        """Return the choice from ``offset`` on. Raises OffsetOutOfRange."""
+        """Return the tokens from ``offset`` on.
+
+        Raises OffsetOutOfRange for a negative offset or one beyond the tokens.
+        """
         if not 0 <= offset <= len(self.tokens):
             raise OffsetOutOfRange(f"offset {offset} is not stored")
         return StoredChoice(tuple(self.tokens[offset:]), tuple(self.logprobs[offset:]), offset)
@@ -95,7 +101,7 @@ class Record:
 
     @classmethod
     def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
-        """Return a record before its first move, which is ``open``."""
+        """Return a new record, on which the caller then applies the move ``open``."""
         entry = Entry(
             request.request_id,
             State.QUEUED,
@@ -146,7 +152,7 @@ class Record:
         self.explanation = explanation or self.explanation
 
     def judge(self, told: Stored) -> Reasserted:
-        """Compare a router's copy with this record; return OK if ``learn`` may merge it."""
+        """Compare a gateway's copy with this record; return OK if ``learn`` may merge it."""
         if told.request.body_hash != self.request.body_hash or not self._agrees(told):
             return Reasserted.DIVERGED
         if self.entry.state.is_final:
@@ -162,7 +168,7 @@ class Record:
         return all(choice.agrees(its, reason) for choice, its, reason in triples)
 
     def learn(self, told: Stored, now: float) -> None:
-        """Merge a router's copy for which ``judge`` returned OK, at ledger time ``now``.
+        """Merge a gateway's copy for which ``judge`` returned OK, at ledger time ``now``.
 
         Missing tokens and ends are added. State, owner and the other fields of the entry are
         replaced if the copy has more moves.

@@ -45,9 +45,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a server, sentinels or cluster nodes (``hosts``), or of a socket (``path``).
+    """Address of the ledger: of one server, of sentinels, of cluster nodes, or of a Unix socket.
 
-    ``service`` is the sentinels' name of the primary.
+    ``hosts`` are (host, port) pairs; ``path`` is that of the socket. ``service`` is the name by
+    which the sentinels know the primary.
     """
 
     kind: Kind
@@ -61,9 +62,10 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Parse a url.
+    """Return the address that a ledger's url contains.
 
-    Raises ValueError; its message omits the url, because that may contain a password.
+    Raises ValueError for an invalid url; the message omits the url, because that may contain a
+    password.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:

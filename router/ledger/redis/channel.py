@@ -1,8 +1,8 @@
 """Channel to a ledger's server, shared by many calls, and TLS with one context for all connections.
 
-The TLS context is recreated when its files change. redis-py would create one per connection, which
-takes tens of milliseconds of the event loop, because it loads the system's authorities. It would
-also trust these authorities in addition to the configured one.
+The TLS context is created again when its files change. redis-py would create one per connection,
+which takes tens of milliseconds of the event loop, because it loads the system's certificate
+authorities. It would also trust these authorities in addition to the configured one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 
 
 def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
-    """Return a TLS context that verifies the servers' certificates and host names.
+    """Return a reloaded TLS context that verifies the servers' certificates and host names.
 
-    Raises LedgerSetupError for unusable files.
+    Raises LedgerSetupError if a certificate or key file is unusable.
     """
     try:
         return certificates.client_context(Tls(config.tls_ca, config.tls_cert, config.tls_key))
@@ -61,7 +61,7 @@ _LATE_S = 0.1
 
 
 class Channel:
-    """Channel to a server, on which calls are pipelined.
+    """Connection to a server, shared by concurrent calls, whose commands are pipelined.
 
     ``make`` returns an unconnected connection. A connection that owes an answer, and receives
     nothing for ``timeout_s`` seconds, is abandoned. The next call opens a new one.
@@ -74,10 +74,9 @@ class Channel:
         self._connecting: asyncio.Task[_Wire] | None = None
 
     async def send(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Send commands and return their answers; an error reply is returned as an exception.
+        """Send commands and return their answers; an error reply is an exception in the list.
 
-        Raises RedisError when the server cannot be reached; whether the commands ran is then
-        unknown.
+        Raises RedisError when the server cannot be reached; the commands may then have run or not.
         """
         wire = self._wire
         if wire is None or wire.is_over:

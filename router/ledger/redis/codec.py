@@ -30,7 +30,7 @@ _NUM_TEXTS = 12
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return the tokens as little-endian uint32. Raises OverflowError for other numbers."""
+    """Return the tokens as little-endian uint32. Raises OverflowError if one does not fit."""
     return little_endian(tokens)
 
 
@@ -42,7 +42,7 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def has_logprobs(request: Request) -> bool:
-    """Return whether the request needs keys for log probabilities."""
+    """Return whether keys for log probabilities have to be created for the request."""
     return (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
 
 
@@ -56,9 +56,9 @@ def _record(num_top: int) -> struct.Struct:
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return one binary record per token.
+    """Return the log probabilities as bytes, one binary record per token.
 
-    All tokens must have as many alternatives as the first one, otherwise raises struct.error.
+    Raises struct.error if a token has another number of alternatives than the first one.
     """
     if not logprobs:
         return b""
@@ -83,7 +83,7 @@ def microseconds(seconds: float) -> int:
 
 
 def optional(number: int | None) -> int | str:
-    """Return the number as an argument of a script; None becomes an empty string."""
+    """Return the number as an argument of a script; an empty string for None."""
     return "" if number is None else number
 
 
@@ -100,7 +100,7 @@ def _tally(text: bytes) -> Tally:
 
 
 def appends(items: Sequence[Append]) -> bytes:
-    """Return all items as one argument of append.lua, in msgpack."""
+    """Encode the items in msgpack, as the only argument of append.lua."""
     fields: list[str | int | bytes] = []
     for item in items:
         fields += _append_fields(item)
@@ -129,7 +129,10 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
 
 
 def appended(answer: Sequence[Any], count: int) -> list[Appended]:
-    """Parse append.lua's answer for ``count`` items, which omits those that are OK."""
+    """Parse append.lua's answer; return the results of all ``count`` items.
+
+    The answer contains only the results that are not OK.
+    """
     words = [Appended.OK] * count
     for number, word in zip(answer[::2], answer[1::2], strict=True):
         words[number - 1] = _APPENDED[word]
@@ -137,7 +140,11 @@ def appended(answer: Sequence[Any], count: int) -> list[Appended]:
 
 
 def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:
-    """Return the arguments of reassert.lua that follow the request id."""
+    """Return the arguments of reassert.lua that follow the request id.
+
+    ``retention_ms`` and ``unfinished_ms`` are the times to live of a final and of an unfinished
+    request.
+    """
     request, deadline = stored.request, stored.request.deadline
     return [
         *_entry_fields(stored.entry),
@@ -175,7 +182,7 @@ def _entry_fields(entry: Entry) -> list[str | int]:
 
 
 def entry(request_id: str, fields: Sequence[Any]) -> Entry:
-    """Parse the answer of common.lua's function ``entry``."""
+    """Parse the answer of the function ``entry`` in common.lua."""
     texts, num_tokens = fields[:_NUM_TEXTS], fields[_NUM_TEXTS:]
     finishes, state, gateway, arrived, worker, epoch, attempts, losses, *others = texts
     slug, message, moves, tally = others
@@ -198,7 +205,7 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    """Parse the answer of common.lua's function ``continuation``, without its first word."""
+    """Parse the answer of the function ``continuation`` in common.lua, without its first word."""
     fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
     request = Request.from_bytes(data)
     sampling = request.sampling
@@ -218,7 +225,7 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
 
 
 def event(text: bytes) -> Event:
-    """Parse an item of the list e:<request id>."""
+    """Parse an item of the list of a request's events in Redis (key ``e:<request id>``)."""
     time, move, detail = text.decode().split(" ", 2)
     return Event(int(time) / 1e6, move, detail)
 
@@ -248,7 +255,7 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
 
 
 def policy(answer: Sequence[bytes]) -> ClusterPolicy:
-    """Parse the answer of set_policy.lua."""
+    """Parse the answer of set_policy.lua: the policy in effect."""
     texts = [text.decode() for text in answer]
     values = dict(zip(texts[::2], texts[1::2], strict=True))
     version = int(values.pop("version", "0"))

@@ -48,7 +48,7 @@ _SENTINEL_PART = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Command with its arguments; ``key`` only selects the server."""
+    """Redis command with its arguments; ``key`` selects the server to which it is sent."""
 
     key: str
     arguments: Sequence[Argument]
@@ -56,37 +56,41 @@ class Command:
 
 class Connections(Protocol):
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands and return their answers; an error reply is returned as an exception.
+        """Send commands and return their answers; an error reply is an exception in the list.
 
         The commands for one server are sent together, over one connection, in their order. Raises
-        RedisError or RedisClusterException when a server cannot be reached; whether the commands
-        ran is then unknown.
+        RedisError or RedisClusterException when a server cannot be reached; the commands may then
+        have run or not.
         """
         ...
 
     async def call(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands as ``send`` does; they may share a connection with other calls.
 
-        So they must not wait on the server, such as for a replica with WAIT.
+        The commands must not make the server wait, for example for a replica as WAIT does.
         """
         ...
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
         """Return one of ``keys`` for each server that is responsible for any of them.
 
-        If sentinels name the server, they are asked again. Raises as ``send`` does.
+        If the address is that of sentinels, they are asked for the primary again. Raises as
+        ``send`` does.
         """
         ...
 
     async def look_again(self) -> None:
-        """Look up the servers again, after a failure that suggests that they have changed."""
+        """Look up the servers of all keys again, after a failure that suggests a change."""
         ...
 
     async def close(self) -> None: ...
 
 
 def connections(config: LedgerConfig) -> Connections:
-    """Return the connections for the configured url. Raises LedgerSetupError."""
+    """Return the connections for the configured url, without connecting.
+
+    Raises LedgerSetupError if the TLS files are unusable, ValueError for an invalid url.
+    """
     address = parse(config.url)
     if address.kind is Kind.CLUSTER:
         return _Cluster(address, config)
@@ -125,10 +129,10 @@ class _OneServer:
 
 
 class _SentinelPrimary(_OneServer):
-    """Connections to the primary; each new connection asks the sentinels for it first.
+    """Connections to the primary; each new connection first asks the sentinels for its address.
 
-    A primary may not know for ten seconds that the sentinels have deposed it, and accepts writes
-    that will be lost. So the sentinels are also asked at every heartbeat.
+    A primary that the sentinels have deposed may not know this for ten seconds. It then accepts
+    writes that will be lost. So the sentinels are also asked at every heartbeat.
     """
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:

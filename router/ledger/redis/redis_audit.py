@@ -30,12 +30,14 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Item that audit.lua examines for one request, of a kind that is one letter.
+    """Part of the ledger that audit.lua examines for one request.
 
-    r    the request; ``name`` is empty
-    s    the key ``name``
-    o    the set of unfinished requests of the router ``name``
-    a    the tenant's listing in the key ``name``
+    ``kind`` is a letter:
+
+        r    the request; ``name`` is empty
+        s    the key ``name``
+        o    the set of unfinished requests of the router ``name``
+        a    the tenant's listing in the key ``name``
     """
 
     kind: str

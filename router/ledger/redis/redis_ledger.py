@@ -94,7 +94,7 @@ _MANY_LOGPROBS = 2048
 
 
 async def connect(config: LedgerConfig | str) -> RedisLedger:
-    """Connect to the ledger of ``config`` or of a url, and check its servers and layout.
+    """Connect to the ledger of ``config`` (or of a url), check its servers and layout, return it.
 
     Raises LedgerSetupError for an unusable server or layout, LedgerUnavailable if a server does not
     answer, ValueError for an invalid url.
@@ -113,7 +113,7 @@ async def connect(config: LedgerConfig | str) -> RedisLedger:
 
 
 class RedisLedger:
-    """Ledger in Redis or Valkey, created by ``connect``."""
+    """Ledger in Redis or Valkey; use ``connect`` to create it."""
 
     def __init__(self, shards: Shards, config: LedgerConfig, server: str, cluster_id: str) -> None:
         self.server = server
@@ -131,7 +131,7 @@ class RedisLedger:
         self._is_local = bool(parse(config.url).path)
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
-        """Run a script for a request; return the first word and the rest of its answer.
+        """Run a script for a request; return the first word of its answer, and the rest.
 
         Raises UnknownRequest, ForgottenRequest.
         """
@@ -554,16 +554,16 @@ class RedisLedger:
     def disturb(self, seconds: float, delay_s: float) -> None:
         """Inject a fault: for ``seconds`` every call takes ``delay_s`` seconds longer.
 
-        With an infinite ``delay_s`` no call is sent before the fault ends. 0 ``seconds`` end the
-        fault.
+        With an infinite ``delay_s`` no call is sent before the fault ends. If ``seconds`` is 0, the
+        fault in progress ends.
         """
         self._shards.disturb(seconds, delay_s)
 
     async def process_id(self) -> int:
         """Return the process id of the server.
 
-        Raises InvalidRequest unless the url is a Unix socket, because the server may run on another
-        machine; LedgerUnavailable.
+        Raises LedgerUnavailable. Raises InvalidRequest unless the url is that of a Unix socket,
+        because the server may run on another machine.
         """
         if not self._is_local:
             raise InvalidRequest("the ledger's server is reached over a network: it is not ours")

@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Lua script; ``sha`` is the hash by which a server that has loaded ``source`` runs it."""
+    """Lua script; ``sha`` is the hash by which EVALSHA names ``source``."""
 
     name: str
     source: str

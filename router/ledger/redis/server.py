@@ -27,7 +27,7 @@ _FSYNCS = {
 
 
 def check_server(info: Info, *, is_cluster: bool = False) -> str:
-    """Check that the server can be used; return its name and version.
+    """Check that the server can be used; return its name and version as text.
 
     Raises LedgerSetupError if it cannot. Raises LedgerUnavailable while the server loads its data,
     because until then it reports that it does not persist data.
@@ -53,7 +53,7 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
 
 
 def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
-    """Raise LedgerSetupError if the server promises less durability than ``demanded``.
+    """Raise LedgerSetupError if the server guarantees less durability than ``demanded``.
 
     ``appendfsync`` is the server's setting; None if unknown, which is accepted.
     """
@@ -79,8 +79,8 @@ def knows_waitaof(info: Info) -> bool:
 def generation(infos: Sequence[Info]) -> str:
     """Return an id that changes with a restart or failover of any server.
 
-    A restart changes ``run_id``, and so does a failover to another server. A failover that is
-    undone between two calls changes ``master_replid``.
+    A restart changes ``run_id``, and so does a failover to another server. If a failover is undone
+    between two calls, only ``master_replid`` has changed.
     """
     lives = sorted(f"{info.get('run_id')} {info.get('master_replid')}" for info in infos)
     return hashlib.blake2b("\n".join(lives).encode(), digest_size=8).hexdigest()
@@ -89,7 +89,7 @@ def generation(infos: Sequence[Info]) -> str:
 def memory_used(infos: Sequence[Info]) -> float:
     """Return the used share of the fullest server's memory limit; 0 if no server has a limit.
 
-    Memory is counted as by the server when it decides whether it is full.
+    Memory is counted as the server counts it when it decides whether it is full.
     """
     return max(map(_memory_used, infos), default=0.0)
 
@@ -102,7 +102,11 @@ def _memory_used(info: Info) -> float:
 
 
 def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
-    """Raise LedgerSetupError unless the ledger was created with this schema and these shards."""
+    """Raise LedgerSetupError if the ledger was created with another schema or number of shards.
+
+    ``schema`` and ``shards`` are those of the ledger; they must equal this version's and the
+    configured ones.
+    """
     if schema != SCHEMA:
         raise LedgerSetupError(
             f"the ledger under {config.key_prefix!r} has schema {schema}; this version of Everlift"

@@ -29,8 +29,9 @@ log = logs.get_logger(__name__)
 async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
     """Check servers and layout; return the server's name and version, and the cluster's id.
 
-    With several servers, name and version are those of the first one. Raises LedgerSetupError for
-    an unusable server or layout, LedgerUnavailable if a server does not answer.
+    If there are several servers, name and version are those of the first one. Raises
+    LedgerSetupError for an unusable server or layout, LedgerUnavailable if a server does not
+    answer.
     """
     try:
         server = await check_servers(shards, config)
@@ -42,9 +43,10 @@ async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
 
 
 async def check_servers(shards: Shards, config: LedgerConfig) -> str:
-    """Check every server; return name and version of the first one.
+    """Check every server; return the name and version of the first one as text.
 
-    Also sets ``shards.knows_waitaof``. Raises LedgerSetupError, LedgerUnavailable.
+    Also sets ``shards.knows_waitaof``. Raises LedgerSetupError for an unusable server,
+    LedgerUnavailable.
     """
     is_cluster = parse(config.url).kind is Kind.CLUSTER
     infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
@@ -82,7 +84,10 @@ async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
 
 
 def layout(config: LedgerConfig, cluster_id: str) -> list[Command]:
-    """Return commands that write the fields of the layout that do not exist."""
+    """Return commands that write the ledger's schema, number of shards and cluster id.
+
+    A field that exists already is not changed.
+    """
     key = _layout_key(config)
     fields: dict[str, str | int] = {
         "schema": SCHEMA,
@@ -118,6 +123,6 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _command(error: NoPermissionError) -> str:
-    """Return the name of the refused command, never its arguments."""
+    """Return the name of the command that the server refused, never its arguments."""
     found = re.search(r"'([a-z|]+)' command", str(error))
     return f"the command {found[1]}" if found else "a command or its keys"

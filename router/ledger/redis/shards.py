@@ -1,4 +1,7 @@
-"""Script calls on the ledger's shards, with retries and a timeout; all failures are one error."""
+"""Script calls on the ledger's shards, with retries and a timeout.
+
+Every failure is raised as LedgerUnavailable.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +69,14 @@ _FAILURES = (RedisError, RedisClusterException)
 
 
 class NotReplicated(RedisError):
-    """Error of a write that no replica confirmed in time."""
+    """Raised if no replica confirmed a write in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a script; ``settles`` if the promise of the durability class applies to it.
+    """Call of a script; ``settles`` if the promise of the durability class applies to its write.
 
-    Under durability class ``replicated``, such a call succeeds only when a replica has its write.
+    Under durability class ``replicated``, such a call succeeds only when a replica has the write.
     """
 
     script: Script
@@ -90,7 +93,10 @@ def root(key_prefix: str, shard: int) -> str:
 
 
 class Shards:
-    """Shards of the ledger; a call whose answer is lost is retried, so a script may run twice."""
+    """Shards of the ledger, on which scripts run.
+
+    A call whose answer is lost is retried, so a script may run twice.
+    """
 
     def __init__(self, config: LedgerConfig) -> None:
         self._timeout_s = config.timeout
@@ -131,10 +137,11 @@ class Shards:
     async def run_with_info(
         self, call: Call, sections: Sequence[str], more: Sequence[Command]
     ) -> tuple[Any, list[Info]]:
-        """Return the script's answer and sections of INFO of every server, in one round trip.
+        """Run a script; return its answer, and sections of INFO of every server.
 
-        The commands ``more`` run too; their refusal by a full server is ignored. The answer and
-        that server's INFO are from the same run of the server. Raises LedgerUnavailable.
+        All takes one round trip. The commands ``more`` run too, and it is ignored if a full server
+        refuses them. The answer and the INFO of its server are from the same run of the server.
+        Raises LedgerUnavailable.
         """
         info = ("INFO", *sections)
 
@@ -146,13 +153,16 @@ class Shards:
         return await self.attempt(call.script.name, run)
 
     async def ask(self, name: str, *commands: Command) -> list[Any]:
-        """Run commands and return their answers. Raises LedgerUnavailable."""
+        """Run commands and return their answers; ``name`` is for the error.
+
+        Raises LedgerUnavailable.
+        """
         return await self.attempt(name, lambda: self._answered(commands))
 
     async def ask_each_server(self, name: str, *arguments: Argument) -> list[Any]:
         """Run a command on each server that has a shard; return the answers, None if refused.
 
-        Raises LedgerUnavailable.
+        ``name`` is for errors. Raises LedgerUnavailable.
         """
 
         async def ask() -> list[Any]:
@@ -166,22 +176,23 @@ class Shards:
         return await self.attempt(name, ask)
 
     async def servers(self) -> list[str]:
-        """Return the root of one shard per server. Raises LedgerUnavailable."""
+        """Return one root (prefix of a shard's keys) per server. Raises LedgerUnavailable."""
         return await self.attempt("servers", lambda: self._connections.servers(self._roots))
 
     def disturb(self, seconds: float, delay_s: float) -> None:
         """Inject a fault: for ``seconds`` every call takes ``delay_s`` seconds longer.
 
-        With an infinite ``delay_s`` no call is sent before the fault ends. 0 ``seconds`` end the
-        fault.
+        With an infinite ``delay_s`` no call is sent before the fault ends. If ``seconds`` is 0, the
+        fault in progress ends.
         """
         self._disturbed_until = asyncio.get_running_loop().time() + seconds
         self._disturbance_s = delay_s
 
     async def attempt(self, name: str, do: Callable[[], Awaitable[T]]) -> T:
-        """Call ``do`` until it succeeds, fails permanently, or the timeout has passed.
+        """Call ``do`` until it succeeds, and return its result; ``name`` is for errors.
 
-        Returns its result. Raises LedgerUnavailable, whose cause is the last failure.
+        Raises LedgerUnavailable, whose cause is the last failure, when ``do`` fails permanently or
+        the timeout has passed.
         """
         failure: Exception | None = None
         failures = 0
@@ -256,7 +267,7 @@ class Shards:
         return call.key or self._roots[call.shard]
 
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
-        """Return the commands that follow the calls and wait for a replica.
+        """Return the commands that follow the calls and wait until a replica has their writes.
 
         WAITAOF waits for the last write of its connection, and a repeated call writes nothing. So a
         key is always written first: PEXPIRE is always replicated, and a full server accepts it.
@@ -293,7 +304,7 @@ class Shards:
 def kind(error: BaseException) -> str:
     """Return a short name of a failure, to be shown to users.
 
-    Only the first word of a server's message is used, because the rest may contain arguments.
+    Of a server's message only the first word is used, because the rest may contain arguments.
     """
     if isinstance(error, NotReplicated):
         return "not replicated"

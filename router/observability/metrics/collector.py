@@ -17,7 +17,10 @@ from router.worker_sessions import Sessions, WorkerLink
 
 
 class StateCollector:
-    """Collector of state; it is called in the event loop, so all values are of one moment."""
+    """Prometheus collector of the state of a router and, if it leads, of its cluster.
+
+    It is called in the event loop, so all values are of one moment.
+    """
 
     def __init__(self, requests: Requests, sessions: Sessions, leader: Leader) -> None:
         self._requests = requests

@@ -32,8 +32,8 @@ MAX_HEAD_BYTES = 8192
 class MetricsServer:
     """Server of metrics and probes; ``address`` is empty while it does not listen.
 
-    ``readiness`` determines whether this router accepts new requests. While it is None, the router
-    counts as not ready.
+    ``readiness`` answers /ready: its ``takes_new`` states whether this router accepts new requests.
+    While it is None, the router counts as not ready.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -44,7 +44,7 @@ class MetricsServer:
         self.address = ""
 
     async def start(self, host: str, port: int) -> None:
-        """Listen for scrapes; an empty host disables it. Raises OSError if the port is taken."""
+        """Listen for scrapes, unless the host is empty. Raises OSError if the port is taken."""
         if not host:
             return
         self._server = await asyncio.start_server(self.connected, host, port, limit=MAX_HEAD_BYTES)
@@ -61,7 +61,7 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def expose(self, accept: str) -> tuple[str, bytes]:
-        """Return the content type and the text of all metrics, for this Accept header."""
+        """Return the content type and the encoded text of all metrics, for this Accept header."""
         encode, content_type = encoder(accept)
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 
@@ -128,7 +128,7 @@ class _Collected:
 
 
 def encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """Return the encoder for this Accept header, and its content type."""
+    """Return the encoder of metrics for this Accept header, and its content type."""
     try:
         return choose_encoder(accept)
     except TypeError:

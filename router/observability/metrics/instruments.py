@@ -26,7 +26,7 @@ _USUAL = 0
 
 
 class Instruments:
-    """Observer that updates counters and histograms.
+    """Observer of requests and ledger calls that updates counters and histograms.
 
     Labels are resolved once, when a metric or class is first used, so that an observation takes
     about a microsecond.
@@ -68,7 +68,7 @@ class Instruments:
         return histogram
 
     def samples(self, name: str) -> list[Sample]:
-        """Return the current samples of one of these metrics."""
+        """Return the current samples of the counter or histogram ``name``."""
         return [sample for family in self._metrics[name].collect() for sample in family.samples]
 
     def of_class(self, priority: int) -> _Class:
@@ -84,7 +84,10 @@ class Instruments:
         self._prompt_tokens.inc(prompt_tokens)
 
     def ended(self, outcome: str) -> None:
-        """Count a request with this outcome; an unknown slug counts as internal."""
+        """Count a request with this outcome: "ok", or the slug of its error.
+
+        An unknown slug counts as internal.
+        """
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
 
     def choice_finished(self, reason: FinishReason) -> None:
@@ -156,7 +159,7 @@ class _Class:
 
 
 def timed(ledger: Ledger, instruments: Instruments) -> Ledger:
-    """Return the ledger in a wrapper that records its calls in the instruments."""
+    """Return a wrapper of the ledger that records the duration and failures of its calls."""
     return cast("Ledger", _Timed(ledger, instruments))
 
 

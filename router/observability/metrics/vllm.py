@@ -82,7 +82,7 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 
 
 class VllmCollector:
-    """Collector under vLLM's metric names; ``model`` is the label model_name."""
+    """Prometheus collector of metrics under vLLM's names; ``model`` is the label model_name."""
 
     def __init__(
         self,

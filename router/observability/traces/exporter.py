@@ -22,6 +22,8 @@ CLOSE_S = 2.0
 
 
 class Exporter(Protocol):
+    """Exporter of trace spans."""
+
     def export(self, spans: Iterable[Span]) -> None:
         """Queue spans for export, without waiting."""
         ...
@@ -32,7 +34,7 @@ class Exporter(Protocol):
 
 
 class OtlpExporter:
-    """Exporter of spans in batches, from a thread of its own.
+    """Exporter of spans over OTLP, in batches, from a thread of its own.
 
     While the collector is unavailable, spans that do not fit into the queue are dropped.
     """

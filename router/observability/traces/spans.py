@@ -1,4 +1,4 @@
-"""Trace of a request: its moves in the ledger, and what its router saw between them. Pure.
+"""Trace of a request: its moves in the ledger, and the times that its router recorded. Pure.
 
     <operation> <model>                    from the call to the last move
       everlift.accept                      tokenised, written into the ledger
@@ -10,8 +10,8 @@
         everlift.engine.preempted          for each time without KV blocks
 
 Attempts are taken from the ledger, so they are complete even if routers were lost meanwhile. The
-phases of the engine are those that the last router saw. A span contains neither prompt nor output,
-nor the text of an error, which may quote them.
+phases of the engine are those that the last router recorded. A span contains neither prompt nor
+output, nor the text of an error, which may quote them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def request_spans(
     journal: Journal,
     new_span_id: Callable[[], str],
 ) -> list[Span]:
-    """Return the spans of a traced request that has ended, with the root span last."""
+    """Return the spans of a traced request that has ended, with the root span last.
+
+    ``entry`` and ``events`` are the ledger's, and ``journal`` is that of the request's last router.
+    """
     assert request.trace is not None
     seen = {attempt.number: attempt for attempt in journal}
     walk = _Walk(request, request.trace, entry, events, seen, new_span_id)

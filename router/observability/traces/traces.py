@@ -19,11 +19,11 @@ log = logs.get_logger(__name__)
 
 
 class Traces:
-    """Tracer of one router.
+    """Tracer of one router, which exports the trace of a request when it ends.
 
-    A request with a trace context is traced if its flag says so. Of the others, the fraction
-    ``sample`` is traced. ``draw`` returns random numbers from 0 to 1. Without an exporter, no trace
-    is begun.
+    A request that arrives with a trace context is traced if the context's sampled flag is set. Of
+    the other requests, the fraction ``sample`` is traced. ``draw`` returns random numbers from 0 to
+    1. Without an exporter, no trace is begun.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Traces:
             self._exporter.export([refusal_span(trace, now - elapsed_s, now, slug, x_request_id)])
 
     def close(self) -> None:
-        """Send the queued spans. Blocks, so do not call it in the event loop's thread."""
+        """Send the queued spans. This blocks, so do not call it in the event loop's thread."""
         if self._exporter is not None:
             self._exporter.close()
 

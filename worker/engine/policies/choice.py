@@ -1,4 +1,4 @@
-"""The policies by their names. Pure."""
+"""Creation of a batching policy by its name. Pure."""
 
 from __future__ import annotations
 

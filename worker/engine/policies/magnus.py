@@ -13,13 +13,15 @@ from worker.engine.slot_table import SlotTable
 
 
 class Magnus(Policy):
-    """Closed batches of sequences with similar predicted output lengths.
+    """Policy of closed batches of sequences with similar predicted output lengths.
 
-    When a batch is done, the waiting batch with the highest response ratio is next:
+    A closed batch gets no further sequences. When all its sequences have ended, the waiting batch
+    with the highest response ratio is next:
 
         (seconds waited + estimated serving seconds) / estimated serving seconds
 
-    Only the first waiting batch of each band of lengths is compared, however many sequences wait.
+    Only the first waiting batch of each band of lengths (``SimilarBatches``) is compared, however
+    many sequences wait.
     """
 
     follows_time = True

@@ -58,10 +58,10 @@ class Policy(ABC):
 
     @abstractmethod
     def head(self, num_running: int) -> Sequence | None:
-        """Return the sequence to admit next while ``num_running`` are in the batch; None for none.
+        """Return the sequence to admit next, or None if none is to be admitted now.
 
-        It stays in ``waiting`` until it is admitted. While there is no room for it, no other
-        sequence is admitted.
+        ``num_running`` sequences are in the batch. The result stays in ``waiting`` until it is
+        admitted. While there is no room for it, no other sequence is admitted.
         """
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:
@@ -72,17 +72,20 @@ class Policy(ABC):
         return
 
     def precedes(self, head: Sequence, running: Sequence) -> bool:
-        """Return whether to admit ``head`` before more of ``running`` is prefilled."""
+        """Return whether to admit ``head`` before more of ``running`` is prefilled.
+
+        ``running`` is in the batch already.
+        """
         return False
 
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Return the decodes of this step, and those that may follow if prefill leaves budget.
+        """Divide ``slots`` into those that decode before prefill, and those that decode after it.
 
-        ``slots`` are the slots that may decode, in the order of arrival. Both results have the most
-        urgent decodes first.
+        ``slots`` are all slots that may decode, in the order of arrival. The second part decodes
+        only if prefill leaves token budget. Both results have the most urgent slots first.
         """
         return slots, slots[:0]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
-        """Return ``sequences``, given in the order of arrival, in the order of service."""
+        """Return ``sequences``, which are in the order of arrival, in the order to prefill them."""
         return sequences

@@ -1,4 +1,4 @@
-"""Estimates of how long steps and batches take. Pure."""
+"""Estimates of the durations of batches and of steps. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServingTime:
         self._batches: deque[tuple[BatchSize, float]] = deque(maxlen=_BATCHES)
 
     def learn(self, size: BatchSize, seconds: float) -> None:
-        """Record that a batch of ``size`` took ``seconds``, more than 0."""
+        """Record that a batch of ``size`` took ``seconds``, which must be more than 0."""
         self._batches.append((size, seconds / size.output))
 
     def estimate(self, size: BatchSize) -> float:

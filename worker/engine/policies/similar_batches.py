@@ -15,7 +15,7 @@ from worker.engine.waiting import WaitingLine
 
 
 class WaitingBatch:
-    """Waiting sequences of one class and one band of predicted output lengths."""
+    """Waiting sequences of one priority class and one band of predicted output lengths."""
 
     def __init__(self) -> None:
         #: start of the first step after the batch was opened; inf before that step
@@ -31,7 +31,7 @@ class WaitingBatch:
 
     @property
     def order(self) -> int:
-        """Return the arrival order of the first sequence."""
+        """Return the arrival order (``Sequence.order``) of the first sequence of the batch."""
         return next(iter(self._sequences))
 
     @property
@@ -40,9 +40,10 @@ class WaitingBatch:
         return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
 
     def has_room(self, sequence: Sequence, limits: Limits) -> bool:
-        """Return whether the batch may take ``sequence``, by number and by predicted KV blocks.
+        """Return whether the batch may take ``sequence``.
 
-        An empty batch may take any sequence.
+        It must stay within the batch slots and, as far as its KV blocks are predicted, within the
+        KV cache. An empty batch may take any sequence.
         """
         num_blocks = self._num_blocks + _expected_blocks(sequence)
         has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
@@ -58,15 +59,18 @@ class WaitingBatch:
 
 
 class SimilarBatches:
-    """Waiting batches by class and band of predicted lengths; the last batch of a band is open.
+    """Waiting batches by priority class and band of predicted output lengths.
 
         band      |     16..21         |   22..29   | ...
         batches   |  full, full, open  |    open    |
 
-    The shortest length of a band is at least 1 - ``batch_waste`` of its longest. At most this part
-    of a batch's slot steps is therefore wasted, as far as the predictions are right. (Magnus
-    compares a request with every waiting batch, whereas a band is found in O(log n).) A batch is
+    New sequences join the last batch of their band if it is open, which means not full. A batch is
     full if it has ``max_num_seqs`` sequences, or if it is predicted to fill the KV cache.
+
+    The slot of a sequence that ends before the longest of its batch stays empty meanwhile. The
+    shortest length of a band is at least 1 - ``batch_waste`` of its longest. As far as the
+    predictions are right, a slot is therefore empty for at most ``batch_waste`` of the batch's
+    decode steps. (Magnus compares a request with every waiting batch; a band is found in O(log n).)
 
     The queue also holds those sequences of the running batch that have no slot, because they are
     not admitted yet or were preempted.
@@ -125,7 +129,10 @@ class SimilarBatches:
             self._members.push(sequence)
 
     def heads(self) -> list[WaitingBatch]:
-        """Return the longest-waiting batch of each band of the highest class with any."""
+        """Return the longest-waiting batch of each band that has one.
+
+        Only bands of the highest priority class that has waiting batches are considered.
+        """
         for key, batches in [*self._bands.items()]:
             while batches and not batches[0]:
                 batches.popleft()
@@ -148,7 +155,10 @@ class SimilarBatches:
 
 
 def band_begins(waste: float, longest: int) -> list[int]:
-    """Return the shortest length of each band; together the bands reach ``longest``."""
+    """Return the shortest length of each band; the bands cover the lengths 1 to ``longest``.
+
+    No length of a band is less than 1 - ``waste`` of the longest one of the band.
+    """
     begins = [1]
     while begins[-1] <= longest:
         begins.append(int(begins[-1] / (1 - waste)) + 1)

@@ -33,8 +33,8 @@ class Slai(Policy):
 
     A sequence that waits for prefill counts as ``ageing_tokens`` shorter for each later arrival. A
     sequence with n tokens to compute is therefore overtaken by fewer than n / ageing_tokens later
-    ones of its class. A sequence that has output already goes first, because its client waits for
-    the next token.
+    ones of its priority class. A sequence that has output already counts as having none to compute,
+    because its client waits for the next token.
     """
 
     follows_time = True

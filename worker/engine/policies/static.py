@@ -11,10 +11,10 @@ from worker.engine.waiting import WaitingLine
 
 
 class Continuous(Policy):
-    """Continuous batching by arrival.
+    """Policy of continuous batching in the order of arrival.
 
-    A step computes every decode, then prefill chunks of running sequences, then newly admitted
-    ones.
+    A step computes every decode, then chunks of prompts of sequences in the batch, then those of
+    newly admitted sequences.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,10 @@ class Continuous(Policy):
 
 
 class ClosedBatch:
-    """Queue of the closed batch's sequences without a slot, and of later arrivals."""
+    """Queue of the sequences without a slot: those of the closed batch, and later arrivals.
+
+    A closed batch gets no further sequences; the next one begins when all its sequences have ended.
+    """
 
     def __init__(self) -> None:
         self._members = WaitingLine()
@@ -65,12 +68,11 @@ class ClosedBatch:
 
 
 class Static(Policy):
-    """Static batching, the baseline before continuous batching.
+    """Policy of static batching, the baseline before continuous batching.
 
-    When a batch is done, the first ``size`` waiting sequences, or all if they are fewer, become the
-    next batch. Finished sequences compute nothing, nothing is padded, and prompts are prefilled in
-    chunks. Sequences of the batch for which there is no room are admitted when others have
-    finished.
+    When all sequences of a batch have ended, the first ``size`` waiting sequences, or all if they
+    are fewer, become the next batch. Sequences of the batch for which there is no room are admitted
+    when others of it have ended. Nothing is padded, and prompts are prefilled in chunks.
     """
 
     def __init__(self, size: int) -> None:

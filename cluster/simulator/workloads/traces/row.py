@@ -18,7 +18,8 @@ _MOST = (1 << 31) - 1
 class Row:
     """Line of a trace, with its fields by name.
 
-    The methods that read a field raise WorkloadFailed with the file, the line and the cause.
+    The methods that read a field raise WorkloadFailed with the file, the line and the cause if the
+    field is missing or invalid.
     """
 
     def __init__(self, file: Path, line: int, fields: object) -> None:
@@ -53,7 +54,10 @@ class Row:
         return number
 
     def moment(self, name: str) -> float:
-        """Return a date with a time of day as seconds since 1970; UTC if it has no zone."""
+        """Return the time in the field ``name`` in seconds since 1970.
+
+        The field must be an ISO 8601 date with a time of day; without a time zone it is in UTC.
+        """
         text = self._field(name)
         try:
             moment = datetime.fromisoformat(str(text))
@@ -85,7 +89,8 @@ class Format(Protocol):
     def __call__(self, row: Row) -> Arrival | None:
         """Return the request of a line, or None if the line is to be skipped.
 
-        ``at`` is in seconds from the zero point of the format. Raises WorkloadFailed.
+        ``at`` of the request is in seconds after an origin that depends on the format. Raises
+        WorkloadFailed for a missing or invalid field.
         """
         ...
 
@@ -115,9 +120,10 @@ def burstgpt(row: Row) -> Arrival | None:
 
 
 def mooncake(row: Row) -> Arrival:
-    """Return the request of a line; ``prefix`` has the names of the full prompt blocks.
+    """Return the request of a line in Mooncake's format.
 
-    A last block that is not full is left out, because it is unique.
+    ``prefix`` has the names of the full blocks of the prompt. A last block that is not full is left
+    out, because no other prompt shares it.
     """
     prompt_tokens = row.count("input_length", least=1)
     output_tokens = row.count("output_length", least=1)

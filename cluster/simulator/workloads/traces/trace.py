@@ -20,9 +20,9 @@ from cluster.simulator.workloads.traces.row import CSV, Format, Row, mooncake
 class Trace:
     """Recorded requests of ``file``, whose first line determines its format.
 
-    Only requests from ``begin_s`` to before ``end_s`` are used, in seconds after the file's first
-    request. They arrive ``speed`` times as fast as recorded. Raises WorkloadFailed for an invalid
-    window or speed.
+    Only requests from ``begin_s`` to before ``end_s`` are used, the window, in seconds after the
+    file's first request. They arrive ``speed`` times as fast as recorded. Raises WorkloadFailed for
+    an invalid window or speed.
     """
 
     file: Path
@@ -37,8 +37,9 @@ class Trace:
             raise WorkloadFailed(f"a trace's speed must be above 0, not {self.speed:g}")
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield the requests in order of arrival; ``at`` is 0 at the begin of the window.
+        """Yield the requests of the window in order of arrival.
 
+        Their ``at`` is the recorded time since the beginning of the window, divided by ``speed``.
         Raises WorkloadFailed for an unreadable file, an invalid line or an empty window.
         """
         later = dropwhile(lambda each: each.at < self.begin_s, self._recorded())
