@@ -1,4 +1,7 @@
-"""Configuration of a whole cluster. The defaults of its parts are in the parts' dataclasses."""
+"""Configuration of a whole cluster, with sections for router, worker, ledger and autoscaling.
+
+The defaults of the settings in a section are in the section's own dataclass.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,10 @@ def _default_state_dir() -> Path:
 class Config:
     """Settings of a whole cluster.
 
-    Relative paths are resolved against the working directory when the object is created.
+    Relative paths are resolved against the working directory when the object is created. The model,
+    its revision, ``chaos`` and ``internal_tls`` are passed on to the sections router and worker.
+    The constructor raises pydantic's ValidationError if a setting is invalid or contradicts another
+    one.
     """
 
     #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
@@ -163,7 +169,7 @@ def load(
     The sources are, each overriding those before it: the defaults, the nested mapping ``beneath``,
     the YAML ``file``, the EVERLIFT_ variables of ``environ``, ``assignments`` such as
     "router.port=0", and the nested mapping ``options``. Raises SettingsError, which lists all
-    invalid settings, those of the file with their lines.
+    invalid settings, and for each one in ``file`` its line.
     """
     content, lines = settings_file.read(file) if file else ({}, {})
     above = (

@@ -44,8 +44,9 @@ async def connected(
 ) -> AsyncIterator[AsyncClient]:
     """Context manager: check that a cluster answers, and yield a client of it.
 
-    ``address`` lists routers, separated by commas; None is the cluster on this machine.
-    ``retry_s`` is that of AsyncClient. ``key`` replaces the API key of the environment.
+    ``address`` lists routers, separated by commas; None is the cluster on this machine. Calls of
+    the client that are not answered, or refused for lack of capacity, are retried for ``retry_s``
+    seconds; the check is not retried. ``key`` replaces the API key of the environment.
 
     Raises Unreachable if no router answers, Unauthenticated if the API key is missing or unknown,
     and SettingsError for invalid settings in the environment. The messages say what to do.
@@ -104,7 +105,7 @@ def addresses(given: str | None) -> list[str]:
 
 
 def with_ledger(config: Config, url: str | None) -> Config:
-    """Return ``config`` with ``url`` as the ledger's URL, or unchanged if there is no ``url``.
+    """Return ``config`` with ``url`` as the ledger's URL; None or "" leaves it unchanged.
 
     Raises SettingsError if ``url`` is invalid.
     """
@@ -120,9 +121,9 @@ def with_ledger(config: Config, url: str | None) -> Config:
 async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
     """Context manager: connect to the configured ledger, and yield it.
 
-    An embedded ledger is that of the running cluster with the same state directory. Raises
-    ClusterFailed if no such cluster runs, LedgerSetupError if the ledger cannot be used, and
-    LedgerUnavailable if it does not answer.
+    If the ledger is configured as embedded, the cluster that runs with the same state directory
+    must have started it. Raises ClusterFailed if no such cluster runs, LedgerSetupError if the
+    ledger cannot be used, and LedgerUnavailable if it does not answer.
     """
     # Imported here because most commands, which import this module, do not need Redis.
     from router.ledger.redis.redis_ledger import connect

@@ -17,6 +17,7 @@ def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
     """Context manager: keep the routers' ``addresses`` in a file of the state directory.
 
     If several clusters use the state directory, the file contains the last one that was started.
+    At the end, the file is deleted unless it is another cluster's.
     """
     path = state_dir / _FILE
     text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})

@@ -16,14 +16,14 @@ class BatchFailed(Exception):
 
 
 class WorkloadFailed(Exception):
-    """Raised if a workload cannot be generated or read as requested.
+    """Raised if a workload (requests to send or simulate) cannot be generated or read.
 
     The message is the cause, with the position in the file if a file is wrong.
     """
 
 
 class ForecastFailed(Exception):
-    """Raised if a forecast cannot be computed from the given inputs.
+    """Raised if a forecast (a simulation's result) cannot be computed from the given inputs.
 
     The message is the cause, with the position in the file if a file is wrong.
     """

@@ -70,9 +70,10 @@ class HttpApi:
 async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIterator[HttpApi]:
     """Context manager: open a session with a router's HTTP server, and yield its HttpApi.
 
-    The server's host is that of the first router in ``address``, which may be None as in
-    ``connected``. Its port is the one that the current router of ``client`` reports. Raises
-    ClusterFailed if that router serves no HTTP.
+    The host is that of the first router in ``address``, a list separated by commas; None is the
+    cluster on this machine. The port is the HTTP port that ``client``'s current router reports.
+    Raises ClusterFailed if that router serves no HTTP, EverliftError if it does not report its
+    status, and SettingsError for invalid settings in the environment.
     """
     served = (await client.status()).http_address
     if not served:

@@ -30,10 +30,12 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """Download the missing files of the model, and return ``config`` as ``pinned`` does.
+    """Download the missing files of the model, and return ``config`` with the model's commit.
 
-    Raises ModelUnavailable if files are unavailable, and ClusterFailed for a model that no worker
-    can serve.
+    The returned configuration has the commit of a hub model as the revision, and is unchanged for
+    any other model. The directory of a GGUF file is created if it is missing. Raises
+    ModelUnavailable if files are unavailable, and ClusterFailed for a model that no worker can
+    serve.
     """
     config = await pinned(config)
     with told(f"downloading {config.model}") as progress:

@@ -100,9 +100,10 @@ OPTIONS: Mapping[str, Any] = {
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace ``**options`` in the signature of ``command`` by OPTIONS, and return ``command``.
+    """Replace ``**options`` in the signature of ``command`` by a parameter for each of OPTIONS.
 
-    This decorator is needed because typer reads a command's options from its signature.
+    The decorator returns the same function. It is needed because typer reads a command's options
+    from its signature.
     """
     own = inspect.signature(command, eval_str=True)
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -124,11 +125,11 @@ def _is_switch(kind: Any) -> bool:
 
 
 def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
-    """Return the options of a request for the command line's ``values``, which are by name.
+    """Return the options of a request for the values that were given on the command line.
 
-    Options that were not given are left out. The value "@FILE" of json_schema or ebnf is replaced
-    by the content of FILE. Raises InvalidRequest for an invalid value or a file that is not text,
-    and OSError for a file that cannot be read.
+    ``values`` are by the names of OPTIONS. Options that were not given are left out. The value
+    "@FILE" of json_schema or ebnf is replaced by the content of FILE. Raises InvalidRequest for an
+    invalid value or a file that is not text, and OSError for a file that cannot be read.
     """
     given = {name: value for name, value in values.items() if _is_given(value)}
     for name in ("json_schema", "ebnf"):

@@ -23,8 +23,9 @@ async def listed(
 ) -> AsyncIterator[pb.RequestSummary]:
     """Yield at most ``limit`` requests, newest first, which are read page by page.
 
-    Without ``states``, requests in every state are listed. ``tenant`` is that of
-    AsyncClient.list_requests.
+    Without ``states``, requests in every state are listed. ``tenant`` selects the requests of one
+    tenant, "" those of all tenants, and None those of the caller. Raises Forbidden if the API key
+    does not permit the call.
     """
     token = ""
     while limit:

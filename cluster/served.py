@@ -1,4 +1,4 @@
-"""Summary of what a started cluster serves, and commands for a first request."""
+"""Properties of the model that a started cluster serves, and commands for a first request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Served:
 
 
 def first_request(config: Config, served: Served) -> str:
-    """Return a command line with a request that the model can answer."""
+    """Return an everlift command line that sends a request which suits the model."""
     if config.model == str(DEMO_MODEL):
         return 'everlift generate "count from 17 to 30:" --temperature 0'
     if served.has_template:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
     """Return the settings in ``file`` as nested mappings, and the line of each by its dotted path.
 
-    Lines are counted from 1. Raises SettingsError if the file cannot be read, is not a YAML
-    mapping, or sets a key twice.
+    Lines are counted from 1. Both mappings are empty for an empty file. Raises SettingsError if the
+    file cannot be read, is not a YAML mapping, or sets a key twice.
     """
     import yaml
 

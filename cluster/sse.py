@@ -1,9 +1,10 @@
-"""Parser of server-sent events in bytes that arrive in arbitrary pieces. Pure."""
+"""Parser of server-sent events in bytes that arrive in chunks of any size. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+#: Data of the event that ends a stream of OpenAI's API.
 DONE = b"[DONE]"
 
 

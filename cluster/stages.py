@@ -22,7 +22,7 @@ class Stage:
 
 
 def listening(config: Config, addresses: Sequence[str], http_addresses: Sequence[str]) -> str:
-    """Return a text with the routers' addresses, and the URL of their console if there is one."""
+    """Return a text with the routers' addresses, and the web console's URL if it is served."""
     places = f"at {', '.join(addresses)}"
     served = [address for address in http_addresses if address]
     if config.router.console and served:

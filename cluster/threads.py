@@ -1,4 +1,7 @@
-"""CPU threads of a rank, and environment variables to set before torch is imported."""
+"""CPU threads of a rank, and environment variables to set before torch is imported.
+
+A rank is one of the processes of a worker.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 def threads_per_rank(config: Config, cores: int) -> int:
     """Return the configured number of threads of a rank.
 
-    If none is configured, it is the rank's equal share of ``cores``, and at least 1.
+    If none is configured, it is an equal share of ``cores`` for each rank of the largest number of
+    workers, and at least 1.
     """
     ranks = config.most_workers * config.worker.tensor_parallel
     return config.worker.num_threads or max(1, cores // ranks)
@@ -42,9 +46,9 @@ def rank_environment(threads: int) -> dict[str, str]:
 def wait_passively() -> None:
     """Set the environment variables ``WAITING`` in this process, which will itself run a rank.
 
-    Variables that are already set keep their values, and none is set if the wait policy has another
-    value. OpenMP reads them only once, when torch is imported. If that has happened without a wait
-    policy, they have no effect and a warning is logged.
+    Variables that are already set keep their values. If OMP_WAIT_POLICY has a value other than
+    PASSIVE, no variable is set. OpenMP reads them only once, when torch is imported. If torch has
+    been imported and OMP_WAIT_POLICY is not set, they have no effect and a warning is logged.
     """
     policy = os.environ.get(_WAIT_POLICY)
     if policy not in (None, WAITING[_WAIT_POLICY]):

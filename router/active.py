@@ -1,8 +1,8 @@
 """Choice of the model that serves clients while one cluster replaces another.
 
-Two clusters with different models have separate ledgers and share ``ledger.active_key``. Only the
-routers of the active cluster are ready, so that a load balancer sends clients to one model at a
-time.
+Two clusters with different models have separate ledgers and share the key ``ledger.active_key``,
+which names the active cluster. Only its routers are ready, so that a load balancer sends clients to
+one model at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Connections(Protocol):
 
 
 class ActiveModel:
-    """Monitor of whether this router's cluster is the active one."""
+    """Periodic check whether this router's cluster is the active one, which serves clients."""
 
     def __init__(
         self, ledger: Ledger, model: ServedModel, connections: Sequence[Connections]
@@ -42,7 +42,7 @@ class ActiveModel:
         self._changed_at = -inf
 
     async def run(self) -> None:
-        """Ask the ledger every second, until cancelled."""
+        """Ask the ledger every second, and apply each answer, until cancelled."""
         while True:
             try:
                 self.note(await self._ledger.is_active(), now())
@@ -51,9 +51,10 @@ class ActiveModel:
             await asyncio.sleep(_LOOK_S)
 
     def note(self, is_active: bool, now: float) -> None:
-        """Apply the ledger's answer whether this cluster is active.
+        """Set the model's ``is_active`` and ``is_switching``, by the ledger's answer ``is_active``.
 
-        ``now`` is the time in seconds. While it is inactive, clients' connections are closed.
+        ``now`` is the time in seconds. ``is_switching`` is True while the cluster is inactive, and
+        for 10 s after it became active. While it is inactive, clients' connections are closed.
         """
         model = self._model
         if is_active != model.is_active:

@@ -41,8 +41,8 @@ _PLACEMENT_S = 5.0
 class RouterDeployment:
     """Serve deployment of a router.
 
-    If the ledger is embedded, its URL comes from the environment. Workers and other routers connect
-    to the node's address, clients to the addresses in ``config``.
+    If the ledger is embedded, its URL is read from the environment variable URL_VARIABLE. Workers
+    and other routers connect to the node's address, clients to the addresses in ``config``.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
     ``reconfigure`` (cluster/ray/deployments.py).
@@ -60,7 +60,8 @@ class RouterDeployment:
         """Apply the settings that change at run time; the first call also starts the router.
 
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
-        SettingsError, ValueError for an unknown log level, and the errors of Router.start.
+        SettingsError for an invalid setting, ValueError for an unknown log level, and in the first
+        call the errors of Router.start and of the connection to the ledger.
         """
         logs.set_level(user_config["log_level"])
         given = settings.load(RouterConfig, user_config["router"])
@@ -117,19 +118,25 @@ class RouterDeployment:
         return ""
 
     async def num_workers(self) -> int:
-        """Return the number of workers of all serving clusters.
+        """Return the number of this cluster's workers, plus those of another active cluster.
 
-        These are the workers to which this router is connected, and the workers of an active
-        cluster of another model. Raises LedgerUnavailable.
+        Of this cluster, the workers count to which this router is connected. Raises
+        LedgerUnavailable.
         """
         return await self._running.num_workers()
 
     async def activate(self) -> None:
-        """Make this model the one that clients are sent to. Raises LedgerUnavailable."""
+        """Make this cluster the active one, to whose model clients are sent.
+
+        Without ``ledger.active_key`` this has no effect. Raises LedgerUnavailable.
+        """
         await self._running.activate()
 
     async def describe(self) -> dict[str, str | int]:
-        """Return the addresses of this replica and its process id, by name."""
+        """Return the replica's router id, process id (``pid``) and addresses, by name.
+
+        The address of a port that is disabled is empty.
+        """
         router = self._running
         return {
             "router_id": router.router_id,
@@ -141,7 +148,7 @@ class RouterDeployment:
         }
 
     async def check_health(self) -> None:
-        """Raise the error of a part of the router that has failed, if any.
+        """Raise the error of a background task of the router that has failed, if any.
 
         Serve calls this periodically, and starts a new replica after an error.
         """
@@ -189,9 +196,10 @@ async def _end(router: Router) -> None:
 
 
 def _located(ledger: LedgerConfig) -> LedgerConfig:
-    """Return ``ledger`` with its URL; that of an embedded ledger is read from the environment.
+    """Return ``ledger`` with the URL at which its servers are reached.
 
-    Raises LedgerSetupError if it is missing there.
+    The URL of an embedded ledger is read from the environment. Raises LedgerSetupError if it is
+    missing there.
     """
     if ledger.url != EMBEDDED:
         return ledger

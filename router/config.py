@@ -257,7 +257,9 @@ class RouterConfig:
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
     """Yield a warning for each kind of port that other machines can reach without authentication.
 
-    In a closed network this may be intended.
+    These are the clients' ports without TLS or API keys, and the port for workers and routers
+    without TLS. ``has_keys`` tells whether clients need API keys. In a closed network this may be
+    intended.
     """
     ways = (("TLS", config.tls is not None), ("API keys", has_keys))
     missing = [name for name, is_there in ways if not is_there]

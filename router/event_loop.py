@@ -1,4 +1,4 @@
-"""Event loop of a router: its clock, its lag, and calls that are hedged while unanswered."""
+"""Event loop of a router: its clock, its lag, timeouts that allow for lag, and hedged calls."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ async def report() -> None:
 
 
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
-    """Wait until ``call`` ends, for at most ``seconds``; return whether it has ended.
+    """Wait until ``call`` ends, or until ``seconds`` have passed; return whether it has ended.
 
-    The time is divided into intervals. An interval does not count if the event loop is late by a
-    whole interval at its end.
+    Time in which the event loop stalls hardly counts. The wait is divided into six intervals, and
+    one that ends late by its own length is repeated.
     """
     loop = asyncio.get_running_loop()
     interval = seconds / _INTERVALS
@@ -61,10 +61,10 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
 
 
 class Expiry:
-    """Timer that expires ``limit`` after ``seconds``.
+    """Timer that lets ``limit`` expire after ``seconds``.
 
-    If the event loop is late at that time, it expires 0.25 s later, so that answers that have
-    arrived meanwhile are read first.
+    If the event loop is at least 0.25 s late at that time, ``limit`` expires 0.25 s later, so that
+    answers that have arrived meanwhile are read first.
     """
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
@@ -90,11 +90,11 @@ T = TypeVar("T")
 
 
 async def first_answer(ask: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
-    """Return the answer of the first call that ends; raise its error if it fails.
+    """Return the result of the first call that ends, or raise its error; the others are cancelled.
 
-    ``ask`` starts a call; a further one is started every ``every_s`` seconds (hedging). This is for
-    ledger calls on which a lease depends. Each call has its own connection, so that a dead
-    connection costs only a part of the lease.
+    ``ask`` starts a call. Until one ends, a further one is started every ``every_s`` seconds
+    (hedging). This is for ledger calls on which a lease depends. Each call has its own connection,
+    so that a dead connection costs only a part of the lease.
     """
     calls = [asyncio.create_task(ask())]
     try:

@@ -1,4 +1,7 @@
-"""Heartbeat of a router in the ledger, which also updates its workers, policy and leader."""
+"""Heartbeat of a router: renews its lease in the ledger, and applies what the ledger answers.
+
+The answers concern the workers, the run-time policy and the leader.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ _ANXIETY = 3
 
 
 class Gateway(Protocol):
-    """Owner of this router's requests, which receives the results of heartbeats."""
+    """Part of the router that owns its requests, and is notified of the results of heartbeats."""
 
     def ledger_answered(self, membership: Membership) -> None: ...
 
     def ledger_failed(self) -> None: ...
 
     async def generation_changed(self, generation: str) -> None:
-        """Re-send all requests to the ledger, which may have lost data, then notify the leader.
+        """Send all requests to the ledger again, then notify the leader that this is done.
 
-        ``generation`` is the ledger's new generation.
+        The ledger may have lost data. ``generation`` is the new id of its servers' present run.
         """
         ...
 
@@ -70,7 +73,10 @@ class Heartbeat:
         self.leader_id = ""
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled."""
+        """Send heartbeats at the configured interval, until cancelled.
+
+        The interval is a third while there is no stream to the leader, or the leader is silent.
+        """
         try:
             while True:
                 try:
@@ -93,8 +99,8 @@ class Heartbeat:
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """Store a ready worker in the ledger, and connect to it.
 
-        Raises InvalidRequest if its fingerprint or block size differs from the other workers'.
-        Raises LedgerUnavailable.
+        Raises InvalidRequest if it has another model fingerprint or block size than the workers
+        that are connected. Raises LedgerUnavailable.
         """
         for link in self._sessions.links:
             if link.is_up:
@@ -133,9 +139,10 @@ class Heartbeat:
         self._workers_version = -1
 
     def _assert_again(self, generation: str) -> None:
-        """Re-send all requests to a ledger of a new generation, while heartbeats continue.
+        """If ``generation`` is new, start a task that sends all requests to the ledger again.
 
-        This begins when the re-sending for the previous generation has ended.
+        Heartbeats continue meanwhile. The task first waits until the one for the previous
+        generation has ended.
         """
         if generation != self._generation:
             before, self._generation = self._asserting, generation

@@ -13,8 +13,8 @@ SHOWN = 8
 def find_id(prefix: str, ids: Iterable[str]) -> str | None:
     """Return the id that equals ``prefix``, or else the only one that begins with it.
 
-    Return None if there is none, or if ``prefix`` is empty. Raises UnknownWorker if several ids
-    begin with it.
+    Returns None if no id begins with it, or if ``prefix`` is empty. Raises UnknownWorker if several
+    ids begin with it, and none equals it.
     """
     found = sorted({each for each in ids if prefix and each.startswith(prefix)})
     if prefix in found:

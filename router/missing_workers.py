@@ -15,9 +15,10 @@ _STALE_S = 5.0
 def missing_workers(report: LoadReport | None) -> str:
     """Return as text how many workers are ready, and what the missing ones wait for.
 
-    The text is empty if none is missing, or if this is unknown. Workers that load their model
-    report that, and Ray knows the workers that it cannot place. Other workers wait for a process,
-    or to be restarted.
+    ``report`` is the leader's last load report. The text is empty if no worker is missing, if there
+    is no report, or if it is older than 5 s or has no wanted number of workers. The report says how
+    many workers load their model, and how many Ray cannot place. The other missing ones wait for a
+    process, or to be restarted.
     """
     if report is None or report.age_s > _STALE_S or not report.load.HasField("wanted_workers"):
         return ""
@@ -52,6 +53,8 @@ def unplaced(
 ) -> tuple[int, str]:
     """Return the number of pending placement groups, and why the first of them is pending.
 
+    Without a pending group this is 0 and an empty text.
+
     Args:
         groups: Placement groups as ``ray.util.placement_group_table`` describes them.
         replicas: Prefix of the names of the groups to count.
@@ -80,7 +83,10 @@ def _cause(group: Mapping[str, Any]) -> str:
 
 
 def _words(bundles: Iterable[Mapping[str, float]]) -> str:
-    """Return the total resources of ``bundles`` as text, GPUs and CPUs first."""
+    """Return the total resources of ``bundles`` as text, GPUs and CPUs first.
+
+    Each bundle has amounts by the name of a resource.
+    """
     total: dict[str, float] = defaultdict(float)
     for bundle in bundles:
         for name, amount in bundle.items():

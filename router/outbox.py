@@ -18,7 +18,7 @@ _COPIED_BYTES = 1 << 16
 
 
 class Outbox(Generic[M]):
-    """Queue of the messages to send on one stream, which begins with ``first``.
+    """Queue of the messages to send on one stream; ``first`` is sent before all others.
 
     It must be closed with its stream, because gRPC keeps reading the iterator of a broken stream.
     """
@@ -31,7 +31,7 @@ class Outbox(Generic[M]):
         self._is_closed = False
 
     def add(self, message: M) -> None:
-        """Add a message, merged into the last one that is not sent yet if both are small.
+        """Queue a message to be sent; small ones are merged into the last unsent message.
 
         In the merged message repeated fields are appended and other fields are replaced. The outbox
         takes over ``message``, which must not be changed afterwards. After ``close`` this has no

@@ -20,7 +20,10 @@ class Processes(Protocol):
         ...
 
     def pause(self, pid: int, seconds: float) -> Coroutine[Any, Any, None]:
-        """Send SIGSTOP to a process, send SIGCONT after ``seconds``, then return."""
+        """Return a coroutine that stops a process with SIGSTOP, and resumes it after ``seconds``.
+
+        It returns when it has sent SIGCONT.
+        """
         ...
 
 

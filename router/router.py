@@ -80,7 +80,10 @@ class Router:
         memory_limit: float,
         access: Access | None = None,
     ) -> None:
-        """Create the router; without ``access`` clients need no API key. Raises SettingsError."""
+        """Create the router without starting it; without ``access`` clients need no API key.
+
+        Raises SettingsError for an unusable setting, for example a missing certificate file.
+        """
         self.config = config
         self._memory_limit = memory_limit
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
@@ -119,8 +122,9 @@ class Router:
         """Start a replica, and return it when it serves.
 
         A ``transport`` replaces gRPC and its TLS. ``memory_limit`` is the used share of the
-        ledger's memory above which new requests are rejected. Raises UnknownModel,
-        ModelUnavailable, LedgerUnavailable, SettingsError, and OSError if a port is in use.
+        ledger's memory above which new requests are rejected. Raises ModelUnavailable or
+        UnknownModel if the model is not found or cannot be used, LedgerUnavailable, SettingsError
+        for an unusable setting, and OSError if a port is in use.
         """
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(
@@ -344,17 +348,17 @@ class Router:
 
     @property
     def leader(self) -> Leader:
-        """Leader loop of this replica, which exists whether it leads or not."""
+        """Leader loop of this replica, which exists whether this replica leads or not."""
         return self._leader
 
     @property
     def http_address(self) -> str:
-        """Address of the OpenAI API; empty if it is not served."""
+        """Address of the OpenAI API; empty if the API is disabled."""
         return self._http.address
 
     @property
     def metrics_address(self) -> str:
-        """Address of the metrics; empty if they are not served."""
+        """Address of the metrics; empty if they are disabled."""
         return self._metrics.address
 
     def _collect(self) -> None:
@@ -372,27 +376,30 @@ class Router:
         self._heartbeat.worker_starts(start)
 
     async def num_workers(self) -> int:
-        """Return the number of workers of all serving clusters.
+        """Return the number of this cluster's workers, plus those of another active cluster.
 
-        These are the workers to which this router is connected, and the workers of an active
-        cluster of another model. Raises LedgerUnavailable.
+        Of this cluster, the workers count to which this router is connected. Raises
+        LedgerUnavailable.
         """
         replaced = await self._ledger.active_load()
         connected = sum(link.is_up for link in self._sessions.links)
         return connected + (replaced.load.workers if replaced is not None else 0)
 
     async def activate(self) -> None:
-        """Make this model the one that clients are sent to. Raises LedgerUnavailable."""
+        """Make this cluster the active one, to whose model clients are sent.
+
+        Without ``ledger.active_key`` this has no effect. Raises LedgerUnavailable.
+        """
         await self._ledger.activate()
 
     def reconfigure(
         self, config: RouterConfig, autoscale: Mapping[str, float], num_workers: int | None
     ) -> None:
-        """Apply the policy settings of ``config``, and the settings of the autoscaler.
+        """Apply the run-time settings of the router, of the autoscaler, and the number of workers.
 
-        Other settings of ``config`` are ignored. The autoscaler reads its settings with the load
-        that the leader reports. ``num_workers`` is the number of workers that the cluster is to
-        have; None if the autoscaler decides it.
+        Of ``config``, only settings that operators may change at run time are applied. The leader
+        stores ``autoscale`` in its load report, where the autoscaler reads it. ``num_workers`` is
+        the number of workers that the cluster is to have; None if the autoscaler decides it.
         """
         self._runtime_policy.configure(config)
         self._leader.autoscale = autoscale
@@ -403,19 +410,19 @@ class Router:
         self._line.demand(self._demand)
 
     def place(self, ray_cluster: str, unplaced: int, cause: str) -> None:
-        """Report the number of workers that Ray cannot place to the leader.
+        """Report to the leader how many workers Ray cannot place.
 
         Args:
-            ray_cluster: Name of the Ray cluster, as in WorkerInfo.
+            ray_cluster: Name of the Ray cluster; its workers have the same name in WorkerInfo.
             unplaced: Number of workers that wait for resources.
-            cause: Reason why one of them cannot be placed.
+            cause: Reason why one of them cannot be placed; empty if none waits.
         """
         self._demand.ray_cluster = ray_cluster
         self._demand.unplaced, self._demand.unplaced_cause = unplaced, cause
         self._line.demand(self._demand)
 
     async def wait(self) -> None:
-        """Wait until a part of the router fails, and raise its error.
+        """Wait until a background task of the router fails, and raise its error.
 
         Cancellation ends only the wait, not the router.
         """
@@ -423,7 +430,7 @@ class Router:
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a part of the router that has failed, if any."""
+        """Raise the error of a background task of the router that has failed, if any."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -431,8 +438,8 @@ class Router:
     async def stop(self) -> None:
         """Stop the router: let requests finish, then hand over the rest to other routers.
 
-        It resigns as the leader, lets streams finish for ``drain`` seconds, and ends its lease.
-        Further calls wait for the same stop.
+        It resigns as the leader, lets streams finish for up to ``drain`` seconds, and ends its
+        lease. Further calls wait until the same stop has ended.
         """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())

@@ -1,4 +1,4 @@
-"""Streams to the workers: send starts and aborts, and receive one frame per engine step.
+"""Streams to the workers: send starts and aborts of sequences, receive a frame per engine step.
 
 A worker is up from its first message on a stream until the stream breaks or the worker is silent
 for too long. The stream of a silent worker is closed and opened again. When the worker notices
@@ -42,12 +42,15 @@ _STALL_S = 0.2
 
 
 class Listener(Protocol):
-    """Receiver of workers' messages; the event loop calls its methods, which must not block."""
+    """Receiver of workers' messages; its methods run in the event loop and must not block."""
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
-        """Handle a frame, except its progress messages, which follow in ``worker_progress``."""
+        """Handle a worker's message, except the Progress messages in it.
+
+        Each of these is then passed to ``worker_progress``.
+        """
         ...
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None: ...
@@ -60,7 +63,10 @@ class _Replaced(Exception):
 
 
 class WorkerLink:
-    """Stream to one worker, which is opened again until closed. Times are the router's clock."""
+    """Stream to one worker, which is opened again whenever it breaks, until ``close``.
+
+    Times are in seconds of the router's clock (``event_loop.now``).
+    """
 
     def __init__(
         self,
@@ -102,15 +108,21 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
     def confirm(self, epoch: int) -> None:
-        """Notify the worker that the router has received the first step of an attempt."""
+        """Notify the worker that the router knows of the first step of the attempt ``epoch``.
+
+        The worker delays that step for this message, for at most 0.2 s.
+        """
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 
     def drain(self) -> None:
-        """Tell the worker to drain; it then returns the requests of all routers."""
+        """Tell the worker to drain.
+
+        It then accepts no more requests, and returns those of all routers.
+        """
         self._outbox.add(session_pb2.RouterFrame(drain=True))
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Set the policy of the worker's engine, now and after each reconnection."""
+        """Send the batching policy of the engine to the worker, now and after each reconnection."""
         self._policy = policy
         self._outbox.add(session_pb2.RouterFrame(engine_policy=policy))
 
@@ -118,7 +130,7 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
 
     def hold(self, seconds: float) -> None:
-        """Delay all messages for ``seconds``, as a network partition that heals does."""
+        """Delay all messages in both directions for ``seconds``, as a network failure does."""
         self._held_until = max(self._held_until, now() + seconds)
 
     async def close(self) -> None:
@@ -288,16 +300,17 @@ class Sessions:
         return self._links.get(worker_id)
 
     def drain(self, worker_id: str) -> int:
-        """Tell a worker to drain, and return the number of its sequences.
+        """Tell a worker to drain; return how many sequences it had in its last report.
 
-        Raises UnknownWorker if it is not connected.
+        It then accepts no more requests, and returns those of all routers. Raises UnknownWorker if
+        it is not connected.
         """
         link = self._connected(worker_id)
         link.drain()
         return link.state.num_running + link.state.num_waiting
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Set the policy of all engines, including those of workers that join later."""
+        """Set the batching policy of all engines, including those of workers that join later."""
         self._policy = policy
         for link in self._links.values():
             link.set_policy(policy)
@@ -331,7 +344,10 @@ class Sessions:
             )
 
     def unreachable(self) -> list[str]:
-        """Return the ids of workers that were silent for more than ``worker_forget`` seconds."""
+        """Return the ids of workers not heard of for more than ``worker_forget`` seconds.
+
+        Only workers without a working stream count.
+        """
         oldest = now() - self._config.worker_forget
         return [
             worker_id

@@ -27,7 +27,7 @@ def full_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def go_first() -> None:
-    """Make the OOM killer choose this process first (Linux), and disable its core dump."""
+    """Make the kernel's OOM killer choose this process first (Linux), and disable its core dump."""
     # If the file is missing or not writable, the kernel keeps its own order.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST)
@@ -54,6 +54,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Cancel ``die_with_parent``, so that this process can outlive its parent (Linux)."""
+    """Cancel the effect of ``die_with_parent``, so that this process outlives its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

@@ -28,16 +28,25 @@ Assignments = Annotated[
 
 
 def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
-    """Change the stored document of keys and tenants by ``edit``, and return the new document.
+    """Store the result of ``edit`` as the new document of keys and tenants, and return it.
 
-    ``edit`` returns the new document for the present one. ``file`` and ``assignments`` are the
-    settings that name the store. Raises SettingsError, LedgerSetupError, EverliftError, OSError.
+    ``edit`` receives the stored document. The settings in ``file`` (YAML) and ``assignments`` (such
+    as ``router.access=ledger``) determine whether the document is in the ledger or in a file.
+
+    Raises SettingsError for an invalid setting or document, or if access control is off. Raises
+    ClusterFailed, LedgerSetupError or LedgerUnavailable if the ledger cannot be used, OSError if
+    the file cannot be read or written, and any error of ``edit``.
     """
     return asyncio.run(_changed(_config(file, assignments), edit))
 
 
 def kept(file: Path | None, assignments: Sequence[str] | None) -> Document:
-    """Return the stored document of keys and tenants; raises the same errors as ``changed``."""
+    """Return the stored document of keys and tenants.
+
+    The settings in ``file`` (YAML) and ``assignments`` determine where it is stored. Raises
+    SettingsError for an invalid setting or document, or if access control is off. Raises
+    ClusterFailed, LedgerSetupError, LedgerUnavailable or OSError if it cannot be read.
+    """
     return changed(file, assignments, lambda document: document)
 
 

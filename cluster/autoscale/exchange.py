@@ -1,4 +1,7 @@
-"""Exchange with the ledger: read the leader's load reports, write the autoscaler's decisions."""
+"""Exchange with the ledger: read the leader's load reports, write the autoscaler's decisions.
+
+The leader is the router that places the requests of all routers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ _RETRY_S = 1.0
 class LedgerExchange:
     """Background thread that reads the leader's load reports and writes decisions until ``stop``.
 
-    No method blocks. The thread calls ``config`` for the ledger's settings before each connection.
+    No method blocks. Before each connection to the ledger the thread calls ``config``, which
+    returns the ledger's settings.
     """
 
     def __init__(self, config: Callable[[], LedgerConfig]) -> None:
@@ -43,21 +47,23 @@ class LedgerExchange:
         self._thread.start()
 
     def latest(self) -> LoadReport | None:
-        """Return the last load report, with its present age; None if there is none yet."""
+        """Return the last load report, with its present age; None if none was read yet."""
         if self._latest is None:
             return None
         report, read_at = self._latest
         return LoadReport(report.load, report.age_s + time.monotonic() - read_at)
 
     def replaced_workers(self) -> int:
-        """Return the number of workers of the active cluster that this one replaces; 0 if none.
+        """Return the number of workers of the cluster that this cluster is about to replace.
 
-        That cluster serves another model from a ledger of its own.
+        During a change of the model, the cluster with the old model serves clients until this one
+        takes over; it has another ledger. The result is 0 if there is no such cluster, or if the
+        ledger has not been read yet.
         """
         return self._replaced
 
     def say(self, scaling: session_pb2.Scaling) -> None:
-        """Set the decisions to write next, in place of those that are not written yet."""
+        """Let the thread write ``scaling`` next, instead of an earlier one not yet written."""
         self._said = scaling
 
     def stop(self) -> None:

@@ -114,7 +114,8 @@ class Autoscaler:
         """Return the target number of workers of this cluster, with the reason.
 
         Args:
-            load: Work and workers on the ledger, as the leader last reported; None if it never did.
+            load: Last load report of the leader, the router that places all requests; None if there
+                is none.
             age_s: Age of the report in seconds.
             workers: Present target number of workers of this cluster, including starting ones.
             now: Monotonic time in seconds; never less than in the previous call.
@@ -251,9 +252,11 @@ class Arrivals:
         self._observed_s = 0.0
 
     def note(self, load: ClusterLoad, moment: float) -> None:
-        """Record a load report of the time ``moment`` (seconds), which counts the arrived tokens.
+        """Update the averages with a load report that was made at ``moment``, in seconds.
 
-        A new leader counts from 0, so its first report does not change the averages.
+        The report has the number of tokens that have arrived since its leader (the router that
+        places all requests) took office. The first report of a new leader therefore does not change
+        the averages.
         """
         since, came = moment - self._at, load.offered_tokens - self._offered
         if since <= 0:

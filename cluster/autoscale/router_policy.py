@@ -55,7 +55,11 @@ class Routers:
 
 
 class RouterPolicy:
-    """Serve's autoscaling policy for the router deployment, with the arguments of QueuePolicy."""
+    """Serve's autoscaling policy for the router deployment.
+
+    ``ledger`` has the settings of the ledger except its URL, which is read from the environment or
+    from ``state_dir``.
+    """
 
     def __init__(self, ledger: Mapping[str, Any], state_dir: str) -> None:
         logs.configure("router-autoscaler", path=Path(state_dir, "logs", "router-autoscaler.log"))

@@ -90,8 +90,9 @@ class QueuePolicy:
 def _of_others(load: ClusterLoad) -> int:
     """Return the number of workers in ``load`` that belong to other Ray clusters than this one.
 
-    Subtracting Serve's count of this cluster's workers would be wrong, because ``load`` still
-    contains stopping workers that Serve no longer lists.
+    They are counted by the name of their Ray cluster. Subtracting Serve's number of workers of this
+    cluster from the total would be wrong, because ``load`` still includes stopping workers that
+    Serve no longer lists.
     """
     own = _ray_cluster()
     return sum(workers for cluster, workers in load.ray_clusters.items() if cluster != own)

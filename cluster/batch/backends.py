@@ -30,7 +30,10 @@ class ClusterBackend:
     """
 
     def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
-        """Create the backend; ``http`` is entered at the first chat and exited by ``aclose``."""
+        """Create the backend; ``http`` opens the connection that chat completions need.
+
+        It is entered at the first chat and exited by ``aclose``.
+        """
         self._client = client
         self._http_context = http
         self._http: asyncio.Future[HttpApi] | None = None

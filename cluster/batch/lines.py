@@ -72,7 +72,8 @@ Key = str | int
 class Survey:
     """Keys of all lines of an input file, and ``digest``, a hash of its content.
 
-    The length is the number of lines.
+    The key of a line is its id, or its number if no id can be read. ``len`` returns the number of
+    lines. Empty lines are ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +109,9 @@ def read(
     done: Container[Key] = (),
     attempt: Callable[[Key], int] = lambda key: 1,
 ) -> Iterator[Line]:
-    """Yield the lines of a file whose keys are not in ``done``.
+    """Yield the lines of the file ``path`` whose keys are not in ``done``.
+
+    An invalid line is yielded as a BadLine. Raises OSError if the file cannot be read.
 
     A line without its own request id or seed gets one that is derived from the file's ``digest``
     and the line's number. A later run on the same file therefore derives the same ones, so that a

@@ -31,7 +31,8 @@ class Backend(Protocol):
     async def chat(self, work: ChatWork) -> Any:
         """Generate a chat completion; return it as the JSON object of OpenAI's API.
 
-        Raises the same errors as ``complete``.
+        Raises EverliftError if only this line fails. Any other error, and an EverliftError with the
+        status UNAVAILABLE, ends the whole batch.
         """
         ...
 

@@ -248,7 +248,8 @@ class Asked:
 async def measured(asked: Asked, now: datetime) -> Json:
     """Send the load and return its report, which bears the date ``now``.
 
-    Raises BenchFailed, WorkloadFailed, and the errors of connecting.
+    Raises BenchFailed if the load cannot be sent, WorkloadFailed if its requests cannot be created,
+    and EverliftError or SettingsError if a cluster cannot be connected.
     """
     async with ready(asked.target, asked.load, asked.manner) as run:
         setting = _setting(asked, run.model, now)

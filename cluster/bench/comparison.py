@@ -68,8 +68,8 @@ class Comparison:
 def compare(a: Json, b: Json) -> Comparison:
     """Compare two reports; figures that only one of them has are left out.
 
-    The result has a row per figure, and warnings about differences that make the figures
-    incomparable.
+    The result has a row per figure, and warnings about circumstances in which the figures may not
+    be comparable, such as different options or failed requests.
     """
     return Comparison(tuple(_rows(a, b)), tuple(_warnings(a, b)))
 

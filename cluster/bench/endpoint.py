@@ -61,7 +61,7 @@ class Answer:
         self._sent = self._now()
 
     def piece(self, text: str, tokens: int = 0) -> None:
-        """Record that a piece of output arrives now.
+        """Record that a piece of output, one chunk of the stream, arrives now.
 
         ``tokens`` is its number of tokens; 0 if unknown.
         """
@@ -73,9 +73,11 @@ class Answer:
         self._usage = prompt_tokens, output_tokens
 
     def outcome(self, due: float, admitted: float, error: str = "") -> Outcome:
-        """Return the outcome of the request, which ends now; ``error`` is empty if it succeeded.
+        """Return the measured times and sizes of the request, which ends now.
 
-        ``due`` and ``admitted`` are the times of Outcome.
+        ``due`` is the time at which it should have been sent, ``admitted`` the time at which the
+        limit of concurrent requests admitted it; both are in seconds since the load began.
+        ``error`` is empty if the request succeeded.
         """
         prompt_tokens, output_tokens = self._usage or (0, 0)
         known = output_tokens or self._told_tokens

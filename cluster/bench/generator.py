@@ -51,7 +51,8 @@ class Generator:
     ) -> list[Outcome]:
         """Send each request when it is due, at most ``most_at_once`` concurrently (None: no limit).
 
-        Return the outcomes, in the order of the requests, when all requests have ended.
+        When all requests have ended, return their measured times and sizes (see Outcome), in the
+        order of ``requests``.
         """
         room = asyncio.Semaphore(most_at_once or len(requests) or 1)
 
@@ -72,8 +73,8 @@ class Generator:
     async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
         """Send the requests from ``clients`` clients, each of which sends its requests one by one.
 
-        The due times of the requests are ignored. Return the outcomes, in the order of the
-        requests, when all requests have ended.
+        The due times of the requests are ignored. When all requests have ended, return their
+        measured times and sizes (see Outcome), in the order of ``requests``.
         """
         left = iter(enumerate(requests))
         outcomes: dict[int, Outcome] = {}

@@ -37,7 +37,7 @@ class Prompts(Protocol):
 
 
 class TokenPrompts:
-    """Prompts of random token ids from 1 on, because the id 0 often does not stand for text."""
+    """Prompts of random token ids; the id 0 is not used, because it often stands for no text."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._ids = range(1, vocab_size)

@@ -163,7 +163,7 @@ def charts(found: Json) -> Iterator[Chart]:
 def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
     """Yield a chart for each latency, with one curve of its cumulative distribution per report.
 
-    ``reports`` are the ``everlift`` sections of reports, by the name to show. An empty section has
+    ``reports`` maps the name to show for a report to its ``everlift`` section. An empty section has
     no curve.
     """
     for name, title in LATENCIES.items():

@@ -36,12 +36,14 @@ class CountedBy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one request, with its times in seconds since the load began, in this order.
+    """Result of one request: its sizes, and its times in seconds since the load began.
+
+    The times are in this order:
 
         due        the request should be sent; its latency counts from here
         admitted   the limit of concurrent requests admitted it; ``due`` if there was no wait
         sent       it was sent; the time since ``admitted`` is the generator's lag
-        pieces     arrival of each piece of output
+        pieces     arrival of each piece of output, one chunk of the stream
         ended      end of the answer, or failure
 
     ``error`` is a slug or a status, and empty if the answer is complete. ``text`` is kept only if
@@ -75,7 +77,7 @@ _CURVE = range(101)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, median and standard deviation of some values, and percentiles by their percent."""
+    """Mean, median and standard deviation of some values, and percentiles by percent (50, 99)."""
 
     mean: float
     median: float
@@ -141,8 +143,10 @@ def itls(outcome: Outcome) -> list[float]:
 def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[float]]:
     """Return the latencies of complete answers in seconds, by the name of the latency.
 
-    ``itl`` has a value for each gap between pieces, the others at most one per answer. ``begin``
-    returns the time from which the latency of an answer counts.
+    The names are ``ttft``, ``tpot``, ``itl`` (inter-token latency), ``e2el`` (end-to-end latency)
+    and ``norm`` (end-to-end latency per output token). ``itl`` has a value
+    for each gap between pieces, the others at most one per answer. ``begin`` returns the time from
+    which the latency of an answer counts.
     """
     return {
         "ttft": [ttft(each, begin) for each in complete],
@@ -368,11 +372,11 @@ def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool
     """Return whether the endpoint sustained the load, so that requests did not pile up.
 
     At most 1 % of the requests may fail, and at least 90 % must be within the limits of ``slo``. In
-    the second half of the load the ends may fall short of the arrivals by a tenth, plus their
-    square root for random fluctuation.
+    the second half of the load, fewer requests may end than the number n that is due. The
+    difference may be at most n / 10 + sqrt(n); the square root allows for random fluctuation.
 
-    ``duration_s`` must be much longer than a request takes, because otherwise every rate seems to
-    be sustained.
+    ``duration_s``, the length of the load, must be much longer than a request takes, because
+    otherwise every rate seems to be sustained.
     """
     if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
         return False
@@ -389,7 +393,7 @@ Json = dict[str, Any]
 
 
 def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) -> Json:
-    """Return the figures of vLLM's report by its keys, and the latency per token (``norm``).
+    """Return the figures that vLLM reports, by vLLM's keys, and the latency per token (``norm``).
 
     A latency is None if there is no complete answer to compute it from.
     """
@@ -453,7 +457,9 @@ def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
 
 
 def each_request(outcomes: Sequence[Outcome]) -> Json:
-    """Return lists with one value per request, in the order of the requests, by the keys of vLLM.
+    """Return lists with one value per request, by the keys of vLLM's report.
+
+    The values are in the order of ``outcomes``.
 
     The output lengths and latencies of failed requests are 0 or empty. Latencies count from the due
     time. Prompts and outputs are left out.
@@ -534,7 +540,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage of a ramp: a rate in requests per second, and whether the endpoint sustained it."""
+    """Stage of a ramp, which searches for the highest sustained rate in requests per second.
+
+    ``is_kept`` tells whether the endpoint sustained ``rate``.
+    """
 
     rate: float
     seen: Seen
@@ -559,9 +568,10 @@ def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
 
 
 def ramp_report(setting: Setting, stages: Sequence[Stage], *, is_detailed: bool = False) -> Json:
-    """Return the report of a ramp, with the figures of the highest sustained rate.
+    """Return the report of a ramp, the search for the highest sustained rate.
 
-    If no rate was sustained, the figures are those of the lowest rate.
+    It has the figures of the highest sustained rate, or of the first stage if no rate was
+    sustained.
     """
     kept = [stage for stage in stages if stage.is_kept]
     missed = [stage.rate for stage in stages if not stage.is_kept]
@@ -584,7 +594,10 @@ def write(found: Json, path: Path) -> None:
 
 
 def read(path: Path) -> Json:
-    """Read a report of Everlift or of vLLM from a JSON file. Raises BenchFailed, OSError."""
+    """Read a report of Everlift or of vLLM from a JSON file.
+
+    Raises BenchFailed if the file is not such a report, and OSError.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):

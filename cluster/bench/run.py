@@ -52,7 +52,8 @@ class Run:
     async def send(self, load: Load) -> Seen:
         """Send the load, and return its result when all requests have ended.
 
-        Raises BenchFailed, WorkloadFailed.
+        Raises BenchFailed if the load has no requests, and WorkloadFailed if the requests cannot be
+        created.
         """
         # Otherwise the garbage collector would traverse all requests during the load.
         with growing():
@@ -109,7 +110,8 @@ class Run:
 async def ready(target: Target, load: Load, manner: Manner) -> AsyncIterator[Run]:
     """Context manager: connect to the target, send the warm-up, and yield a run for loads.
 
-    Raises BenchFailed, WorkloadFailed, and the errors of connecting.
+    Raises BenchFailed if the target or the warm-up fails, WorkloadFailed if the requests cannot be
+    created, and EverliftError or SettingsError if a cluster cannot be connected.
     """
     async with opened(target, manner.tokenizer) as found:
         run = Run(found, manner)

@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Connected endpoint, its model, and ``prompts``, which returns the prompts for a seed."""
+    """Connected endpoint, its model, and ``prompts``, which creates prompts from a seed."""
 
     endpoint: Endpoint
     model: str
@@ -67,10 +67,11 @@ class Opened:
 
 @asynccontextmanager
 async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]:
-    """Context manager: connect to the target and yield its endpoint.
+    """Context manager: connect to the target, and yield its endpoint, model and prompts.
 
-    ``tokenizer`` is for the prompts of an OpenAI endpoint; without one the numbers of their tokens
-    are estimated. Raises BenchFailed, and the errors of connecting.
+    ``tokenizer`` counts the tokens of prompts for an OpenAI endpoint; without one their numbers are
+    estimated. Raises BenchFailed if an OpenAI endpoint has no valid URL or lists no model. Raises
+    EverliftError or SettingsError if a cluster cannot be connected.
     """
     way = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
     async with way as found:
@@ -121,10 +122,10 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def counted(outcomes: Sequence[Outcome], tokenizer: Any | None) -> list[Outcome]:
-    """Return the outcomes without texts, after ``tokenizer`` has counted the texts' tokens.
+    """Return the outcomes with the texts removed, after ``tokenizer`` has counted their tokens.
 
-    Only outcomes whose endpoint did not count the tokens have a text. Without a tokenizer they keep
-    the number of their pieces.
+    An outcome has a text only if the endpoint did not report the number of output tokens. Without a
+    tokenizer, its number of tokens remains the number of its pieces.
     """
     if tokenizer is None:
         return [replace(each, text="") for each in outcomes]

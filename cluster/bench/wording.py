@@ -39,7 +39,7 @@ def shown(value: object) -> str:
 
 
 def statistics(found: Json) -> list[str]:
-    """Return the names of the statistics of each latency: mean, median, and percentiles (p99)."""
+    """Return the names of the statistics of each latency, such as mean, median and p99."""
     names = [percent_name(percent) for percent in ours(found).get("percents", [99.0])]
     return ["mean", "median", *(name for name in names if name != "p50")]
 
@@ -47,8 +47,9 @@ def statistics(found: Json) -> list[str]:
 def latency_rows(found: Json, source: Json) -> Iterator[tuple[str, list[str]]]:
     """Yield the title of each latency, with the texts of its statistics in milliseconds.
 
-    ``found`` is the whole report. ``source`` is the report too, or its section with the latencies
-    that count from the time of sending.
+    ``found`` is the whole report. The latencies are read from ``source``: the same report, or its
+    section with the latencies that count from the time of sending. Latencies without any value are
+    left out.
     """
     for name, title in LATENCIES.items():
         values = [source.get(f"{word}_{name}_ms") for word in statistics(found)]

@@ -2,7 +2,7 @@
 
 A request that looks broken is examined again after some seconds, and only findings that persist are
 reported. Requests change their state during the search, and the cluster takes a moment to notice
-that a gateway or worker has died.
+that a router or worker has died.
 """
 
 from __future__ import annotations

@@ -34,14 +34,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Living:
-    """Ids of the live gateways, which have a lease, and of the workers in the ledger's table."""
+    """Ids of the live routers and of the registered workers, as the ledger knows them.
+
+    A router is called a gateway here, because it owns the requests that arrived at it. It is alive
+    while its lease in the ledger has not expired.
+    """
 
     gateways: Set[str]
     workers: Set[str]
 
 
 def examine(item: Item, living: Living) -> list[Finding]:
-    """Return the violations of invariants that an item of the ledger's audit shows."""
+    """Return the violations of invariants that ``item`` shows; empty if there are none.
+
+    An item is what the ledger's audit yields: a request with its keys, or a single suspect key.
+    """
     match item:
         case Audited():
             return [Finding(kind, item.request_id, detail) for kind, detail in _all(item, living)]

@@ -55,10 +55,11 @@ def _called(target: str, running: Mapping[str, int]) -> str:
 def outcome(
     log: Sequence[Happened], before: status_pb.GetStatusResponse, after: status_pb.GetStatusResponse
 ) -> str:
-    """Return as text the numbers of faults in ``log`` and of requests that ended or migrated.
+    """Return a text with the numbers of injected faults and of requests meanwhile.
 
-    The requests are the increase of the router's counters from ``before`` to ``after``, at least 0
-    because a restarted router counts from 0 again.
+    The requests are counted as completed, migrated and failed. The faults are those in ``log``
+    without an error. The numbers of requests are the increase of one router's counters from
+    ``before`` to ``after``; a decrease, after a restart of the router, counts as 0.
     """
     made = sum(not each.error for each in log)
     counters = (
@@ -72,7 +73,7 @@ def outcome(
 
 
 def happened(log: Sequence[Happened]) -> Table:
-    """Return a table of how often each fault was injected and how often it was refused."""
+    """Return a table of how often each fault was injected, and how often the attempt failed."""
     made = Counter(each.name for each in log if not each.error)
     refused = Counter(each.name for each in log if each.error)
     table = Table("fault", "made", "refused", box=SIMPLE_HEAD, pad_edge=False)

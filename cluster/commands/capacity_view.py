@@ -14,9 +14,10 @@ _UNKNOWN = "not known"
 
 
 def show(capacity: pb.CapacityResponse) -> Group:
-    """Return the tables that show ``capacity``, with times of steps in milliseconds.
+    """Return two tables that show ``capacity``, with times of steps in milliseconds.
 
-    The first table is that of the cluster, and the second one has a row for each kind of worker.
+    The first table shows the whole cluster. The second one has a row for each kind of worker, that
+    is, for workers with the same capacity and about the same step times.
     """
     return Group(_cluster(capacity), _kinds(capacity))
 

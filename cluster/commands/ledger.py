@@ -17,7 +17,10 @@ from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
 
 
 def parse(listen: str) -> tuple[str, int]:
-    """Return the host and the port of a text HOST:PORT. Raises SettingsError for another text."""
+    """Return the host and the port of the text HOST:PORT.
+
+    Raises SettingsError if ``listen`` is not of this form.
+    """
     host, _, port = listen.rpartition(":")
     host = bare(host)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -28,7 +31,8 @@ def parse(listen: str) -> tuple[str, int]:
 async def serve(config: Config, listen: tuple[str, int], console: Console) -> None:
     """Run the ledger's server at the host and port ``listen`` until SIGINT or SIGTERM.
 
-    Raises LedgerSetupError if the server cannot start, or if ``config`` names another server.
+    The server's URL, with its password, is written to a file in the state directory. Raises
+    LedgerSetupError if the server cannot start, or if ``config`` has the URL of another server.
     """
     if config.ledger.url != EMBEDDED:
         raise LedgerSetupError("ledger.url names another server: there is nothing to start")

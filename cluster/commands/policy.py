@@ -1,4 +1,4 @@
-"""Command ``everlift policy``: settings of queue and engines, and the source of each."""
+"""Command ``everlift policy``: policies of queue and engines, either set or configured."""
 
 from __future__ import annotations
 

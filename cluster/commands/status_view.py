@@ -19,8 +19,9 @@ from router.ledger.config import PROMISES
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
     """Return tables of the workers and of their engines, and then the cluster's counters.
 
-    With ``rates``, which remember earlier counts, the workers' output tokens are shown as tokens
-    per second. ``now`` is the time of ``status`` in seconds.
+    With ``rates``, which remember the counts of earlier calls, the workers' output tokens are shown
+    as tokens per second. ``now`` is the time of ``status``, in seconds of a clock that all calls
+    use.
     """
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
@@ -54,8 +55,9 @@ def _engines(status: pb.GetStatusResponse) -> Table:
 
     ``budget`` is the largest number of tokens that a step may compute, and ``KV empty`` is the
     share of the used KV blocks' token positions that is empty now. The other columns count from
-    the worker's start: ``busy``, ``hits`` and ``drafts`` are the shares of used batch slots,
-    prefix-cache hits and accepted draft tokens; ``swapped`` counts KV blocks swapped out / in.
+    the worker's start. ``busy`` is the used share of the batch slots, ``hits`` the share of prompt
+    tokens found in the prefix cache, and ``drafts`` the share of draft tokens that were accepted.
+    ``preempted`` counts preemptions, ``recomputed`` tokens, and ``swapped`` KV blocks, out / in.
     """
     columns = ["worker", "budget", "busy", "hits", "drafts", "KV empty", "preempted"]
     table = Table(

@@ -30,7 +30,8 @@ Cluster = ProcessCluster | RayCluster
 async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
     """Start a cluster, and serve until SIGINT or SIGTERM.
 
-    Errors of the start, such as ClusterFailed and ModelUnavailable, are raised.
+    Without ``with_ray``, routers and workers are plain processes of this machine. Errors of the
+    start, such as ClusterFailed and ModelUnavailable, are raised.
     """
     log_dir = config.state_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,7 +85,7 @@ def on_signal(stop: Callable[[], object]) -> None:
 
 
 def workers(config: Config) -> str:
-    """Return a text with the number of workers, such as "2 workers", or with its range."""
+    """Return a text with the number of workers, or with its range if autoscaling is on."""
     count, scaling = config.num_workers, config.autoscale
     if scaling.is_on:
         return f"{scaling.min_workers} to {scaling.max_workers} workers, as its queue needs them"
@@ -94,8 +95,8 @@ def workers(config: Config) -> str:
 def _check_alone(config: Config) -> None:
     """Raise ClusterFailed if a cluster with the same embedded ledger is already running.
 
-    The embedded ledger is in the state directory. With another ledger, clusters may share the
-    directory.
+    An embedded ledger stores its data in the state directory, which only one cluster can use then.
+    Clusters with other ledgers may share a state directory.
     """
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:

@@ -58,7 +58,10 @@ class Task:
 
 @dataclass
 class Transcript:
-    """Record of everything that the client of one request received, with monotonic times in s."""
+    """Record of everything that the client of one request received.
+
+    Times are those of the monotonic clock, in seconds.
+    """
 
     task: Task
     request_id: str = ""
@@ -93,7 +96,7 @@ class Transcript:
 
     @property
     def lost(self) -> int:
-        """Number of tokens that the ledger has stored but that never reached the client."""
+        """Number of tokens that the ledger has stored and the client never received."""
         return self.stored_tokens - len(set(self.offsets))
 
     @property

@@ -32,7 +32,7 @@ class Occupancy:
         self._open: dict[tuple[str, int], Stay] = {}
 
     def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
-        """Record a snapshot taken at ``now``; ``running`` has request ids by (worker id, slot).
+        """Record a snapshot taken at ``now``; ``running`` maps (worker id, slot) to a request id.
 
         A request's stay in a slot lasts from the first to the last consecutive snapshot with it.
         """

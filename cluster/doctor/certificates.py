@@ -12,7 +12,10 @@ from everlift.tls import Tls
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Yield a finding each for the clients' ports and the internal connections, if they use TLS."""
+    """Yield a finding on the TLS files of the clients' ports, and one on the internal ones.
+
+    Ports or internal connections without TLS have no finding.
+    """
     if config.router.tls is not None:
         yield _finding("TLS for clients", config.router.tls)
     if config.internal_tls.is_on:

@@ -92,7 +92,8 @@ def asked(
 ) -> tuple[list[NodeReport], list[str]]:
     """Call ``ask`` for each node; return the reports, and a message for each node that failed.
 
-    A node may leave the cluster at any time.
+    ``nodes`` are descriptions as Ray lists them. A node fails if ``ask`` raises a RayError, for
+    example because the node has left the cluster.
     """
     from ray.exceptions import RayError
 

@@ -50,7 +50,10 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def reading(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield a line about output that the client was slow to read, if it is worth mentioning."""
+    """Yield a line about output that waited for the client to read it, or nothing.
+
+    The line is yielded if tokens are unread now, or were so for over 5 % of the request's time.
+    """
     unread_s, unread = explanation.unread_s, explanation.unread_tokens
     if unread or unread_s > _MUCH_UNREAD * explanation.total_s:
         now = f"; {unread} unread now" if unread else ""
@@ -58,7 +61,10 @@ def reading(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def spans(explanation: pb.Explanation) -> Table:
-    """Return a table of the periods (spans) of the request, with their sum."""
+    """Return a table of the periods (spans) of the request, with their sum.
+
+    Periods below 0.1 % of the whole time share one row.
+    """
     table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
     for column in table.columns[:3]:
         column.justify = "right"
@@ -117,8 +123,8 @@ def _state(attempt: pb.ExplainedAttempt) -> str:
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
     """Yield lines that name other requests of the same tenant that shared or blocked capacity.
 
-    For each attempt these are the requests at other workers that had no room, those at the worker
-    before the attempt, and those that arrived there during the attempt.
+    For each attempt there are up to three lines: the requests that occupied other, full workers,
+    those that were at the attempt's worker before it, and those that arrived there during it.
     """
     for attempt in explanation.attempts:
         number = attempt.number
@@ -133,7 +139,10 @@ def neighbours(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield a line for each wait in the queue: how many requests left it earlier, and why."""
+    """Yield a line for each wait in the queue: how many other requests left it first, and why.
+
+    A wait during which no other request left the queue has no line.
+    """
     for attempt in explanation.attempts:
         reasons = ", ".join(_reasons(attempt.queue))
         if reasons:

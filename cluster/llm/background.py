@@ -44,7 +44,12 @@ class Background:
         return self._ready.result()
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """Call ``LocalWorker.submit`` in the thread. Raises RuntimeError after ``close``."""
+        """Start a task at the worker, and return at once. Raises RuntimeError after ``close``.
+
+        ``done`` receives the completion, ClusterFailed if the engine has ended, or Cancelled if the
+        worker was stopped. Cancelling ``done`` aborts the task. ``show`` is called with each chunk,
+        in the background thread.
+        """
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")

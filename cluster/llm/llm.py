@@ -45,8 +45,9 @@ class LLM:
     def __init__(self, model: str | Path, **overrides: object) -> None:
         """Load ``model``, an id or directory as for ``everlift up``.
 
-        ``overrides`` are worker settings by name. Raises SettingsError, UnknownModel,
-        ModelUnavailable, and any error of building the engine.
+        ``overrides`` are worker settings by name. Raises SettingsError if one of them is invalid,
+        UnknownModel or ModelUnavailable if the model cannot be loaded, and any error of building
+        the engine.
         """
         worker = settings.load(WorkerConfig, overrides)
         revision = worker.model_revision
@@ -54,7 +55,11 @@ class LLM:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Create an LLM with the model and worker settings of a cluster's configuration."""
+        """Create an LLM with the model and worker settings of a cluster's configuration.
+
+        Raises UnknownModel or ModelUnavailable if the model cannot be loaded, and any error of
+        building the engine.
+        """
         llm = cls.__new__(cls)
         llm._open(config)
         return llm
@@ -80,8 +85,9 @@ class LLM:
     ) -> list[Completion]:
         """Return a completion for each prompt, in the order of ``prompts``.
 
-        ``options`` apply to all prompts; ``each`` has further options for each single prompt, in
-        the same order. ``progress`` shows a progress bar; None shows it on a terminal.
+        ``options`` apply to all prompts. ``each`` has the options of each single prompt, in the
+        same order; they override ``options``. ``progress`` shows a progress bar; None shows it on a
+        terminal. Raises ValueError if ``each`` and ``prompts`` differ in length.
 
         An invalid prompt or option raises its EverliftError before anything runs. A later failure
         is in ``Completion.error``, is raised by ``Completion.text``, and does not affect other

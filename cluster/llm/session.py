@@ -1,4 +1,4 @@
-"""Session of a worker with a single caller in its own process, in the place of its gRPC server."""
+"""Connection between a worker and a single caller in the same process, without a gRPC server."""
 
 from __future__ import annotations
 

@@ -65,8 +65,9 @@ Begin = Callable[[Task], Future[Completion]]
 def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[int, Completion]]:
     """Run the tasks; yield the index and the completion of each task, in the order of their ends.
 
-    ``begin`` starts a task. At most ``size`` choices are unfinished at a time; a task with more
-    choices runs alone. If the iteration ends early, all tasks that have begun are cancelled. Raises
+    ``begin`` starts a task and returns the future of its completion. A task has one or more choices
+    (alternative outputs). At most ``size`` choices are unfinished at a time; a task with more of
+    them runs alone. If the iteration ends early, all tasks that have begun are cancelled. Raises
     ClusterFailed if the engine has ended.
     """
     window = _Window(begin, size)
@@ -92,7 +93,10 @@ class _Window:
         return len(self._begun)
 
     def has_room(self, task: Task) -> bool:
-        """Return whether ``task`` can begin now; one that exceeds the window must be alone."""
+        """Return whether ``task`` can begin now.
+
+        A task with more choices than the whole window can begin only when no other task runs.
+        """
         return not self._begun or task.request.n <= self._room
 
     def begin(self, index: int, task: Task) -> None:

@@ -1,5 +1,7 @@
 """Fork server: ranks are forked from a process that has imported what they need. Linux only.
 
+A rank is one process of a worker.
+
     this process ── fork server ─┬─ worker-0
                                  └─ worker-1 ...
 

@@ -34,9 +34,10 @@ def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[
 
 
 def visible_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
-    """Return the names of the available GPUs, as in CUDA_VISIBLE_DEVICES.
+    """Return the names of the available GPUs, such as ``0``, for use in CUDA_VISIBLE_DEVICES.
 
-    The result is empty if the configured workers use no GPU, or if none is found.
+    If ``environment`` sets CUDA_VISIBLE_DEVICES, its names are returned. The result is empty if the
+    configured workers use no GPU, or if none is found.
     """
     if config.worker.is_fake or config.worker.device == "cpu":
         return []

@@ -37,8 +37,8 @@ def write_url(config: Config, url: str) -> None:
 class OwnLedger:
     """Embedded ledger server that is restarted whenever it ends by itself.
 
-    If the configuration names another ledger, no server is run. ``listen`` is the host and port for
-    other machines, as in ``EmbeddedLedger``.
+    If the configuration names another ledger, no server is run. ``listen`` is the host and port at
+    which other machines connect; with port 0 they cannot.
     """
 
     def __init__(self, config: Config, listen: tuple[str, int] = ("", 0)) -> None:
@@ -60,6 +60,8 @@ class OwnLedger:
 
     async def start(self) -> LedgerConfig:
         """Start the server if the ledger is embedded; return the ledger's settings with its URL.
+
+        The settings of another ledger are returned unchanged.
 
         Raises LedgerSetupError if the server cannot start.
         """

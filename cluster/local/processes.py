@@ -107,8 +107,10 @@ class ProcessCluster:
     async def start(self) -> None:
         """Start all processes, and return when every router is connected to every worker.
 
-        Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError, after
-        stopping all processes that were started.
+        Raises ModelUnavailable if the model's files cannot be had, LedgerSetupError if the ledger
+        cannot start, and SettingsError for invalid settings. Raises ClusterFailed if another
+        process fails or the configuration needs Ray, and OSError. After any error, all processes
+        that were started are stopped.
         """
         try:
             await self._start()

@@ -28,8 +28,8 @@ _TIMEOUT_S = 1.0
 class Starting:
     """Context manager that reports, from its entry until ``end`` or its exit, that a worker starts.
 
-    Each report goes to the first of ``routers`` that answers, which notifies the leader. If no
-    router receives it, the worker starts all the same.
+    Each report goes to the first of ``routers`` that answers. It notifies the leader, the router
+    that places all requests. If no router receives the report, the worker starts all the same.
     """
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:
@@ -117,7 +117,7 @@ class Announcer:
         """Register the worker again whenever ``is_alone`` was True for ``_ALONE_S`` seconds.
 
         ``is_alone`` returns whether no router is connected to the worker. Runs until cancelled.
-        Raises as ``announce`` does.
+        Raises InvalidRequest if a router rejects the worker.
         """
         while True:
             await _lonely(is_alone)

@@ -71,9 +71,10 @@ class Example:
 
 
 def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
-    """Yield the features of each request with its examples; these must be adjacent.
+    """Yield the features of each request, with its examples: one for each of its outputs.
 
-    A caller can thus predict all outputs of a request before it records the length of any of them.
+    The examples of one request must be adjacent in ``examples``. A caller can thus predict
+    all outputs of a request before it records the length of any of them.
     """
     for what, alike in groupby(examples, key=lambda example: example.asked):
         yield what, list(alike)

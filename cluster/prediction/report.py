@@ -26,7 +26,8 @@ class Figures:
         tau: Kendall's tau of predicted and actual lengths.
         tau_prompt_length: Kendall's tau of prompt lengths and actual lengths.
         tau_oracle: Kendall's tau of expected and actual lengths; None unless all are known.
-        coverage: For each of QUANTILES, the share of outputs that stay within it.
+        coverage: For each of QUANTILES, the share of outputs that are at most as long as the
+            predicted quantile.
         total_ratio: Sum of predicted tokens / sum of actual tokens.
         mean_absolute_error: Mean absolute error of the predictions, in tokens.
         mean_absolute_error_of_mean: The same if the running mean of earlier outputs is predicted.
@@ -63,7 +64,7 @@ class Report:
     by_application: dict[str, Figures]
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as a dict of JSON values, as in the file of a predictor."""
+        """Return the report as a dict of JSON values, which a predictor's file contains."""
         groups = {name: asdict(figures) for name, figures in self.by_application.items()}
         return {
             "learnt_from": self.learnt_from,
@@ -76,8 +77,9 @@ class Report:
 def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> Report:
     """Return the accuracy of ``learned`` on ``held_out`` examples, which are in order of arrival.
 
-    As in a router, a prediction may use the lengths of all earlier requests' outputs.
-    ``learnt_from`` is the number of training examples, for the report.
+    As in a router, a prediction may use the output lengths of all earlier requests: the length of
+    each output is recorded in ``learned`` after its prediction. ``learnt_from`` is the number of
+    training examples, for the report.
     """
     mean, seen = OutputLengths(), list[_Seen]()
     for asked, outputs in by_request(held_out):

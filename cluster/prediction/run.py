@@ -35,8 +35,12 @@ async def train(
         ledger_url: URL of the ledger if it is not the configured one.
         limit: Maximum number of requests to read from the ledger, the newest.
 
-    Raises SettingsError, ClusterFailed, ModelUnavailable, UnknownModel, LedgerSetupError,
-    LedgerUnavailable, OSError.
+    Raises:
+        SettingsError: The URL or an example in ``files`` is invalid.
+        ClusterFailed: LightGBM or the embedded ledger is missing, or there are too few examples.
+        ModelUnavailable, UnknownModel: The model's tokenizer cannot be loaded.
+        LedgerSetupError, LedgerUnavailable: The ledger cannot be used or does not answer.
+        OSError: A file cannot be read or written.
     """
     model, found = await _found(config, files, ledger_url, limit)
     if keep is not None:

@@ -44,9 +44,10 @@ PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(slots=True)
 class Nodes:
-    """Nodes of all trees, one list per field as in Forest.
+    """Nodes of all decision trees; node i has the i-th element of every list but ``roots``.
 
-    ``roots`` has, for each quantile, the indices of the roots of its trees.
+    ``roots`` has, for each of QUANTILES, the indices of the roots of its trees. ``left`` and
+    ``right`` are indices of a node's children; a leaf has its own index in both.
     """
 
     roots: list[list[int]] = field(default_factory=list)

@@ -70,8 +70,9 @@ class RayCluster:
     async def start(self) -> None:
         """Start the ledger, Ray and the application, and wait until the application runs.
 
-        Raises ModelUnavailable, LedgerSetupError, ClusterFailed. After an error everything that was
-        started is stopped.
+        Raises ModelUnavailable if the model's files cannot be had, LedgerSetupError if the ledger
+        cannot start, and ClusterFailed if the application fails or needs more nodes than there are.
+        After an error everything that was started is stopped.
         """
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
@@ -136,8 +137,9 @@ class RayCluster:
     async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
         """Wait until ``condition`` is true for the status of the application.
 
-        Serve's own wait would block the event loop, so that signals were not handled, and would
-        never end if a worker cannot be placed. Raises ClusterFailed if the deployment fails.
+        Raises ClusterFailed if the deployment fails. Serve's own function for waiting is not used,
+        because it blocks the event loop, and with it signals, and never returns if a worker cannot
+        be placed.
         """
         from ray import serve
 

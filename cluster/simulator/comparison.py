@@ -26,15 +26,19 @@ _COLUMNS = (
 
 
 def past(records: list[Record]) -> Forecast:
-    """Return recorded requests as a forecast without samples and steps."""
+    """Return a Forecast of recorded requests, so that it can be compared with simulated ones.
+
+    ``records`` are sorted by arrival. The forecast has no samples over time, and its numbers of
+    steps and worker seconds are 0.
+    """
     return Forecast(tuple(records), (), 0, 0, 0.0)
 
 
 def table(answers: Mapping[str, Forecast]) -> Table:
-    """Return a table of forecasts, which are given by the name of their policy.
+    """Return a table that compares forecasts under several policies.
 
-    There is a section for all requests and for each class, tenant and application. A section has a
-    row per policy.
+    ``answers`` maps the name of a policy to its forecast. There is a section for all requests, and
+    one for each priority class, tenant and application. A section has a row per policy.
     """
     shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in shown.columns[1:]:
@@ -49,7 +53,10 @@ def table(answers: Mapping[str, Forecast]) -> Table:
 
 
 def as_json(answers: Mapping[str, Forecast]) -> dict[str, object]:
-    """Return the summaries of forecasts as JSON: an object by policy, then by group of requests."""
+    """Return the summaries of forecasts as JSON, by policy and then by group of requests.
+
+    The groups are all requests, and each priority class, tenant and application.
+    """
     return {
         policy: {group: summary_as_json(summary) for group, summary in groups(answer)}
         for policy, answer in answers.items()

@@ -82,7 +82,7 @@ class Fleet:
 
     @property
     def worker_s(self) -> float:
-        """Connected time in seconds, summed over all workers."""
+        """Connected time in seconds, summed over all workers, including removed ones."""
         now = self._timeline.now
         return self._worker_s + sum(now - came for _, came in self._up.values())
 

@@ -58,7 +58,10 @@ class Forecast:
     def summary(
         self, slo: Slo | None = None, where: Callable[[Record], bool] = lambda _: True
     ) -> Summary:
-        """Return a summary of the requests whose record fulfils ``where``."""
+        """Return a summary of the requests for whose record ``where`` is true.
+
+        Without ``slo``, a request is good if it met its own target and deadline.
+        """
         return summarise(filter(where, self.records), slo)
 
     def by_class(self, slo: Slo | None = None) -> dict[int, Summary]:

@@ -24,8 +24,8 @@ class Foretold(NamedTuple):
 
     A rank is the share of recent requests with a smaller prediction, and 0 if this is unknown.
     ``rank`` compares predicted output tokens, ``work_rank`` the sum of prompt and predicted output
-    tokens. If ``is_distrusted``, the request leaves the queue in order of arrival. Nearly all
-    outputs with this prediction have at least ``least_tokens`` tokens.
+    tokens. If ``is_distrusted``, the queue does not use the prediction to order the request. Nearly
+    all outputs with this prediction have at least ``least_tokens`` tokens.
     """
 
     length: LengthDistribution

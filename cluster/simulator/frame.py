@@ -12,10 +12,10 @@ from worker.engine.outcome import Outcome
 class Frame(NamedTuple):
     """Message with a worker's state: after a step, on receipt of a request, or as a heartbeat.
 
-    ``accepted`` are the epochs of the requests whose receipt this frame acknowledges; ``load``
-    includes these requests. ``outcomes`` are the results of the step for sequences with their first
-    or last token or with another change. Every other decoding sequence samples one token in each
-    step and has no outcome.
+    ``accepted`` are the epochs (numbers of attempts) of the requests whose receipt this frame
+    acknowledges; ``load`` includes these requests. ``outcomes`` are the results of the step for
+    sequences that sampled their first or last token or had another change. Every other decoding
+    sequence samples one token in each step and has no outcome.
     """
 
     worker_id: str

@@ -1,13 +1,15 @@
 """Gateway of a simulated cluster: the part of a router that owns its unfinished requests. Pure.
 
-Requests are treated as in ``router.requests.attempts``, but without clients and ledger:
+A request has the states of the product (``router.requests.attempts``). There are no clients and no
+ledger:
 
     queued   --dispatched-->  running  --last token-->  finished
       ^                         |
       +- lost, returned, -------+        either  --end-->  failed, expired
          moved or evicted
 
-An attempt is identified by its epoch. Messages about an attempt that has ended are ignored.
+Each dispatch of a request to a worker is an attempt, whose number is its epoch. Messages about an
+attempt that has ended are ignored.
 """
 
 from __future__ import annotations
@@ -145,7 +147,11 @@ class Gateway:
         self._over(life)
 
     def decide(self) -> None:
-        """Expire, move and dispatch requests as the queue decides at the present time."""
+        """Carry out the present decisions of the queue.
+
+        Expired requests end, preempted requests that would resume sooner on another worker are
+        queued again, and requests are dispatched until the queue places none.
+        """
         for refusal in self._dispatcher.expired(self._timeline.now):
             self._refused(refusal)
         for move in self._dispatcher.moves(self._timeline.now):
@@ -255,8 +261,8 @@ class Gateway:
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
         """Queue the requests of a lost worker again; they keep their output tokens.
 
-        ``occupants`` are the ids of the requests that had a slot at the worker, whose losses count
-        as losses during a step. Requests that have been lost too often fail.
+        Requests that have been lost too often fail. ``occupants`` are the ids of the requests that
+        had a slot at the worker; only for these the loss counts as one during a step.
         """
         self._limit()
         for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:

@@ -1,6 +1,6 @@
 """Admission queue and placement of a simulated cluster, made of the product's classes. Pure.
 
-They are combined as in ``router.leader.leader``, but without the ledger and the connections.
+In the product, ``router.leader.leader`` combines the same classes with a ledger and connections.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GlobalQueue:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a request is queued or preempted and would use free capacity."""
+        """Return whether a queued or preempted request would use free capacity."""
         return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
@@ -87,25 +87,25 @@ class GlobalQueue:
         self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
-        """Record that a worker preempted a request, or resumed it."""
+        """Record that a worker preempted or resumed the request that ``running`` describes."""
         self._hear(session_pb2.GatewayMessage(running=[running]), now)
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._hear(session_pb2.GatewayMessage(served=outputs), now)
 
     def finished(self, tpot_ratio: float, now: float) -> None:
-        """Record, for one finished request, measured / predicted time per output token."""
+        """Record the ratio of measured to predicted time per output token of a finished request."""
         self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
 
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._leader_state.on_message(GATEWAY, message, now).refused
 
     def expired(self, now: float) -> list[Refusal]:
-        """Remove the requests that have waited too long, and return a refusal of each."""
+        """Remove the requests that have waited too long, and return each with its error."""
         return self._leader_state.expire(now)
 
     def moves(self, now: float) -> list[Move]:
-        """Return the preempted requests that would resume sooner on another worker, as moves.
+        """Return the preempted requests to move, because another worker would resume them sooner.
 
         The result is empty if the last search was less than ``MOVES_S`` seconds ago.
         """

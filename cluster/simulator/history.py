@@ -24,8 +24,8 @@ from router.requests.explanation import accepting_s, kept
 def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
     """Yield a record of each choice of a request; times are ledger times in seconds.
 
-    ``events`` are those of the request. ``first_token`` is the time of the first token of any
-    choice, and infinite if unknown.
+    ``events`` are the ledger's events of this request. ``first_token`` is the time of the first
+    token of any choice, and infinite if unknown.
     """
     explanation = kept(stored, events)
     entry, moments = stored.entry, _moments(events)
@@ -103,7 +103,7 @@ class Reading(Protocol):
 
 
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
-    """Return a record of each choice of the ``limit`` newest finished requests, by arrival.
+    """Return a record of each choice of the ``limit`` newest finished requests, oldest first.
 
     Times are in seconds after the earliest of these arrivals. ``first_token`` is the time of the
     first token of any choice, and infinite if unknown. Raises LedgerUnavailable.
@@ -132,8 +132,8 @@ async def weights(
 ) -> Mapping[str, float]:
     """Return the fair-share weight of each of ``tenants`` whose weight is not 1.
 
-    The weights are those of the cluster's access settings; without access control there are none.
-    Raises SettingsError, LedgerUnavailable.
+    The weights are read from the cluster's stored keys and tenants; without access control the
+    result is empty. Raises SettingsError if the stored tenants are invalid, and LedgerUnavailable.
     """
     if (store := store_of(config, ledger)) is None:
         return {}
@@ -143,7 +143,7 @@ async def weights(
 
 
 async def _listed(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]:
-    """Yield the entries of the ``limit`` newest finished requests, page by page."""
+    """Yield the ledger's entries of the ``limit`` newest finished requests, page by page."""
     before: Position | None = None
     while limit > 0:
         page = await ledger.list_requests(
@@ -156,7 +156,7 @@ async def _listed(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]
 
 
 async def _read_all(ledger: Reading, entries: Sequence[Entry]) -> list[Record]:
-    """Return the records of ``entries`` in their order.
+    """Return the records of the requests that ``entries`` describe, in the same order.
 
     Requests that the ledger has forgotten in the meantime are left out. No output token is read.
     """

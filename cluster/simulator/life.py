@@ -1,6 +1,6 @@
 """State of a request from its arrival to its end, as its router knows it. Pure.
 
-The states and moves are those of the ledger (``router.ledger.entry``).
+``router.ledger.entry`` defines the states, and the transitions between them (moves).
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Life:
         return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
 
     def begin(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
-        """Dispatch the request to a worker, and return the sequence to start."""
+        """Record the dispatch to a worker, and return the sequence that the worker is to start.
+
+        ``epoch`` is the number of the attempt.
+        """
         self.move(Move.DISPATCH, State.RUNNING)
         self.worker_id, self.epoch = worker_id, epoch
         self.accepted, self.is_preempted = True, False
@@ -84,13 +87,16 @@ class Life:
         )
 
     def said(self, outcome: Outcome, step: int) -> None:
-        """Apply the outcome that the worker reported after its step number ``step``."""
+        """Apply the result of a step for this request, which the worker reported as ``outcome``.
+
+        ``step`` is the number of the worker's step.
+        """
         self.num_tokens = outcome.offset + len(outcome.tokens)
         self.num_computed = max(self.num_computed, outcome.num_computed)
         self.draws_since = step if outcome.tokens and outcome.stop is None else None
 
     def drew(self, step: int) -> None:
-        """Count one output token for each step up to number ``step`` that is not counted yet.
+        """Add one output token for each worker step after the last counted one, up to ``step``.
 
         Do nothing unless the worker generates a token for the request in each step.
         """
@@ -99,12 +105,12 @@ class Life:
             self.draws_since = step
 
     def take_served(self) -> int:
-        """Return the number of output tokens since the last call."""
+        """Return the number of output tokens that were added since the last call."""
         number, self.num_served = self.num_tokens - self.num_served, self.num_tokens
         return number
 
     def release(self) -> None:
-        """Return the request to the queue after its worker was lost or gave the request back."""
+        """End the attempt, because the worker was lost or returned the request, and queue again."""
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.draws_since = "", 0, None
 
@@ -112,7 +118,7 @@ class Life:
 
     @property
     def predicted_output(self) -> int:
-        """Number of output tokens that was predicted when the request arrived."""
+        """Predicted number of output tokens of the whole request."""
         return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
 
     @property

@@ -23,7 +23,11 @@ from worker.engine.slot_table import SlotTable
 
 
 class MultiStepScheduler(Scheduler):
-    """Scheduler for sequences whose sampled tokens are known in advance."""
+    """Scheduler for sequences whose sampled tokens are known in advance.
+
+    A uniform step is one in which every sequence of the batch samples one token and nothing else
+    happens. An outcome is the result of a step for one sequence.
+    """
 
     _batch: MultiStepBatch
 
@@ -31,10 +35,10 @@ class MultiStepScheduler(Scheduler):
         super().__init__(limits, MultiStepBatch(limits))
 
     def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
-        """Commit ``plan`` as if every row had sampled ``token``, and return the outcomes.
+        """Apply the scheduled step ``plan`` as if every row that samples had sampled ``token``.
 
-        ``token`` must not be a stop token. A sequence that received one token and continues without
-        any other change has no outcome.
+        ``token`` must not be a stop token. Return the results of the step. A sequence that received
+        one token and continues without any other change is not among them.
         """
         self._batch.copied()
         self._executed(plan)
@@ -60,7 +64,7 @@ class MultiStepScheduler(Scheduler):
         return told
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps are uniform (see the module).
+        """Return how many steps from the next one on, at most ``most``, will be uniform.
 
         The number is valid as long as no sequence is added or removed and no stop token is sampled.
         """
@@ -77,8 +81,8 @@ class MultiStepScheduler(Scheduler):
     def _may_admit(self, steps: int) -> bool:
         """Return whether the head of the queue could be admitted within ``steps`` uniform steps.
 
-        Although these steps only use up free blocks, the head of the queue may become admissible:
-        if a running sequence fills the next block of its prefix, it needs one free block less.
+        This is possible although these steps allocate blocks and free none. If a running sequence
+        fills a block that the head shares as its next prefix block, the head needs one block less.
         """
         if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
             return False
@@ -87,14 +91,19 @@ class MultiStepScheduler(Scheduler):
         return may_hit_more or self._batch.has_room(head, hits)
 
     def blocks_allocated(self, steps: int) -> list[int]:
-        """Return the cumulative KV blocks allocated after each of ``steps`` uniform steps."""
+        """Return how many KV blocks the next steps allocate.
+
+        Item i of the list is the number of blocks that the first i + 1 of ``steps`` uniform steps
+        allocate together.
+        """
         return self._batch.slot_table.allocated(steps)
 
     def decode(self, token: int, steps: int) -> list[Outcome]:
-        """Compute ``steps`` uniform steps in which every sequence samples ``token``.
+        """Compute ``steps`` uniform steps at once, as if all sequences sampled ``token`` in each.
 
-        Return the outcomes of the sequences that end with the last step. The result is the same as
-        that of ``steps`` calls of ``schedule`` and ``commit_drawn``.
+        Sequences can end only with the last step; return the outcome of each of these. Scheduler
+        and outcomes are the same afterwards as if ``schedule`` and ``commit_drawn`` had been called
+        for one step after the other.
         """
         num_tokens = len(self._batch) * steps
         # A sequence reads all its known tokens, which are one more with each step.
@@ -111,7 +120,7 @@ class MultiStepScheduler(Scheduler):
         return [self._ended(each) for each in self._batch.at(self._batch.slot_table.ended())]
 
     def _ended(self, sequence: Sequence) -> Outcome:
-        """Remove a sequence that has reached a limit, and return its outcome."""
+        """Remove a sequence that has reached a limit; return the outcome with its last token."""
         offset, told = sequence.num_output - 1, sequence.tokens[-1:]
         stop = sequence.stop(self._limits)
         stop, error = (stop, None) if stop else self._outgrown(sequence)
@@ -127,10 +136,10 @@ class MultiStepBatch(Batch):
         super().__init__(limits, MultiStepSlotTable(limits))
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps the state of the batch allows to be uniform.
+        """Return how many steps from now on, at most ``most``, the batch allows to be uniform.
 
-        There are free blocks for all sequences in these steps, and no sequence reaches one of its
-        limits before the last of them.
+        In these steps there are free blocks for all sequences, and no sequence reaches one of its
+        limits before the last step.
         """
         steps = min(most, self.slot_table.num_uniform_steps())
         free = self._pool.num_free
@@ -139,7 +148,7 @@ class MultiStepBatch(Batch):
         return steps
 
     def decode(self, token: int, times: int) -> None:
-        """Compute ``times`` uniform steps in which every sequence samples ``token``."""
+        """Update sequences and blocks as if each sequence had sampled ``token`` ``times`` times."""
         slot_table = self.slot_table
         changes, slots = slot_table.changes(times), slot_table.decoding()
         for sequence in self.at(slots):
@@ -154,11 +163,12 @@ class MultiStepBatch(Batch):
 
 
 class Change(NamedTuple):
-    """Change of one block table in a run of uniform steps, of which ``step`` is the number from 0.
+    """Change of the block table of the sequence in ``slot``, in a run of uniform steps.
 
-    The sequence in ``slot`` fills its last block if ``fills``; otherwise it allocates a block.
-    Changes are sorted by step, then by ``fills``, then by ``place``. ``num_known`` is the
-    sequence's number of known tokens at the start of the step.
+    It happens in step number ``step`` of the run, from 0. The sequence fills its last block if
+    ``fills``; otherwise it allocates a block. ``num_known`` is the sequence's number of prompt and
+    output tokens at the start of the step. Changes are sorted by ``step``, then by ``fills``, then
+    by ``place``: the order of arrival for a filled block, the slot for an allocated one.
     """
 
     step: int
@@ -170,7 +180,7 @@ class Change(NamedTuple):
 
 class MultiStepSlotTable(SlotTable):
     def draw(self, slots: Ints, token: int, times: int) -> None:
-        """Append ``token`` to each of ``slots``, repeatedly: ``times`` times."""
+        """Append ``token`` to the sequence in each of ``slots``, ``times`` times."""
         self._num_known[slots] += times
         self._num_computed[slots] = self._num_known[slots] - 1
         self._last_tokens[slots] = token
@@ -180,7 +190,7 @@ class MultiStepSlotTable(SlotTable):
         return self._num_known.nonzero()[0]
 
     def num_uniform_steps(self) -> int:
-        """Return the number of decode steps after which a limit ends the first sequence.
+        """Return the number of decode steps after which at least one sequence reaches a limit.
 
         Return 0 if no slot is occupied, or if a sequence has to prefill or recompute tokens.
         """
@@ -197,19 +207,23 @@ class MultiStepSlotTable(SlotTable):
         return self._by_order((self._num_known >= self._ends) & (self._num_known > 0))
 
     def num_lacking(self, steps: int) -> int:
-        """Return the number of blocks to allocate in ``steps`` steps, over all slots."""
+        """Return the number of blocks that all slots together lack for ``steps`` decode steps."""
         slots = self.occupied()
         most = self._num_known[slots] + steps - 1
         return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
 
     def may_fill(self, index: int, steps: int) -> bool:
-        """Return whether a sequence may fill block ``index`` of its table in ``steps`` steps."""
+        """Return whether any sequence may fill block ``index`` of its table in ``steps`` steps."""
         computed = self._num_computed[self.occupied()]
         first, last = computed // BLOCK_SIZE, (computed + steps) // BLOCK_SIZE
         return bool(((first <= index) & (index <= last)).any())
 
     def allocated(self, steps: int) -> list[int]:
-        """Return the cumulative number of blocks allocated after each of ``steps`` decode steps."""
+        """Return how many blocks the next steps allocate, over all slots.
+
+        Item i of the list is the number of blocks that the first i + 1 of ``steps`` decode steps
+        allocate together.
+        """
         slots = self.occupied()
         lacks = self._num_blocks[slots] * BLOCK_SIZE - self._num_known[slots] + 1
         first = np.bincount(lacks[lacks < steps], minlength=steps)

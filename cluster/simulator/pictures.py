@@ -27,7 +27,7 @@ _LEAST_MS = 0.1
 def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
     """Draw all pictures of a forecast into files in ``directory``, and return their paths.
 
-    Raises OSError.
+    Raises OSError if a file cannot be written.
     """
     pictures = {
         "latency.png": latencies(forecast, slo),
@@ -66,9 +66,10 @@ def latencies(forecast: Forecast, slo: Slo) -> Figure:
 
 
 def by_class(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return all records under the name "all", and those of each class by its name.
+    """Return all records under the key "all", and those of each priority class under its name.
 
-    Classes are left out if there is only one. Higher classes come first.
+    A name is such as "class 1". Classes are left out if there is only one. Higher priorities come
+    first.
     """
     classes = sorted({record.arrival.priority for record in records}, reverse=True)
     kinds = {"all": list(records)}

@@ -26,7 +26,8 @@ _SAME = 0.02
 def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
     """Return a table with a row for each trial, in a section for each kind of worker.
 
-    ``plans`` are by the name of the kind.
+    A trial is a simulation with some number of workers. ``plans`` maps the name of a kind to its
+    plan.
     """
     wanted = (f"{target.name}\n(at most {seconds(target.most_s)})" for target in targets)
     shown = Table("kind", "workers", *wanted, "", box=SIMPLE_HEAD)

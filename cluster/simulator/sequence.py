@@ -25,7 +25,10 @@ _STEM_BYTES = 16
 
 
 class BlockNames:
-    """Names of the blocks of request number ``index``, by the index of the block."""
+    """Names of the KV blocks of one request: ``names[i]`` is the name of its block i.
+
+    ``index`` is the number of the request in the simulation.
+    """
 
     __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
 
@@ -72,8 +75,9 @@ class NamedSequence(Sequence):
     ) -> NamedSequence:
         """Create a sequence that continues after ``output_tokens`` tokens of earlier attempts.
 
-        ``num_computed`` is the number of known tokens that earlier attempts computed.
-        ``predicted_tokens`` is the predicted length of the whole output; 0 means unknown.
+        ``epoch`` is the number of this attempt. ``num_computed`` is the number of prompt and output
+        tokens that earlier attempts computed. ``predicted_tokens`` is the predicted length of the
+        whole output; 0 means unknown.
         """
         sequence = cls(
             key=SequenceKey(epoch, 0),
@@ -104,10 +108,10 @@ class NamedSequence(Sequence):
         return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
-        """Return the outcome of a sequence that a worker ends on receipt; None if it starts.
+        """Return the result with which a worker ends this sequence on receipt; None if it starts.
 
-        The rules are those of ``worker.serving.sessions``. The worker returns it if draining,
-        refuses a prompt that is too long, and ends an output that is complete.
+        A draining worker returns the sequence to the router. Any other worker refuses a prompt that
+        is too long, and ends an output that is already complete.
         """
         most = limits.max_model_len
         if is_draining:

@@ -1,4 +1,7 @@
-"""Run of uniform decode steps that are computed together at its end. Pure."""
+"""Run of uniform decode steps, which are computed together when the run ends. Pure.
+
+In a uniform step every sequence of the batch samples one token, and nothing else happens.
+"""
 
 from __future__ import annotations
 

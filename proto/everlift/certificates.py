@@ -1,4 +1,4 @@
-"""Loader of the files of a ``Tls``: their contents for gRPC, and ssl contexts for HTTP.
+"""Loader of the files that a ``Tls`` names: contents for gRPC, and ssl contexts for HTTP.
 
 Each function raises SettingsError, which names the file that cannot be read or used.
 """
@@ -29,9 +29,9 @@ def pem(tls: Tls) -> Reloaded[Pem]:
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
-    """Return the ssl context of clients, which is recreated when a file changes.
+    """Return a Reloaded of the ssl context of clients, which is renewed when a file changes.
 
-    Without ``tls.ca``, it trusts the system's authorities.
+    Without ``tls.ca``, the context trusts the system's certificate authorities.
     """
     return Reloaded(tls.files, lambda: _client_context(tls))
 

@@ -17,9 +17,11 @@ _SPECIAL_TOKENS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """Chat templates of a model; ``tool_use`` renders chats with tools.
+    """Chat templates of a model, which are texts in Jinja's language.
 
-    ``special_tokens`` maps the names that templates use, such as bos_token, to the tokens' texts.
+    ``tool_use`` renders chats with tools; it equals ``default`` if the model has no template for
+    them. ``special_tokens`` maps the names that templates use, such as bos_token, to the tokens'
+    texts.
     """
 
     default: str
@@ -30,8 +32,8 @@ class Templates:
     def read(cls, directory: Path) -> Self | None:
         """Return the templates of the model in ``directory``, or None if it has none.
 
-        If several files hold templates, the first in transformers' order is used. Raises
-        UnknownModel for a malformed file.
+        If several files hold templates, chat_template.jinja is used before chat_template.json, and
+        that before tokenizer_config.json. Raises UnknownModel for a malformed or unreadable file.
         """
         jinja = directory / "chat_template.jinja"
         given = _text(jinja) if jinja.is_file() else None
@@ -50,7 +52,8 @@ class Templates:
 def special_tokens(directory: Path) -> dict[str, str]:
     """Return the texts of the tokenizer's special tokens by name, such as eos_token.
 
-    Raises UnknownModel for a malformed file.
+    They are read from special_tokens_map.json and tokenizer_config.json; the latter prevails.
+    Raises UnknownModel for a malformed or unreadable file.
     """
     tokens: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -62,7 +65,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``, or an empty one if the file does not exist.
 
-    Raises UnknownModel for a file that holds anything else.
+    Raises UnknownModel for a file that holds anything else or cannot be read.
     """
     if not path.is_file():
         return {}

@@ -27,8 +27,8 @@ class Range:
     def check(self, name: str, value: float, *, field: str = "") -> None:
         """Raise OutOfRange unless ``value`` is in the range.
 
-        ``name`` names the value in the message of the error, and ``field`` is the error's field
-        if that differs from ``name``.
+        ``name`` names the value in the message of the error. The error's attribute ``field`` is
+        ``field``, or ``name`` if that is empty.
         """
         is_high_enough = self.low < value if self.above else self.low <= value
         # This comparison also rejects infinity and NaN.
@@ -52,8 +52,8 @@ def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
 def check_range(name: str, value: float, low: float, high: float, *, field: str = "") -> None:
     """Raise OutOfRange unless ``value`` is a number from ``low`` to ``high``.
 
-    ``name`` names the value in the message of the error, and ``field`` is the error's field if
-    that differs from ``name``.
+    ``name`` names the value in the message of the error. The error's attribute ``field`` is
+    ``field``, or ``name`` if that is empty.
     """
     Range(low, high).check(name, value, field=field)
 
@@ -68,7 +68,7 @@ def _written(number: float) -> str:
 
 @contextmanager
 def sendable() -> Iterator[None]:
-    """Context manager: check the values that are assigned to protobuf messages within it.
+    """Context manager: convert protobuf's errors for values that a message cannot hold.
 
     Raises NotUtf8 for a text that UTF-8 cannot encode, and OutOfRange for another value that the
     message's field cannot hold.

@@ -48,7 +48,7 @@ def encode(error: EverliftError, code: int) -> bytes:
 
 
 def decode(data: bytes) -> EverliftError | None:
-    """Return the error that ``data`` encodes, or None if it is not an error of Everlift."""
+    """Return the error that ``data`` encodes, or None if it is malformed or not Everlift's."""
     try:
         status = pb.Status.FromString(data)
         info = _unpacked(status, pb.ErrorInfo)

@@ -38,7 +38,7 @@
     ├── OffsetOutOfRange          Attach asked for an offset beyond the existing output
     ├── RequestConflict           the request id exists with a different body
     ├── QueueFull                 retry later: the admission queue is full
-    │   └── Shed                  a request of a higher class took the place in the full queue
+    │   └── Shed                  a request of a higher priority took the place in the full queue
     ├── QueueTimeout              retry later: the request was queued for the longest allowed time
     ├── DeadlineUnmeetable        retry later: the first token or the end would come too late
     ├── RateLimited               retry later: the tenant has used up its quota for now

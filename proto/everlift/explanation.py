@@ -1,4 +1,7 @@
-"""Names, labels and JSON form of an Explanation, which breaks down a request's time. Pure."""
+"""Names, labels and JSON form of an Explanation of the time that a request took. Pure.
+
+An Explanation divides the time into consecutive spans, each of a kind such as queue or decode.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def state_name(state: pb.RequestState.ValueType) -> str:
 def as_json(explanation: pb.Explanation) -> dict[str, Any]:
     """Return the fields of ``explanation`` as JSON values, with ``start_s`` added to each span.
 
-    State and kinds are the names that ``state_name`` and ``kind_name`` return.
+    The state and the kinds of spans are names such as "finished" and "worker_wait".
     """
     fields = MessageToDict(
         explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -61,7 +64,8 @@ def as_json(explanation: pb.Explanation) -> dict[str, Any]:
 def spans_as_json(spans: Iterable[pb.Span]) -> list[dict[str, Any]]:
     """Return a dict for each span, in order, with the keys kind, start_s, seconds and attempt.
 
-    ``start_s`` is the number of seconds from the start of the first span.
+    ``start_s`` is the number of seconds from the start of the first span. ``attempt`` is the number
+    of the attempt, from 1, or 0 if the span belongs to no single attempt.
     """
     listed: list[dict[str, Any]] = []
     start_s = 0.0
@@ -77,6 +81,6 @@ def spans_as_json(spans: Iterable[pb.Span]) -> list[dict[str, Any]]:
 def server_timing(spans: Iterable[pb.Span]) -> str:
     """Return the value of the header Server-Timing, with each span's duration in milliseconds.
 
-    The format is that of https://www.w3.org/TR/server-timing.
+    https://www.w3.org/TR/server-timing defines the format.
     """
     return ", ".join(f"{kind_name(span.kind)};dur={1e3 * span.seconds:.3f}" for span in spans)

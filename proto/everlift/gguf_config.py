@@ -26,7 +26,7 @@ class UnsupportedGguf(ValueError):
 
 
 def config_of(header: GgufHeader) -> Json:
-    """Return the model's configuration as a dict in the form of config.json.
+    """Return the model's configuration as a dict with the keys of Hugging Face's config.json.
 
     Raises UnsupportedGguf for an architecture or a variant that is not supported, and BadGguf for
     metadata that is missing or of the wrong type.
@@ -35,9 +35,9 @@ def config_of(header: GgufHeader) -> Json:
 
 
 def generation_config_of(header: GgufHeader) -> Json:
-    """Return the end tokens as a dict in the form of generation_config.json.
+    """Return the content of a generation_config.json with the model's end tokens.
 
-    The dict has the key ``eos_token_id`` with a list of ids, or no key if the file names none.
+    The dict has the key ``eos_token_id`` with a list of ids, or no key if the GGUF file names none.
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = (header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
@@ -76,9 +76,11 @@ class _Model:
         return value
 
     def get(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the value as ``written`` does, or the common value of a list with one per layer.
+        """Return the metadata value of ``key``, or ``otherwise`` if the file lacks the key.
 
-        Raises UnsupportedGguf if the layers have different values.
+        ``key`` is without the architecture's name. If the value is a list with one item per layer,
+        the item that all layers share is returned. Raises UnsupportedGguf if they share none, and
+        BadGguf if the key is missing and ``otherwise`` is not given.
         """
         value = self.written(key, otherwise)
         if not isinstance(value, list):
@@ -157,7 +159,7 @@ class _Model:
     def partial_rotary(self) -> Json:
         """Return a dict with the key ``partial_rotary_factor``, or {} if RoPE rotates whole heads.
 
-        The factor is the rotated part of a head's dimensions.
+        The factor is the fraction of a head's dimensions that RoPE rotates.
         """
         head_dim = self._common()["head_dim"]
         dim = self.get("rope.dimension_count", head_dim)

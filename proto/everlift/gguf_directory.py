@@ -1,10 +1,11 @@
-"""Directory of a model in a GGUF file, in the form of a Hugging Face model.
+"""Conversion of a GGUF file to a directory with the files of a Hugging Face model.
 
     python -m everlift.gguf_directory FILE DIRECTORY
 
 This command writes config.json, generation_config.json, the tokenizer's files and the chat
-template, and links ``weights.gguf`` to the file. It runs in a separate process, because it needs
-transformers, which takes seconds and hundreds of MiB to import and which routers do not need.
+template, and creates ``weights.gguf`` as a symbolic link to the GGUF file. It runs in a separate
+process, because it needs transformers, which takes seconds and hundreds of MiB to import and which
+routers do not need.
 
 The directory is in the user's cache. Its name depends on the file's path, size and time of
 modification.
@@ -41,16 +42,16 @@ def is_gguf(model: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """Return Everlift's directory in the user's cache."""
+    """Return Everlift's directory in the user's cache, whether or not it exists."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "everlift"
 
 
 def directory_of(path: Path) -> Path:
-    """Return the directory of the GGUF file ``path``; the directory is created if it is missing.
+    """Return the directory in the cache with the model files of the GGUF file ``path``.
 
-    Raises GgufUnusable if the file cannot be converted, and OSError if it cannot be read or the
-    cache cannot be written.
+    The directory is created if it is missing. Raises GgufUnusable if the file cannot be converted,
+    and OSError if it cannot be read or the cache cannot be written.
     """
     path = path.resolve()
     directory = cache_directory() / "gguf" / f"{path.stem}-{_key(path)}"
@@ -84,10 +85,11 @@ def _make(path: Path, directory: Path) -> None:
 
 
 def write(path: Path, directory: Path) -> None:
-    """Write the files that the GGUF file ``path`` contains to the existing ``directory``.
+    """Write configuration, tokenizer files and a link to the weights to an existing directory.
 
-    Raises BadGguf if the file is damaged or has no usable tokenizer, UnsupportedGguf for a model
-    that is not supported, and OSError if a file cannot be read or written.
+    They are derived from the GGUF file ``path``. Raises BadGguf if the file is damaged or has no
+    usable tokenizer, UnsupportedGguf for a model that is not supported, and OSError if a file
+    cannot be read or written.
     """
     header = read_gguf_header(path)
     config = config_of(header)

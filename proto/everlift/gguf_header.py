@@ -55,7 +55,7 @@ class BadGguf(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Entry of the table of tensors.
+    """Name, shape, type and position of one tensor, which the header lists.
 
     ``shape`` is row-major, so that the last dimension is contiguous. ``type`` is the number of a
     ggml type. ``start`` is the position of the data in the file, in bytes.
@@ -96,8 +96,8 @@ class _Malformed(Exception):
 class _Reader:
     """Reader of the values in a header.
 
-    Its methods raise _Malformed for an invalid value, and rather than read beyond the end of the
-    file or beyond the largest allowed header.
+    Its methods raise _Malformed for an invalid value, and for one that ends after the end of the
+    file or makes the header larger than allowed.
     """
 
     def __init__(self, file: BinaryIO) -> None:

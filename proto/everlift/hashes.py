@@ -14,7 +14,8 @@ BLOCK_SIZE = 32
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the SHA-256 that identifies a full block of ``tokens`` with all blocks before it.
 
-    ``parent`` is the previous block's hash; for the first block, it is the salt.
+    ``parent`` is the previous block's hash. For the first block it is the salt, which distinguishes
+    blocks that must not be shared.
     """
     return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
 

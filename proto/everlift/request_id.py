@@ -19,7 +19,7 @@ _UNNAMED = "unnamed-"
 
 
 def check_request_id(request_id: str) -> str:
-    """Return ``request_id`` if it has the form of an id that a client may choose.
+    """Return ``request_id`` if a client may choose it: 1 to 128 letters, digits, and . _ : -.
 
     Raises InvalidRequest otherwise.
     """
@@ -36,12 +36,12 @@ def is_request_id(request_id: str) -> bool:
 
 
 def unnamed(nonce: str) -> str:
-    """Return the id of a request whose client chose none; ``nonce`` makes it unique."""
+    """Return an id for a request whose client chose none, made unique by the text ``nonce``."""
     return _UNNAMED + nonce
 
 
 def is_named(request_id: str) -> bool:
-    """Return whether the client chose the id."""
+    """Return whether the client chose ``request_id``, with or without a tenant."""
     return not bare(request_id).startswith(_UNNAMED)
 
 

@@ -75,8 +75,9 @@ class Grammar:
     """Constraint on the form of an output.
 
     ``texts`` contains one JSON schema, regular expression or EBNF grammar, or the list of choices.
-    The constructor raises InvalidRequest for an empty text and GrammarTooLarge for texts above the
-    limits. It does not check whether the grammar compiles, because only a worker can compile it.
+    The constructor raises InvalidRequest for an empty text, and GrammarTooLarge for too many texts
+    or too many bytes. It does not check whether the grammar compiles, because only a worker can
+    compile it.
     """
 
     kind: GrammarKind
@@ -163,7 +164,8 @@ class SamplingParams:
     ) -> SamplingParams:
         """Return the parameters of ``message``.
 
-        ``seed`` is used if the message sets none; ``defaults`` supplies the other unset fields.
+        ``seed`` is used if the message sets none. The values of ``defaults`` are used for the other
+        optional fields that the message does not set.
         Raises InvalidRequest if a value is invalid.
         """
         given = {

@@ -1,4 +1,4 @@
-"""Loader of settings: layers of plain values become frozen dataclasses. Pure.
+"""Loader of settings, which merges mappings (layers) and returns frozen dataclasses. Pure.
 
     defaults (in the dataclasses) <- YAML mapping <- environment <- --set worker.max_num_seqs=8
 
@@ -111,8 +111,8 @@ def explained(
 ) -> SettingsError:
     """Return a SettingsError for pydantic's ``error`` about the dataclass ``cls``.
 
-    Its lines are sorted by the positions of the settings' paths in ``order``. ``where`` is that
-    of ``load``.
+    Its message has one line per setting, sorted by the positions of their paths in ``order``.
+    ``where`` is called with a setting's dotted path, and returns the text that precedes the line.
     """
     keys, problems = Keys(cls), _Problems(where)
     details = error.errors()
@@ -190,10 +190,11 @@ class _Problems:
 def from_environment(
     cls: type, environ: Mapping[str, str], ignore: Collection[str] = ()
 ) -> dict[str, object]:
-    """Return the layer for ``load`` of variables such as EVERLIFT_WORKER__MAX_NUM_SEQS=8.
+    """Return the settings in the EVERLIFT_ variables of ``environ``, as a mapping for ``load``.
 
-    Variables named in ``ignore`` are skipped. Raises SettingsError, which lists all unknown
-    settings and all values of a wrong type.
+    The mapping is nested: EVERLIFT_WORKER__MAX_NUM_SEQS=8 gives {"worker": {"max_num_seqs": 8}}.
+    ``cls`` is the dataclass of the settings. Variables named in ``ignore`` are skipped. Raises
+    SettingsError, which lists all unknown settings and all values of a wrong type.
     """
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
@@ -211,9 +212,11 @@ def from_environment(
 
 
 def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
-    """Return the layer for ``load`` of assignments such as "worker.max_num_seqs=8".
+    """Return the settings in ``assignments``, as a nested mapping for ``load``.
 
-    Raises SettingsError, which lists all unknown settings and all values of a wrong type.
+    The assignment "worker.max_num_seqs=8" gives {"worker": {"max_num_seqs": 8}}. ``cls`` is the
+    dataclass of the settings. Raises SettingsError, which lists all unknown settings and all values
+    of a wrong type.
     """
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
@@ -232,7 +235,7 @@ def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
 
 
 def to_dict(settings: object) -> dict[str, object]:
-    """Return a dataclass of settings as JSON values, from which ``load`` creates an equal one."""
+    """Return the settings of a dataclass as a nested dict, from which ``load`` restores it."""
     assert is_dataclass(settings)
     return {field.name: _plain(getattr(settings, field.name)) for field in fields(settings)}
 
@@ -250,7 +253,7 @@ def _plain(value: object) -> object:
 
 
 class Keys:
-    """Keys of a dataclass of settings: the type of each setting by its dotted path."""
+    """Types of all settings of a dataclass, by the dotted paths of the settings."""
 
     def __init__(self, cls: type) -> None:
         self._types = dict(_leaves(cls, section=""))
@@ -322,7 +325,8 @@ def _put(layer: dict[str, object], path: str, value: object) -> None:
 def _parse(hint: Any, text: str, at: str) -> object:
     """Return ``text`` as a plain value, such as a number or a list, for a setting of type ``hint``.
 
-    Raises SettingsError if ``text`` is no value of this type; the error names the setting ``at``.
+    Raises SettingsError if ``text`` is no value of this type. The error's message begins with
+    ``at``, the name of the setting.
     """
     plain = _read(hint, text)
     try:
@@ -356,7 +360,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _inner(hint: Any) -> Any:
-    """Return the type X of the hint ``X | None`` or ``tuple[X, ...]``."""
+    """Return the type X of a ``hint`` that is either ``X | None`` or ``tuple[X, ...]``."""
     return next(arg for arg in get_args(hint) if arg is not type(None))
 
 

@@ -2,8 +2,9 @@
 
     seconds = a + b * num_rows + c * num_tokens + d * kv_tokens + e * num_pairs
 
-No coefficient is negative. The fit minimises the sum of the squared relative errors, so that a step
-of 5 ms counts as much as a step of 500 ms.
+The sizes are the fields of a StepSize, and a to e are the coefficients. No coefficient is negative.
+The fit minimises the sum of the squared relative errors, so that a step of 5 ms counts as much as a
+step of 500 ms.
 
 Samples are stored as sums. Samples with similar numbers of tokens and rows form a stratum, and the
 sums of a stratum decay only when it receives new samples. The time of long prompts is therefore

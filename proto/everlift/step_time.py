@@ -12,7 +12,7 @@ class StepSize(NamedTuple):
     num_rows: float
     #: tokens of all rows that are computed in this step
     num_tokens: float
-    #: known tokens of all rows, whose keys and values are read in this step
+    #: tokens of all rows, from the first up to this step's, whose keys and values are read
     kv_tokens: float
     #: pairs of a computed token and a token that it attends to
     num_pairs: float

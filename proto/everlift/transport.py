@@ -18,7 +18,7 @@ Options = Sequence[tuple[str, int]]
 class Transport(Protocol):
     @property
     def credentials(self) -> object:
-        """Return the credentials with which new channels are created.
+        """Return the credentials with which new channels are created; None without TLS.
 
         When the credentials change, existing channels keep their calls and receive no new ones.
         """
@@ -55,7 +55,7 @@ class _Plain:
 
 
 class TlsTransport:
-    """Transport over TLS, whose new channels and handshakes use the files' current contents.
+    """Transport over TLS; new channels and handshakes use the files' contents at that time.
 
     A client channel keeps its certificate for its lifetime.
     """

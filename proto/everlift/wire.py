@@ -43,8 +43,9 @@ def trailing(error: EverliftError) -> tuple[tuple[str, bytes]]:
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
     """Await ``waiting``, an operation of ``call``, and return its result.
 
-    If the call has failed, raises the server's EverliftError, or one that describes gRPC's own
-    error: Unreachable if the connection broke.
+    If the call has failed, raises the EverliftError that the server sent. If the server sent none,
+    raises Unreachable for a broken connection, DeadlineExceeded, MessageTooLarge, or EverliftError
+    for any other error of gRPC.
     """
     try:
         return await waiting
@@ -61,7 +62,8 @@ async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
 async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
     """Return the next message of a stream, or None after the last one.
 
-    Raises EverliftError as ``answer`` does.
+    If the call has failed, raises the server's EverliftError, or Unreachable if the connection
+    broke.
     """
     message: Any = await answer(call, call.read())
     return None if message is grpc.aio.EOF else message

@@ -1,4 +1,4 @@
-"""Numbers of workers that the clusters on a ledger want. Pure."""
+"""Numbers of workers that are wanted by the clusters that share a ledger. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SCALING_STALE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand for workers, summed over the clusters on the ledger.
+    """Demand for workers, summed over the clusters that share the ledger.
 
-    ``workers`` is the wanted number, None if it is unknown for all clusters. ``unplaced`` of them
-    do not fit on the nodes of Ray.
+    ``workers`` is the wanted number of workers, None if no cluster's number is known; ``unplaced``
+    is how many of them fit on no node of the clusters.
     """
 
     workers: int | None = None
@@ -26,7 +26,9 @@ class Demand:
 
 
 class Demands:
-    """Last reported demand of each cluster; ``now`` is the router's clock in seconds.
+    """Demand for workers that was last reported by each cluster, as the leader keeps it.
+
+    ``gateway`` is the id of the router that reports; ``now`` is the leader's clock in seconds.
 
     Several clusters, distinguished by their Ray session names, share a ledger during an upgrade.
     """
@@ -45,16 +47,16 @@ class Demands:
         self._told.pop(gateway, None)
 
     def scale(self, scaling: session_pb2.Scaling, moment: float) -> None:
-        """Record an autoscaler's decision, which it reported at ``moment`` (router's clock)."""
+        """Record the number of workers that an autoscaler reported at the time ``moment``."""
         self._scaled[scaling.ray_cluster] = scaling.workers, moment
 
     @property
     def is_scaled(self) -> bool:
-        """Return whether an autoscaler sets the number of workers of any cluster."""
+        """Return whether any cluster's number of workers is set by an autoscaler."""
         return any(not demand.HasField("workers") for demand in self._told.values())
 
     def total(self, now: float) -> Demand:
-        """Return the sum of all demands. O(gateways)."""
+        """Return the sum of the clusters' demands. O(routers)."""
         # The gateways of a cluster report the same demand, except for a moment after a change.
         newest = {demand.ray_cluster: demand for demand in self._told.values()}
         known = [

@@ -1,9 +1,10 @@
 """Fair share of tenants by virtual token counters (VTC, arXiv 2401.00588). Pure.
 
-A tenant's counter grows by a request's prompt at its first dispatch and by its outputs as routers
-report them, divided by the tenant's weight. Tokens that are recomputed after a lost worker or a
+A tenant's counter is the cost of the tokens that it was served, divided by its weight; the tenant
+with the smallest counter is served next. It grows by the prompt when a request is first dispatched,
+and by output tokens when routers report them. Tokens that are recomputed after a lost worker or a
 preemption are free. Each priority class has its own counters, so tokens that are served in one
-class do not change a tenant's turn in another.
+class do not affect the order of tenants in another.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _FEW = 64
 
 
 class TokenCounters:
-    """Virtual token counters of the tenants of one class, and their numbers of queued requests."""
+    """Virtual token counters of tenants in one priority class, and numbers of their requests.
+
+    A tenant is backlogged while it has a queued request of this class.
+    """
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
@@ -50,7 +54,7 @@ class TokenCounters:
         """Record that a request of the tenant is queued.
 
         If the tenant had no queued request and ``lift`` is set, its counter is raised to the
-        smallest counter of the backlogged tenants.
+        smallest counter of the backlogged tenants, so that idle time earns no advantage.
         """
         if tenant in self._waiting:
             self._waiting[tenant] += 1
@@ -64,14 +68,14 @@ class TokenCounters:
             self._forget()
 
     def go(self, tenant: str) -> None:
-        """Record that a queued request of the tenant has left."""
+        """Record that a request of the tenant has left the queue, for any reason."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._last = tenant
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Add the cost of served tokens to the tenant's counter."""
+        """Add ``cost``, which is already divided by the weight, to the tenant's counter."""
         self._counters[tenant] = self.of(tenant) + cost
 
     def _level(self) -> float:
@@ -105,23 +109,23 @@ class TokenCounters:
     # handover to the next leader
 
     def gaps_on_arrival(self, most: int) -> list[tuple[str, float]]:
-        """Return at most ``most`` tenants with the largest counters, each with its lead.
+        """Return the up to ``most`` tenants with the largest counters, as pairs with their leads.
 
-        The lead is the difference to the counter that a newly backlogged tenant would get. Only
-        tenants whose lead is above 0 are returned.
+        The lead is the tenant's counter minus the one that a newly backlogged tenant would get.
+        Only tenants whose lead is above 0 are returned, the largest lead first.
         """
         level = self._level()
         above = ((it[0], it[1] - level) for it in self._counters.items() if it[1] > level)
         return heapq.nlargest(most, above, key=lambda it: it[1])
 
     def recall(self, told: Iterable[tuple[str, float]]) -> None:
-        """Add to the tenants' counters the leads that the previous leader reported for them."""
+        """Add leads, pairs of tenant and number from a previous leader, to the counters."""
         for tenant, counter in told:
             self.charge(tenant, counter)
 
 
 class ServedOutputs:
-    """Output tokens that were not reported to a leader yet, by tenant and class."""
+    """Output tokens that a router has not reported to the leader yet, by tenant and class."""
 
     def __init__(self) -> None:
         self._tokens: Counter[tuple[str, int]] = Counter()
@@ -133,7 +137,7 @@ class ServedOutputs:
         self._tokens[tenant, priority] += tokens
 
     def drain(self) -> list[session_pb2.ServedTokens]:
-        """Remove and return the served tokens, so that each is reported once."""
+        """Remove and return all tokens, as one message for each pair of tenant and class."""
         tokens, self._tokens = self._tokens, Counter()
         return [
             session_pb2.ServedTokens(tenant=tenant, priority=priority, tokens=number)
@@ -150,8 +154,8 @@ _MOST_QUEUES = 64
 class FairShare:
     """Fair share of tenants, with counters for each priority class.
 
-    ``prompt_token`` and ``output_token`` are the costs of one token. ``weight_of`` returns a
-    tenant's weight, above 0, by which its costs are divided.
+    ``prompt_token`` and ``output_token`` are the costs of a prompt and of an output token.
+    ``weight_of`` returns a tenant's weight, above 0, by which its costs are divided.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class FairShare:
         self._lifts = False
 
     def counters(self, priority: int) -> TokenCounters:
-        """Return the counters of a class, which are created if needed."""
+        """Return the counters of class ``priority``; they are created if there are none."""
         counters = self._of_class.get(priority)
         if counters is None:
             counters = self._of_class[priority] = TokenCounters()
@@ -191,11 +195,11 @@ class FairShare:
             del self._work[key]
 
     def work_before(self, ordered: Ordered) -> int:
-        """Return the predicted tokens of the class that leave before a new request of the tenant.
+        """Return the tokens of queued work that probably leave before the new request ``ordered``.
 
-        These are the tenant's own queued tokens and, for each other backlogged tenant of the class,
-        the same number divided by this tenant's weight. Return 0 if this tenant has no queued
-        request.
+        Only its class counts: the work that its tenant has queued there and, for each other tenant
+        with queued requests there, that number divided by the tenant's weight. Return 0 if its
+        tenant has no queued request.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)
@@ -205,18 +209,18 @@ class FairShare:
         return round(own * (1 + others / self._weight_of(tenant)))
 
     def of(self, ordered: Ordered) -> float:
-        """Return the counter of a request's tenant in its class; the smallest leaves first."""
+        """Return the counter of the request's tenant in its class; smaller leaves earlier."""
         return self.counters(ordered.priority).of(tenant_of(ordered.request_id))
 
     def dispatched(self, waiting: Waiting) -> None:
-        """Charge the prompt of a dispatched request, unless it has run before."""
+        """Add the cost of a dispatched request's prompt, unless the request has run before."""
         if not waiting.has_run:
             tenant = tenant_of(waiting.request_id)
             cost = self._prompt_token * waiting.prefill_tokens
             self._charge(tenant, waiting.priority, cost)
 
     def on_handover(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
-        """Charge the output tokens that a router reports."""
+        """Add the costs of the output tokens that a router reports."""
         for each in outputs:
             self._charge(each.tenant, each.priority, self._output_token * each.tokens)
 
@@ -229,7 +233,7 @@ class FairShare:
         return max((counters.gap for counters in self._of_class.values()), default=0.0)
 
     def queues(self) -> list[session_pb2.TenantQueue]:
-        """Return the longest queues, each of a tenant in a class, the longest first. O(tenants)."""
+        """Return the 64 longest queues by tenant and class, the longest first. O(tenants)."""
         waiting = (
             (queued, tenant, priority)
             for priority, counters in self._of_class.items()
@@ -243,9 +247,9 @@ class FairShare:
     # handover to the next leader
 
     def handover_ended(self) -> None:
-        """Record that all requests queued under the previous leader are known.
+        """Record that this leader knows all requests that were queued under the previous one.
 
-        From now on the counter of a newly backlogged tenant is raised.
+        From now on, the counter of a tenant that had no queued request is raised when one arrives.
         """
         self._lifts = True
 
@@ -257,9 +261,9 @@ class FairShare:
         ]
 
     def recall(self, reported: Iterable[session_pb2.TenantService]) -> None:
-        """Add the counters that the previous leader reported to the present counters.
+        """Add the leads that the previous leader reported to the present counters.
 
-        This may happen late in the term, so the present ones are kept.
+        Counters that have grown in this leader's term before this call are not lost.
         """
         for each in reported:
             self.counters(each.priority).recall([(each.tenant, each.counter)])

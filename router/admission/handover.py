@@ -1,4 +1,7 @@
-"""Handover of the queue from the gateways (routers) to a new leader, and its intervals. Pure."""
+"""Handover of the queue from the routers to a new leader. Pure.
+
+A gateway is a router in its role towards the leader: it reports its requests and dispatches them.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ class _Handover:
 
 
 class QueueHandover:
-    """Progress of the handover at a new leader, to which the gateways report their requests.
+    """Progress of the handover at a new leader, to which the gateways (routers) report requests.
 
-    The leader waits up to ``timeout_s`` for live gateways to connect, and as long for the next
-    message of a connected one. Times are in seconds.
+    The leader waits up to ``timeout_s`` seconds for live gateways to connect, and as long for the
+    next message of a connected one. ``gateway`` is a router's id; ``now`` is in seconds.
     """
 
     def __init__(self, now: float, timeout_s: float) -> None:
@@ -43,11 +46,11 @@ class QueueHandover:
         self._living: frozenset[str] | None = None
 
     def living(self, gateways: Iterable[str]) -> None:
-        """Set the gateways that are alive; the leader waits for no others."""
+        """Set the ids of the live gateways; the leader does not wait for any other to connect."""
         self._living = frozenset(gateways)
 
     def is_gathering(self, now: float) -> bool:
-        """Return whether the leader waits for live gateways to connect."""
+        """Return whether the leader still waits for live gateways to connect."""
         if now - self._began >= self._timeout_s:
             return False
         return self._living is None or not self._living <= self._came
@@ -63,8 +66,9 @@ class QueueHandover:
     def on_waiting(self, gateway: str, key: Key, now: float) -> None:
         """Record that a gateway has reported a queued request with this sort key.
 
-        The largest reported key is the gateway's marker: the handover of its requests is complete
-        up to there. Later reports with smaller keys are new requests and do not move the marker.
+        A gateway reports its requests in ascending order of their keys. The largest reported key is
+        its marker: all of its requests with smaller keys are known. A later report with a smaller
+        key is a new request and does not change the marker.
         """
         telling = self._telling.get(gateway)
         if telling is not None:
@@ -76,7 +80,7 @@ class QueueHandover:
         self._telling.pop(gateway, None)
 
     def dismiss(self) -> None:
-        """End the handover, because the markers are meaningless after a change of the order."""
+        """Stop waiting for reports, because a change of the order makes the markers meaningless."""
         self._telling.clear()
 
     def is_over(self, now: float) -> bool:
@@ -87,9 +91,9 @@ class QueueHandover:
         return not self._telling and not self.is_gathering(now)
 
     def allows(self, key: Key, now: float) -> bool:
-        """Return whether no unreported request can precede ``key``.
+        """Return whether the request with this key may leave: no unreported one can precede it.
 
-        Connected gateways that were silent for ``timeout_s`` are ignored.
+        Gateways that have connected but then sent nothing for ``timeout_s`` are ignored.
         """
         if self.is_gathering(now):
             return False
@@ -107,11 +111,11 @@ class _Said:
 
 
 class Generations:
-    """Ledger generations for which the gateways have re-sent their state to the ledger.
+    """Record of which gateways (routers) have re-sent their state to the present ledger.
 
-    The generation changes with each restart or failover of a ledger server, which may lose data. A
-    gateway that has not re-sent its state for the current generation delays all dispatches, but at
-    most for ``timeout_s``. Times are in seconds.
+    A generation is a text that names one run of the ledger's servers. It changes with each restart
+    or failover, which may lose data. A gateway that has not re-sent its state since then delays all
+    dispatches, for at most ``timeout_s`` seconds. ``now`` is in seconds.
     """
 
     def __init__(self, generation: str, now: float, timeout_s: float) -> None:
@@ -130,14 +134,15 @@ class Generations:
         self._said.pop(gateway, None)
 
     def said(self, gateway: str, generation: str, now: float) -> None:
-        """Record that a gateway has re-sent its state to the ledger of this generation."""
+        """Record that a gateway has re-sent its state to the ledger with this generation."""
         if gateway in self._said:
             self._said[gateway] = _Said(generation, now)
 
     def agree(self, now: float) -> bool:
         """Return whether all gateways have re-sent their state for the current generation.
 
-        Gateways that have timed out are ignored. Return True if the ledger has no generation.
+        Gateways that have timed out are ignored. Return True if the ledger's generation is empty,
+        that is, if it does not report one.
         """
         return not self._current or all(
             said.generation == self._current or now >= self._until(said)
@@ -156,10 +161,11 @@ _Turn: TypeAlias = tuple[Key, int, pb.Waiting]
 
 
 class HandoverSender:
-    """Gateway's side of the handover: messages with all its requests, and with later updates.
+    """Router's side of the handover: messages to a new leader with all of the router's requests.
 
-    ``waiting`` is the roll: the gateway's queued requests, in the order of ``policy``. It and
-    ``running`` are read in parts, one for each message.
+    Later updates are added to these messages. ``waiting`` yields the router's queued requests,
+    sorted by ``policy``, and ``running`` its dispatched ones; both are read in parts, one for each
+    message. ``generation`` names the run of the ledger to which it has re-sent its state.
     """
 
     def __init__(
@@ -194,7 +200,7 @@ class HandoverSender:
         self._news: dict[str, pb.Waiting | pb.Running | None] = {}
 
     def __bool__(self) -> bool:
-        """Return whether anything is left to send."""
+        """Return whether a message is left to send."""
         return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
 
     def _key(self, waiting: pb.Waiting) -> Key:
@@ -220,9 +226,9 @@ class HandoverSender:
         self._news[running.request_id] = running
 
     def dispatched(self, request_id: str) -> None:
-        """Drop the unsent reports of a request that the leader has dispatched.
+        """Drop the unsent reports of a request, because the leader has dispatched it.
 
-        A withdrawal is still sent.
+        An unsent report that the request was withdrawn is kept.
         """
         if self._news.get(request_id) is not None:
             del self._news[request_id]
@@ -243,7 +249,7 @@ class HandoverSender:
     # messages
 
     def part(self) -> pb.GatewayMessage:
-        """Return the next message: updates, and the next part of the queued or running requests."""
+        """Return the next message, with updates and a part of the queued or running requests."""
         message, self._hello = self._hello, pb.GatewayMessage()
         self._tell_news(message)
         if not self._all_waiting_told:

@@ -1,7 +1,9 @@
-"""Lanes: the queued requests of one class, in the order of a policy. Pure.
+"""Lanes: priority queues of the requests of one priority class. Pure.
 
-A lane keeps requests in heaps with lazy deletion. A request that has left the queue is skipped when
-it gets to the top of its heap. A heap is rebuilt when about half of its requests have left.
+A lane orders requests by their places, the sort keys that a queue policy gives them; some lanes
+also consider the time. It keeps requests in heaps with lazy deletion: a request that has left the
+queue is skipped when it gets to the top of its heap. A heap is rebuilt when about half of its
+requests have left.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _FEW_HOLES = 64
 
 
 class Queued:
-    """Entry of a request in the queue; ``ticket`` numbers the entries consecutively."""
+    """Queued request, with a consecutive number (``ticket``) and the statistics at its arrival."""
 
     __slots__ = ("arrival", "is_queued", "ticket", "waiting")
 
@@ -39,14 +41,14 @@ class Queued:
 class Lane(ABC):
     @abstractmethod
     def push(self, queued: Queued, place: Place) -> None:
-        """Add a request; ``place`` is its sort key under the policy."""
+        """Add a request; ``place`` is its sort key, of which the smallest leaves first."""
 
     @abstractmethod
     def head(self, moment: float | None) -> Queued | None:
         """Return the request that leaves next at the ledger time ``moment``, in seconds.
 
-        If ``moment`` is None, it is the request with the smallest place. Return None if the lane is
-        empty.
+        If ``moment`` is None, the one with the smallest sort key is returned. Return None if the
+        lane is empty. The request stays in the lane.
         """
 
     @abstractmethod
@@ -55,7 +57,7 @@ class Lane(ABC):
 
 
 class Line:
-    """Priority queue with lazy deletion. Every operation is O(log n) amortised."""
+    """Heap of requests by sort key, with lazy deletion. Operations are O(log n) amortised."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
@@ -86,7 +88,7 @@ class Line:
 
 
 class KeyLane(Lane):
-    """Lane from which the request with the smallest place leaves first."""
+    """Lane from which the request with the smallest sort key leaves first."""
 
     def __init__(self) -> None:
         self._line = Line()
@@ -102,12 +104,12 @@ class KeyLane(Lane):
 
 
 class RatioLane(Lane):
-    """Lane by response ratio: the longest wait relative to the request's tokens leaves first.
+    """Lane in which the request with the longest wait relative to its size leaves first.
 
-    Requests of similar size, up to a factor of sqrt(2), form one line in order of arrival, of which
-    only the head can be next; 40 lines cover a million tokens. Each request counts with the size of
-    its line. Requests of unknown size leave by arrival: later requests do not bypass them, and they
-    bypass no request.
+    The size is the predicted number of prompt and output tokens. Requests whose sizes differ by
+    less than a factor of about sqrt(2) form one line, sorted by arrival, and are treated as equally
+    large; 40 lines cover a million tokens. A request of unknown size is not bypassed by later
+    requests and bypasses no earlier one.
     """
 
     def __init__(self) -> None:
@@ -155,7 +157,10 @@ class RatioLane(Lane):
 
 
 class StarvationLane(Lane):
-    """Lane in which requests that have waited ``limit_s`` seconds leave first, by arrival."""
+    """Lane ordered by ``inner``, except for requests that have waited ``limit_s`` seconds.
+
+    These leave before all others, in order of arrival.
+    """
 
     def __init__(self, inner: Lane, limit_s: float) -> None:
         self._inner = inner
@@ -178,10 +183,10 @@ class StarvationLane(Lane):
 
 
 class FairLane(Lane):
-    """Lane in which the next request is one of the tenant with the smallest token counter.
+    """Lane in which the tenant with the smallest token counter is served first.
 
-    ``make`` returns an empty lane for a tenant. Without a time, ``head`` ignores tenants and
-    returns the request with the smallest place.
+    ``make`` creates the lane of one tenant, which orders the tenant's requests. If ``head`` gets no
+    time (None), it ignores tenants and returns the request with the smallest sort key.
     """
 
     def __init__(self, make: Callable[[], Lane], counters: TokenCounters) -> None:

@@ -1,12 +1,13 @@
-"""Rejection of requests by an overloaded cluster, in a gateway and at the leader's queue. Pure.
+"""Rejection of requests by an overloaded cluster, in routers and at the leader's queue. Pure.
 
     arriving  the first token or the end would be late        DeadlineUnmeetable (refuse_late)
-              the queue is full of its class and higher ones  QueueFull
+              the queue is full, without a lower class        QueueFull
     queued    the queue is full, and a higher class arrives   Shed
               the request has waited for too long             QueueTimeout (queue_ttl, refuse_late)
 
-A gateway is a router in its role towards the leader. A request that has been dispatched to a worker
-is never rejected. How long a request may wait is fixed on arrival, by the rules in effect then.
+The right column has the error of the client, and in parentheses the settings that enable it. A
+class is a priority class. A request that has been dispatched to a worker is never rejected. The
+longest wait of a request is fixed on its arrival, by the settings in effect then.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from router.config import RouterConfig
 
 
 class Late(NamedTuple):
-    """Missed deadline of a request.
+    """Prediction that a request will miss a deadline.
 
     ``is_by_output``: the first token would be in time, but the end of the output would not.
-    ``shorter_s``: seconds by which the queue wait must shrink to meet the deadline, at most the
-    whole wait.
+    ``shorter_s``: seconds by which the wait in the queue would have to be shorter to meet the
+    deadline, at most the whole wait.
     """
 
     is_by_output: bool
@@ -58,15 +59,15 @@ class Wanted(NamedTuple):
 
     @classmethod
     def within(cls, first_token_s: float | None, end_s: float | None) -> Self:
-        """Return the deadlines of a request, for which None means that there is none."""
+        """Return the deadlines for two numbers of seconds; None means no deadline."""
         return cls(inf if first_token_s is None else first_token_s, inf if end_s is None else end_s)
 
     def late(self, wait_s: float, prefill_s: float, output_s: float) -> Late | None:
-        """Return by how much a deadline is missed, or None if it can be met.
+        """Return how a deadline will be missed, or None if both deadlines can be met.
 
-        The request waits in the queue for ``wait_s`` at least, needs ``prefill_s`` until its first
-        token, and its output ends ``output_s`` after that at least. A request that need not wait is
-        not late because of its prefill, because its worker may have its prompt in the prefix cache.
+        The request waits in the queue for at least ``wait_s`` and then needs ``prefill_s`` until
+        its first token; its output ends at least ``output_s`` after that. ``prefill_s`` is ignored
+        if ``wait_s`` is 0, because its worker may have its prompt in the prefix cache.
         """
         first_s = wait_s + prefill_s if wait_s else 0.0
         first_late_s = first_s - min(self.first_token_s, self.end_s)
@@ -85,10 +86,10 @@ _FEW = 64
 
 
 class RetryLimiter:
-    """Limiter of premature retries, with one token bucket per tenant.
+    """Limiter of premature retries of refused requests, with one token bucket per tenant.
 
-    A bucket gains ``rate`` tokens per second and holds at most ``burst``. A premature retry costs
-    one token. ``now`` is in seconds.
+    A retry is premature before the time that Retry-After stated, and costs one token of the bucket.
+    A bucket gains ``rate`` tokens per second and holds at most ``burst``. ``now`` is in seconds.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
@@ -101,7 +102,7 @@ class RetryLimiter:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def refused(self, request_id: str, now: float, due: float) -> None:
-        """Record a refused request, which may retry from ``due`` on.
+        """Record a refused request, which may be sent again from the time ``due`` on.
 
         A request whose id the client did not choose is not recorded: its retry has another id.
         """
@@ -130,7 +131,8 @@ class RetryLimiter:
     def too_soon_s(self, request_id: str, now: float) -> float:
         """Return the seconds by which a retry is too soon; 0 if it may be admitted.
 
-        If the tenant's bucket has a token, a premature retry takes the token and is admitted.
+        It may be admitted if the request was not refused before, if the retry is in time, or if the
+        tenant's bucket has a token, which is then taken. The refusal is then forgotten.
         """
         due = self._told.get(request_id)
         if due is None:
@@ -167,9 +169,9 @@ _OUTPUT_TOO_LONG = "estimated end of the output ({} tokens at least) is after th
 
 
 class EarlyRejection:
-    """Early rejection of requests in a gateway, before they reach the leader.
+    """Early rejection of requests in a router, before they reach the leader.
 
-    ``now`` is the router's clock in seconds.
+    ``dice`` varies Retry-After. ``now`` is the router's clock in seconds.
     """
 
     def __init__(self, config: RouterConfig, dice: Random) -> None:
@@ -180,10 +182,10 @@ class EarlyRejection:
         self._dice = dice
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
-        """Check that a new request may queue beside ``queued`` others.
+        """Check that a new request may join the queue, in which ``queued`` requests are already.
 
-        Raises RetriedTooSoon if it was refused and comes before its Retry-After, and QueueFull if
-        the queue is full and holds no request of a lower class.
+        Raises RetriedTooSoon if the request was refused before and is sent again before its
+        Retry-After, and QueueFull if the queue is full and has no request of a lower class.
         """
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
@@ -202,8 +204,8 @@ class EarlyRejection:
         """Check that a new request can meet its TTFT target and its deadline.
 
         Nothing is checked unless the rule ``refuse_late`` is set. ``ttft_target_s`` and
-        ``timeout_s`` are in seconds after arrival, None for none. Its outputs have at least
-        ``least_tokens`` tokens. Raises DeadlineUnmeetable.
+        ``timeout_s`` are in seconds after arrival, None for none. Each output has at least
+        ``least_tokens`` tokens. Raises DeadlineUnmeetable if one of them cannot be met.
         """
         if not self.rules.refuse_late:
             return
@@ -221,8 +223,8 @@ class EarlyRejection:
     def _wait_s(self, request_id: str, priority: int) -> float:
         """Return the least wait of a request in seconds; 0 if unknown.
 
-        With fair shares, requests of its own class do not count, because only the leader knows how
-        much of them precedes it.
+        With fair shares, queued requests of the same class do not count, because only the leader
+        knows how many of them leave before this one.
         """
         is_fair = self.rules.fair_share and is_qualified(request_id)
         first = priority + is_fair
@@ -237,11 +239,11 @@ class EarlyRejection:
         now: float,
         least_tokens: int = 0,
     ) -> EverliftError:
-        """Record a refusal, and return its error, with the class of ``slug`` and a Retry-After.
+        """Record that a request is refused, and return the error to raise, with a Retry-After.
 
-        Retry-After is at least ``retry_after_s``, the seconds after which the queue is short enough
-        for the request. ``least_tokens`` is above 0 only if an output of that many tokens would end
-        too late.
+        ``slug`` names the class of the error. Retry-After is at least ``retry_after_s``, the
+        seconds after which the queue is short enough for the request. ``least_tokens`` is above 0
+        only if an output of that many tokens would end too late; the message then says so.
         """
         drained_s = self._drained_s() * self._dice.uniform(*_JITTER)
         retry_after_s = max(drained_s, retry_after_s or 0.0)
@@ -252,7 +254,7 @@ class EarlyRejection:
         return error
 
     def _drained_s(self) -> float:
-        """Return the estimated seconds until all queued work has left the queue."""
+        """Return the estimated seconds until the queue is empty, from 1 to 60; 1 if unknown."""
         queue_estimate = self.queue_estimate
         if not queue_estimate.tokens_per_s:
             return _UNKNOWN_S
@@ -276,7 +278,7 @@ _ON_THE_WAY_S = 0.03
 class Refusal:
     """Rejection of a request by the leader; ``slug`` names the class of its error.
 
-    The client may retry when the queue has room, but not before ``retry_after_s`` seconds.
+    The client may retry after ``retry_after_s`` seconds at the earliest; None means no bound.
     ``least_tokens`` is above 0 if the first token would be in time, but the end of an output of
     that many tokens would not.
     """
@@ -288,7 +290,7 @@ class Refusal:
 
 
 class Bounds:
-    """Limits of the leader's queue, by which requests are refused, shed or expired.
+    """Limits of the leader's queue: requests beyond them are refused on arrival or removed later.
 
     Times are ledger time in seconds. Every operation is O(log n), or O(classes).
     """
@@ -299,9 +301,9 @@ class Bounds:
         self._waits = waits
 
     def predict(self, waiting: Waiting) -> Waiting:
-        """Return a request with its predicted times and the time at which it expires.
+        """Return a copy of a request with predicted times and the time at which it expires.
 
-        A request that has run is returned as it is.
+        A request that has been dispatched before is returned unchanged.
         """
         if waiting.has_run:
             return waiting
@@ -327,10 +329,10 @@ class Bounds:
         return (waiting.least_tokens - 1) * self._waits.least_tpot_s
 
     def refuse(self, waiting: Waiting) -> Refusal | None:
-        """Return the refusal that a new request causes; None if it can simply be queued.
+        """Return the refusal that a new request causes; None if it can be queued without any.
 
-        The refusal is of the request itself, or of a queued request of a lower class, which is
-        removed for it.
+        Either the request itself is refused, or the newest queued request of the lowest class,
+        which this call removes from the queue to make room.
         """
         if (late := self._late(waiting)) is not None:
             least_tokens = waiting.least_tokens if late.is_by_output else 0
@@ -341,9 +343,10 @@ class Bounds:
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
 
     def _late(self, waiting: Waiting) -> Late | None:
-        """Return by how much the request misses a deadline in the best case; None if by nothing.
+        """Return how the request misses a deadline even in the best case; None if it may meet both.
 
-        The best case is a shorter wait and faster tokens than nearly all other requests had.
+        The best case is the wait and the time per token that nearly all other requests exceed. Also
+        returns None unless the rule ``refuse_late`` is set.
         """
         if not self.rules.refuse_late:
             return None
@@ -355,7 +358,7 @@ class Bounds:
         )
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Remove the requests that have waited for too long, and return their refusals."""
+        """Remove the queued requests that have expired at ``ledger_now``; return their refusals."""
         expired = []
         while (waiting := self._queue.expire(ledger_now)) is not None:
             expired.append(Refusal(waiting, QueueTimeout.slug))

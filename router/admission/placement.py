@@ -1,9 +1,10 @@
 """Placement of requests on workers. Pure.
 
-A request is dispatched only to a worker with credit for it: enough free slots and KV blocks, and
-little pending prefill, in the leader's view of the worker (late binding). A worker thus holds few
-requests that another one could have started sooner. Full workers are not examined. While a request
-finds no worker with credit, only workers that have changed since are examined again.
+A worker has credit for a request if, in the leader's view, it has enough free slots and KV blocks
+and few prompt tokens that are still to be computed (pending prefill). A request is dispatched only
+to a worker with credit for it, so workers hold few requests that another one could have started
+sooner. Full workers are not examined. As long as no worker has credit for the next request, only
+workers that have changed since the last attempt are examined again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Rank: TypeAlias = tuple[bool, int, int, str]
 
 
 class ReadyWorkers:
-    """Workers that can take a request, in order of load.
+    """Workers that have capacity for at least a minimal request; iterates by load, lowest first.
 
     A change is O(log n), apart from moving the pointers of a list.
     """
@@ -43,7 +44,7 @@ class ReadyWorkers:
         self._rank_of: dict[str, Rank] = {}
 
     def set_rank(self, rank: Rank) -> None:
-        """Set or replace the rank of a worker."""
+        """Add a worker, or replace its rank: ``load_rank`` (lower first) followed by its id."""
         if self._rank_of.get(rank[-1]) != rank:
             self.remove(rank[-1])
             self._rank_of[rank[-1]] = rank
@@ -61,7 +62,7 @@ class ReadyWorkers:
         return worker_id in self._rank_of
 
     def in_order(self, worker_ids: set[str]) -> list[str]:
-        """Return those of ``worker_ids`` that are ready, the least loaded first."""
+        """Return the ready workers among ``worker_ids``, the least loaded first."""
         ranks = sorted(rank for it in worker_ids if (rank := self._rank_of.get(it)) is not None)
         return [rank[-1] for rank in ranks]
 
@@ -127,17 +128,17 @@ class Placement:
             self._note(worker_id)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
-        """Drop the reservation of the dispatch ``epoch`` at a worker.
+        """Drop the reservation of capacity for the dispatch number ``epoch`` at a worker.
 
-        The worker's reported load includes the dispatch by now, or the worker will never receive
-        it.
+        Call it when the worker's reported load includes the dispatch, or when the worker will never
+        receive it.
         """
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
             self._note(worker_id)
 
     def expire(self, now: float) -> None:
-        """Release expired reservations, find slow workers, and refit the step times."""
+        """Release expired reservations, mark slow workers, and refit the step-time models."""
         for worker in self._workers.values():
             worker.unacknowledged.expire(now - self._config.dispatch_ack)
             for request_id in worker.held.expire(now - _HOLD_S):
@@ -169,7 +170,7 @@ class Placement:
     # requests
 
     def reserve(self, worker_id: str, epoch: int, waiting: Waiting, now: float) -> None:
-        """Count a dispatch as load of its worker until the worker acknowledges it."""
+        """Count the dispatch number ``epoch`` as load of its worker until it is acknowledged."""
         self._release(waiting.request_id)
         claim = Claim(waiting.prefill_tokens, waiting.choices, now)
         worker = self._workers[worker_id]
@@ -179,9 +180,10 @@ class Placement:
         self._note(worker_id)
 
     def hold(self, worker_id: str, request_id: str, tokens: int, choices: int, now: float) -> None:
-        """Hold capacity of a worker for a request that will return to the queue in a moment.
+        """Hold capacity of a worker, for 2 s at most, for a request that leaves another worker.
 
-        The request needs ``tokens`` of prefill and a slot for each of its ``choices``.
+        The request is queued again in between. It needs ``tokens`` of prefill and a slot for each
+        of its ``choices``.
         """
         self._release(request_id)
         self._keep(worker_id, request_id, Claim(tokens, choices, now))
@@ -201,15 +203,15 @@ class Placement:
         return worker_id, claim
 
     def choose(self, waiting: Waiting) -> str | None:
-        """Return the worker to dispatch a request to; None if no worker has credit for it now.
+        """Return the id of the worker to dispatch a request to; None if no worker has credit now.
 
-        Of several workers with credit, the one that holds capacity for the request is chosen, else
-        the one with the lowest ``load_rank``. For a suspect request, which may have caused the loss
-        of its last workers, workers whose sequences are all decoding come first.
+        Of several workers with credit (free capacity), the one that holds capacity for the request
+        is chosen, else the one with the lowest ``load_rank``. For a suspect request, which may have
+        caused the loss of its last workers, workers whose sequences are all decoding come first.
 
-        ``load_rank`` has pending prefill before committed tokens. In forecasts (conversations on 8
-        H200s at 0.9 of saturation) the reverse raised the TTFT from 42 to 80 ms at the median and
-        from 180 to 198 ms at p99. With short KV caches it made no difference.
+        ``load_rank`` compares pending prefill before committed tokens. In simulations
+        (conversations on 8 H200s at 0.9 of saturation) the reverse raised the TTFT from 42 to 80 ms
+        at the median and from 180 to 198 ms at p99. With small KV caches it made no difference.
         """
         asked = _Asked(waiting.prefill_tokens, waiting.choices, waiting.avoid)
         kept = self._release(waiting.request_id)

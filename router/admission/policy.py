@@ -1,8 +1,8 @@
-"""Orders of the queue within a priority class. Pure.
+"""Policies that order the queued requests of a priority class. Pure.
 
 A policy gives each request a place, its sort key. The place never changes and is the same on every
-router, because gateways report their queued requests to a new leader in this order. A policy's
-lanes choose the next request; their choice may also depend on the time.
+router, because routers report their queued requests to a new leader in this order. The queue takes
+the next request from lanes (priority queues), whose choice may also depend on the time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from router.config import Order, RouterConfig
 class Policy(Protocol):
     @property
     def name(self) -> Order:
-        """Name of the policy in settings."""
+        """Name of the policy in the setting ``router.order``."""
         ...
 
     @property
     def place_name(self) -> str:
-        """Name of the order of places; policies with the same place name sort requests alike."""
+        """Name of the sort key; policies with the same name give equal keys to a request."""
         ...
 
     def place(self, waiting: Ordered) -> Place:
-        """Return the sort key of a request within its class."""
+        """Return the sort key of a request within its priority class; smaller is earlier."""
         ...
 
     def lane(self) -> Lane:
-        """Return an empty lane for the requests of a class or of a tenant in it."""
+        """Return an empty priority queue for a class, or for one tenant's requests of a class."""
         ...
 
 
@@ -43,7 +43,7 @@ def key_of(policy: Policy, waiting: Ordered) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Fifo:
-    """Order by arrival. A request that returns from a worker keeps its place."""
+    """Order by arrival; a request that is queued again keeps its first arrival time."""
 
     @property
     def name(self) -> Order:
@@ -128,8 +128,8 @@ class ShortestWork:
 class PredictedRank:
     """Order by the rank of the predicted output length (learning to rank, arXiv 2408.15792).
 
-    Ageing is that of ShortestWork with this rank. Without a prediction the rank is 0 and the order
-    is fifo.
+    The yield time is computed as in ShortestWork, but ``rank`` is the share of recent requests with
+    a shorter predicted output. Without a prediction the rank is 0 and the order is by arrival.
     """
 
     ageing_factor: float
@@ -150,9 +150,9 @@ class PredictedRank:
 
 
 def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
-    """Return the place of a request, which begins with its arrival plus its yield time.
+    """Return the sort key of a request, which begins with its arrival plus its yield time.
 
-    ``rank``, below 1, is as in ShortestWork.
+    ``rank``, from 0 to below 1, is the share of recent requests that are predicted to be smaller.
     """
     until = waiting.arrived - ageing_factor * waiting.queue_key.estimated_wait_s * log1p(-rank)
     return (until, waiting.arrived, waiting.request_id)
@@ -183,10 +183,10 @@ class HighestResponseRatio:
 
 @dataclass(frozen=True, slots=True)
 class NeverLonger:
-    """Order of ``policy``, but requests leave first once they have waited ``limit_s`` seconds.
+    """Order of another policy, with a limit of the wait against starvation.
 
-    Requests that have waited that long leave before the others of their class, by arrival. If all
-    requests wait that long, the order is fifo.
+    Requests that have waited ``limit_s`` seconds leave before the others of their class, by
+    arrival. If all requests wait that long, the order is by arrival.
     """
 
     policy: Policy
@@ -212,7 +212,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def policy_of(order: Order, config: RouterConfig) -> Policy:
-    """Return the policy of this name, with the parameters in ``config``."""
+    """Return the policy named ``order``, with the parameters and starvation limit in ``config``."""
     policies: dict[Order, Policy] = {
         "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),
@@ -226,7 +226,7 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules of the admission queue that are in effect."""
+    """Settings of the admission queue that are in effect; they can change at run time."""
 
     order: Policy
     #: largest number of queued requests; further ones are refused

@@ -1,9 +1,10 @@
 """Eviction of running requests of lower classes, and moves of preempted requests. Pure.
 
-If no worker has credit (free capacity, see ``Placement``) for the head of the queue, and waiting
-for it would make the head miss a deadline, the head is dispatched to the worker where the eviction
-loses the fewest tokens. The victims are queued again with their place and tokens. Workers assign
-blocks and slots by class, so that no waiting sequence of a lower class precedes the request there.
+The head is the next request of the queue. If no worker has free capacity for the head, and it would
+miss a deadline by waiting, it is dispatched to a worker that evicts running requests for it. The
+worker is chosen where the evicted requests have the fewest tokens to recompute. They are queued
+again and keep their sort keys and output. Workers assign blocks and slots by priority class, so
+that no waiting sequence of a lower class precedes the head there.
 
 A request that its worker has preempted is moved to another worker if it can resume sooner there.
 """
@@ -30,16 +31,17 @@ _MAX_VICTIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Worker, and the running requests to evict there."""
+    """Decision to evict running requests (``victims``) from a worker."""
 
     worker_id: str
     victims: tuple[Running, ...]
 
 
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
-    """Return the seconds until the latest dispatch that meets the deadlines.
+    """Return the seconds until the last moment at which a dispatch still meets all deadlines.
 
-    Deadlines that have passed already are ignored. The result is infinite without any other.
+    Deadlines that have passed are ignored. The result is infinite if no other is left, and negative
+    if it is too late already.
     """
     if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
         return inf
@@ -56,7 +58,7 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 
 
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
-    """Return the seconds from an eviction until the worker computes the evicting request.
+    """Return the seconds by which a request must evict others before its latest start.
 
     The worker prefills ``tokens_ahead`` tokens of other requests before it.
     """
@@ -74,11 +76,11 @@ def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 
 
 class Evictions:
-    """Eviction policy; ``occupants`` returns the ids of the requests in a worker's slots.
+    """Eviction policy; ``occupants`` returns the ids of the requests in the slots of a worker.
 
-    As for any dispatch, at most ``max_pending_prefill`` tokens may be pending at the worker, the
-    evicting request's own included. Only those of its class and higher ones count here, because the
-    worker computes them first.
+    A worker is chosen only if at most ``max_pending_prefill`` prompt tokens are then pending there,
+    including those of the request that is dispatched. Only tokens of its priority class and higher
+    ones count, because the worker computes them first.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class Evictions:
     ) -> Eviction | None:
         """Return the eviction by which a request meets a deadline that it would miss by waiting.
 
-        Return None if it need not be dispatched yet, or if no eviction helps. Requests in
-        ``spared`` are not evicted.
+        Return None if it can still wait, has no deadline, or if no eviction helps. Requests whose
+        ids are in ``spared`` are not evicted.
         """
         if (slack := _slack(waiting, workers, ledger_now)) == inf:
             return None
@@ -117,16 +119,17 @@ class Evictions:
         return eviction if slack <= max(wait, margin) else None
 
     def _ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
-        """Return an upper bound on the worker's pending prefill of this class and higher ones."""
+        """Return an upper bound on the tokens that the worker prefills before the request."""
         others = self._running.from_class(waiting.priority, worker_id)
         return min(worker.pending_prefill, sum(other.known_tokens for other in others))
 
     def _cheapest(
         self, waiting: Waiting, workers: Mapping[str, WorkerView], spared: Collection[str]
     ) -> Eviction | None:
-        """Return the eviction that loses the fewest known tokens, then has least pending prefill.
+        """Return the eviction after which the fewest tokens must be computed again.
 
-        Return None if no eviction frees enough capacity, or if none helps soon enough.
+        Of equal ones, the worker with the least pending prefill is chosen. Return None if no
+        eviction frees enough capacity, or if none helps soon enough.
         """
         found = [
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
@@ -143,7 +146,7 @@ class Evictions:
         return next(cheapest, None)
 
     def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
-        """Return whether the worker would compute the request about as soon as a free worker."""
+        """Return whether the worker would compute the request about as soon as an idle one."""
         ahead = self._ahead(waiting, worker_id, worker)
         return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
 
@@ -207,9 +210,10 @@ class _Promise:
 
 
 class Growth:
-    """Blocks that are promised to moved requests for the tokens that they will still generate.
+    """KV blocks that are reserved for the future output of requests that were moved.
 
-    ``running`` shows whether a request has reached its new worker. ``now`` is in seconds.
+    Such a promise shrinks as the request generates tokens. ``running`` has the requests at the
+    workers, to see whether a moved one has arrived. ``now`` is in seconds.
     """
 
     def __init__(self, running: RunningTable) -> None:
@@ -221,18 +225,18 @@ class Growth:
         return len(self._promises)
 
     def promise(self, running: Running, worker_id: str, tokens: int, now: float) -> None:
-        """Promise a moved request blocks for ``tokens`` more, in place of an earlier promise."""
+        """Reserve blocks for ``tokens`` more tokens of a moved request; replaces an earlier one."""
         self._promises[running.request_id] = _Promise(worker_id, tokens, running.choices, now)
 
     def blocks(self, workers: Mapping[str, WorkerView], now: float) -> Mapping[str, int]:
-        """Return the blocks that are still promised, by worker. O(promises)."""
+        """Return the number of blocks that are still reserved, by worker id. O(promises)."""
         blocks: Counter[str] = Counter()
         for promise in self._promises.values():
             blocks[promise.worker_id] += blocks_for(_left(promise, workers, now))
         return blocks
 
     def prune(self, workers: Mapping[str, WorkerView], now: float) -> None:
-        """Drop promises that are used up, or whose requests are no longer at their worker."""
+        """Drop promises that are used up, or whose request is not at the promised worker."""
         self._promises = {
             request_id: promise
             for request_id, promise in self._promises.items()
@@ -264,14 +268,17 @@ _UNKNOWN_RATE = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move of a preempted request to the worker that has room for it."""
+    """Decision to move a preempted request to the worker ``worker_id``, which has room for it."""
 
     running: Running
     worker_id: str
 
 
 class Moving:
-    """Policy of moves; ``reserve`` is the share of the new worker's blocks that must stay free."""
+    """Policy that moves preempted requests to other workers.
+
+    ``reserve`` is the share of the new worker's KV blocks that must stay free.
+    """
 
     def __init__(self, reserve: float) -> None:
         self._reserve = reserve
@@ -279,10 +286,11 @@ class Moving:
     def candidates(
         self, preempted: Iterable[Running], head: Waiting | None, key: Callable[[Ordered], Key]
     ) -> Iterator[tuple[Running, int]]:
-        """Yield the preempted requests that may move, each with the blocks that it waits for.
+        """Yield preempted requests that may be moved, each with a number of KV blocks.
 
-        The blocks are for the request and for those that resume before it at the same worker.
-        Requests are sorted by ``key``; those behind ``head``, the next request of the queue, stay.
+        So many blocks must become free at the request's present worker until it resumes there: for
+        itself and for the requests that resume before it. Requests are sorted by ``key``, the
+        smallest first. Requests after ``head``, the next queued request, are not yielded.
         """
         needed: dict[str, int] = {}
         for running in sorted(preempted, key=key):
@@ -299,10 +307,10 @@ class Moving:
         workers: Mapping[str, WorkerView],
         promised: Mapping[str, int],
     ) -> Move | None:
-        """Return the move to the worker where the request resumes soonest; None if that is its own.
+        """Return the move to the worker where the request resumes soonest.
 
-        At its own worker ``needed`` blocks must be free first. ``promised`` are the blocks of each
-        worker that earlier moves will use.
+        Return None if it resumes soonest at its present worker, where ``needed`` blocks must be
+        free first. ``promised`` has the number of blocks by worker id that earlier moves will use.
         """
         home = workers.get(running.worker_id)
         if home is None:
@@ -316,9 +324,9 @@ class Moving:
         return Move(running, min(sooner)[1]) if sooner else None
 
     def _has_room(self, worker: WorkerView, running: Running, promised: int) -> bool:
-        """Return whether the worker has room for a request and for its growth.
+        """Return whether the worker has free slots and blocks for a request and its output.
 
-        Room for its growth avoids a second preemption.
+        Blocks for its future output avoid a second preemption.
         """
         spare = worker.free_blocks - promised - ROOM * _blocks(running)
         return (

@@ -1,7 +1,8 @@
-"""Admission queue: the queued requests of the whole cluster, by class and policy order. Pure.
+"""Admission queue: the cluster's queued requests, by priority class and queue policy. Pure.
 
-Every operation is O(log n) amortised, except the removal of a lost gateway's requests and a change
-of the order, which are O(n).
+Every operation is O(log n) amortised, except the removal of a disconnected router's requests and a
+change of the policy, which are O(n). A gateway is the router that has a request and reports it to
+the leader. Work is a predicted number of tokens to compute.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from router.admission.wait_stats import WaitStatistics
 
 
 class Backlog:
-    """Predicted work of the queued requests, and indexes of them by age and by time of expiry.
+    """Sums of the work of queued requests, and indexes of them by age and by time of expiry.
 
-    The index by age has only requests that have not run. Times are ledger time in seconds.
+    Work is the predicted number of tokens to compute. The index by age has only requests that have
+    never been dispatched. Times are ledger time in seconds.
     """
 
     def __init__(self) -> None:
@@ -63,9 +65,10 @@ class Backlog:
 
     @property
     def work(self) -> dict[int, int]:
-        """Work ahead of a new request of each class, in tokens: of that class and all higher ones.
+        """Map each class to the queued work of that class and all higher ones, in tokens.
 
-        Only classes with queued requests are listed, the highest first.
+        This is the work ahead of a new request of the class. Only classes with queued requests are
+        listed, the highest first.
         """
         before, total = {}, 0
         for priority in sorted(self._work, reverse=True):
@@ -92,7 +95,7 @@ class Backlog:
         return newest
 
     def overdue(self, moment: float) -> Queued | None:
-        """Return the request that expired first, if it has expired at ``moment``; else None."""
+        """Return the queued request that expires first; None if that is after ``moment``."""
         first = self._expiring.first()
         if first is None or first[0] > moment:
             return None
@@ -104,14 +107,14 @@ _NOBODY = (0, None)
 
 
 class Classes:
-    """Queued requests by priority class; ``numbers`` has their number in each class that has any.
+    """Queued requests by priority class; ``numbers`` maps classes to their numbers of requests.
 
     For every token of work that leaves while a lower class has queued requests, the lower class
     earns ``floor`` tokens of credit. Its next request leaves once its credit covers the request's
     work. A class thus receives at least the share ``floor`` of the work of higher classes, less at
     most one request. A class loses its credit when it has no queued request.
 
-    With ``fair_share``, the tenants of a class share it fairly.
+    With ``fair_share``, tenants of a class are served by their token counters; None disables that.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class Classes:
 
     @property
     def is_fair(self) -> bool:
-        """Return whether tenants share a class fairly."""
+        """Return whether the tenants of a class are served by their token counters."""
         return self._fair_share is not None
 
     def push(self, queued: Queued) -> None:
@@ -162,7 +165,7 @@ class Classes:
             self._remove(priority)
 
     def clear(self) -> None:
-        """Remove the lanes of classes that have no queued request."""
+        """Remove the priority queues and credits of classes that have no queued request."""
         for priority in self._lanes.keys() - self._numbers.keys():
             self._remove(priority)
 
@@ -174,8 +177,8 @@ class Classes:
     def head(self, moment: float | None) -> Queued | None:
         """Return the request that leaves next at the ledger time ``moment``, in seconds.
 
-        If ``moment`` is None, it is the one with the smallest place in the highest class; the
-        credit of lower classes and fair shares are ignored. Return None if no request is queued.
+        If ``moment`` is None, the one with the smallest sort key in the highest class is returned;
+        the credit of lower classes and fair shares are ignored. Return None if none is queued.
         """
         heads = self._heads(moment)
         _, highest = next(heads, _NOBODY)
@@ -187,7 +190,7 @@ class Classes:
         return highest
 
     def highest(self, moment: float | None) -> Queued | None:
-        """Return the next request of the highest class, ignoring the credit of lower classes."""
+        """Return the next request of the highest class that has any; None if none is queued."""
         return next(self._heads(moment), _NOBODY)[1]
 
     def serve(self, waiting: Waiting) -> None:
@@ -219,9 +222,10 @@ _FORGET_EVERY = 1 << 15
 class AdmissionQueue:
     """Admission queue of the cluster.
 
-    A class with queued requests receives the share ``class_floor`` of the work of higher classes.
-    ``fair_share`` counts the tokens that tenants were served. With ``is_fair``, tenants share each
-    class by these counters. ``moment`` is ledger time and ``now`` the leader's clock, in seconds.
+    A priority class with queued requests receives at least the share ``class_floor`` of the work of
+    higher classes. ``fair_share`` counts the tokens that tenants were served; with ``is_fair`` the
+    tenant with the smallest count in a class is served first. ``moment`` is ledger time and ``now``
+    the leader's clock, in seconds. ``gateway`` is the id of the router that has a request.
     """
 
     def __init__(
@@ -271,10 +275,10 @@ class AdmissionQueue:
         return self.backlog.work_tokens
 
     def work_before(self, waiting: Waiting) -> int:
-        """Return the predicted work that probably leaves before a new request, in tokens.
+        """Return the predicted tokens of queued work that leave before a new request.
 
-        With fair shares, only a part of the work that other tenants of its class have queued
-        counts.
+        This is the work of its class and higher ones. With fair shares, only a part of the work
+        that other tenants have queued in its class is included.
         """
         ahead = self.backlog.work_from(waiting.priority)
         if not self._classes.is_fair:
@@ -299,29 +303,30 @@ class AdmissionQueue:
         return replaced
 
     def get(self, request_id: str, gateway: str) -> Waiting | None:
-        """Return a queued request of this gateway; None if there is none."""
+        """Return the queued request with this id from this router; None if there is none."""
         waiting = _waiting(self._queued.get(request_id))
         return waiting if waiting is not None and waiting.gateway == gateway else None
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
-        """Remove a request; return False if this gateway has none of this id in the queue."""
+        """Remove a request; return False if no request of this id and router is queued."""
         if self.get(request_id, gateway) is None:
             return False
         self._take(self._queued[request_id])
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
-        """Remove all requests of a gateway that has disconnected.
+        """Remove all requests of a router that has disconnected.
 
-        This is O(n), because an index would slow down every request and gateways rarely disconnect.
+        This is O(n), because an index would slow down every request and routers rarely disconnect.
         """
         for queued in [it for it in self._queued.values() if it.waiting.gateway == gateway]:
             self._take(queued)
 
     def shed(self, priority: int) -> Waiting | None:
-        """Remove and return the newest request of the lowest class, among those that have not run.
+        """Remove and return the newest request of the lowest class.
 
-        Return None if that class is not below ``priority``, or if there is no such request.
+        Requests that have been dispatched before are left out. Return None if there is no other, or
+        if the lowest class is not below ``priority``.
         """
         lowest = self.backlog.lowest
         if lowest is None or lowest >= priority:
@@ -349,17 +354,17 @@ class AdmissionQueue:
     def peek(self, moment: float | None = None) -> Waiting | None:
         """Return the request that leaves next at ``moment``; None if the queue is empty.
 
-        If ``moment`` is None, it is the one with the smallest place in the highest class; the
-        credit of lower classes and fair shares are ignored.
+        If ``moment`` is None, the one with the smallest sort key in the highest class is returned;
+        the credit of lower classes and fair shares are ignored.
         """
         return _waiting(self._classes.head(moment))
 
     def peek_highest(self, moment: float) -> Waiting | None:
-        """Return the next request of the highest class, ignoring the credit of lower classes."""
+        """Return the next request of the highest class that has any; None if none is queued."""
         return _waiting(self._classes.highest(moment))
 
     def pop(self, moment: float | None = None) -> Waiting:
-        """Remove and return the request that ``peek`` returns.
+        """Remove and return the next request, and record its dispatch.
 
         Raises IndexError if the queue is empty.
         """
@@ -370,10 +375,10 @@ class AdmissionQueue:
         return head
 
     def dispatch(self, waiting: Waiting) -> None:
-        """Remove a request that leaves for a worker, and record that it was served.
+        """Remove a queued request that leaves for a worker, and record its dispatch.
 
-        This updates the credit of the priority classes, the token counter of its tenant, and the
-        wait statistics.
+        The dispatch changes the credit of the priority classes, the token counter of the request's
+        tenant, and the wait statistics.
         """
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
@@ -386,31 +391,32 @@ class AdmissionQueue:
             self.wait_stats.prune(None if oldest is None else oldest.arrival)
 
     def waited_s(self, waiting: Waiting, now: float) -> float:
-        """Return the seconds since a request was queued, the last time if it was queued again."""
+        """Return the seconds since a queued request was last added to the queue."""
         came: float = self._queued[waiting.request_id].arrival[0]
         return now - came
 
     def queue_wait(
         self, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return the wait of a request that leaves now, and which requests bypassed it.
+        """Return how long a request that leaves now has waited, and which requests bypassed it.
 
-        ``order`` and ``is_fair`` are the rules of the queue to report.
+        ``order``, the policy's name, and ``is_fair`` are written into the result.
         """
         arrival = self._queued[waiting.request_id].arrival
         return self.wait_stats.wait_of(arrival, waiting, order, now, is_fair=is_fair)
 
     def pass_by(self, waiting: Waiting) -> None:
-        """Charge the tenant for a request that leaves for a worker without having been queued."""
+        """Add the prompt of a request that is dispatched without being queued to its tenant."""
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
             self._fair_share.dispatched(waiting)
             self._fair_share.go(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
-        """Change the order of the queued requests to ``policy``, yielding after each part. O(n).
+        """Return an iterator whose steps sort the queued requests by ``policy``. O(n).
 
-        The old order stays in effect until the iterator is exhausted.
+        With ``is_fair``, tenants are served by their token counters. The old order stays in effect
+        until the iterator is exhausted.
         """
         classes = self._make_classes(policy, self._classes.floor, is_fair)
         everybody, after = tuple(self._queued.values()), next(self._tickets)

@@ -1,4 +1,4 @@
-"""Queued and running requests, as the queue's orders and placement see them. Pure."""
+"""Queued and running requests, with the facts that the leader's decisions need. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Key: TypeAlias = tuple[float | str, ...]
 
 
 class QueueKey(NamedTuple):
-    """Predictions by which queue policies order a request, fixed when the request arrives.
+    """Predictions by which queue policies sort a request; they are fixed when it arrives.
 
-    ``Waiting`` and ``Running`` in session.proto have fields of the same names.
+    The messages ``Waiting`` and ``Running`` in session.proto have fields with the same names.
     """
 
     #: tokens of the prompt and of all outputs; 0: the request is ordered by arrival
@@ -47,7 +47,7 @@ BY_ARRIVAL = QueueKey()
 
 
 class Ordered(Protocol):
-    """Request with a place in the queue's order: queued, or running and able to queue again."""
+    """Request that queue policies can sort: a queued one, or a running one."""
 
     @property
     def request_id(self) -> str: ...
@@ -66,12 +66,13 @@ class Ordered(Protocol):
 
 
 class Waiting(NamedTuple):
-    """Queued request, as orders and placement see it.
+    """Queued request, with the facts by which it is sorted and placed on a worker.
 
-    ``arrived``, ``deadline`` and ``ttft_deadline`` are ledger time in seconds. ``arrived`` is kept
-    when the request is queued again. ``prefill_tokens`` must be computed before the next token:
-    the prompt, which the choices share, and the output so far of each choice. All ``choices``
-    together may still generate ``max_tokens``.
+    ``gateway`` is the id of the router that has the request. ``arrived``, ``deadline`` and
+    ``ttft_deadline`` are ledger time in seconds. ``arrived`` is kept when the request is queued
+    again. ``prefill_tokens`` is the number of tokens to compute before the next output token: the
+    prompt, which the choices share, and the output so far of each choice. All ``choices`` together
+    may still generate ``max_tokens``.
     """
 
     request_id: str
@@ -115,7 +116,7 @@ class Waiting(NamedTuple):
 
     @property
     def work_tokens(self) -> int:
-        """Predicted tokens to compute for the request, of prefill and output."""
+        """Predicted number of tokens to compute for the request: prefill and future output."""
         return self.prefill_tokens + self.predicted_tokens
 
     @classmethod
@@ -149,9 +150,10 @@ _Rank: TypeAlias = tuple[int, int, str]
 class Running:
     """Request that was dispatched to a worker and has not left it.
 
-    ``known_tokens`` is the number of tokens of the prompt, counted once, and of the outputs of all
-    unfinished choices, as of the dispatch or the gateway's last report. ``choices`` is the number
-    of these choices. ``arrived`` is ledger time in seconds.
+    ``gateway`` is the id of the router that has the request, and ``epoch`` the number of the
+    dispatch. ``known_tokens`` is the length of the prompt plus the lengths of the outputs so far of
+    all unfinished choices, at the dispatch or in the router's last report. ``choices`` is the
+    number of these choices. ``arrived`` is ledger time in seconds.
     """
 
     request_id: str
@@ -222,7 +224,7 @@ class RunningTable:
         return self._running.get(request_id)
 
     def add(self, running: Running) -> None:
-        """Add a request, or replace the entry with the same request id."""
+        """Add a request; it replaces one with the same id."""
         self.remove(running.request_id)
         self._running[running.request_id] = running
         self._of_gateway.setdefault(running.gateway, set()).add(running.request_id)
@@ -251,11 +253,11 @@ class RunningTable:
         return bool(self._preempted)
 
     def preempted(self) -> list[Running]:
-        """Return the requests that wait at their workers after a preemption."""
+        """Return the requests that wait at their workers to resume after a preemption."""
         return [self._running[request_id] for request_id in self._preempted]
 
     def below(self, priority: int, worker_id: str) -> Iterator[Running]:
-        """Yield a worker's requests of classes below ``priority``, by class, then known tokens."""
+        """Yield a worker's requests of classes below ``priority``: lowest first, then shortest."""
         for rank in self._ranks.get(worker_id, ()):
             if rank[0] >= priority:
                 return

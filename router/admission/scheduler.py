@@ -1,7 +1,7 @@
 """State and decisions of a leader during one term. Pure.
 
-The state is empty at the election and is filled by the handover from the live gateways (routers).
-The view of the workers is kept in ``Placement``.
+The state is empty at the election. The live routers, which are called gateways in this role, then
+report their requests (the handover). The view of the workers is kept in ``Placement``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from router.config import RouterConfig
 
 
 class StartingWorkers:
-    """Workers that are starting; ``now`` is the router's clock in seconds."""
+    """Workers that are starting, as routers report; ``now`` is the leader's clock in seconds."""
 
     def __init__(self) -> None:
         #: by name of the start: when its report expires, and when the start began; in order of
@@ -38,7 +38,7 @@ class StartingWorkers:
     def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
         """Record reports of starting workers, and drop expired ones.
 
-        A report expires after its ``seconds``; 0 means that the worker is not starting any more.
+        A report expires after its field ``seconds``; 0 means that the worker's start has ended.
         """
         for start in starts:
             self._until.pop(start.name, None)
@@ -55,7 +55,7 @@ class StartingWorkers:
         return sum(until > now for until, _ in self._until.values())
 
     def longest_s(self, now: float) -> float:
-        """Return the seconds since the oldest start began; 0 if there is none. O(starts)."""
+        """Return the seconds since the oldest present start began; 0 if none. O(starts)."""
         return max((now - since for until, since in self._until.values() if until > now), default=0)
 
 
@@ -68,11 +68,11 @@ _RESPITE = 3
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Effects of a gateway's message on the queue.
+    """Effects of one router's message on the queue.
 
-    ``refused`` are rejected requests. ``taken`` are queued requests of other gateways that the
-    message replaced. ``withdrawn`` are requests that left the queue without a dispatch, with their
-    waits.
+    ``refused`` are rejected requests. ``taken`` are queued requests that other routers had
+    reported, and that the message replaced. ``withdrawn`` are requests that left the queue without
+    a dispatch, with the times that they waited.
     """
 
     refused: list[Refusal]
@@ -82,10 +82,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Dispatch of a request to a worker, and the victims to evict there for it.
+    """Decision to dispatch a request to a worker, where the ``victims`` are evicted for it.
 
     ``epoch`` is the number of the dispatch, by which outdated messages are recognised.
-    ``queue_wait`` is None if the request was not queued.
+    ``queue_wait`` is None if the request was dispatched without being queued.
     """
 
     waiting: Waiting
@@ -103,8 +103,9 @@ class Placed:
 class LeaderState:
     """State of the leader; ``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds.
 
-    ``occupants`` returns the ids of the requests that have a slot at a worker. ``fair_share`` is
-    None if tenants are not distinguished.
+    ``occupants`` returns the ids of the requests that have a slot at a worker. ``generation`` names
+    the present run of the ledger's servers. ``fair_share`` is None if tenants are not
+    distinguished. ``gateway`` is the id of a router.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class LeaderState:
 
     @property
     def queued_tokens(self) -> int:
-        """Predicted work of all queued requests, in tokens."""
+        """Predicted number of tokens to compute for all queued requests."""
         return self._queue.work_tokens
 
     def class_queues(self) -> list[session_pb2.ClassQueue]:
@@ -158,13 +159,14 @@ class LeaderState:
         ]
 
     def tenant_queues(self) -> list[session_pb2.TenantQueue]:
-        """Return the longest queues of tenants; empty if tenants are not distinguished."""
+        """Return the longest queues by tenant and class; empty if tenants are not distinguished."""
         return self._fair_share.queues() if self._fair_share is not None else []
 
     def waited_s(self, now: float, ledger_now: float) -> float:
         """Return the seconds that the next request has waited; 0 if the queue is empty.
 
-        They count from its arrival or, if it has run, from when it was queued again.
+        They count from its arrival or, if it has been dispatched before, from when it was queued
+        again.
         """
         head = self._queue.peek(ledger_now)
         if head is None:
@@ -178,13 +180,14 @@ class LeaderState:
 
     @property
     def has_work(self) -> bool:
-        """Return whether any request is queued, or preempted at its worker."""
+        """Return whether any request is queued, or waits at its worker after a preemption."""
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules) -> Iterator[None]:
-        """Apply changed rules in steps: the order changes when the iterator is exhausted.
+        """Return an iterator that applies changed rules.
 
-        If the iterator is abandoned, the order does not change.
+        Its first step applies all rules except the order of the queue, which changes when the
+        iterator is exhausted. If it is abandoned before, the order does not change.
         """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
@@ -195,7 +198,10 @@ class LeaderState:
     # service of tenants
 
     def recall(self, services: Iterable[session_pb2.TenantService]) -> None:
-        """Restore the counters that the previous leader reported; only the first call counts."""
+        """Restore the tenants' token counters from the previous leader's report.
+
+        Only the first call has an effect.
+        """
         if self._fair_share is not None and not self.has_recalled:
             self._fair_share.recall(services)
         self.has_recalled = True
@@ -205,7 +211,10 @@ class LeaderState:
 
     @property
     def service_gap(self) -> float:
-        """Largest difference between counters of backlogged tenants of the same class."""
+        """Largest difference between token counters of tenants with queued requests of a class.
+
+        It is 0 if tenants are not distinguished.
+        """
         return self._fair_share.gap if self._fair_share is not None else 0.0
 
     # gateways
@@ -279,11 +288,11 @@ class LeaderState:
     # overload
 
     def update_estimates(self, now: float) -> None:
-        """Update the estimates, five times a second. O(workers)."""
+        """Update the estimates of waits; to be called five times a second. O(workers)."""
         self._waits.update(self.queued, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Remove requests that have waited for too long, and return their refusals."""
+        """Remove queued requests that have waited for too long, and return their refusals."""
         return self._bounds.expire(ledger_now)
 
     @property
@@ -292,7 +301,7 @@ class LeaderState:
         return self._waits.wait_s(self.queued_tokens)
 
     def queue_estimate(self) -> session_pb2.QueueEstimate:
-        """Return the estimate by which gateways reject requests early."""
+        """Return the estimated waits by class, by which routers reject requests early."""
         waits = (
             session_pb2.ClassWait(
                 priority=priority,
@@ -317,10 +326,10 @@ class LeaderState:
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
-        """Dispatch up to ``limit`` requests in order, and return the dispatches.
+        """Remove up to ``limit`` requests from the queue, and return their dispatches to workers.
 
-        It stops at the first request for which no worker has credit (free capacity) and no eviction
-        is due. ``make_epoch`` returns a new epoch, the number of a dispatch.
+        It stops at the first request for which no worker has enough free capacity and no other
+        request is to be evicted yet. ``make_epoch`` returns a new number of a dispatch.
         """
         placed: list[Placed] = []
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
@@ -342,8 +351,8 @@ class LeaderState:
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
         """Return the next request; None if there is none, or an unreported one may precede it.
 
-        During a handover the order is that of the sort keys: credit of classes and fair shares are
-        ignored.
+        During a handover requests are ordered by their sort keys alone: credit of classes and fair
+        shares are ignored.
         """
         if self.handover.is_over(now):
             return self._queue.peek(ledger_now)
@@ -378,7 +387,8 @@ class LeaderState:
         """Reserve a worker for a new request; return None if the request has to queue.
 
         It has to queue while others are queued or preempted, while an unreported request may
-        precede it, or if no worker has credit for it. ``make_epoch`` is as in ``place``.
+        precede it, or if no worker has enough free capacity. ``make_epoch`` returns a new number of
+        a dispatch. The caller must then confirm or cancel the reservation.
         """
         if self.has_work or not self.handover.allows(self._key(waiting), now):
             return None
@@ -391,24 +401,24 @@ class LeaderState:
         return Placed(waiting, worker_id, epoch)
 
     def cancel_reservation(self, placed: Placed) -> None:
-        """Cancel a reservation whose request was not dispatched."""
+        """Cancel a reservation, because the ledger did not dispatch its request."""
         self._placement.acknowledge(placed.worker_id, placed.epoch)
         self.offered_tokens -= placed.waiting.work_tokens
 
     def confirm_reservation(self, placed: Placed, gateway: str) -> None:
-        """Confirm a reservation whose request the ledger has dispatched."""
+        """Confirm a reservation, because the ledger has dispatched its request."""
         self._queue.pass_by(placed.waiting)
         self.begun(placed, gateway)
 
     def begun(self, placed: Placed, gateway: str) -> None:
-        """Record that the ledger accepted the dispatch of a request of this gateway."""
+        """Record that the ledger accepted the dispatch; ``gateway`` is the request's router."""
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
         self._running.add(Running.dispatched(waiting, gateway, worker_id, epoch))
 
     def moves(self, now: float, ledger_now: float) -> list[Move]:
-        """Return moves of preempted requests that resume sooner at another worker.
+        """Return moves of preempted requests to workers at which they resume sooner.
 
-        Capacity is held for them there. O(preempted x workers).
+        Capacity is held for them there. O(preempted requests x workers).
         """
         is_fair = self._is_fair and self.handover.is_over(now)
         head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
@@ -450,7 +460,7 @@ class LeaderState:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop outdated records, and notify the fair share when the handover has ended."""
+        """Drop outdated records, and end the handover in the fair share if it is over."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._growth.prune(self._placement.workers, now)
         if self._fair_share is not None and self.handover.is_over(now):
@@ -464,9 +474,10 @@ def cluster_load(
     now: float,
     ledger_now: float,
 ) -> session_pb2.ClusterLoad:
-    """Return the cluster's load; ``now`` and ``ledger_now`` are as in LeaderState.
+    """Return the cluster's load in the leader's ``term``, for the report to the ledger.
 
-    O(workers + tenants).
+    ``now`` is the router's clock and ``ledger_now`` the ledger's, in seconds. Draining workers are
+    left out. O(workers + tenants).
     """
     staying = [worker for worker in workers if worker.is_open]
     rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]

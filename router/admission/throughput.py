@@ -36,7 +36,7 @@ _SHORTEST_SLOW_S = 0.02
 
 
 class Counters(Protocol):
-    """Counters of an engine, as in the message EngineCounters."""
+    """Counters of a worker's engine: a part of the fields of the message EngineCounters."""
 
     @property
     def prefix_hit_tokens(self) -> int: ...
@@ -52,14 +52,20 @@ class Counters(Protocol):
 
 
 def spared_tokens(counters: Counters) -> int:
-    """Return the prefix-cache hits, less the rejected draft tokens and the recomputed tokens."""
+    """Return by how many tokens the progress of requests exceeds the computed tokens.
+
+    These are the prefix-cache hits, less the rejected draft tokens and the recomputed tokens.
+    """
     wrong_drafts = counters.draft_tokens - counters.accepted_tokens
     return counters.prefix_hit_tokens - wrong_drafts - counters.recomputed_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work that a worker has done since its start."""
+    """Work that a worker has done since its start, as sums that only grow.
+
+    ``busy_s`` is the time in steps. ``step`` is the number of steps.
+    """
 
     step: int = 0
     computed_tokens: int = 0
@@ -74,12 +80,12 @@ class Work:
 
     @property
     def done_tokens(self) -> int:
-        """Prompt and output tokens by which requests have progressed."""
+        """Prompt and output tokens by which requests have progressed, with prefix-cache hits."""
         return self.computed_tokens + self.spared_tokens
 
 
 class Sample(NamedTuple):
-    """Mean size and mean duration, in seconds, of some steps of a worker."""
+    """Mean size and mean duration in seconds of the steps between two reports of a worker."""
 
     size: StepSize
     seconds: float
@@ -96,10 +102,10 @@ class _Steps:
 
 
 class ThroughputEstimator:
-    """Throughput of a worker.
+    """Estimator of one worker's throughput and step times.
 
-    ``full_rate`` is its tokens per second at saturation, of prompts and outputs, including
-    prefix-cache hits; None if it was never saturated.
+    ``full_rate`` is the number of prompt and output tokens per second at saturation, including
+    prefix-cache hits; None if the worker was never saturated.
     """
 
     def __init__(self) -> None:
@@ -116,12 +122,12 @@ class ThroughputEstimator:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step, over about the last second; 0 before the first step."""
+        """Mean seconds of a recent step, with exponential weights; 0 before the first step."""
         return self._last.seconds if self._last else 0.0
 
     @property
     def size_class(self) -> int:
-        """Number of binary digits of the tokens per step, over about the last second.
+        """Size class of recent steps: the number of binary digits of their mean tokens.
 
         It is 0 before the first step.
         """
@@ -129,33 +135,33 @@ class ThroughputEstimator:
 
     @property
     def row(self) -> StepSize | None:
-        """Mean size of a row of recent steps, prefill chunks included; None before any step."""
+        """Mean size of a row, one sequence's part of a recent step; None before any step."""
         num_rows = self._computed.num_rows
         return StepSize(*(sum_ / num_rows for sum_ in self._computed)) if num_rows else None
 
     @property
     def prefill_rate(self) -> float | None:
-        """Highest measured rate of steps, over all sizes, in tokens per second; None if unknown."""
+        """Tokens per second in steps of the fastest size class; None if no step was measured."""
         rates = [steps.tokens / steps.seconds for steps in self._usual.values()]
         return max(rates, default=None)
 
     @property
     def free_rate(self) -> float | None:
-        """Blocks freed per second, less those for new output tokens; None if unknown."""
+        """KV blocks freed per second, less those that new output takes; None if unknown."""
         return self._blocks_freed if self._observed_s >= _STEP_MEMORY_S else None
 
     def most_step_s(self, tokens: float) -> float:
-        """Return an upper bound on the seconds of a step of ``tokens``; infinite if unknown."""
+        """Return an upper bound on the seconds of a step of ``tokens`` tokens; inf if unknown."""
         return min(
             (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
         )
 
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
-        """Measure the work from the last measurement up to ``now`` (seconds).
+        """Measure the work that was done since the last measurement; ``now`` is in seconds.
 
-        ``is_full``: more sequences would not increase the worker's throughput. Return the mean of
-        the steps in between; None if the last measurement was less than 0.2 s ago, or without
-        steps.
+        ``is_full``: the worker is saturated, so that more sequences would not increase its
+        throughput. Return the mean of the steps in between. Return None if there were no steps, if
+        the last measurement was less than 0.2 s ago, or at the first call.
         """
         if self._sample is None:
             self._sample, self._was_full = (now, work), is_full
@@ -201,8 +207,8 @@ class ThroughputEstimator:
     def is_slower(self, others: list[ThroughputEstimator], factor: float, now: float) -> bool:
         """Return whether recent steps take over ``factor`` times as long as the others' would.
 
-        They are compared with the median of ``most_step_s`` over ``others``. Return False if
-        nothing is known.
+        The mean recent step is compared with the median of ``most_step_s`` over ``others``. Return
+        False if nothing is known, if the last step is too old, or if steps are very short.
         """
         last = self._last
         if last is None or last.seconds <= _SHORTEST_SLOW_S or now - self._stepped_at > _OUTDATED_S:
@@ -227,7 +233,7 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
 def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
     """Return the ids of the workers whose steps take over ``factor`` times as long as the others'.
 
-    ``paces`` has the estimators by worker id. The time is O(workers) for each size class, and again
+    ``paces`` has the estimators by worker id. The cost is O(workers) for each size class, and again
     for each candidate.
     """
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
@@ -248,9 +254,10 @@ def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) ->
 
 
 def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
-    """Return a lower bound on the median step time of all workers but one, for a size class.
+    """Return a lower bound on the median step time of all workers but one, in seconds.
 
-    The bound is valid whichever worker is left out.
+    ``size`` is the size class of the steps. The bound is valid for any worker that is left out. It
+    is infinite if fewer than two workers are known.
     """
     fewest = 1 << size >> 1
     known = sorted(most for it in paces if (most := it.most_step_s(fewest)) < inf)
@@ -292,11 +299,11 @@ class DrainRate:
         self._requests += 1
 
     def emptied(self) -> None:
-        """Stop the measurement, because workers do not limit the drain rate of an empty queue."""
+        """Pause the measurement, because the queue is empty and workers do not limit its rate."""
         self._since = None
 
     def measure(self, num_queued: int, num_workers: int, now: float) -> None:
-        """Update the rates by the departures since the last call. ``now`` is in seconds."""
+        """Update the rates from the requests that left since the last call; ``now`` in seconds."""
         if self._since is not None and num_workers and (duration := now - self._since) > 0:
             self._blend(duration, num_workers)
         self._tokens = self._requests = 0
@@ -316,7 +323,7 @@ class DrainRate:
         return self._watched_s >= _ENOUGH_S and self._token_rate > 0
 
     def tokens_per_s(self, num_workers: int) -> float:
-        """Return the tokens of work that leave the queue per second with ``num_workers``."""
+        """Return the tokens of work that leave the queue per second with so many workers."""
         return self._token_rate * num_workers
 
     def requests_per_s(self, num_workers: int) -> float:
@@ -330,10 +337,10 @@ _STEP = 0.1
 
 
 class Least:
-    """Estimate of the share ``part`` of the predicted time that 95 % of requests exceed.
+    """Estimator of the shortest plausible time of a request, relative to the predicted time.
 
-    The 0.05 quantile of the ratio of actual to predicted time is learned by stochastic
-    approximation (Robbins and Monro, 1951) of its logarithm. It is at most 1.
+    ``part`` is the ratio of actual to predicted time that 95 % of requests exceed, at most 1. This
+    0.05 quantile is learned by stochastic approximation (Robbins and Monro, 1951) of its logarithm.
     """
 
     def __init__(self) -> None:
@@ -351,10 +358,10 @@ _FEWEST = 16
 
 
 def seen_ratio(predicted_s: float | None, decode_s: float, num_tokens: int) -> float | None:
-    """Return the measured over the predicted time per output token.
+    """Return the measured time per output token divided by the predicted one, ``predicted_s``.
 
-    ``decode_s`` is the time from the first to the last of ``num_tokens``. Return None if there was
-    no prediction or if the output is too short.
+    ``decode_s`` is the time from the first to the last of ``num_tokens`` output tokens, in seconds.
+    Return None if there was no prediction or if the output has fewer than 16 tokens.
     """
     if not predicted_s or num_tokens < _FEWEST:
         return None

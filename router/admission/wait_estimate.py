@@ -30,9 +30,9 @@ _SHORTEST_S = 0.1
 
 
 class WaitEstimator:
-    """Estimator of waits over the leader's ``workers``.
+    """Estimator of the waits of requests at the leader, from the state of all ``workers``.
 
-    ``update`` goes through all of them, so that a prediction is O(1).
+    ``update`` goes through all workers, so that a prediction is O(1).
     """
 
     def __init__(self, workers: Mapping[str, WorkerView]) -> None:
@@ -45,7 +45,7 @@ class WaitEstimator:
         self._next: WorkerView | None = None
 
     def update(self, num_queued: int, now: float) -> None:
-        """Update the rates from the workers and from the queue's departures. O(workers)."""
+        """Update the rates from the workers and from the requests that left. O(workers)."""
         open_ = [worker for worker in self._workers.values() if worker.is_open]
         self.drain.measure(num_queued, len(open_), now)
         self._next = _next_of(open_)
@@ -56,20 +56,20 @@ class WaitEstimator:
             self.tokens_per_s = fmean(rates) * len(open_) if rates else 0.0
 
     def wait_s(self, work_tokens: int) -> float | None:
-        """Return the seconds until ``work_tokens`` have left the queue; None if unknown."""
+        """Return the seconds until ``work_tokens`` tokens have left the queue; None if unknown."""
         if not work_tokens:
             return 0.0
         return work_tokens / self.tokens_per_s if self.tokens_per_s else None
 
     def note_left(self, waiting: Waiting, ledger_now: float) -> None:
-        """Record that a request left the queue for a worker."""
+        """Record that a request left the queue for a worker, to learn from its wait."""
         self.drain.note_left(waiting.work_tokens)
         predicted_s = waiting.predicted_wait_s
         if predicted_s is not None and predicted_s >= _SHORTEST_S:
             self.least.note((ledger_now - waiting.arrived) / predicted_s)
 
     def prefill_s(self, waiting: Waiting) -> float:
-        """Return the seconds from a request's dispatch to its first token; 0 if unknown."""
+        """Return the predicted seconds from a dispatch now to its first token; 0 if unknown."""
         worker = self._next
         if worker is None:
             return 0.0
@@ -78,7 +78,7 @@ class WaitEstimator:
         return rest_s + (worker.prefill_s(worker.pending_prefill + waiting.prefill_tokens) or 0.0)
 
     def least_wait_s(self, wait_s: float) -> float:
-        """Return the wait in seconds that nearly all requests exceed if ``wait_s`` is predicted."""
+        """Return the seconds that 95 % of requests wait longer than, if ``wait_s`` is predicted."""
         return self.least.part * wait_s
 
     @property
@@ -88,7 +88,7 @@ class WaitEstimator:
 
     @property
     def least_tpot_s(self) -> float:
-        """Seconds per output token that nearly all requests exceed; 0 if unknown."""
+        """Seconds per output token that 95 % of new requests exceed; 0 if unknown."""
         if self._next is None or self._next.tpot_s is None:
             return 0.0
         return self.least_of_tpot.part * min(self._next.tpot_s, self._next.decode_s)
@@ -116,7 +116,10 @@ _UNKNOWN_RATE = 1000.0
 
 
 class EstimatedWait:
-    """Estimated wait of new requests in a gateway, from the leader's last estimate."""
+    """Estimated wait of new requests in a router, from the leader's last queue estimate.
+
+    Work is a predicted number of tokens to compute.
+    """
 
     def __init__(self) -> None:
         self._queue_estimate = session_pb2.QueueEstimate()
@@ -126,7 +129,7 @@ class EstimatedWait:
         self._came: dict[int, int] = {}
 
     def on_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """Replace the leader's estimate."""
+        """Replace the queue estimate by the leader's newest one."""
         self._queue_estimate = queue_estimate
         self._rate = queue_estimate.tokens_per_s or self._rate
         self._came.clear()
@@ -134,7 +137,7 @@ class EstimatedWait:
     def estimate(self, priority: int, work_tokens: int) -> float:
         """Return the seconds until the work ahead of a request of this class has left the queue.
 
-        The request itself, of ``work_tokens``, is then counted for later estimates.
+        The request's own ``work_tokens`` are then added to the work ahead of later requests.
         """
         waits = [it.work_tokens for it in self._queue_estimate.waits if it.priority >= priority]
         came = sum(tokens for its, tokens in self._came.items() if its >= priority)

@@ -2,8 +2,8 @@
 
 A request waits while there is no worker, while no worker has room for it, and while other requests
 precede it: earlier ones, ones of a higher class, or ones that the rules prefer. All clocks and
-counts only grow. A request records them when it arrives and compares them when it leaves, so that
-no cost grows with the length of the queue.
+counts only grow. They are stored when a request arrives and compared with their values when it
+leaves, so that no cost grows with the length of the queue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK, _ROW = 512, 64
 
 
 class BypassCounter:
-    """Record of which tickets have left the queue, which counts those above a given ticket.
+    """Counter of the requests that have left the queue before an earlier one.
 
     A ticket is the number of a request in order of arrival.
     """
@@ -36,7 +36,7 @@ class BypassCounter:
 
     @property
     def num_kept(self) -> int:
-        """Number of tickets that are kept."""
+        """Number of tickets that are kept in memory."""
         return len(self._left)
 
     def note_left(self, ticket: int) -> None:
@@ -48,7 +48,7 @@ class BypassCounter:
         self._of_row[place // (_BLOCK * _ROW)] += 1
 
     def count(self, ticket: int) -> int:
-        """Return how many larger tickets have left."""
+        """Return how many requests with a larger ticket have left the queue."""
         place = ticket - self._first
         if place >= len(self._left):
             return 0
@@ -61,7 +61,7 @@ class BypassCounter:
         )
 
     def prune(self, oldest: int) -> None:
-        """Drop tickets below ``oldest``, in whole rows."""
+        """Free the memory of tickets below ``oldest``, in rows of 32,768 tickets."""
         rows = min((oldest - self._first) // (_BLOCK * _ROW), len(self._of_row))
         if rows > 0:
             del self._left[: rows * _ROW * _BLOCK]
@@ -89,7 +89,7 @@ _CLASSES = _NUMBER + 1
 
 
 class WaitStatistics:
-    """Statistics of waits; ``now`` is in seconds and never decreases."""
+    """Statistics of waits in the queue; ``now`` is in seconds and never decreases."""
 
     def __init__(self) -> None:
         self._has_worker = True
@@ -106,7 +106,7 @@ class WaitStatistics:
 
     @property
     def num_kept(self) -> int:
-        """Number of tickets that are kept, over all classes."""
+        """Number of tickets that are kept in memory, over all classes."""
         return sum(left.num_kept for left in self._left.values())
 
     # time without workers
@@ -138,8 +138,8 @@ class WaitStatistics:
     def note_left(self, arrival: Arrival, waiting: Waiting) -> None:
         """Record that a request leaves for a worker.
 
-        A request that was accepted before keeps its older place, so it does not count as bypassing
-        others.
+        A request that was accepted before has been queued again with its older arrival time, so it
+        does not count as bypassing others.
         """
         self.num_left += 1
         self._left_last.append(waiting.request_id)
@@ -152,8 +152,8 @@ class WaitStatistics:
     def prune(self, oldest: Arrival | None) -> None:
         """Drop records that no queued request needs.
 
-        ``oldest`` is the arrival of the oldest queued request; None means that no request is
-        queued.
+        ``oldest`` is what was recorded at the arrival of the oldest queued request; None means that
+        no request is queued.
         """
         numbers = self._num_come if oldest is None else _come(oldest)
         for priority, left in self._left.items():
@@ -171,9 +171,10 @@ class WaitStatistics:
     def wait_of(
         self, arrival: Arrival, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return the wait of a request that leaves now, and which requests bypassed it.
+        """Return how long a request that leaves now has waited, and which requests bypassed it.
 
-        ``order`` and ``is_fair`` are the rules of the queue.
+        ``arrival`` is what was recorded when it arrived. ``order``, the name of the queue policy,
+        and ``is_fair``, the use of fair shares, are written into the result.
         """
         queue = self._bypass(arrival, waiting, is_fair)
         queue.order = order

@@ -1,8 +1,8 @@
 """Leader's view of one worker. Pure.
 
 It combines the last state that the worker sent, the dispatches that this state does not include yet
-(whose epochs the worker has not acknowledged), and the capacity that is held for requests that
-return from another worker.
+(the worker has not acknowledged them), and the capacity that is held for requests that will be
+moved here from another worker. An epoch is the number of a dispatch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from router.admission.throughput import ThroughputEstimator, Work, spared_tokens
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:
-    """Return the size of a step of ``num_rows`` sequences, each of the size ``row``."""
+    """Return the size of a step with ``num_rows`` sequences, to each of which ``row`` applies."""
     return StepSize(*(num_rows * share for share in row))
 
 
 def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: int) -> int:
-    """Return the largest number of rows, up to ``at_most``, whose step takes at most ``tpot_s``.
+    """Return the largest number of sequences whose step takes at most ``tpot_s`` seconds.
 
-    It is at least 1. The step time must not decrease with the number of rows. O(log at_most).
+    It is from 1 to ``at_most``. ``row`` is the size of one sequence's part of a step. The step time
+    must not decrease with the number of sequences. O(log at_most).
     """
     fits, too_many = 1, at_most + 1
     while too_many - fits > 1:
@@ -40,9 +41,9 @@ def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: in
 
 
 def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:
-    """Return the seconds to prefill ``tokens`` in steps that also compute the rows ``decoding``.
+    """Return the seconds to prefill ``tokens`` in steps that also decode other sequences.
 
-    A step computes at most ``budget`` tokens.
+    ``decoding`` is the size of their part of each step. A step computes at most ``budget`` tokens.
     """
     if tokens <= 0:
         return 0.0
@@ -55,7 +56,7 @@ def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int)
 
 
 class Connected(NamedTuple):
-    """Connected worker, and the fitted step time of its kind; None if unknown."""
+    """Connected worker, and the fitted step-time model of its kind; None if there is none."""
 
     info: session_pb2.WorkerInfo
     state: session_pb2.WorkerState
@@ -65,9 +66,10 @@ class Connected(NamedTuple):
 def capacity(
     load: session_pb2.ClusterLoad | None, workers: Iterable[Connected]
 ) -> admin_pb2.CapacityResponse:
-    """Return the cluster's capacity, and how much of it is used.
+    """Return the capacity of all workers that are not draining, and how much of it is used.
 
-    ``load`` is the leader's report, None if outdated; ``workers`` are all connected ones.
+    ``load`` is the leader's report; None if it is outdated, which leaves the throughput and the
+    queue out of the result. ``workers`` are all connected workers.
     """
     staying = [worker for worker in workers if not worker.state.draining]
     answer = admin_pb2.CapacityResponse(
@@ -137,9 +139,9 @@ class Need(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Capacity of a worker, from its WorkerInfo.
+    """Capacity of a worker, which it reports once in the message WorkerInfo.
 
-    Workers of the same ``kind`` have similar step times.
+    Workers of the same ``kind`` (device, tensor parallelism and model) have similar step times.
     """
 
     max_num_seqs: int
@@ -165,7 +167,7 @@ NOTHING = Work()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Last reported load of a worker. States with older sequence numbers are ignored."""
+    """Last reported load of a worker; a report with an older sequence number is ignored."""
 
     sequence_number: int = -1
     num_running: int = 0
@@ -202,9 +204,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Capacity that a request will use and that the worker's state does not include yet.
+    """Capacity that a request will use and that its worker's reported load does not include yet.
 
-    ``since`` is the time of the claim in seconds.
+    ``tokens`` are to be prefilled, ``choices`` need a slot each, ``since`` is the time of the claim
+    in seconds.
     """
 
     tokens: int
@@ -213,7 +216,10 @@ class Claim:
 
 
 class Reservations(Generic[K]):
-    """Claims by epoch or by request id, with the sums of their tokens and choices."""
+    """Claims on one worker's capacity, with the sums of their tokens and choices.
+
+    Keys are numbers of dispatches (epochs) or request ids.
+    """
 
     def __init__(self) -> None:
         self._claims: dict[K, Claim] = {}
@@ -267,12 +273,12 @@ class WorkerView:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the worker takes requests."""
+        """Return whether the worker accepts requests: it has reported and is not draining."""
         return not self.load.draining and self.load.sequence_number >= 0
 
     @property
     def ahead(self) -> int:
-        """Sequences that wait for a slot at the worker, including dispatched and held ones."""
+        """Number of sequences that wait for a slot, or are on the way to the worker."""
         return self.load.num_waiting + self.unacknowledged.choices + self.held.choices
 
     @property
@@ -281,12 +287,12 @@ class WorkerView:
 
     @property
     def is_full(self) -> bool:
-        """Return whether a sequence waits at the worker, or every slot is taken."""
+        """Return whether a sequence waits at the worker, or every slot is in use."""
         return self.load.num_waiting > 0 or self.load.num_running >= self.slots
 
     @property
     def tpot_s(self) -> float | None:
-        """Predicted seconds per output token, that is per step of its batch; None if unknown."""
+        """Predicted seconds per output token, that is, per step; None if unknown."""
         if self.pace.row is None or not self.step_time.is_known:
             return None
         return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
@@ -299,7 +305,7 @@ class WorkerView:
     def prefill_s(self, tokens: int) -> float | None:
         """Return the seconds to prefill ``tokens`` at the worker; None if unknown.
 
-        While the step time of its kind is unknown, the rate of its own best steps is used.
+        While no step-time model is fitted, the worker's highest measured rate is used.
         """
         if self.step_time.is_known:
             budget = self.capacity.max_num_batched_tokens
@@ -315,12 +321,12 @@ class WorkerView:
 
     @property
     def load_rank(self) -> tuple[bool, int, int]:
-        """Sort key, lower first: not slow, less pending prefill, fewer committed tokens."""
+        """Sort key, lowest first: not slow, less pending prefill, fewer committed tokens."""
         return self.is_slow, self.pending_prefill, self.committed_tokens
 
     @property
     def is_calm(self) -> bool:
-        """Return whether all sequences of the worker are decoding."""
+        """Return whether all sequences at the worker are decoding, with none waiting or coming."""
         return self.pending_prefill == 0 and self.ahead == 0
 
     @property
@@ -341,24 +347,24 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks, less those that all pending prefill will take."""
+        """Number of free KV blocks, less those that all pending prefill will take."""
         return self.unused_blocks - blocks_for(self.pending_prefill)
 
     def end_trial(self) -> None:
-        """End the trial of a suspect request once its prompt is computed, or once it has left.
+        """End the trial of a suspect request, if its prompt is computed or it has left.
 
         A suspect request may have caused the loss of its last workers. During its trial no other
-        request is dispatched to the worker.
+        request is dispatched to the worker. Otherwise nothing is changed.
         """
         has_come = not self.trial or self.trial not in self.unacknowledged
         if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
             self.trial = 0
 
     def has_slots(self, choices: int, local_depth: int) -> bool:
-        """Return whether ``choices`` more sequences leave at most ``local_depth`` without a slot.
+        """Return whether the worker may receive ``choices`` more sequences.
 
-        If a target time per output token limits the slots, none may be without one, because the
-        worker would start it at once.
+        Afterwards at most ``local_depth`` sequences may wait there for a slot. None may wait if a
+        target time per output token limits the slots, because the worker would start it at once.
         """
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs
@@ -370,8 +376,9 @@ def blocks_for(tokens: int) -> int:
 
 
 def blocks_of(need: Need) -> int:
-    """Return the KV blocks for a request's known tokens, without the last, partly filled block.
+    """Return the number of KV blocks that a request needs for the tokens to prefill.
 
-    Choices share the prompt's blocks; each further choice needs one block of its own.
+    The last, partly filled block is not counted. Choices share the prompt's blocks; each choice
+    after the first needs one more block.
     """
     return need.prefill_tokens // BLOCK_SIZE + need.choices - 1

@@ -11,8 +11,8 @@ log = logs.get_logger(__name__)
 def answerable(error: Exception) -> EverliftError:
     """Return the error to send to the client for ``error``.
 
-    An EverliftError is returned as it is. Any other exception is logged and replaced by a general
-    error, so that its details do not reach the client.
+    An EverliftError is returned as it is. Any other exception is logged and replaced by a plain
+    EverliftError, so that its details do not reach the client.
     """
     if isinstance(error, EverliftError):
         return error

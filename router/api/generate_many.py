@@ -1,4 +1,4 @@
-"""Call with several requests, each of which has its own output and its own end."""
+"""Output of a GenerateMany call: several independent requests in one stream."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
     """Merged output of several requests, as one stream of messages.
 
     The stream ends when the last request has ended. Closing it closes the streams of all requests.
-    Requests take turns in the order in which their output became available, and no piece is
-    produced before it is read.
+    Requests take turns in the order in which their output became available. A message is only
+    created when it is read.
     """
 
     def __init__(self, requests: Sequence[pb.GenerateRequest], open_: Open) -> None:
-        """Create the stream, and begin to open the requests with ``open_``.
+        """Create the stream, and begin to open each request by calling ``open_``.
 
-        ``requests`` must have passed ``check_count`` and ``check_names``.
+        ``requests`` must have passed ``check_count`` and ``check_names``. The error of a request
+        that cannot be opened becomes a message of the stream.
         """
         self._open = open_
         self._room = asyncio.Semaphore(_OPENED_AT_ONCE)

@@ -10,12 +10,12 @@ from router.requests.stream import Source
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Open request with its output, from the offsets that the client asked for.
+    """Request with the stream of its output, from the offsets that the client asked for.
 
-    ``request_id`` is the id that the client uses. The owner of this value must close ``pieces``;
-    until then the request has a reader. ``trace`` is None if the request is not traced, or if
-    another router owns it. ``is_new`` is true if this call created the request, and false if it
-    already existed.
+    ``request_id`` is the id that the client uses. ``pieces`` is the stream, which the receiver of
+    this object must close; until then the request counts as having a reader. ``trace`` is None if
+    the request is not traced, or if another router owns it. ``is_new`` is true if the call created
+    the request, and false if it already existed.
     """
 
     request_id: str

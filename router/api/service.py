@@ -1,6 +1,7 @@
 """Operations that a router offers to clients, independent of the protocol.
 
-Callers are already authenticated. Errors are raised as EverliftErrors.
+Callers are already authenticated. Errors are raised as EverliftErrors. The ledger is the shared
+store of all requests. A router that owns a request runs it; other routers relay its output.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def write(position: Position) -> str:
 
 
 def read(token: str) -> Position:
-    """Parse a page token into the position in the listing that it stands for.
+    """Parse a page token, and return the position at which the next page of a listing begins.
 
     Raises InvalidRequest if the token is malformed.
     """
@@ -84,9 +85,9 @@ def apply(
 ) -> None:
     """Set the fields that ``message`` lacks from ``headers``, whose names are in lower case.
 
-    ``place`` is the index of the request in a call with several requests, else None. The request id
-    from the headers then gets this index appended. Raises InvalidRequest and OutOfRange, which name
-    the invalid header.
+    ``place`` is the index of the request in a call with several requests; it is appended to the
+    request id from the headers. None means that the call has a single request. Raises
+    InvalidRequest or OutOfRange if a header is invalid; the error names the header.
     """
     message.request_id = message.request_id or _request_id(headers, place)
     message.session_id = message.session_id or _label(headers, _SESSION_ID)
@@ -164,14 +165,14 @@ class Inference:
         """Submit a request and open its output; open the existing request if the id is known.
 
         ``headers`` provide values for fields that ``message`` lacks. ``journal`` records the
-        request's times, those before the submission included. ``timeout_s`` applies in addition to
-        the timeout in ``message``; the shorter one counts.
+        request's times, including those before the submission. Of ``timeout_s`` and the timeout in
+        ``message``, the shorter one applies; None means no further limit.
 
         If ``message`` has no id and the headers are valid, ``message.request_id`` is set to a new
         one, even if the request is then rejected. Raises InvalidRequest, UnknownModel,
         RequestConflict if the existing request has another body, QueueFull, RateLimited,
-        LedgerFull, RouterStopping, LedgerUnavailable, and Moved if the request's owner changes
-        meanwhile.
+        LedgerFull, RouterStopping, LedgerUnavailable, and Moved if another router takes over
+        the request meanwhile.
         """
         try:
             apply(message, headers)
@@ -188,7 +189,7 @@ class Inference:
         came: float,
         timeout_s: float | None = None,
     ) -> generate_many.Many:
-        """Return the merged output of several requests, each submitted as by ``generate``.
+        """Submit several requests, each as with ``generate``, and return their merged output.
 
         The request id from ``headers`` gets each request's index appended. ``came`` is the time at
         which the call arrived (``event_loop.now()``), ``timeout_s`` the time limit of the whole
@@ -265,14 +266,14 @@ class Inference:
     ) -> Opened:
         """Open the output of an existing request, from the offsets in ``message``.
 
-        ``is_relayed``: the caller is another router, which relays the output to its own client, and
-        which reopens the stream itself when the request's owner changes. ``body_hash`` is the hash
-        of the body that the client sent again, if it sent one; it must be that of the request.
+        ``is_relayed``: the caller is another router, which relays the output to its own client and
+        itself opens a new stream if yet another router takes over the request. ``body_hash`` is the
+        hash of the request's body, if the client sent the body again; empty otherwise.
         ``had_output``: the client has output of the request, even if ``message`` has no offsets.
 
-        Raises UnknownRequest, or DataLoss instead if the client has output, UnknownModel,
-        InvalidRequest, RequestConflict if ``body_hash`` differs, OffsetOutOfRange, RouterStopping,
-        LedgerUnavailable.
+        Raises UnknownRequest if there is no such request, or DataLoss in that case if the client
+        has output, RequestConflict if the request has another body, OffsetOutOfRange, UnknownModel,
+        InvalidRequest, RouterStopping, and LedgerUnavailable.
         """
         message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
@@ -296,9 +297,9 @@ class Inference:
     async def _source(
         self, message: pb.AttachRequest, is_relayed: bool = False, body_hash: bytes = b""
     ) -> tuple[TraceContext | None, Source]:
-        """Return a known request's trace and the source of its pieces.
+        """Return the trace context of an existing request, and the stream of its output.
 
-        If another router owns the request, the source relays from it, and the trace is None.
+        If another router owns the request, the stream is relayed from there, and the trace is None.
         """
         try:
             live = await self._requests.attach(message.request_id)
@@ -331,12 +332,13 @@ class Inference:
         was_submitted: bool = False,
         had_output: bool = False,
     ) -> RequestStream:
-        """Return a stream from ``source`` that continues if another router takes over the request.
+        """Return a stream of the output in ``source`` that survives a takeover of the request.
 
-        ``delivered`` collects what the client has, from which the stream is resumed; None means
-        that ``source`` knows it. ``was_submitted``: the client can submit the request again.
-        ``had_output``: the client has output from an earlier stream. These two select the error of
-        the stream if the request has become unknown.
+        After a takeover it continues from the new owner, after the output that was delivered.
+        ``delivered`` collects that position; None means that ``source`` itself knows it.
+        ``was_submitted``: the client can submit the request again. ``had_output``: the client has
+        output from an earlier stream. If the request has become unknown, these two select the error
+        that the stream raises.
         """
         stream = RequestStream(
             message.request_id,
@@ -382,7 +384,7 @@ class Inference:
     async def get_request(
         self, caller: Caller, message: pb.GetRequestRequest
     ) -> pb.GetRequestResponse:
-        """Return a request's state and events. Raises UnknownRequest, LedgerUnavailable."""
+        """Return a request's state and events. Raises UnknownRequest and LedgerUnavailable."""
         stored, events = await self._requests.get(caller.qualify(message.request_id))
         response = _described(stored.entry)
         response.request_id = caller.name(stored.entry.request_id)
@@ -395,7 +397,10 @@ class Inference:
         return response
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
-        """Return the time breakdown of a request. Raises UnknownRequest, LedgerUnavailable."""
+        """Return in which phases a request spent its time.
+
+        Raises UnknownRequest and LedgerUnavailable.
+        """
         return _named(caller, await self._explained(caller.qualify(message.request_id)))
 
     async def _explained(self, request_id: str) -> pb.Explanation:
@@ -417,7 +422,10 @@ class Inference:
     async def detokenize(
         self, caller: Caller, message: pb.DetokenizeRequest
     ) -> pb.DetokenizeResponse:
-        """Return the text of token ids. Raises UnknownModel, OutOfRange."""
+        """Return the text of token ids.
+
+        Raises UnknownModel, and OutOfRange if an id is not in the vocabulary.
+        """
         self._model.check_asked(message.model)
         ids = message.token_ids
         text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
@@ -464,16 +472,17 @@ class Inference:
             stream.fail(RouterStopping("this router is stopping: attach through another router"))
 
     def turned_away(self, error: EverliftError) -> None:
-        """Count a submission that was rejected because its message or headers are invalid."""
+        """Count in the metrics a submission whose message or headers are invalid."""
         self._requests.turned_away(error)
 
     @contextmanager
     def _telling_refusals(
         self, trace: TraceContext | None, came: float, x_request_id: str
     ) -> Iterator[None]:
-        """Context manager that counts and traces an exception as a rejected submission.
+        """Context manager that records an exception as a rejected submission and raises it again.
 
-        The exception is raised again. ``came`` is the time at which the call arrived.
+        It is counted in the metrics and added to the trace. ``came`` is the time at which the call
+        arrived (``event_loop.now()``).
         """
         try:
             yield

@@ -38,7 +38,7 @@ class Table:
         self._limits_of_others = document.limits_of(EVERYBODY)
 
     def admit(self, headers: Mapping[str, str], now: float) -> Caller:
-        """Return the caller whose key is in ``headers``; ``now`` is in seconds since 1970.
+        """Return the caller whose API key is in ``headers``; ``now`` is in seconds since 1970.
 
         Raises Unauthenticated if there is no key, or if the key is unknown or has expired.
         """
@@ -74,7 +74,7 @@ _LOOK_S = 1.0
 
 
 def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
-    """Return the store of keys that ``config`` selects, or None if access control is off."""
+    """Return the store of API keys that ``config`` selects, or None if access control is off."""
     match config.access:
         case "file":
             return FileStore(Path(config.access_file))
@@ -85,10 +85,10 @@ def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
 
 
 class Access:
-    """Authenticator that uses the keys and limits of a store.
+    """Authenticator that uses the API keys and tenants' limits in a store.
 
-    While the store cannot be read, the contents that were read last stay valid, without a time
-    limit.
+    If the store cannot be read any more, the contents that were read last stay in effect without a
+    time limit.
     """
 
     def __init__(self, store: Store, document: Document) -> None:
@@ -101,8 +101,8 @@ class Access:
     async def open(cls, store: Store) -> Self:
         """Read the store and return the authenticator.
 
-        Raises SettingsError if the file cannot be read or its contents are invalid, and
-        LedgerUnavailable if the ledger cannot be reached.
+        Raises SettingsError if the key file cannot be read or the contents of the store are
+        invalid, and LedgerUnavailable if the ledger cannot be reached.
         """
         try:
             document = await store.news()
@@ -134,7 +134,8 @@ class Access:
     async def reload(self) -> None:
         """Load keys and tenants again if they have changed.
 
-        If the store cannot be read or is invalid, the present keys and tenants remain.
+        If the store cannot be read or is invalid, the present keys and tenants stay in effect, and
+        nothing is raised.
         """
         try:
             document = await self._store.news()

@@ -20,7 +20,7 @@ from router.auth.limits import NO_LIMITS, Limits
 
 
 class Scope(Enum):
-    """Group of operations that an API key permits."""
+    """Group of operations that an API key may permit."""
 
     #: requests: submit, attach, cancel, forget, read
     INFER = "infer"
@@ -47,8 +47,8 @@ class Caller:
     def qualify(self, request_id: str) -> str:
         """Return the name in the cluster (``TENANT/ID``) of the caller's request ``request_id``.
 
-        An administrator may also pass the name in the cluster of any tenant's request. Raises
-        InvalidRequest if ``request_id`` is malformed.
+        An administrator may also pass such a name, of any tenant's request; it is returned as it
+        is. Raises InvalidRequest if ``request_id`` is malformed.
         """
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
@@ -80,9 +80,9 @@ ANYONE = Caller()
 
 class Authenticator(Protocol):
     def admit(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller that ``headers`` identify; their names are in lower case.
+        """Return the caller that ``headers`` identify; the headers' names are in lower case.
 
-        Raises Unauthenticated if they contain no valid key.
+        Raises Unauthenticated if the headers contain no valid API key.
         """
         ...
 

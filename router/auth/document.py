@@ -1,4 +1,4 @@
-"""Keys, tenants and limits, as the file or the ledger stores them. Pure.
+"""API keys and the limits of tenants, as the key file or the ledger stores them. Pure.
 
     keys:
       3f9a1c2b4d5e: {tenant: acme, scopes: [infer], sha256: ..., created: 2030-01-31T12:00:00Z}
@@ -6,7 +6,7 @@
       "*": {max_concurrent: 100}         # default of all tenants
       acme: {requests_per_minute: 600, max_concurrent: null}
 
-A limit that a tenant does not set is that of ``*``; null means no limit.
+If a tenant does not set a limit, the limit under ``*`` applies. A limit of null means no limit.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Own = Mapping[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """API keys by their ids, and by tenant the limits that are set for it."""
+    """API keys by their ids, and limits by tenant; a tenant's limits map their names to values."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     tenants: Mapping[str, Own] = field(default_factory=dict)
 
     def with_key(self, key_id: str, key: Key | None) -> Document:
-        """Return a copy in which the id ``key_id`` has this key, or no key if ``key`` is None."""
+        """Return a copy with ``key`` under the id ``key_id``; None removes the key."""
         return replace(self, keys=_put(self.keys, key_id, key))
 
     def with_tenant(self, tenant: str, own: Own) -> Document:
-        """Return a copy in which ``own`` are the limits set for the tenant.
+        """Return a copy in which ``own`` replaces all limits that are set for the tenant.
 
         If ``own`` is empty, the tenant is removed. Raises SettingsError if a limit is invalid.
         """
@@ -58,16 +58,16 @@ class Document:
             raise SettingsError(f"tenants.{tenant}.{error}") from None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the document as nested dicts of plain values, in the form of the file."""
+        """Return the document as nested dicts with the sections ``keys`` and ``tenants``."""
         return {
             "keys": {key_id: _plain_key(key) for key_id, key in self.keys.items()},
             "tenants": {tenant: dict(own) for tenant, own in self.tenants.items()},
         }
 
     def to_records(self) -> dict[str, str]:
-        """Return the document as the ledger stores it: JSON texts by record name.
+        """Return the document as the ledger stores it: a JSON text for each key and tenant.
 
-        The names are ``keys/ID`` and ``tenants/NAME``.
+        They are mapped from the names ``keys/ID`` and ``tenants/NAME``.
         """
         plain = self.to_plain()
         return {
@@ -78,9 +78,9 @@ class Document:
 
 
 def from_plain(plain: object) -> Document:
-    """Create a document from the form that ``to_plain`` returns; None gives an empty document.
+    """Create a document from nested dicts, as ``to_plain`` returns them.
 
-    Raises SettingsError, which names the invalid entry.
+    None gives an empty document. Raises SettingsError if a part is invalid, and names that part.
     """
     if plain is None:
         return Document()
@@ -100,9 +100,9 @@ def from_plain(plain: object) -> Document:
 
 
 def from_records(texts: Mapping[str, str]) -> Document:
-    """Create a document from the form that ``to_records`` returns.
+    """Create a document from JSON texts by name, as ``to_records`` returns them.
 
-    Raises SettingsError, which names the invalid record or entry.
+    Raises SettingsError if a text or a part of it is invalid, and names it.
     """
     plain: dict[str, dict[str, Any]] = {"keys": {}, "tenants": {}}
     for name, text in texts.items():
@@ -161,9 +161,10 @@ def _put(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]
 
 
 def changes(before: Document, after: Document) -> dict[str, str | None]:
-    """Return the ledger's records that differ between two documents, by record name.
+    """Return the changes that turn the records of ``before`` into those of ``after``.
 
-    The value is the record of ``after``, or None if ``after`` does not have it.
+    The names of records (``keys/ID``, ``tenants/NAME``) are mapped to the JSON text of the changed
+    or new record, or to None if ``after`` does not have the record.
     """
 
     def differing() -> Iterator[tuple[str, str | None]]:

@@ -32,7 +32,7 @@ _Identity = tuple[int, ...]
 def parse(text: str) -> Document:
     """Parse the text of a key file.
 
-    Raises SettingsError if it is no YAML, or if an entry is invalid.
+    Raises SettingsError if the text is not YAML, or if a key, a tenant or a limit is invalid.
     """
     try:
         plain = yaml.safe_load(text)
@@ -100,7 +100,7 @@ class FileStore:
             os.close(descriptor)
 
     def _write(self, document: Document) -> None:
-        """Replace the file atomically; only its owner can read it.
+        """Replace the file atomically by one that only its owner can read.
 
         If the path is a symbolic link, its target is replaced.
         """

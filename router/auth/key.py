@@ -2,8 +2,8 @@
 
     ev_3f9a1c2b4d5e_xGk...        ev_ID_SECRET
 
-The id is not secret; it names the key in lists. The secret has 256 random bits. Nobody can find it
-from its hash, even without a salt or a slow hash function. Only the hash is stored.
+The id is not secret; it names the key in lists. The secret has 256 random bits, so it cannot be
+found from its hash, even without a salt or a slow hash function. Only the hash is stored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")
 class Key:
     """API key as it is stored, without its secret.
 
-    ``created`` and ``expires`` are ISO 8601 with an offset from UTC; a key without ``expires`` is
-    valid until it is revoked.
+    ``created`` and ``expires`` are ISO 8601 texts with an offset from UTC; a key without
+    ``expires`` is valid until it is removed.
     """
 
     tenant: str
@@ -110,12 +110,12 @@ def is_id(text: str) -> bool:
 
 
 def whole(key_id: str, secret: str) -> str:
-    """Return the complete key, as its owner sends it."""
+    """Return the complete key, ``ev_ID_SECRET``, as a client sends it."""
     return f"ev_{key_id}_{secret}"
 
 
 def parts(shown: str) -> tuple[str, str] | None:
-    """Return id and secret of a key that a client sent; None if the key is malformed."""
+    """Return the id and the secret of a complete key; None if the key is malformed."""
     found = _KEY.fullmatch(shown)
     return (found[1], found[2]) if found else None
 

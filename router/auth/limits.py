@@ -40,15 +40,18 @@ class Limits:
 
     @property
     def is_metered(self) -> bool:
-        """Return whether the tenant has a limit per minute or a limit of concurrent requests."""
+        """Return whether any limit applies to the tenant's requests together.
+
+        These are the limits per minute and the limit of concurrent requests.
+        """
         together = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in together)
 
     def fitted(self, submission: Submission) -> Submission:
-        """Return the submission; if it sets no max_tokens, the tenant's limit is filled in.
+        """Return the submission with ``max_tokens``, set from the tenant's limit if it has none.
 
-        The limit is divided evenly among the choices. Raises OutOfRange if the submission exceeds a
-        limit of a single request.
+        The limit is divided evenly among the choices. Without such a limit the submission is
+        returned unchanged. Raises OutOfRange if its priority or tokens exceed the tenant's limits.
         """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(

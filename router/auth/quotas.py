@@ -1,9 +1,11 @@
-"""Charges of this router's requests against their tenants' limits.
+"""Accounting of this router's requests against the limits of their tenants.
 
     submitted -> charged -> held while this router or a later owner has it -> settled at its end
 
-A charge has a lease, which the router that owns the request renews. If that router dies and no
-other router takes over the request, the charge ends with the lease.
+A charge is an entry in the ledger that counts a request and its expected tokens against the limits.
+It expires unless the router that owns the request renews it, so the charge of a request that no
+router owns ends by itself. Its settlement, when the request has ended, replaces the expected by the
+actual number of tokens.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ class Quotas:
         self._telling = asyncio.Lock()
 
     async def charge(self, request: Request) -> bool:
-        """Charge a request before it is opened in the ledger; return whether it was charged now.
+        """Charge a request before it is stored in the ledger; return whether it was charged now.
 
-        Returns False if the request's tenant has no limits for all its requests together, or if the
-        request was charged before. In these cases there is nothing to refund if opening fails.
-        Raises RateLimited if a limit is exceeded, LedgerFull, LedgerUnavailable.
+        Returns False if the request's tenant has no limits over all its requests, or if the request
+        was charged before; nothing is to be refunded then if the request cannot be stored. Raises
+        RateLimited if a limit is exceeded, LedgerFull, and LedgerUnavailable.
         """
         limits = self._limits_of(tenant_of(request.request_id))
         if not limits.is_metered:
@@ -74,10 +76,10 @@ class Quotas:
         self._held.discard(request_id)
 
     def settle(self, request_id: str, output_tokens: int | None) -> None:
-        """Queue the settlement of the charge of a request that has ended.
+        """Queue the final accounting (settlement) of a request that has ended.
 
-        ``output_tokens`` are the tokens of all its choices. None means that the request never
-        began, which refunds the whole charge.
+        ``output_tokens`` is the number of output tokens of all its choices. None means that the
+        request never began; the whole charge is then refunded.
         """
         self.let_go(request_id)
         if self._is_metered(request_id):
@@ -88,7 +90,10 @@ class Quotas:
         return self._limits_of(tenant_of(request_id)).is_metered
 
     async def run(self) -> None:
-        """Send queued settlements to the ledger and renew charges there, until cancelled."""
+        """Send the final accounting of ended requests to the ledger, until cancelled.
+
+        The charges of unfinished requests are renewed there. An unavailable ledger is tried again.
+        """
         loop = asyncio.get_running_loop()
         due = loop.time() + _HOLD_S
         while True:
@@ -104,7 +109,10 @@ class Quotas:
                 await asyncio.sleep(_RETRY_S)
 
     async def flush(self) -> None:
-        """Send the queued settlements to the ledger. Raises LedgerUnavailable."""
+        """Send the queued settlements of ended requests to the ledger.
+
+        Raises LedgerUnavailable; the settlements then stay queued.
+        """
         async with self._telling:
             self._has_ended.clear()
             if ended := list(self._ended.values()):

@@ -13,17 +13,18 @@ Edit = Callable[[Document], Document]
 
 class Store(Protocol):
     async def news(self) -> Document | None:
-        """Return the document, or None if it has not changed since the last call.
+        """Return the keys and tenants, or None if they have not changed since the last call.
 
-        Raises SettingsError if the document is invalid, OSError if a file cannot be read, and
-        LedgerUnavailable.
+        Raises SettingsError if the stored contents are invalid, OSError if a file cannot be read,
+        and LedgerUnavailable if the ledger cannot be reached.
         """
         ...
 
     async def change(self, edit: Edit) -> Document:
-        """Replace the document by the result of ``edit``, and return the new document.
+        """Replace the stored document by the result of ``edit``, and return the new document.
 
-        Raises what ``news`` and ``edit`` raise; then nothing is changed.
+        ``edit`` receives the stored document. Nothing is changed if it raises an error, which is
+        then raised here. Also raises SettingsError, OSError and LedgerUnavailable, as ``news``.
         """
         ...
 
@@ -44,7 +45,8 @@ class LedgerStore:
     async def change(self, edit: Edit) -> Document:
         """Store the records that ``edit`` changes, and return the new document.
 
-        If two callers change the same key or tenant at the same time, the later write wins.
+        If two callers change the same key or tenant at the same time, the later write wins. Raises
+        SettingsError if the stored contents are invalid, LedgerUnavailable, and errors of ``edit``.
         """
         records = await self._ledger.access()
         assert records is not None

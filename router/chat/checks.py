@@ -48,9 +48,9 @@ def _parts(value: Any) -> list[Any]:
 
 
 def check_function_name(at: str, name: object) -> str:
-    """Check and return the name of a function.
+    """Check and return the name of a function: 1 to 64 letters, digits, underscores or hyphens.
 
-    Raises InvalidRequest if it is not valid; the error gives its position ``at`` in the request.
+    Raises InvalidRequest for any other value; the error gives its position ``at`` in the request.
     """
     if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
         raise InvalidRequest(f"{at} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
@@ -79,8 +79,9 @@ _SPECIAL = re.compile(r".*_tokens?(_id)?")
 def checked(given: object) -> Variables:
     """Check and return template variables, the chat_template_kwargs of a request.
 
-    Raises InvalidRequest for a wrong type, too many variables or a reserved name. Raises OutOfRange
-    and NotUtf8 as ``check_json`` does.
+    Raises InvalidRequest for a wrong type, too many variables, a reserved name or a number that
+    JSON does not have. Raises OutOfRange for too many bytes or levels, and NotUtf8 for half of a
+    surrogate pair.
     """
     if not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")

@@ -1,4 +1,4 @@
-"""Deltas of an output: its content and its tool calls, in parts. Pure."""
+"""Deltas: consecutive parts of an output's content and tool calls, as streamed. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Next part of the JSON arguments of call ``index``."""
+    """Next part of the JSON arguments of the output's call number ``index``."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ Delta = Content | CallBegins | Arguments
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """Return the id of tool call ``index`` in a choice's output.
+    """Return the id of tool call number ``index`` in the output of choice number ``choice``.
 
     The same output always gets the same id, because a client that reads a stream again must see the
     same ids.

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Format in which a model writes tool calls: objects with a name and arguments.
+    """Format in which a model writes tool calls: JSON objects with a name and arguments.
 
-    The mark ``opens`` precedes a call. The mark ``closes`` follows it, or one of the characters
-    ``separators`` if another call follows. ``arguments`` is the key of the arguments. If a call
-    ``may_be_bare``, it needs no opening mark at the beginning of the output or after another call.
-    An output that ``is_enforced`` by a grammar has no content, not even if a call is cut off.
+    The text ``opens`` precedes a call. The text ``closes`` follows it, or one of the characters in
+    ``separators`` if another call follows. ``arguments`` is the key of the arguments in the object.
+    If ``may_be_bare``, a call needs no opening text at the beginning of the output or after another
+    call. If ``is_enforced``, a grammar enforces the format, so the output has no content, not even
+    if a call is cut off.
     """
 
     name: str
@@ -47,7 +48,7 @@ AUTO = "auto"
 def tool_format(setting: str, template: str) -> ToolFormat | None:
     """Return the format that ``setting`` names or, for "auto", the one found in ``template``.
 
-    Return None if the template shows no known format.
+    Return None for "auto" if the template shows no known format.
     """
     return detected(template) if setting == AUTO else _BY_NAME[setting]
 

@@ -1,4 +1,7 @@
-"""Start parameters and messages of a renderer process. Pure."""
+"""Start parameters and messages of a renderer process, which renders chats. Pure.
+
+A message is a frame, a JSON object, after its length in 4 bytes.
+"""
 
 from __future__ import annotations
 

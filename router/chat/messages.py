@@ -35,11 +35,11 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def shown_messages(given: object) -> list[Message]:
-    """Return a request's messages in the template's form.
+    """Return a request's messages in the form that a chat template reads.
 
     Raises UnsupportedContent for content other than text, OutOfRange for too many or too large
-    messages, NotUtf8, and InvalidRequest for anything else that is wrong. The error names the
-    faulty member.
+    messages, NotUtf8 for half of a surrogate pair, and InvalidRequest for anything else that is
+    wrong. The error names the faulty member.
     """
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list of at least one message")
@@ -74,7 +74,7 @@ def _message(at: str, given: object) -> Message:
 
 
 def _content(at: str, message: Message) -> str:
-    """Return a message's content as one text.
+    """Return a message's content as one text; errors name the message's position ``at``.
 
     An assistant's message may have no content if it has tool calls or a refusal. Templates read the
     content of every message, so the refusal or an empty text takes its place.
@@ -86,7 +86,12 @@ def _content(at: str, message: Message) -> str:
 
 
 def _joined(at: str, content: object) -> str:
-    """Return a text unchanged, or the texts of a list of parts, joined by line breaks."""
+    """Return the text of a message's ``content``, a text or a list of parts.
+
+    The texts of parts are joined by line breaks. Errors name the position ``at`` in the request.
+    Raises UnsupportedContent for a part other than text, and InvalidRequest for an empty list or
+    another type.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -134,9 +139,11 @@ def _tool_call(at: str, call: object) -> Message:
 
 
 def _arguments(at: str, given: object) -> object:
-    """Return the arguments as an object, or as the model's text if it is not a JSON object.
+    """Return the arguments of a tool call as an object, or as the given text if it is not JSON.
 
-    Such a text is no error, because a client can only send back what it received.
+    A text that is not a JSON object is no error, because the model may have written it, and the
+    client sends back what it received. Raises InvalidRequest for another type, and OutOfRange for
+    more than MAX_DEPTH levels.
     """
     if given is None or isinstance(given, dict):
         return given or {}

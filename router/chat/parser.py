@@ -92,7 +92,8 @@ class _Call:
 class _CharParser:
     """Base of parsers that read single characters.
 
-    ``_output`` is the grammar, a generator that yields whenever it needs the next character.
+    A subclass implements ``_output``, a generator that parses the output and yields whenever it
+    needs the next character.
     """
 
     def __init__(self, call_id: Callable[[int], str]) -> None:
@@ -201,7 +202,10 @@ class _CharParser:
 
 
 class ArgumentsParser(_CharParser):
-    """Parser of an output that consists of the arguments of one function."""
+    """Parser of an output that consists of the JSON arguments of one call of the function ``name``.
+
+    An output that does not begin with an object is content.
+    """
 
     def __init__(self, name: str, call_id: Callable[[int], str]) -> None:
         self._name = name
@@ -219,8 +223,9 @@ class ArgumentsParser(_CharParser):
 class CallParser(_CharParser):
     """Parser of an output in the format ``form`` with calls of the functions ``names``.
 
-    Unless ``is_parallel``, all text after the first call is ignored. Whitespace next to a call is
-    not content, and a call of a function that is not in ``names`` is content.
+    ``call_id`` returns the id of the output's call with a given number. Unless ``is_parallel``, all
+    text after the first call is ignored. Whitespace next to a call is not content, and a call of a
+    function that is not in ``names`` is content.
     """
 
     def __init__(
@@ -285,7 +290,7 @@ class CallParser(_CharParser):
         self._tell_content()
 
     def _is_followed(self) -> Reading[bool]:
-        """Return whether another call follows without an opening mark.
+        """Read on after a call; return whether another call follows without an opening mark.
 
         The closing mark and superfluous characters after a call's object are skipped.
         """
@@ -410,9 +415,10 @@ def _text(value: str) -> str:
 
 
 def _object(value: str) -> str:
-    """Return the text of the JSON object that ``value`` is, or that it contains as a JSON string.
+    """Return the text of the JSON object in ``value``, which is JSON text.
 
-    ``value`` is JSON text; null is an empty object. Raises _NoCall for anything else.
+    ``value`` is the object itself, a JSON string that contains it, or null, for which "{}" is
+    returned. Raises _NoCall for anything else.
     """
     text = _text(value).strip() if value.startswith('"') else value
     if text == "null":

@@ -10,8 +10,8 @@ The next child is ready 10 ms later. A child ends when its socket is closed, and
 it.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
-    to the router     {"ready": signal that ended the child before}; then an answer to each chat:
-                      {text}, {too_long} or {error}
+    to the router     {"ready": signal that ended the child before, or ""} from each new child;
+                      then an answer to each chat: {text}, {too_long: characters} or {error: cause}
 """
 
 from __future__ import annotations

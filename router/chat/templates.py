@@ -92,7 +92,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt that the template renders for a client's ``messages``.
 
-        ``tools`` are those of ToolUse.shown. ``more`` is the request's chat_template_kwargs.
+        ``tools`` are the tools that the template receives (``ToolUse.shown``), or None. ``more``
+        is the request's chat_template_kwargs.
 
         Raises InvalidRequest, or one of its subclasses UnsupportedContent, OutOfRange, NotUtf8,
         TemplateFailed (the template rejects the messages or crashes), TemplateTimeout and

@@ -60,8 +60,8 @@ class Choice(Enum):
 class Function:
     """Function that the model may call.
 
-    ``shown`` is its tool definition for the template, and ``parameters`` the JSON schema of its
-    arguments.
+    ``shown`` is the tool definition that the chat template receives, and ``parameters`` is the JSON
+    schema of the function's arguments.
     """
 
     name: str
@@ -87,7 +87,8 @@ class ToolUse:
         """Parse the ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
 
         ``tools`` and ``tool_choice`` are None if they are absent. Raises OutOfRange for too many or
-        too large tools, NotUtf8, and InvalidRequest for anything else that is wrong.
+        too large tools, NotUtf8 for half of a surrogate pair, and InvalidRequest for anything else
+        that is wrong.
         """
         functions = _functions(tools)
         choice, named = _choice(tool_choice)
@@ -151,7 +152,8 @@ class ToolUse:
     def _calls_schema(self, form: ToolFormat) -> Json:
         """Return the JSON schema of an array of calls of these functions.
 
-        References inside a tool's schema are rebased to its position in this schema.
+        The schema of each tool's arguments is embedded, and references inside it are changed so
+        that they point to their targets at the new position.
         """
         schema: Json = {
             "type": "array",
@@ -181,7 +183,7 @@ def _root(name: str) -> str:
 def _definition(function: Function) -> Json:
     """Return the schema of a function's arguments, to be embedded in another schema.
 
-    It has no `$id`, and its references are rebased to its position there.
+    Its `$id` is removed, and its references are changed to its position in the other schema.
     """
     base = function.parameters.get("$id")
     bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}

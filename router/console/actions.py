@@ -1,6 +1,6 @@
-"""HTTP handlers of the console's page, except that of its event stream.
+"""HTTP handlers of the requests that the console's page sends, except its event stream.
 
-Bodies are messages of ``everlift.v1`` as JSON.
+Bodies of requests and responses are messages of ``everlift.v1`` as JSON.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Chaos(Protocol):
 
 
 class Actions:
-    """Handlers of the console's requests; ``has_access`` means that callers need keys.
+    """Handlers of the console's HTTP requests; ``has_access`` means that callers need API keys.
 
-    Handlers that change something also raise what ``check_own_page`` and ``message_of`` raise.
+    Handlers that change the cluster also raise Forbidden or UnsupportedMediaType if another site's
+    page may have sent the request, and InvalidRequest if the body is invalid.
     """
 
     def __init__(
@@ -66,15 +67,16 @@ class Actions:
         self._has_access = has_access
 
     async def request(self, call: Call) -> Response:
-        """Return a request's state and events. Raises UnknownRequest, LedgerUnavailable."""
+        """Return a request's state and events. Raises UnknownRequest and LedgerUnavailable."""
         request_id = call.request.path_params["request_id"]
         message = pb.GetRequestRequest(request_id=request_id)
         return _told(call, await self._inference.get_request(call.caller, message))
 
     async def recent(self, call: Call) -> Response:
-        """Return the newest requests: of all tenants for an administrator, else the caller's own.
+        """Return the newest requests, at most MOST_RECENT of them.
 
-        At most MOST_RECENT are returned. Raises LedgerUnavailable.
+        An administrator receives those of all tenants, any other caller those of its own tenant.
+        Raises LedgerUnavailable.
         """
         message = pb.ListRequestsRequest(page_size=MOST_RECENT)
         if Scope.ADMIN in call.caller.scopes:
@@ -96,7 +98,9 @@ class Actions:
     async def chaos(self, call: Call) -> Response:
         """Inject the fault that the body describes, and return its target.
 
-        Raises what Chaos.inject raises.
+        Raises ChaosForbidden if the cluster does not allow faults, UnknownWorker if the target is
+        not connected, InvalidRequest or OutOfRange for an invalid fault, Unreachable, and
+        LedgerUnavailable.
         """
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
         return _told(call, chaos_pb2.InjectResponse(target=target))
@@ -107,7 +111,7 @@ class Actions:
 
 
 def message_of(kind: type[M], fields: Json) -> M:
-    """Parse a message of type ``kind`` from JSON fields.
+    """Create a message of type ``kind`` from the fields of a JSON object.
 
     Raises InvalidRequest if a field is unknown or has another type.
     """
@@ -122,8 +126,9 @@ def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
     """Check that no other site's page sent this request through a user's browser.
 
     The body must be JSON, because a browser asks the server for permission before it sends JSON to
-    another origin. Without keys, the host must be an IP address or localhost, because any other
-    name may be under an attacker's control (DNS rebinding). Raises Forbidden, UnsupportedMediaType.
+    another origin; otherwise UnsupportedMediaType is raised. If callers need no API keys, the host
+    must be an IP address or localhost, because any other name may be under an attacker's control
+    (DNS rebinding); otherwise Forbidden is raised.
     """
     if not headers.get("content-type", "").startswith("application/json"):
         raise UnsupportedMediaType("the body must be application/json")

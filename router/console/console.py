@@ -43,7 +43,7 @@ _HEADERS = (
 
 
 class Audience:
-    """Count of the pages that receive the feed."""
+    """Count of the pages that receive the event stream, with an upper limit."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -52,7 +52,7 @@ class Audience:
         return self._size
 
     def check_room(self) -> None:
-        """Check that another page may connect. Raises TooManyConnections."""
+        """Check that another page may connect. Raises TooManyConnections at the limit."""
         if self._size >= MOST_VIEWERS:
             raise TooManyConnections(f"this router already serves {MOST_VIEWERS} consoles")
 
@@ -68,8 +68,8 @@ class Audience:
 class Feed:
     """ASGI response of the console's event stream.
 
-    ``frame`` returns the next event, with the changes since the last one, as JSON. An error that it
-    raises is sent as the last event. A slow reader gets fewer frames.
+    ``frame`` returns the next event as JSON: the changes since the last one. If it raises an error,
+    the error is sent as the last event. A slow reader receives fewer events.
     """
 
     def __init__(self, audience: Audience, frame: Callable[[], str]) -> None:
@@ -201,10 +201,10 @@ class Console:
             self._log_failure("the console could not read other routers")
 
     async def feed(self, call: Call) -> ASGIApp:
-        """Return the event stream of a page.
+        """Return the event stream for a page.
 
-        Raises TooManyConnections. The stream ends with the error Unauthenticated or Forbidden when
-        the caller's key becomes invalid.
+        Raises TooManyConnections if too many pages are connected. The stream ends with the error
+        Unauthenticated or Forbidden when the caller's key becomes invalid.
         """
         self._audience.check_room()
         call.told |= SECURITY_HEADERS
@@ -224,9 +224,9 @@ class Console:
         return Feed(self._audience, frame)
 
     def paths(self) -> list[Path]:
-        """Return the console's paths, each with the scopes of which a caller needs one.
+        """Return the console's paths with the scopes (permissions) of which a caller needs one.
 
-        The scopes are those of the same calls over gRPC; a path without scopes is open to anyone.
+        The same calls over gRPC need the same scopes. A path without scopes is open to anyone.
         """
         page, actions = self._page, self._actions
         return [

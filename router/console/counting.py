@@ -1,4 +1,4 @@
-"""Counters of routers since their start, for the consoles of all routers. Pure."""
+"""Counters of all routers since their start, summed for a router's console. Pure."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ class _Router:
 class Aggregates:
     """Sums and percentiles of the counters of all routers.
 
-    ``router_id`` is this router, whose failures count from its start; those of other routers count
-    from their first report. ``bounds`` are the upper bounds of the buckets, by histogram.
+    ``router_id`` is this router's id. Its failures are counted from its start, those of another
+    router from that router's first report. ``bounds`` maps the names of histograms to the upper
+    bounds of their buckets.
     """
 
     def __init__(self, router_id: str, bounds: Mapping[str, Sequence[float]]) -> None:
@@ -113,7 +114,10 @@ class Aggregates:
         }
 
     def failures(self, now: float) -> list[Failed]:
-        """Return the recent failures of all routers together, by error, most frequent first."""
+        """Return the failures of the last five minutes, one sum for each kind of error.
+
+        They are summed over all routers; the most frequent error is first.
+        """
         merged: dict[str, Failed] = {}
         for router in self._routers.values():
             for each in router.failures.recent(now):
@@ -121,7 +125,10 @@ class Aggregates:
         return sorted(merged.values(), key=lambda it: (-it.recent, it.slug))
 
     def totals(self) -> dict[str, int]:
-        """Return the sum over all present routers of each counter since the router's start."""
+        """Return sums over all present routers, by name of the counter.
+
+        Each router counts from its own start.
+        """
         return {
             name: sum(getattr(it.counts, name) for it in self._routers.values()) for name in _TOTALS
         }

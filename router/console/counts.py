@@ -1,4 +1,4 @@
-"""Counters of requests, from this router's metrics and from the other routers."""
+"""Counters of requests: this router's, from its metrics, and those of the other routers."""
 
 from __future__ import annotations
 
@@ -67,10 +67,11 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
-        """Return the counters of the other routers that answer, and how many do not answer in time.
+        """Return the counters of the other routers that answer, and how many are missing.
 
-        Each address counts once, because a router that restarted at its address has two leases for
-        a while. Raises LedgerUnavailable.
+        Missing are the other routers in the ledger that do not answer in time or are not asked,
+        because there are too many. Each address is asked once, because a router that restarted
+        at its address is listed twice for a while. Raises LedgerUnavailable.
         """
         gateways = await self._ledger.gateways()
         others = sorted({*gateways.values()} - {gateways.get(self._router_id)})

@@ -1,4 +1,4 @@
-"""Events of a cluster, derived from two successive views of its state. Pure."""
+"""Events of a cluster for the console, derived from successive views of its state. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _PREEMPTIONS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ConsoleEvent:
-    """Event of the console; ``at`` is in seconds, and ``details`` depends on ``kind``."""
+    """Event that the console shows; ``at`` is its time in seconds.
+
+    The keys of ``details`` depend on ``kind``.
+    """
 
     number: int
     at: float
@@ -35,7 +38,7 @@ class ConsoleEvent:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """State of the cluster; events are the differences between two successive views."""
+    """State of the cluster at one time; events are differences between two successive views."""
 
     rows: Sequence[Row]
     leader: str
@@ -55,7 +58,7 @@ class EventLog:
         self._preempted, self._preempted_at = 0, -inf
 
     def after(self, number: int) -> list[ConsoleEvent]:
-        """Return the kept events with a higher number than ``number``."""
+        """Return the events in the log whose numbers are above ``number``, oldest first."""
         return [each for each in self._kept if each.number > number]
 
     @property
@@ -63,7 +66,7 @@ class EventLog:
         return self._number
 
     def update(self, view: View, now: float) -> None:
-        """Record the events since the last view; the first view has none."""
+        """Record events for what has changed since the last view; the first view yields none."""
         before, self._before = self._before, view
         if before is None:
             return

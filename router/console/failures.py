@@ -15,8 +15,8 @@ _WINDOW_S = 300.0
 class Failed:
     """Failures of requests with the same error in the last five minutes.
 
-    ``slug`` names the error, ``recent`` is their number, ``last_s`` the time since the last one in
-    seconds.
+    ``slug`` names the error, ``recent`` is the number of failures, and ``last_s`` the seconds since
+    the last one.
     """
 
     slug: str
@@ -31,7 +31,8 @@ class Failed:
 class Failures:
     """Recent failures by slug, derived from counters that only grow.
 
-    Failures counted in ``before`` are left out, because their times are unknown.
+    ``before`` has the counters at the beginning. The failures in it are left out, because their
+    times are unknown.
     """
 
     def __init__(self, before: Mapping[str, int] | None = None) -> None:
@@ -48,7 +49,7 @@ class Failures:
             self._seen.popleft()
 
     def recent(self, now: float) -> list[Failed]:
-        """Return the failures of the last five minutes by error, most frequent first."""
+        """Return the failures of the last five minutes, one for each error, most frequent first."""
         counts: dict[str, int] = {}
         last: dict[str, float] = {}
         for moment, slug, more in self._seen:
@@ -79,5 +80,5 @@ class History:
 
     @property
     def points(self) -> list[Json]:
-        """Points of the charts, oldest first."""
+        """Points of the charts as JSON objects with the time and the values, oldest first."""
         return list(self._points)

@@ -1,4 +1,4 @@
-"""Files of the console's page, with headers that forbid content from elsewhere."""
+"""Files of the console's page, with headers that forbid content from other sites."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class _File:
 
 
 class Page:
-    """Handlers of the page's files, which are read once."""
+    """Handlers of the page's files, which are read from disk once."""
 
     def __init__(self) -> None:
         paths = (path for path in _DIRECTORY.iterdir() if path.suffix in _MEDIA_TYPES)
         self._files = {path.name: _File.read(path) for path in paths}
 
     async def without_slash(self, call: Call) -> Response:
-        """Redirect to the path with a slash, because file names are relative to the folder."""
+        """Return a redirect to the path with a final slash, to which file names are relative."""
         call.told |= SECURITY_HEADERS
         return RedirectResponse("console/")
 

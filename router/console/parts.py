@@ -20,7 +20,7 @@ class Sessions(Protocol):
 
 
 class Counters(Protocol):
-    """Counters since this router started."""
+    """Counters of requests since this router started."""
 
     completed: int
     failed: int
@@ -63,7 +63,7 @@ class Heartbeat(Protocol):
 
 
 class Holding(Protocol):
-    """Policy in effect, and the names of its settings that differ from the configuration."""
+    """Runtime policy in effect, and names of its settings that differ from the configuration."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...
@@ -81,18 +81,18 @@ class Measured(Protocol):
     """Measurements of this router since its start."""
 
     def bounds(self, name: str) -> Sequence[float]:
-        """Return the upper bounds of the buckets of the histogram ``name``, infinity last."""
+        """Return the upper bounds of the histogram ``name``'s buckets; the last is infinite."""
         ...
 
     def cumulative(self, name: str) -> Sequence[int]:
-        """Return the cumulative counts of the histogram ``name``, by bucket.
+        """Return for each bucket of the histogram ``name`` how many values are up to its bound.
 
         They are summed over all priority classes.
         """
         ...
 
     def failures(self) -> Mapping[str, int]:
-        """Return the number of failed requests by the slug of their error."""
+        """Map the slugs (names) of errors to the numbers of requests that failed with them."""
         ...
 
 
@@ -100,8 +100,8 @@ class Measured(Protocol):
 class Identity:
     """Identity of a router, and its features.
 
-    ``has_chaos``: faults can be injected. ``has_access``: callers need keys. ``has_template``: the
-    model has a chat template.
+    ``has_chaos``: faults can be injected. ``has_access``: callers need API keys. ``has_template``:
+    the model has a chat template.
     """
 
     router_id: str

@@ -20,9 +20,9 @@ class Rates:
         self._rates: dict[str, float] = {}
 
     def of(self, worker_id: str, tokens: int, now: float) -> float:
-        """Return a worker's rate in tokens per second; 0 until there are two counts.
+        """Return a worker's rate in tokens per second; 0 until the first interval has passed.
 
-        ``tokens`` is the worker's counter at ``now``, in seconds.
+        ``tokens`` is the worker's counter at the time ``now``, in seconds.
         """
         then, before = self._marks.setdefault(worker_id, (now, tokens))
         if now - then >= _INTERVAL_S:
@@ -45,7 +45,7 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of ``count`` observations, in the observations' unit; None if there are none."""
+    """Percentiles of ``count`` observed values, in their unit; None if ``count`` is 0."""
 
     count: int
     p50: float | None = None
@@ -54,7 +54,10 @@ class Percentiles:
 
 
 class RecentHistogram:
-    """Histogram of the last minute; ``bounds`` are the buckets' upper bounds, the last infinite."""
+    """Histogram of the values of the last minute.
+
+    ``bounds`` are the upper bounds of its buckets; the last one is infinite.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -62,7 +65,7 @@ class RecentHistogram:
         self._marks: deque[tuple[float, tuple[int, ...]]] = deque()
 
     def note(self, cumulative: Sequence[int], now: float) -> None:
-        """Add the cumulative counts by bucket at ``now``, in seconds."""
+        """Store the cumulative counts by bucket since the start, as of ``now``, in seconds."""
         self._marks.append((now, tuple(cumulative)))
         while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW_S:
             self._marks.popleft()
@@ -74,7 +77,7 @@ class RecentHistogram:
 
     @property
     def recent(self) -> list[int]:
-        """Return the cumulative counts of recent observations by bucket."""
+        """Return the cumulative counts of the last minute by bucket; zeros until two are stored."""
         if len(self._marks) < 2:
             return [0] * self.size
         first, last = self._marks[0][1], self._marks[-1][1]
@@ -82,9 +85,9 @@ class RecentHistogram:
 
 
 def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) -> Percentiles:
-    """Return the percentiles of several histograms together, which have the same bounds.
+    """Return the percentiles of the sum of several histograms with the same bounds.
 
-    ``cumulative`` has the cumulative counts by bucket of each histogram.
+    ``cumulative`` has, for each histogram, its cumulative counts by bucket.
     """
     counts = [sum(column) for column in zip(*cumulative, strict=True)]
     if not counts or not (total := counts[-1]):
@@ -93,10 +96,10 @@ def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) ->
 
 
 def quantile(bounds: Sequence[float], cumulative: Sequence[int], part: float) -> float:
-    """Return a quantile of a histogram as Prometheus's histogram_quantile does.
+    """Return the ``part`` quantile of a histogram, computed like Prometheus's histogram_quantile.
 
     ``part`` is from 0 to 1. The value is interpolated linearly within its bucket. The first bucket
-    begins at 0. For the infinite bucket the last finite bound is returned.
+    begins at 0. If the value is in the infinite bucket, the last finite bound is returned.
     """
     wanted = part * cumulative[-1]
     edges = pairwise([(0.0, 0), *zip(bounds, cumulative, strict=True)])

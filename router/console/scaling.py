@@ -15,9 +15,10 @@ _LATE_S = 10.0
 
 
 def described(report: ScalingReport | None, now: float) -> Json | None:
-    """Return the autoscaler's report for the page, or None without a recent report.
+    """Return the autoscaler's report as JSON; None if there is none from the last hour.
 
-    Without an autoscaler the number of workers is fixed. Times are in seconds, as ``now`` is.
+    That is so if the cluster has no autoscaler. ``now`` and the times of changes are in seconds on
+    the same clock.
     """
     if report is None or report.age_s > _FORGOTTEN_S:
         return None

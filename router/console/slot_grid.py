@@ -51,9 +51,9 @@ class Sitter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Requests in the slots of a worker at a snapshot, by slot; a lost worker has none.
+    """Occupants of a worker's slots at one time; ``sitters`` maps slot indices to requests.
 
-    ``preemptions`` is a counter that grows while the worker is up.
+    A lost worker has none. ``preemptions`` is the number of preemptions since the worker's start.
     """
 
     sitters: Mapping[int, Sitter]
@@ -67,9 +67,9 @@ LOST = Occupancy({}, is_up=False)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of a slot's occupant or its phase.
+    """New state of a slot, after its occupant or the occupant's phase has changed.
 
-    ``key`` is the number that stands for the request; 0 means that the slot is empty.
+    ``key`` is the number that stands for the request on the page; 0 means that the slot is empty.
     """
 
     seat: Seat
@@ -79,9 +79,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Move of a request between slots; ``left_at`` is when it left ``source``, in seconds.
+    """Move of a request between slots; it left ``source`` at the time ``left_at``, in seconds.
 
-    ``key`` is the number that stands for the request in changes.
+    ``key`` is the number that stands for the request on the page.
     """
 
     key: int
@@ -102,7 +102,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Changes since the last frame; ``requests`` has the ids of requests that appeared, by key."""
+    """Changes since the last update; ``requests`` maps keys of new requests to their ids."""
 
     changes: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -124,7 +124,7 @@ class SlotGrid:
     def update(self, workers: Mapping[str, Occupancy], now: float) -> News:
         """Return the changes since the last call, in O(slots of these workers).
 
-        ``workers`` are the shown workers by id; ``now`` is in seconds.
+        ``workers`` has the shown workers by id; ``now`` is in seconds.
         """
         news = News()
         for worker_id, occupancy in self._before.items():
@@ -222,9 +222,10 @@ _KEPT_S = 60.0
 
 
 class Lanes:
-    """Workers whose slots a page shows, each in a lane (its area on the page) that stays the same.
+    """Workers whose slots a page shows, each in a lane: an area of the page that it keeps.
 
-    ``chosen`` are the workers that the page names; None chooses connected ones automatically.
+    ``chosen`` has the ids of the workers that the user has chosen; None means that connected ones
+    are chosen automatically.
     """
 
     def __init__(self, chosen: Sequence[str] | None) -> None:
@@ -234,9 +235,9 @@ class Lanes:
         self._gone: dict[str, float] = {}
 
     def update(self, there: Collection[str], now: float) -> None:
-        """Assign lanes to the connected workers ``there``, unless the page has chosen workers.
+        """Assign lanes to connected workers, unless the user has chosen workers.
 
-        ``there`` must have a stable order.
+        ``there`` has the ids of the connected workers, in an order that does not change.
         """
         if self._is_chosen:
             return

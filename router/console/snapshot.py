@@ -1,7 +1,8 @@
-"""Snapshot of the cluster as a router knows it, in sections of bounded size. Pure.
+"""Snapshot of the cluster as a router knows it, for the console. Pure.
 
-Each section is a JSON value that is the same for all viewers who may see it. Values that only the
-leader knows are from its last report to the ledger, so that any router can show them.
+It consists of sections: JSON values of bounded size, each the same for all viewers who may see it.
+Values that only the leader knows are taken from its last report in the ledger, so that any router
+can show them.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Snapshot:
         return {link.info.worker_id: link for link in self._sessions.links}
 
     def update(self, now: float) -> Mapping[str, Any]:
-        """Take a new snapshot and return its sections by name. O(workers)."""
+        """Take a new snapshot, and return its sections as JSON values by name. O(workers)."""
         self._rows = self._look_at_workers(now)
         self._aggregates.note(self._counting.counts(), now)
         self._aggregates.drop_routers(now)
@@ -136,7 +137,7 @@ class Snapshot:
         return sorted(rows, key=lambda each: each.worker_id)
 
     def add_counts(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
-        """Add other routers' counters; ``num_silent`` routers did not answer."""
+        """Store other routers' counters; ``num_silent`` is how many did not report theirs."""
         for each in counts:
             self._aggregates.note(each, now)
         self._aggregates.num_heard, self._aggregates.num_silent = 1 + len(counts), num_silent
@@ -187,9 +188,10 @@ class Snapshot:
         return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
 
     def tenants(self, tenant: str | None) -> list[Json]:
-        """Return the queued requests by tenant and class, as one JSON object for each pair.
+        """Return for each tenant and priority class the number of queued requests, as JSON.
 
-        ``tenant`` selects one tenant; None means all. The estimated wait is that of the class.
+        ``tenant`` selects one tenant; None means all. ``wait_s`` is the estimated wait of the class
+        in seconds. The list is empty without a recent report of the leader.
         """
         load = self._fresh_load
         queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()

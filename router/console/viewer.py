@@ -14,9 +14,9 @@ from router.console.snapshot import Snapshot
 
 
 class Viewer:
-    """Page that receives the console's event stream.
+    """State of one page that receives the console's event stream.
 
-    The permissions of ``caller`` may change between frames. ``lanes`` are the workers whose slots
+    The permissions of ``caller`` may change between events. ``lanes`` has the workers whose slots
     the page shows.
     """
 
@@ -31,9 +31,9 @@ class Viewer:
         self._has_history = False
 
     def frame(self, sections: Mapping[str, str], now: float) -> str:
-        """Return the changes since the last frame as JSON. O(slots of its lanes).
+        """Return the next event: JSON with what has changed since the last one. O(shown slots).
 
-        ``sections`` are the snapshot's sections, already as JSON.
+        ``sections`` maps the names of the snapshot's sections to their JSON texts.
         """
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)

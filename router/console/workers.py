@@ -41,9 +41,9 @@ class Link(Protocol):
 class Row(NamedTuple):
     """State of one worker.
 
-    ``blocks_cached`` are free KV blocks that hold a cached prefix. ``prompt_tokens`` are the known
-    tokens of sequences when they entered the batch; ``prefix_hit_tokens`` of them were found in the
-    KV cache.
+    ``blocks_cached`` is the number of free KV blocks with a cached prefix. ``prompt_tokens`` is the
+    number of tokens that all sequences had when they entered the batch: the prompt and any earlier
+    output. ``prefix_hit_tokens`` of them were found in the KV cache.
     """
 
     worker_id: str
@@ -63,7 +63,10 @@ class Row(NamedTuple):
 
 
 def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
-    """Return a worker's row; ``view`` is the leader's view of it, None if another router leads."""
+    """Return the state of one worker; ``view`` is this router's view of its load.
+
+    ``view`` is None if the worker is not connected.
+    """
     info, state = link.info, link.state
     # A lost worker has no load, whatever it last reported.
     alive = int(link.is_up)
@@ -105,10 +108,10 @@ def occupancy(link: Link) -> Occupancy:
 
 
 def names(rows: Sequence[Row]) -> Json:
-    """Return the first worker's id and the number of workers of each cell, as a JSON object.
+    """Return which workers the cells show: ids of the first ones and numbers of workers, as JSON.
 
-    A cell shows one worker or, if there are more than MOST_CELLS, several of them. If no cell has
-    more than one worker, their addresses and ranks are included.
+    A cell is a field of the page that shows one worker or, if there are more than MOST_CELLS,
+    several successive ones. If each shows one, addresses and numbers of ranks are included.
     """
     grouped = _grouped(rows)
     named: Json = {
@@ -124,9 +127,10 @@ def names(rows: Sequence[Row]) -> Json:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str | int]]:
-    """Return state, slots, sequences, KV percentages and tokens per second of each cell.
+    """Return for each cell a list: state, slots, sequences, KV usage and tokens per second.
 
-    Sequences are running and waiting ones; the percentages are of used and of cached blocks.
+    Sequences are two numbers, of running and of waiting ones. KV usage is two percentages of all
+    blocks, of the used and of the cached ones.
     """
     return [_cell(cell) for cell in _grouped(rows)]
 

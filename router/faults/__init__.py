@@ -1,1 +1,1 @@
-"""Fault injection."""
+"""Fault injection: kills, pauses, partitions and slows parts of a cluster for tests."""

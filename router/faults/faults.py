@@ -1,7 +1,7 @@
 """Faults that can be injected, and their targets. Pure.
 
-The table has the parameter of each fault for each target, or "yes" if there is none. "-" means that
-the fault cannot be injected.
+The table shows the parameter of each kind of fault for each target, or "yes" if it has none. "-"
+means that the target cannot have the fault.
 
     target    KILL   PAUSE   PARTITION from                     SLOW
     worker    rank   rank    all routers | one router           factor

@@ -1,4 +1,4 @@
-"""Fault injection in a cluster that was started with chaos: finds the target and forwards.
+"""Fault injection in a cluster that was started with ``--chaos``: routing and effects of faults.
 
     a client -> inject, at any router -> the worker, over its session
                                       -> strike, at each router that the fault concerns
@@ -64,9 +64,11 @@ class Disturbable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Target or peer of a fault, by its full name.
+    """Worker, router or ledger that is the target of a fault, or the peer that it is cut off from.
 
-    ``address`` is that of a router, empty for this one; ``num_ranks`` is that of a worker.
+    ``name`` is its full id, or "ledger". ``address`` is the internal address of a router; it is
+    empty for this router, for a worker and for the ledger. ``num_ranks`` is the number of ranks of
+    a worker, else 1.
     """
 
     part: Part
@@ -105,10 +107,11 @@ class Chaos:
     async def inject(self, fault: pb.Fault) -> str:
         """Inject the fault, and return the full name of its target.
 
-        Raises ChaosForbidden if the cluster was started without chaos, UnknownWorker if the target
-        or peer is not connected, and InvalidRequest or OutOfRange as ``check_fault`` does. Raises
-        Unreachable if the fault's routers cannot be reached, and LedgerUnavailable if the ledger
-        cannot be queried for its process.
+        Raises ChaosForbidden if the cluster was started without chaos, and UnknownWorker if the
+        target or peer is not connected. Raises OutOfRange for a number that is too small or too
+        large, and InvalidRequest for a fault that the target cannot have. Raises Unreachable if the
+        fault's routers cannot be reached, and LedgerUnavailable if the ledger cannot be queried for
+        its process.
         """
         self._check_allowed()
         target = await self._find(fault.target)
@@ -198,7 +201,8 @@ class Chaos:
     async def _tell(self, addresses: Collection[str], fault: pb.Fault) -> None:
         """Send a fault to the routers at ``addresses``; the empty address is this router's.
 
-        Raises the first error if no router applies it; otherwise errors are only logged.
+        If no router applies it, raises the error of the first one. Otherwise errors are only
+        logged.
         """
         told = (self._tell_one(address, fault) for address in addresses)
         answers = await asyncio.gather(*told, return_exceptions=True)

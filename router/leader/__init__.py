@@ -1,1 +1,1 @@
-"""Leader of the routers: its loop, its lease, and its streams with the gateways."""
+"""Leader of the routers: its queue loop, its lease, and its message streams with all routers."""

@@ -1,7 +1,7 @@
 """Stream from a router to the leader: sends queued and running requests, receives dispatches.
 
 The leader may be this replica or another one, and may change. On each new stream the router first
-sends all its requests. While there is no leader, requests stay queued.
+sends all its requests. While there is no leader, requests stay queued at their routers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ _DEAD_S = 2.0
 
 
 class Gateway(Protocol):
-    """Owner of a router's requests, which the client reports to the leader.
+    """Part of a router that owns its requests: the source of the client's first messages.
 
     It also handles the leader's messages.
     """
 
     def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
-        """Yield the queued requests in ``order``, except those that leave during the iteration."""
+        """Yield messages about the queued requests, sorted by the queue policy ``order``.
+
+        A request that leaves the queue during the iteration is omitted if it was not yielded
+        before.
+        """
         ...
 
     def running(self) -> Iterable[session_pb2.Running]:
@@ -48,15 +52,15 @@ class Gateway(Protocol):
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
-        """End a request that the leader refused."""
+        """End a request that the leader rejected, with the error that ``refusal`` names."""
         ...
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None:
-        """Record how long a withdrawn request had waited."""
+        """Record how long a request had waited in the queue when its router withdrew it."""
         ...
 
     def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """Replace the queue estimate, by which new requests are rejected early."""
+        """Replace the estimated waits, by which the router rejects new requests early."""
         ...
 
     def adopt_soon(self, request_id: str) -> None: ...
@@ -91,19 +95,19 @@ class LeaderClient:
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
-        """Set the owner of the router's requests. Call it once, before the first ``follow``."""
+        """Set the part of the router that owns its requests; call it once, before ``follow``."""
         self._gateway = gateway
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a stream to a leader that has sent a message recently."""
+        """Return whether there is a stream to a leader whose last message is less than 2 s old."""
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether there is no such stream, or the leader's last message is somewhat old.
+        """Return whether no stream is open, or the leader has sent nothing for more than 0.6 s.
 
-        The limit is shorter than that of ``is_open``.
+        This is sooner than ``is_open`` becomes False, because a silent leader may have failed.
         """
         return not self.is_open or self._silence_s > _QUIET_S
 
@@ -114,10 +118,10 @@ class LeaderClient:
     # requests and reports to the leader
 
     def reserve(self, request: Arriving) -> Reservation | None:
-        """Reserve a worker for a request that would not have to queue.
+        """Reserve a worker for a new request, if the request need not queue and this replica leads.
 
-        ``request`` returns the request's message for its arrival in ledger time. Return None if the
-        request has to queue, as it always has if another router leads.
+        ``request`` is called with the arrival (ledger time in seconds) and returns the request's
+        message. Returns None if the request has to queue, or another router leads.
         """
         if self._telling is None or self._telling:
             return None
@@ -129,35 +133,45 @@ class LeaderClient:
             self._changed.set()
 
     def withdraw(self, request_id: str) -> None:
-        """Remove a request that has ended from the leader's queue, or from its worker there."""
+        """Notify the leader that a request has ended.
+
+        The request then leaves the leader's queue, or no longer counts as load of its worker.
+        """
         if self._telling is not None:
             self._telling.withdraw(request_id)
             self._changed.set()
 
     def report_running(self, running: session_pb2.Running) -> None:
-        """Report that a worker preempted a request, or resumed it."""
+        """Notify the leader that a worker preempted a request, or resumed it."""
         if self._telling is not None:
             self._telling.run(running)
             self._changed.set()
 
     def report_served(self, request_id: str, priority: int, tokens: int) -> None:
-        """Count new output tokens of a request, to be sent with the next message."""
+        """Count new output tokens of a request, to be sent with the next message to the leader.
+
+        ``priority`` is the request's class. Tokens of a request without a tenant are ignored.
+        """
         if tenant := tenant_of(request_id):
             self._served.add(tenant, priority, tokens)
 
     def flush_served(self) -> None:
-        """Send the counted output tokens now."""
+        """Send the output tokens that ``report_served`` has counted to the leader now, if any."""
         if self._served:
             self._is_served_due = True
             self._changed.set()
 
     def report_finished(self, tpot_ratio: float) -> None:
-        """Report, for a finished request, measured / predicted time per output token."""
+        """Report to the leader how well a finished request's time per output token was predicted.
+
+        ``tpot_ratio`` is the measured time divided by the predicted one. Without a stream it is
+        ignored.
+        """
         if self._telling is not None:
             self._tpot_ratios.append(tpot_ratio)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """Report a starting worker to the leader.
+        """Report to the leader that a worker is starting; ignored without a stream to a leader.
 
         The worker repeats its report, so later leaders receive it, too.
         """
@@ -166,9 +180,9 @@ class LeaderClient:
             self._changed.set()
 
     def demand(self, demand: session_pb2.WorkerDemand) -> None:
-        """Set the number of workers that the cluster is to have, and why some are missing.
+        """Set the number of workers that this cluster is to have, and why some are missing.
 
-        It is sent to this leader and to later ones.
+        This is sent to the present leader and to later ones.
         """
         if demand != self._demand:
             self._demand.CopyFrom(demand)
@@ -176,9 +190,9 @@ class LeaderClient:
             self._changed.set()
 
     def report_generation(self, generation: str) -> None:
-        """Report that this router has re-sent its state to the ledger's generation ``generation``.
+        """Report to the leader that this router has sent all its requests to the ledger again.
 
-        The generation changes when the ledger may have lost data.
+        A router does that when the ledger may have lost data, as its new id ``generation`` shows.
         """
         self._generation = generation
         if self._telling is not None:
@@ -208,7 +222,7 @@ class LeaderClient:
             self._task = None
 
     async def _speak(self, address: str) -> None:
-        """Run the stream to the leader at ``address``; an empty address is that of this replica.
+        """Run the stream to the leader at ``address``; if it is empty, this replica leads.
 
         An error ends the stream, and the next heartbeat opens another one.
         """
@@ -281,7 +295,7 @@ class LeaderClient:
     async def _listen(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
         """Handle the leader's messages until it resigns or the stream ends.
 
-        Then wake the heartbeat, which finds the next leader.
+        If it has led, then wake the heartbeat, which finds the next leader.
         """
         has_led = False
         try:

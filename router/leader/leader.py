@@ -1,8 +1,9 @@
-"""Leader of the admission queue: the loop around its decisions.
+"""Leader of the admission queue: the loop that runs the decisions of ``LeaderState``.
 
 Every router replica runs this loop; only the one that holds the leader's lease acts. The queue is
 in memory while a replica leads (``LeaderState``). Live routers report their queued requests to a
-new leader, and it finds the requests of dead routers in the ledger.
+new leader, and it finds the requests of dead routers in the ledger. Names with "gateway" mean a
+router that is connected to the leader.
 
     routers' streams --receive--> LeaderState --place--> ledger.dispatch --> Dispatched, to routers
     workers' frames  --report---> Placement   --moves-->                     move, to routers
@@ -66,7 +67,8 @@ Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
 class Reservation:
     """Worker that is reserved for a request that is not in the ledger yet.
 
-    The holder calls exactly one of ``begun`` and ``cancel``.
+    The holder calls exactly one of ``begun`` and ``cancel``. ``leader_state`` is the state of the
+    leadership that made the reservation.
     """
 
     leader: Leader
@@ -85,7 +87,8 @@ class Reservation:
     def begun(self) -> bool:
         """Record that the ledger has dispatched the request to the worker.
 
-        Return False if the leader has lost or renewed its leadership since the reservation.
+        Returns whether the replica still has the leadership that made the reservation; False also
+        if it lost it and leads again.
         """
         return self.leader.settle_reservation(self, has_begun=True)
 
@@ -97,8 +100,8 @@ class Reservation:
 class Leader:
     """Leader loop of a router replica, which acts only while the replica leads.
 
-    ``weight_of`` returns a tenant's fair-share weight; if it is None, tenants are not
-    distinguished.
+    ``weight_of`` returns the fair-share weight of a tenant by its name; if it is None, tenants are
+    not distinguished.
     """
 
     def __init__(
@@ -180,7 +183,10 @@ class Leader:
         await self._lease.stand_back()
 
     def on_heartbeat(self, membership: Membership) -> None:
-        """Apply the ledger's answer to a heartbeat: its clock, its leader and its generation."""
+        """Apply the ledger's answer to a heartbeat: its clock, its leader and its generation.
+
+        The generation is an id that changes when the ledger may have lost data.
+        """
         self._ledger_ahead = membership.now - now()
         if not membership.leader:
             self._lease.hurry()
@@ -238,7 +244,7 @@ class Leader:
     def apply_rules(self, rules: Rules) -> None:
         """Set the rules of the queue, such as its order.
 
-        A background task applies them to the requests that are queued already.
+        A background task then applies them to the requests that are queued already.
         """
         self.rules = rules
         self._placement.tpot_target = rules.tpot_target
@@ -260,9 +266,10 @@ class Leader:
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a gateway's stream: handle ``messages``, and yield the messages for the gateway.
+        """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
 
-        It ends with the stream, or when this replica no longer leads.
+        It ends with the stream, or when this replica no longer leads. If it does not lead at first,
+        the only message says so.
         """
         if not self.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
@@ -296,8 +303,9 @@ class Leader:
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
         """Reserve a worker for a new request of this replica's own router, ``gateway``.
 
-        The ledger does not have the request yet. ``request`` returns its message for its arrival in
-        ledger time. Return None if the request has to queue, or another replica leads.
+        The ledger does not have the request yet. ``request`` is called with the arrival (ledger
+        time in seconds) and returns the request's message. Returns None if the request has to
+        queue, if another replica leads, or if the leader may not dispatch now.
         """
         leader_state = self._leader_state
         if leader_state is None or gateway not in self._lines.gateways or not self._may_act():
@@ -311,9 +319,9 @@ class Leader:
         return Reservation(self, leader_state, placed, dispatch)
 
     def settle_reservation(self, reservation: Reservation, *, has_begun: bool) -> bool:
-        """Confirm a reservation if ``has_begun``, otherwise release its worker.
+        """Confirm a reservation if ``has_begun`` is True, otherwise release its worker.
 
-        Return whether the replica still leads as it did when it made the reservation.
+        Returns whether the replica still has the leadership that made the reservation.
         """
         leader_state, placed = reservation.leader_state, reservation.placed
         if has_begun:
@@ -379,9 +387,8 @@ class Leader:
     def _may_act(self) -> bool:
         """Return whether this replica may dispatch and move requests.
 
-        It must lead, and the ledger must have confirmed its term. All gateways must have re-sent
-        their state to the ledger's present generation, which changes when the ledger may have lost
-        data.
+        It must lead, and the ledger must have confirmed its term (number of its leadership). If the
+        ledger may have lost data, all routers must first have sent it their requests again.
         """
         return (
             self._leader_state is not None
@@ -498,7 +505,7 @@ class Leader:
         )
 
     async def _tick(self, tasks: asyncio.TaskGroup) -> None:
-        """Periodically expire reservations, send estimates to gateways, and report the load."""
+        """Periodically expire reservations, send queue estimates to routers, and store the load."""
         while True:
             await asyncio.sleep(TICK_S)
             self._placement.expire(now())
@@ -573,9 +580,10 @@ def dispatched(
 ) -> session_pb2.Dispatched:
     """Return the message that notifies a router of the dispatch of its request.
 
-    ``bypassed`` is the number of requests that arrived later and left the queue earlier.
-    Predictions are in seconds, None if unknown. ``queue_wait`` is None if the request never entered
-    the queue.
+    ``entry`` is the request's entry in the ledger after the dispatch. ``bypassed`` is the number of
+    requests that arrived later and left the queue earlier. The predicted time to first token and
+    time per output token are in seconds, None if unknown. ``queue_wait`` is None if the request
+    never entered the queue.
     """
     return session_pb2.Dispatched(
         request_id=entry.request_id,

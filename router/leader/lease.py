@@ -1,9 +1,9 @@
 """Leader's lease: acquired when it is free, renewed while it is held, and released.
 
-Each leadership has a fresh random term, and the ledger refuses dispatches under any other term. A
-leader that was frozen for longer than its lease learns from the ledger that it has lost it, at the
-next renewal or dispatch. If another router led meanwhile, even if none leads now, it starts again
-under a fresh term, because its view of the queue is outdated.
+Each leadership has a fresh random number, its term, and the ledger refuses dispatches under any
+other term. A leader that was frozen for longer than its lease learns from the ledger that it has
+lost it, at the next renewal or dispatch. If another router led meanwhile, even if none leads now,
+it starts again under a fresh term, because its view of the queue is outdated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ log = logs.get_logger(__name__)
 
 
 class Lease:
-    """Leader's lease; ``began`` is called when this router acquires it, ``ended`` on its loss."""
+    """Leader's lease, as this router competes for it and holds it.
+
+    ``began`` is called when this router acquires the lease, ``ended`` when it loses or releases it.
+    """
 
     def __init__(
         self,
@@ -62,11 +65,14 @@ class Lease:
             self._hurry.clear()
 
     def hurry(self) -> None:
-        """Try to acquire the lease at once, because no leader is known."""
+        """Let ``campaign`` try to acquire the lease at once, because no leader is known."""
         self._hurry.set()
 
     def confirm(self) -> None:
-        """Renew the lease at once, because the ledger may have lost its last second of writes."""
+        """Let ``campaign`` renew the lease at once, because the ledger may have lost recent writes.
+
+        Until then ``is_confirmed`` is False.
+        """
         self.is_confirmed = False
         self._hurry.set()
 
@@ -91,7 +97,10 @@ class Lease:
         )
 
     def lose(self) -> None:
-        """Stop leading, if this replica leads, and choose a new term for the next attempt."""
+        """Stop leading: call ``ended``, and choose a new term for the next attempt.
+
+        Nothing happens if the lease is not held.
+        """
         if self.is_held:
             log.warning("leadership lost", router_id=self._router_id)
             self.is_held = self.is_confirmed = False
@@ -105,7 +114,7 @@ class Lease:
             await self.resign()
 
     async def resign(self) -> None:
-        """Release the lease, if it is held."""
+        """Release the lease if it is held, also in the ledger unless that is unavailable."""
         if self.is_held:
             term = self.term
             self.lose()
@@ -116,9 +125,9 @@ class Lease:
 
 
 def _fresh_term() -> int:
-    """Return a new random term.
+    """Return a new random term (number of a leadership).
 
-    The caller requests the same term until it is granted. If the answer to a granted request was
-    lost, another term would be refused until the lease expires.
+    The caller requests the lease with the same term until it is granted. If the answer to a granted
+    request was lost, another term would be refused until the lease expires.
     """
     return secrets.randbits(64) or 1

@@ -1,4 +1,4 @@
-"""Runtime policy of queue and engines: the configured settings and the changes by operators."""
+"""Run-time policy of queue and engines: the configured settings and the changes by operators."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class EngineSettings:
 class Ruling:
     """Settings in effect: router settings and engine settings.
 
-    ``ruling[name]`` is the value of a setting; each of SETTINGS is a field of ``router`` or of
-    ``engines``.
+    ``ruling[name]`` is the value of the setting ``name``, one of SETTINGS. Each of these is a field
+    of ``router`` or of ``engines``.
     """
 
     router: RouterConfig
@@ -61,7 +61,7 @@ class Ruling:
         return getattr(self.engines if name in _ENGINE_SETTINGS else self.router, name)
 
     def but_for(self, name: str, text: str) -> Ruling:
-        """Return a copy in which the setting ``name`` has the value that ``text`` states.
+        """Return a copy in which the setting ``name`` has the value that ``text`` denotes.
 
         Raises SettingsError for an unknown name or an invalid value.
         """
@@ -84,7 +84,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Settings in effect by name; ``overridden`` has the names of those that operators set."""
+    """Values of the settings in effect, by name; ``overridden`` names those that operators set."""
 
     values: Mapping[str, Any]
     overridden: Collection[str]
@@ -111,7 +111,10 @@ class RuntimePolicy:
 
     @property
     def engine_policy(self) -> session_pb2.EnginePolicy:
-        """Message that sets the engine policy; older workers may not know the policy."""
+        """Message that sets the engine policy in effect at a worker.
+
+        An older worker may not know a policy of this name.
+        """
         name = self._policy.values.get("engine_policy", DEFAULT)
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)
 
@@ -124,14 +127,15 @@ class RuntimePolicy:
         return self._ruling.router.order
 
     def configure(self, config: RouterConfig) -> None:
-        """Replace the configured settings; those that operators set stay in effect."""
+        """Replace the configured settings; settings that operators set keep their values."""
         self._configured = Ruling(config)
         self._put_in_force(self._policy)
 
     async def keep_up(self, version: int) -> None:
-        """Apply the ledger's policy if its ``version`` is newer; restore it if it is older.
+        """Apply the ledger's policy if its ``version`` is newer than this router's.
 
-        It is older if the ledger's server has lost a change. Raises LedgerUnavailable.
+        If it is older, because the ledger's server has lost a change, this router's policy is
+        written to the ledger. Raises LedgerUnavailable.
         """
         if version > self._policy.version:
             self._take(await self._ledger.policy())
@@ -142,7 +146,7 @@ class RuntimePolicy:
         """Change settings for all routers; return the settings that are then in effect.
 
         ``changes`` has values by names of SETTINGS; None resets a setting to its configured value.
-        Raises SettingsError, LedgerUnavailable.
+        Raises SettingsError for an unknown name or an invalid value, LedgerUnavailable.
         """
         texts = {name: _text(value) for name, value in changes.items()}
         for name, text in texts.items():

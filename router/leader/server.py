@@ -1,4 +1,4 @@
-"""Leader's side of the streams from the gateways."""
+"""Leader's side of the message streams from the routers, which are called gateways here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Send: TypeAlias = Callable[[session_pb2.LeaderMessage], None]
 
 
 class Listener(Protocol):
-    """Receiver of gateways' messages; its methods must not block."""
+    """Receiver of the messages on routers' streams; its methods must not block."""
 
     def connected(self, gateway: str) -> None: ...
 
@@ -34,25 +34,26 @@ class LeaderServer:
         return list(self._sends)
 
     def send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
-        """Send a message to a gateway; ignored if the gateway is not connected.
+        """Send a message to the router ``gateway``; ignored if the router is not connected.
 
-        The sweep finds the requests of a disconnected gateway.
+        The requests of a disconnected router are then found by a search in the ledger (sweep.py).
         """
         send = self._sends.get(gateway)
         if send is not None:
             send(message)
 
     def hang_up(self) -> None:
-        """Disconnect every gateway with the message that it must find the next leader."""
+        """Disconnect every router, with a message that it must find the next leader."""
         for gateway in self.gateways:
             self.redirect(gateway)
 
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a gateway's stream: handle ``messages``, and yield the messages for the gateway.
+        """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
 
-        It ends when either side closes the stream.
+        It ends when either side closes the stream. If the first message does not name its router,
+        the stream is closed at once.
         """
         first = await anext(messages, session_pb2.GatewayMessage())
         gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())
@@ -93,7 +94,7 @@ class LeaderServer:
             await asyncio.sleep(0)
 
     def connect(self, gateway: str, send: Send) -> None:
-        """Register a gateway's stream in place of an older one.
+        """Register the stream of the router ``gateway`` in place of an older one, which is closed.
 
         ``send`` puts a message on the stream; it must not block.
         """
@@ -106,7 +107,7 @@ class LeaderServer:
             self._forget(gateway)
 
     def redirect(self, gateway: str) -> None:
-        """Disconnect a gateway with the message that it must find the leader again.
+        """Disconnect a router, with a message that it must find the leader again.
 
         The leader may be the same one.
         """

@@ -1,6 +1,6 @@
-"""Sweep: the leader finds requests of dead gateways in the ledger and assigns them to live ones.
+"""Sweep: the leader finds requests of dead routers in the ledger and assigns them to live ones.
 
-A gateway is a router in its role as the owner of requests.
+The router that owns a request is called its gateway.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _ADOPTION_S = 5.0
 
 
 class Sweep:
-    """Periodic search of a leader for requests whose gateway is dead.
+    """Periodic search of the leader for requests whose router is dead.
 
-    ``heirs`` returns the connected gateways, or none while nothing may be assigned; ``tell`` sends
-    a message to one of them. ``bury`` disconnects a gateway whose lease has expired.
+    ``heirs`` returns the ids of the connected routers, or an empty list while nothing may be
+    assigned. ``tell`` sends a message to one of them. ``bury`` disconnects a router whose lease has
+    expired.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Sweep:
                 await self._sweep()
 
     def hold_off(self) -> None:
-        """Wait for one lease from now on, so that live gateways can renew theirs first.
+        """Pause the search for the duration of one lease, so that live routers can renew theirs.
 
         They could not renew them while the ledger was unavailable.
         """
@@ -73,7 +74,7 @@ class Sweep:
         self._give_away(orphans, now())
 
     def _bury_all_but(self, living: Container[str]) -> None:
-        """Disconnect the gateways that are not in ``living``, because they have no lease.
+        """Disconnect the routers that are not in ``living``, because they have no lease.
 
         This removes their requests from the queue. A frozen router still has a stream, and its
         requests would take capacity of workers.

@@ -1,9 +1,12 @@
 """The ledger: the durable record of every request, and of the members of the cluster.
 
 Every method is one atomic operation: it checks the state and the caller, changes the ledger, and
-returns the result. If a reply was lost, the call may be repeated: with the same arguments it
-changes nothing more and returns the same. The ledger uses its own clock: callers pass durations,
-never points in time. Only routers call this.
+returns the result. If a reply was lost, the call may be repeated with the same arguments: it then
+changes nothing more and returns the same. The ledger uses its own clock, called ledger time:
+callers pass durations, never points in time. Only routers call this.
+
+A router that owns a request is called the gateway of the request. An epoch is a random number that
+identifies one attempt at a worker; a term is one that identifies a leadership.
 
 Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write. The
 operation may then have happened or not, and may be repeated. ``open`` and ``charge`` raise
@@ -42,7 +45,10 @@ MOST_LISTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Result of ``open``; ``created`` is False if the id already existed with the same body."""
+    """Result of ``open``: the request's entry, and whether the call created it.
+
+    ``created`` is False if the request id already existed with the same body.
+    """
 
     entry: Entry
     created: bool
@@ -52,12 +58,15 @@ class Opened:
 class Membership:
     """State of the cluster and of the ledger's servers as of ``now`` (ledger time in seconds).
 
-    ``term`` is a random number that identifies the present leadership. Without a leader, ``leader``
-    and ``leader_address`` are empty and ``term`` is 0. ``workers_version`` changes with the worker
-    table, ``policy_version`` with the policy (0: never set). ``generation`` changes with each
-    restart or failover of a server, which may have lost acknowledged writes. ``memory_used`` is the
-    used share of the fullest server's memory limit, 0 without a limit. ``unfit`` is the reason why
-    a router would refuse to use this ledger now; empty if there is none.
+    ``leader`` is the leader's router id, and ``leader_address`` its internal address. ``term`` is a
+    random number that identifies the present leadership. Without a leader, both texts are empty and
+    ``term`` is 0. ``workers_version`` changes with each change of the worker table,
+    ``policy_version`` with each change of the run-time policy (0: never set).
+
+    ``generation`` is an id of the present run of the servers. It changes with each restart or
+    failover of a server, which may have lost acknowledged writes. ``memory_used`` is the used share
+    of the fullest server's memory limit, 0 without a limit. ``unfit`` is the reason why a router
+    that connects now would refuse to use this ledger; empty if there is none.
     """
 
     now: float
@@ -73,9 +82,10 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPolicy:
-    """Settings of the queue and the engines that operators set at run time, as text by name.
+    """Run-time policy: settings of the queue and the engines that operators have set.
 
-    A larger ``version`` is newer; it is 0 if no setting was ever set.
+    ``values`` has the text of each such setting by its name. A larger ``version`` is newer; it is 0
+    if no setting was ever set.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -83,9 +93,9 @@ class ClusterPolicy:
 
 
 class Position(NamedTuple):
-    """Place of a request in a listing: its arrival, then its id; a listing descends in both.
+    """Place of a request in a listing, which is sorted by arrival, then by id, both descending.
 
-    ``arrived`` is ledger time in seconds, to the microsecond.
+    ``arrived`` is the request's arrival: ledger time in seconds, to the microsecond.
     """
 
     arrived: float
@@ -94,9 +104,9 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Page of a listing of requests.
+    """Page of a listing of requests, newest first.
 
-    ``last`` is the position after which the next page begins; it is None on the last page.
+    The next page begins after the position ``last``; it is None if this is the last page.
     """
 
     entries: tuple[Entry, ...]
@@ -121,7 +131,7 @@ class ScalingReport:
 
 @dataclass(frozen=True, slots=True)
 class AccessRecords:
-    """Records of API keys and tenants, as text by name.
+    """Records of API keys and tenants: each is a text, by the name of the record.
 
     ``version`` changes with every change of a record; it is 0 before the first one.
     """
@@ -131,11 +141,14 @@ class AccessRecords:
 
 
 class StaleTerm(Exception):
-    """Raised if a leader whose term has ended dispatches a request; it must stop dispatching."""
+    """Raised if a leader whose term has ended tries to dispatch a request.
+
+    The request is unchanged. The leader must stop dispatching.
+    """
 
 
 class NotQueued(Exception):
-    """Raised if a request to be dispatched is not queued.
+    """Raised if a request is to be dispatched but is not queued.
 
     ``entry`` is its current entry, or None if the request does not exist.
     """
@@ -146,9 +159,10 @@ class NotQueued(Exception):
 
 
 def check_nonce(value: int) -> int:
-    """Return ``value`` if it is a valid epoch or term, from 1 to 2**64 - 1; 0 stands for none.
+    """Return ``value``, the number of an attempt (epoch) or leadership (term), if it is valid.
 
-    Raises ValueError otherwise.
+    Valid numbers are 1 to 2**64 - 1; in the ledger, 0 means "no attempt" or "no leader". Raises
+    ValueError for any other number.
     """
     if not 0 < value < 1 << 64:
         raise ValueError("an epoch or term must be from 1 to 2**64 - 1")
@@ -156,9 +170,9 @@ def check_nonce(value: int) -> int:
 
 
 def check_end(state: State) -> State:
-    """Return ``state`` if ``end_request`` may set it (FAILED, CANCELLED, EXPIRED).
+    """Return ``state`` if ``end_request`` may set it: FAILED, CANCELLED or EXPIRED.
 
-    Raises ValueError otherwise.
+    Raises ValueError for any other state.
     """
     if state not in Move.END.targets:
         raise ValueError(f"nothing is ended as {state.value}")
@@ -166,7 +180,10 @@ def check_end(state: State) -> State:
 
 
 def check_listed(limit: int) -> int:
-    """Return ``limit`` if it is a valid page size of a listing. Raises ValueError otherwise."""
+    """Return ``limit`` if it is a valid page size of a listing, from 1 to MOST_LISTED.
+
+    Raises ValueError otherwise.
+    """
     if not 0 < limit <= MOST_LISTED:
         raise ValueError(f"a page has 1 to {MOST_LISTED} requests")
     return limit
@@ -175,7 +192,9 @@ def check_listed(limit: int) -> int:
 def check_told(stored: Stored) -> Stored:
     """Return ``stored`` if it is a consistent argument for ``Ledger.reassert``.
 
-    Raises ValueError otherwise.
+    Raises ValueError if only one of these is true: the state is RUNNING, the epoch is set. Also
+    raises it if the request has no move, if the number of choices is not the request's ``n``, or if
+    a choice does not begin at offset 0.
     """
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):
@@ -204,30 +223,33 @@ class Ledger(Protocol):
         timeout_s: float | None = None,
         dispatch: Dispatch | None = None,
     ) -> Opened:
-        """Create a request owned by ``gateway``: QUEUED, or RUNNING if ``dispatch`` is in effect.
+        """Create a request owned by the router ``gateway``, and return its entry.
 
-        A ``dispatch`` is ignored unless its term is the present leader's. The stored deadline is
-        ledger time plus ``timeout_s``, or None without a timeout; the deadline in ``request`` is
-        ignored. If the id exists with the same body, its entry is returned unchanged. Raises
-        RequestConflict if it exists with another body, LedgerFull.
+        It becomes RUNNING if ``dispatch`` is given and has the present leader's term, otherwise
+        QUEUED. The stored deadline is ledger time plus ``timeout_s`` seconds, or None without a
+        timeout; the deadline in ``request`` is ignored. If the id exists with the same body, the
+        existing entry is returned unchanged. Raises RequestConflict if the id exists with another
+        body, LedgerFull.
         """
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
-        """Move a request from QUEUED to RUNNING at ``worker``; return its entry.
+        """Move a request from QUEUED to RUNNING at ``worker``; return its new entry.
 
-        ``epoch`` is a new random number that identifies this attempt. If the request already runs
-        under this epoch, its entry is returned, whatever the term. Otherwise raises StaleTerm if
-        ``term`` is not the present leader's, and NotQueued if the request is not QUEUED.
+        ``epoch`` is a new random number that identifies this attempt; ``term`` identifies the
+        leadership of the caller. If the request already runs under this epoch, its entry is
+        returned, whatever the term. Otherwise raises StaleTerm if ``term`` is not the present
+        leader's, and NotQueued if the request is not QUEUED.
         """
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Store new tokens and log probabilities; return one result per item.
+        """Store new tokens and log probabilities; return one result for each item of ``appends``.
 
-        The end of a request's last choice moves it from RUNNING to FINISHED. All items take one
-        round trip. Tokens that are already stored are skipped. A refused item changes nothing and
-        does not affect the others.
+        An item that ends the last unfinished choice of its request moves the request from RUNNING
+        to FINISHED. All items take one round trip. Tokens that are already stored are skipped. A
+        refused item changes nothing and does not affect the others; its result says why it was
+        refused.
         """
         ...
 
@@ -241,29 +263,31 @@ class Ledger(Protocol):
         tally: Tally = NOTHING,
         explanation: bytes = b"",
     ) -> Entry:
-        """Move a request from RUNNING to QUEUED and return its entry.
+        """Move a request from RUNNING to QUEUED, and return its entry.
 
-        ``loss`` is the cause, in words, if its worker was lost, else None. A loss is counted, and
-        at ``max_losses`` the request becomes FAILED (attempts_exhausted) instead. ``tally`` is
-        stored, and so is ``explanation`` unless it is empty. If ``epoch`` is not the current one,
-        nothing changes. Raises UnknownRequest.
+        ``epoch`` identifies the attempt that ends. If it is not the current one, nothing changes.
+        ``loss`` is the cause, in words, if the worker was lost; None if the worker returned the
+        request. A loss is counted in the entry, and with loss number ``max_losses`` the request
+        becomes FAILED (attempts_exhausted) instead. ``tally`` replaces the stored counters, and
+        ``explanation`` the stored explanation unless it is empty. Raises UnknownRequest.
         """
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
-        """Move an unfinished request from ``owner`` to ``gateway``, as QUEUED; return it.
+        """Make ``gateway`` the owner of an unfinished request of ``owner``; return the request.
 
-        Appends of a running attempt are refused from then on. A request that is final, or not owned
-        by ``owner``, is returned unchanged: the caller owns the request only if the entry's gateway
-        is ``gateway``. Raises UnknownRequest.
+        Both are ids of routers. The request becomes QUEUED, and later appends of an attempt that
+        was running are refused. A request that is final, or not owned by ``owner``, is returned
+        unchanged: the caller owns the request only if the returned entry's gateway is ``gateway``.
+        Raises UnknownRequest.
         """
         ...
 
     async def discard(self, request_id: str, owner: str) -> Entry | None:
-        """Delete a QUEUED request of ``owner``, so that its id may be opened again; return None.
+        """Delete a QUEUED request of the router ``owner``, so that its id may be opened again.
 
-        The result is None, too, if the request does not exist. If it is not QUEUED or not owned by
-        ``owner``, nothing changes, and its entry is returned.
+        Returns None if the request was deleted or does not exist. If it is not QUEUED or has
+        another owner, nothing changes, and its entry is returned.
         """
         ...
 
@@ -279,36 +303,39 @@ class Ledger(Protocol):
         """End an unfinished request in ``state`` (FAILED, CANCELLED or EXPIRED); return its entry.
 
         ``slug`` and ``message`` are stored as its error, and ``explanation`` is stored unless it is
-        empty. A request that is final, or not owned by a given ``owner``, is returned unchanged.
-        Raises UnknownRequest, and ValueError for another state.
+        empty. A request that is final is returned unchanged. So is one that another router than
+        ``owner`` owns, unless ``owner`` is None. Raises UnknownRequest, and ValueError for another
+        ``state``.
         """
         ...
 
     async def explain(self, explained: Sequence[Explained]) -> None:
-        """Replace the explanations of final requests, which were stored when the requests ended.
+        """Replace the stored explanations of final requests.
 
-        An item is ignored if its request is unknown or not final, has another owner, or is another
-        request with the same id. All items take one round trip.
+        An item is ignored if its request is unknown or not final, or has another owner or arrival
+        time than the item says. All items take one round trip.
         """
         ...
 
     async def erase(self, request_id: str) -> Entry | None:
         """Delete a final request with prompt, outputs and events; its id may be opened again.
 
-        Returns None. If the request is not final, nothing changes, and its entry is returned.
-        Raises UnknownRequest.
+        Returns None if the request was deleted. If it is not final, nothing changes, and its entry
+        is returned. Raises UnknownRequest.
         """
         ...
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        """Restore a request from its gateway's copy in a ledger that may have lost parts of it.
+        """Restore a request from its owner's copy in a ledger that may have lost parts of it.
 
         ``stored`` is the copy: the request, its entry, and every choice from offset 0. A missing
         request is created, and missing tokens and ends of choices are added. State, owner, arrival
-        and deadline are taken from the copy if it has made more moves than the ledger's entry (see
-        entry.py). If the last choice thereby ends, the request is finished. An erased request stays
-        erased. Returns the result, and the entry after it. Raises ValueError for an inconsistent
-        ``stored``.
+        and deadline are taken from the copy if it counts more state changes (``moves``) than the
+        ledger's entry. If all choices have then ended, the request becomes FINISHED. A request that
+        was erased is not restored.
+
+        Returns the result, and the ledger's entry after it; if the request was erased, the copy's
+        entry. Raises ValueError for an inconsistent ``stored``.
         """
         ...
 
@@ -322,17 +349,18 @@ class Ledger(Protocol):
     async def get(self, request_id: str) -> Entry:
         """Return the request's entry.
 
-        Raises UnknownRequest. For ``retention`` seconds after ``erase`` it raises ForgottenRequest
-        instead.
+        Raises ForgottenRequest if the request was erased in the last ``retention`` seconds,
+        UnknownRequest if it does not exist otherwise.
         """
         ...
 
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
         """Return a request with the tokens of each choice from an offset on.
 
-        ``offsets`` has the offset of each choice; a missing one is 0. Raises UnknownRequest and
-        ForgottenRequest as ``get`` does. Raises OffsetOutOfRange for an offset that is negative or
-        beyond a choice's tokens, and for more offsets than choices.
+        ``offsets`` has one offset per choice, in the order of the choices; missing ones at its end
+        are 0. Raises OffsetOutOfRange for an offset that is negative or beyond a choice's tokens,
+        and for more offsets than choices. Raises ForgottenRequest if the request was erased in the
+        last ``retention`` seconds, UnknownRequest if it does not exist otherwise.
         """
         ...
 
@@ -347,19 +375,27 @@ class Ledger(Protocol):
         """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
 
         An empty ``tenant`` selects all tenants, empty ``states`` all states. The page begins after
-        the position ``before``; if it is None, with the newest request. Raises ValueError for a
-        ``limit`` out of range.
+        the position ``before``; if it is None, with the newest request. A page may have fewer
+        entries than ``limit`` although more follow; then ``Page.last`` is not None. Raises
+        ValueError for a ``limit`` out of range.
         """
         ...
 
     # gateways
 
     async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
-        """Renew the gateway's lease for ``lease_s`` seconds; return the state of the cluster."""
+        """Renew the lease of the router ``gateway``, and return the state of the cluster.
+
+        The lease then ends in ``lease_s`` seconds. ``address`` is the router's internal address,
+        which is stored.
+        """
         ...
 
     async def end_lease(self, gateway: str) -> None:
-        """End the gateway's lease at once, so that its requests become orphans."""
+        """End the lease of the router ``gateway`` at once.
+
+        Its unfinished requests are then among the ``orphans``, which other routers take over.
+        """
         ...
 
     async def gateways(self) -> dict[str, str]:
@@ -367,10 +403,10 @@ class Ledger(Protocol):
         ...
 
     async def orphans(self, limit: int) -> list[str]:
-        """Return the ids of up to ``limit`` unfinished requests whose gateway's lease has ended.
+        """Return the ids of up to ``limit`` unfinished requests whose router's lease has ended.
 
-        Requests of the gateway whose lease ended first come first. The cost does not depend on the
-        number of requests of live gateways.
+        Requests of the router whose lease ended first come first. The cost does not depend on the
+        number of requests of live routers.
         """
         ...
 
@@ -379,25 +415,24 @@ class Ledger(Protocol):
     async def lead(
         self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
     ) -> bool:
-        """Take or renew the leader's lease for ``lease_s`` seconds; return whether it is held.
+        """Take or renew the leader's lease for ``term``; return whether ``term`` now holds it.
 
-        The term that held it last renews it at any time. Another term takes it only after it has
-        ended. With ``is_new`` False the call only renews: it returns False if another term has held
-        the lease since.
+        It is then held for ``lease_s`` seconds. If ``term`` was the last to hold the lease, it
+        renews it at any time. Another term takes the lease only after it has ended. With ``is_new``
+        False the call only renews: it returns False if another term has held the lease since.
         """
         ...
 
     async def resign(self, term: int) -> None:
-        """End the leader's lease if it is held under ``term``."""
+        """End the leader's lease if ``term`` holds it; otherwise change nothing."""
         ...
 
     # workers
 
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
-        """Add the worker to the table, replacing any other worker at its address.
+        """Add the worker to the table of workers, replacing any other worker at its address.
 
-        The same address may belong to another id, because a worker that restarts on a fixed port
-        gets a new one.
+        A worker that restarts on a fixed port has a new id at the same address.
         """
         ...
 
@@ -412,61 +447,73 @@ class Ledger(Protocol):
     # load
 
     async def put_load(self, load: session_pb2.ClusterLoad) -> None:
-        """Store the leader's report on the load, for the autoscaler.
+        """Store the leader's report on the cluster's load, which the autoscaler reads.
 
-        It is ignored unless ``load.term`` is the latest term.
+        It is ignored unless ``load.term`` identifies the latest leadership.
         """
         ...
 
     async def load(self) -> LoadReport | None:
-        """Return the last stored load; None if there is none."""
+        """Return the last stored report on the load, with its age; None if there is none."""
         ...
 
     async def is_active(self) -> bool:
-        """Return whether this cluster is the active one of those that share ``active_key``.
+        """Return whether this cluster serves clients, among those that share ``ledger.active_key``.
 
-        Only the active cluster serves clients. If none is active, this call makes this cluster the
-        active one. A cluster stops being active 10 s after the last such call of its routers.
-        Without an ``active_key`` every cluster is active.
+        The key names one active cluster. If it names none, this call makes this cluster the active
+        one. A cluster stops being active 10 s after the last such call of its routers. Without an
+        ``active_key`` every cluster is active.
         """
         ...
 
     async def activate(self) -> None:
-        """Make this cluster the active one in place of any other."""
+        """Make this cluster the active one, in place of any other with the same ``active_key``.
+
+        Clients are then sent to its routers. Without an ``active_key`` this has no effect.
+        """
         ...
 
     async def active_load(self) -> LoadReport | None:
-        """Return the active cluster's load; None if that is this cluster, or no load is stored."""
+        """Return the load report of the active cluster, if that is another cluster.
+
+        Returns None if this cluster is the active one, or the active one has no stored load.
+        """
         ...
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
-        """Store the decisions of the autoscaler, for display."""
+        """Store the decisions of the autoscaler, which the leader and the console read."""
         ...
 
     async def scaling(self) -> ScalingReport | None:
-        """Return the last stored decisions; None if there are none."""
+        """Return the last stored decisions of the autoscaler, and their age.
+
+        Returns None if there are none.
+        """
         ...
 
     # tenants
 
     async def charge(self, charge: Charge, lease_s: float) -> bool:
-        """Charge a request to all limits of its tenant, or to none; return whether this was new.
+        """Count a request towards all limits of its tenant; return False if it was counted before.
 
-        The request counts as a concurrent request of the tenant until it is settled, or until
-        ``lease_s`` seconds have passed without a ``hold``. If it was charged before, nothing more
-        is taken, and the result is False. Raises RateLimited if a limit is reached, LedgerFull.
+        The largest amounts that it may use are taken from the tenant's token buckets. It also
+        counts as a concurrent request until ``settle_charges``, or until ``lease_s`` seconds have
+        passed without a ``hold``. If it was counted before, nothing more is taken. Raises
+        RateLimited, and counts the request towards no limit, if one of them is reached. Raises
+        LedgerFull.
         """
         ...
 
     async def settle_charges(self, ends: Sequence[Settlement]) -> None:
-        """Settle the charges of requests that have ended: refund the amounts that they did not use.
+        """Refund what ended requests did not use of the amounts that ``charge`` took for them.
 
-        Requests that were never charged, or are already settled, are ignored.
+        They no longer count as concurrent requests. Requests that were never charged, or are
+        already settled, are ignored.
         """
         ...
 
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
-        """Extend the charges of unfinished requests to ``lease_s`` seconds from now."""
+        """Let unfinished requests count as concurrent requests for ``lease_s`` seconds from now."""
         ...
 
     # API keys and tenants
@@ -476,27 +523,30 @@ class Ledger(Protocol):
         ...
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
-        """Change the records of API keys and tenants with these names; None removes a record."""
+        """Store records of API keys and tenants by name, in place of older ones of the same names.
+
+        None instead of a text removes the record.
+        """
         ...
 
     # policy
 
     async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
-        """Change the settings in ``changes`` and return the resulting policy.
+        """Change run-time settings, and return the policy that is then in effect.
 
-        An empty text unsets a setting.
+        ``changes`` has the new text of each setting by its name. An empty text unsets a setting.
         """
         ...
 
     async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
-        """Store ``policy`` again after a server lost it; return the policy in effect.
+        """Store ``policy`` again after a server lost it; return the policy that is then in effect.
 
-        Nothing changes if the ledger's version is the same or newer.
+        Nothing changes if the ledger's policy has the same version or a newer one.
         """
         ...
 
     async def policy(self) -> ClusterPolicy:
-        """Return the policy that operators set."""
+        """Return the run-time settings that operators have set."""
         ...
 
     async def cluster_id(self) -> str:

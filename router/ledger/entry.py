@@ -40,7 +40,7 @@ MAX_EVENTS = 64
 
 
 def lost_too_often(losses: int, cause: str) -> str:
-    """Return the error message of a request that fails after too many losses of its worker.
+    """Return the error message of a request that fails because it lost ``losses`` workers.
 
     ``cause`` is the cause of the last loss, in words.
     """
@@ -67,9 +67,9 @@ class State(Enum):
 
 
 class Move(Enum):
-    """Transition of a request, with the states that it may start from and end in.
+    """Kind of state change of a request, with the states that it may start from and end in.
 
-    Reassert is not a member, because it repeats earlier moves.
+    Reassert (sending a lost request again) is not a member, because it repeats earlier changes.
     """
 
     OPEN = ((), (State.QUEUED,))
@@ -91,9 +91,10 @@ class Tally:
     """Counters of a request, over all its attempts.
 
     ``preemptions`` counts how often the request released its KV blocks before its end.
-    ``migrations`` counts the attempts that continued the tokens of an earlier one.
-    ``cached_tokens`` is the number of prompt tokens that the first attempt found in the prefix
-    cache.
+    ``migrations`` counts the attempts that continued after the tokens of an earlier one.
+    ``recomputed_tokens`` is the number of tokens that were computed again after a preemption, a
+    lost worker or a move. ``cached_tokens`` is the number of prompt tokens that the first attempt
+    found in the prefix cache.
     """
 
     preemptions: int = 0
@@ -104,17 +105,17 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event of a request: the time (ledger time in seconds), the name of the move, and a detail.
+    """Event of a request: the ledger time in seconds, the name of its state change, and a detail.
 
-    The detail depends on the move; ``finish`` is the append that ended the last choice.
+    The detail depends on ``move``:
 
-        open         its gateway
-        dispatch     its worker
+        open         router that owns the request
+        dispatch     worker
         release      cause of the loss of its worker; empty if the worker returned the request
-        take_over    its new gateway
-        finish       empty
-        end          the error's slug
-        reassert     the gateway that sent its copy
+        take_over    router that owns the request from now on
+        finish       empty; the append that ended the last choice
+        end          slug of the error
+        reassert     router that sent its copy of the request
     """
 
     time: float
@@ -126,10 +127,12 @@ class Event:
 class Entry:
     """Entry of a request in the ledger: its state and counters, without prompt and tokens.
 
-    ``arrived`` is ledger time in seconds. It never changes, and the admission queue orders by it.
-    ``num_tokens`` and ``finish_reasons`` have one item per choice; the reason of an unfinished
-    choice is None. ``attempts`` counts dispatches, ``losses`` the dispatches whose worker was lost.
-    ``moves`` counts moves as the module describes.
+    ``gateway`` is the id of the router that owns the request. ``arrived`` is ledger time in
+    seconds. It never changes, and the admission queue orders by it. ``num_tokens`` and
+    ``finish_reasons`` have one item per choice; the reason of an unfinished choice is None.
+    ``worker`` and ``epoch`` (the number of the attempt) are empty and 0 unless the request runs.
+    ``attempts`` counts dispatches, ``losses`` the dispatches whose worker was lost. ``moves``
+    counts the state changes, of which an append is one only if it finishes the request.
     """
 
     request_id: str
@@ -150,7 +153,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredChoice:
-    """Tokens of one choice, the first of them at ``offset``.
+    """Tokens of one choice from the position ``offset`` on.
 
     ``logprobs`` has one item per token if the request asks for them, else it is empty.
     """
@@ -165,8 +168,8 @@ class Stored:
     """Request as the ledger stores it, as of ``now`` (ledger time in seconds).
 
     ``prompt_logprobs`` has the log probabilities of the prompt's tokens from the second one on; it
-    is empty if there are none. ``explanation`` says where the request's time went, as its gateway
-    last reported. It is opaque to the ledger.
+    is empty if there are none. ``explanation`` is the last report of the request's owner on where
+    the request's time went, in bytes that the ledger does not interpret; empty if there is none.
     """
 
     entry: Entry
@@ -179,7 +182,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Dispatch to a worker by the leader of ``term``; ``epoch`` is new, random, and not 0."""
+    """Assignment of a request to a worker by the leader.
+
+    ``term`` identifies the leadership. ``epoch`` identifies the attempt: a new random number, not
+    0.
+    """
 
     worker: str
     epoch: int
@@ -188,12 +195,13 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """New tokens of one choice, generated under ``epoch``; ``offset`` is that of the first one.
+    """New tokens of one choice, the first of them at the position ``offset`` of its output.
 
-    ``logprobs`` has one item per token, with the requested number of alternatives; it is empty if
-    the request does not ask for them. ``prompt_logprobs`` are sent once, all together; repeated
-    ones are not stored again. ``finish_reason`` is set if the choice ends with these tokens. Raises
-    ValueError if ``logprobs`` has another number of items.
+    ``epoch`` identifies the attempt that generated them. ``logprobs`` has one item per token, with
+    the requested number of alternatives; it is empty if the request does not ask for them.
+    ``prompt_logprobs`` are sent once, all together; repeated ones are not stored again.
+    ``finish_reason`` is set if the choice ends with these tokens. The constructor raises ValueError
+    if ``logprobs`` is not empty and has another number of items than ``tokens``.
     """
 
     request_id: str
@@ -216,9 +224,10 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """New explanation of a final request, from the ``gateway`` that owned it.
+    """New explanation (report on where its time went) of a final request.
 
-    ``arrived`` distinguishes the request from a later one with the same id.
+    ``gateway`` is the router that owned the request. ``arrived`` distinguishes the request from a
+    later one with the same id.
     """
 
     request_id: str
@@ -245,7 +254,7 @@ class Appended(Enum):
 
 
 class Reasserted(Enum):
-    """Result of restoring a request in the ledger."""
+    """Result of sending a copy of a request to a ledger that may have lost parts of the request."""
 
     #: the ledger has all data of the request; its state stays if it had as many moves or more
     OK = "ok"

@@ -12,7 +12,10 @@ from router.ledger.entry import Entry, Event, State
 
 
 class Row(NamedTuple):
-    """Row of a listing; ``entry`` is None if its state is not requested or it is gone."""
+    """Row of a listing; ``entry`` is None for a request that does not belong on the page.
+
+    The request is then in a state that was not asked for, or no longer exists.
+    """
 
     position: Position
     entry: Entry | None
@@ -20,16 +23,21 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Next rows of one shard, newest first; ``is_end`` is True if the shard has no more."""
+    """Next rows of a listing from one shard, newest first.
+
+    ``is_end`` is True if the shard has no further rows.
+    """
 
     rows: Sequence[Row]
     is_end: bool
 
 
 class Listing:
-    """Builder of a page of ``limit`` entries that begins after the position ``last``.
+    """Builder of a page of up to ``limit`` entries, which begins after the position ``last``.
 
-    ``last`` advances with the rows that were added. A page is made of at most MOST_LISTED rows.
+    With ``last`` None it begins with the newest request. ``last`` advances with the rows that are
+    added. The page is complete when ``is_over`` is True: it has ``limit`` entries, MOST_LISTED rows
+    were examined, or no rows are left.
     """
 
     def __init__(self, limit: int, last: Position | None) -> None:
@@ -45,7 +53,10 @@ class Listing:
         return self._limit - len(self._entries)
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Add the rows of each shard that follow the position ``last``."""
+        """Add the next rows, of which ``parts`` has one part from each shard.
+
+        Rows that are not after the position ``last`` are skipped.
+        """
         rows, is_end = _merged(parts, self.last)
         assert rows or is_end, "a shard that has more answers at least one of it"
         for row in rows:
@@ -83,10 +94,10 @@ def _behind(rows: Iterable[Row], last: Position | None) -> list[Row]:
 class Audited:
     """State of a request, as found by an audit of the ledger.
 
-    ``owned`` tells whether its gateway's set of unfinished requests contains it, ``listed`` whether
-    all its listings have it at its arrival time. ``immortal`` are its keys without a time to live,
-    ``missing`` its keys that do not exist. ``finished_by`` is the epoch whose append finished it, 0
-    for none.
+    ``owned`` tells whether the set of unfinished requests of its router contains it, ``listed``
+    whether all its listings have it at its arrival time. ``immortal`` has the names of its keys
+    without a time to live, ``missing`` of its keys that do not exist. ``finished_by`` is the epoch
+    (attempt number) whose append finished it, 0 if none did.
     """
 
     entry: Entry
@@ -113,9 +124,10 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Request id in the set of ``gateway``'s unfinished requests.
+    """Request id that the set of unfinished requests of the router ``gateway`` contains.
 
-    ``state`` and ``owner`` are those of the request itself; None and empty if it does not exist.
+    ``state`` and ``owner`` are read from the request itself; they are None and empty if the request
+    does not exist.
     """
 
     request_id: str
@@ -126,10 +138,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Request id in a tenant's listing.
+    """Request id in the listing of ``tenant``.
 
-    ``is_kept_up`` tells whether the tenant is the request's own, and the listing of all tenants has
-    the request too. If so, it is removed from both when it no longer exists.
+    ``is_kept_up`` tells whether the id is removed from this listing when the request no longer
+    exists. This holds if the request belongs to the tenant, and the listing of all tenants has it
+    too.
     """
 
     request_id: str
@@ -142,7 +155,10 @@ Item: TypeAlias = Audited | Stray | Claim | Listed
 
 class Audit(Protocol):
     def items(self) -> AsyncIterator[Item]:
-        """Return an iterator over all items of the ledger. Raises LedgerUnavailable."""
+        """Return an iterator over all requests, keys and ids that the ledger contains.
+
+        The iterator raises LedgerUnavailable.
+        """
         ...
 
     async def again(self, items: Sequence[Item]) -> list[Item]:

@@ -28,9 +28,10 @@ CONCURRENT = "max_concurrent"
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Charge of a new request: the largest amounts that it may use, and its tenant's limits.
+    """Amounts to take from a tenant's limits for a new request, and these limits.
 
-    A limit of None is no limit. ``output_tokens`` is the sum over all choices.
+    The amounts are the largest that the request may use; ``output_tokens`` is the sum over all
+    choices. A limit of None is no limit.
     """
 
     request_id: str
@@ -47,10 +48,10 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Settlement of the charge of a request that has ended.
+    """Final use of a request that has ended, by which unused amounts are refunded to its tenant.
 
-    ``output_tokens`` is the sum over all choices. None means that the request never began, so that
-    its whole charge is refunded.
+    ``output_tokens`` is the number of generated tokens, over all choices. None means that the
+    request never began: all that was taken for it is refunded.
     """
 
     request_id: str
@@ -58,14 +59,18 @@ class Settlement:
 
 
 def cost_us(amount: int, per_minute: int | None) -> int:
-    """Return the time in µs in which a bucket refills by ``amount``; 0 if there is no limit."""
+    """Return the time in µs in which a bucket refills by ``amount``; 0 if there is no limit.
+
+    ``per_minute`` is the limit: the amount that refills in a minute.
+    """
     return amount * MINUTE_US // per_minute if per_minute else 0
 
 
 def refusal(charge: Charge, limit: str, wait_us: int) -> RateLimited:
-    """Return the error for a request that exceeds ``limit``, a field of Charge.
+    """Return the error for a request that exceeds ``limit``, the name of a field of Charge.
 
-    ``wait_us`` is the time until a retry can succeed, 0 if unknown.
+    ``wait_us`` is the time in µs until a retry can succeed. 0 means unknown: the error then
+    suggests a retry after a second.
     """
     of = f"{limit} ({getattr(charge, limit)})"
     wait_s = wait_us / 1e6 or _SOME_S

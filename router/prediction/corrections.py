@@ -1,11 +1,11 @@
 """Corrections of predicted output lengths by the actual lengths. Pure.
 
 Each quantile of each group of requests has a shift, which is added to the quantile's logarithm.
-After every output the shift of quantile q increases by rate * q if the output was longer, and
-decreases by rate * (1 - q) if it was not. The share of outputs within the quantile therefore tends
-to q, whatever the model predicts and however the outputs are distributed (Gibbs and Candes,
-adaptive conformal inference, arXiv 2106.00170). Over n consecutive outputs of a group the share is
-off by at most
+After every output of the group, the shift of quantile q increases by rate * q if the output was
+longer than the quantile, and decreases by rate * (1 - q) if it was not. The share of outputs within
+the quantile therefore tends to q, whatever the model predicts and however the outputs are
+distributed (Gibbs and Candes, adaptive conformal inference, arXiv 2106.00170). Over n consecutive
+outputs of a group the share is off by at most
 
     (r + rate) / (rate * n)
 
@@ -29,7 +29,7 @@ _MOST = 4096
 
 
 class Corrections:
-    """Shifts of the predicted quantiles, by group of requests."""
+    """Shifts of the predicted ``quantiles`` of output lengths, by group of requests."""
 
     def __init__(self, quantiles: Sequence[float]) -> None:
         self._quantiles = tuple(quantiles)
@@ -37,7 +37,7 @@ class Corrections:
         self._shifts: OrderedDict[str, list[float]] = OrderedDict()
 
     def apply(self, group: str, logs: Sequence[float]) -> list[float]:
-        """Return the corrected natural logarithms of the quantiles, given the predicted ones.
+        """Return the natural logarithms of the quantiles after correction; ``logs`` are without it.
 
         A group of which no output has been recorded is shifted by the running average of all
         groups.
@@ -48,8 +48,8 @@ class Corrections:
     def note(self, group: str, logs: Sequence[float], log_length: float) -> None:
         """Record an ended output of a group, to correct later predictions.
 
-        ``logs`` are the natural logarithms of its quantiles as predicted, before corrections, and
-        ``log_length`` is that of its actual length.
+        ``logs`` are the natural logarithms of its quantiles as predicted, before corrections.
+        ``log_length`` is the natural logarithm of its actual length in tokens.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
@@ -58,7 +58,8 @@ class Corrections:
     def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
         """Record an output that was cut off, and would otherwise have reached at least this length.
 
-        Only quantiles below that length are moved. The arguments are those of ``note``.
+        Only quantiles below that length are shifted. ``logs`` are the natural logarithms of the
+        quantiles as predicted, before corrections, and ``log_length`` is that of the length.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)

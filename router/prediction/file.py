@@ -20,10 +20,10 @@ _Identity = tuple[int, ...]
 
 
 class PredictorFile:
-    """File of a predictor; ``load`` receives each new model, and raises ValueError to refuse it.
+    """File of a predictor, which is read again whenever it has changed.
 
-    If the model is refused or the file cannot be read, the error is logged and the model in use is
-    kept.
+    ``load`` is called with each new model, and raises ValueError to refuse it. If the model is
+    refused or the file cannot be read, the error is logged and the model in use is kept.
     """
 
     def __init__(self, path: Path, load: Callable[[Model], None]) -> None:

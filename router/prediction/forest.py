@@ -31,10 +31,11 @@ _PLACE_OF_BIT[1 << np.arange(_LEAVES)] = np.arange(_LEAVES)
 
 
 class Forest:
-    """Decision trees that give several sums, each over the leaf values of its own trees.
+    """Decision trees that compute several sums, each over the leaf values of its own trees.
 
-    A node leads to its left child if its feature is at most its threshold, else to its right child.
-    A leaf has itself as both children, and has a value. Children come after their parents.
+    A node leads to its left child if the request's value of its feature is at most its threshold,
+    else to its right child. A leaf has itself as both children, and has a value. A child's number
+    is larger than its parent's.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Forest:
         self._starts = np.cumsum([0, *counts[:-1]])
 
     def sums(self, features: Sequence[float]) -> list[float]:
-        """Return the value of each sum for a request with these features."""
+        """Return the value of each sum for a request, whose feature number i is ``features[i]``."""
         left = self._all
         for feature, thresholds, masks in self._lines:
             left &= masks[bisect_left(thresholds, features[feature])]
@@ -97,7 +98,7 @@ class _Trees:
         self.values: list[list[float]] = []
 
     def add(self, root: int) -> None:
-        """Add the tree with this root. Raises ValueError if it is not valid."""
+        """Add the tree whose root is node number ``root``. Raises ValueError if it is not valid."""
         self.values.append([])
         leaves = self._walk(root, -1)
         self.values[-1] += [0.0] * (_LEAVES - leaves.bit_count())
@@ -128,7 +129,7 @@ class _Trees:
     def line(self, feature: int) -> tuple[list[float], list[int]]:
         """Return a feature's thresholds in ascending order, and masks of the remaining leaves.
 
-        ``masks[i]`` applies to a value that exceeds the first ``i`` thresholds.
+        The mask with index i applies to a value that exceeds the first i thresholds.
         """
         cleared = sorted(self._cleared[feature])
         masks = [-1]

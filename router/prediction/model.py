@@ -59,7 +59,8 @@ _HISTORY_MEMORY = 64
 class History(NamedTuple):
     """Running mean and variance of the natural logarithms of the lengths of a group's outputs.
 
-    They follow about the last 64 outputs. After the first output the variance is assumed to be 1.
+    They are taken over about the last 64 outputs. After the first output the variance is assumed to
+    be 1.
     """
 
     outputs: int = 0
@@ -79,9 +80,10 @@ class Model:
     """Trained model that predicts the QUANTILES of an output's length.
 
     For each quantile, ``forest`` has one sum: the natural logarithm of this quantile in tokens.
-    ``served`` is the name of the model whose outputs it was trained on. ``histories`` are those of
-    the training's groups, by digest. ``tau`` is Kendall's tau between the predicted and the actual
-    lengths in the training. ``report`` contains all results of the training, for people to read.
+    ``served`` is the name of the language model whose outputs it was trained on. ``histories`` has,
+    by digest, the History of each group of requests in the training. ``tau`` is Kendall's tau
+    between the predicted and the actual lengths in the training. ``report`` contains all results of
+    the training, for people to read.
     """
 
     served: str
@@ -92,7 +94,7 @@ class Model:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Return the model in the text of a file.
+        """Return the model that the text of a predictor's file contains.
 
         Raises ValueError, with the cause, if the text is not a valid model.
         """
@@ -133,7 +135,7 @@ def text(
     histories: Mapping[str, History],
     report: Mapping[str, Any],
 ) -> str:
-    """Return the text of a model's file; ``forest`` holds Forest's arguments by name."""
+    """Return the text of a predictor's file; ``forest`` holds the arguments of Forest by name."""
     plain = {
         "kind": KIND,
         "version": VERSION,

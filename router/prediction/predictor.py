@@ -46,14 +46,14 @@ class LengthDistribution:
     sigma: float = 0.0
 
     def quantile(self, part: float) -> float:
-        """Return the length that the fraction ``part`` of such outputs does not exceed."""
+        """Return the length in tokens that a fraction ``part`` of such outputs does not exceed."""
         return self.median * exp(self.sigma * NormalDist().inv_cdf(part))
 
     def to_come(self, num_made: int, max_tokens: int) -> int:
         """Return the expected number of remaining tokens of an output that has ``num_made`` tokens.
 
-        The output has at most ``max_tokens`` tokens. The result is at least 1, unless it already
-        has them.
+        The output has at most ``max_tokens`` tokens. The result is at least 1, or 0 if the output
+        already has ``max_tokens`` tokens.
         """
         expected = max(num_made + 1, round(self._mean_beyond(num_made)))
         return max(0, min(expected, max_tokens) - num_made)
@@ -110,8 +110,8 @@ class RecentRanks:
     def rank(self, length: float) -> float:
         """Return the fraction of recent predictions that are shorter than ``length``.
 
-        It is above 0 and below 1, and equal ones count half. ``length`` is one of the recent
-        predictions from now on.
+        The result is above 0 and below 1, and predictions of equal length count half. ``length`` is
+        then added to the recent predictions.
         """
         low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
         rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
@@ -138,9 +138,10 @@ _DAY_S = 86400.0
 class Asked(NamedTuple):
     """Features of a request.
 
-    ``static`` holds the values of STATIC. ``groups`` holds a digest for each of GROUPS, which is
-    empty without an application or if the prompt is too short. ``moment`` is the arrival in ledger
-    time, in seconds.
+    ``static`` holds the values of the features named in STATIC. ``groups`` holds, for each kind in
+    GROUPS, the digest of the request's group: requests of the same tenant, of the same application,
+    or whose prompts begin alike. A digest is empty if the request has no application, or if the
+    prompt is too short. ``moment`` is the arrival in ledger time, in seconds.
     """
 
     static: tuple[float, ...]
@@ -183,7 +184,7 @@ def asked_of(
 ) -> Asked:
     """Return the features of a request with these properties.
 
-    ``stops`` is the number of strings that end an output; ``moment`` is the arrival in ledger time,
+    ``stops`` is the number of strings that end an output. ``moment`` is the arrival in ledger time,
     in seconds.
     """
     count = len(prompt_ids)
@@ -208,7 +209,7 @@ def asked_of(
 
 
 def narrowest(groups: Sequence[str]) -> str:
-    """Return the digest of the narrowest of a request's groups that is not empty.
+    """Return the last digest in ``groups`` that is not empty; the narrowest group comes last.
 
     The requests of this group are most alike.
     """
@@ -254,10 +255,11 @@ _ALL = "all"
 
 
 class Histories:
-    """Running means over the ended outputs of each group: tenant, application, opening, template.
+    """Running means and variances of the output lengths of each group of requests.
 
-    They are ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516), so that a
-    template that was not in the training data is known after its first outputs. The training
+    A group is a tenant, an application, or the requests whose prompts begin with the same tokens.
+    The means are ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516), so
+    that a group that was not in the training data is known after its first outputs. The training
     records outputs in the order of arrival, each after the features of its request were taken.
     """
 
@@ -266,9 +268,10 @@ class Histories:
         self._all = self._known.pop(_ALL, History())
 
     def features(self, asked: Asked) -> list[float]:
-        """Return the values of FEATURES for a request.
+        """Return the values of FEATURES for a request, in this order.
 
-        A group without ended outputs has the mean and variance of the next wider group.
+        A group without ended outputs gets the mean and variance of the next wider group that has
+        some, or else those of all requests.
         """
         values, around = list(asked.static), self._all
         for group in asked.groups:
@@ -279,7 +282,10 @@ class Histories:
         return values
 
     def note(self, groups: Sequence[str], log_length: float) -> None:
-        """Record an output of these groups; ``log_length`` is its length's natural logarithm."""
+        """Record an output of a request in these groups.
+
+        ``log_length`` is the natural logarithm of its length in tokens.
+        """
         self._all = self._all.with_one(log_length)
         for group in filter(None, groups):
             self._known[group] = self._known.get(group, History()).with_one(log_length)
@@ -290,8 +296,9 @@ class Histories:
     def learn(self, others: Mapping[str, History]) -> None:
         """Add the histories of groups that are not known yet.
 
-        ``others`` are in order of use, the last used last. They are dropped in the same order,
-        before the groups that were known already.
+        ``others`` are by digest of the group, and the most recently updated group comes last. When
+        groups have to be dropped, the first of ``others`` go first, and the groups that were known
+        already go after all of them.
         """
         for group, history in reversed([*others.items()]):
             if group == _ALL:
@@ -301,7 +308,10 @@ class Histories:
                 self._known.move_to_end(group, last=False)
 
     def as_dict(self) -> dict[str, History]:
-        """Return the histories as ``learn`` takes them, the most recently used last."""
+        """Return the histories by digest of the group, the most recently updated one last.
+
+        The key "all" has the history of all requests.
+        """
         return {_ALL: self._all, **self._known}
 
 
@@ -321,10 +331,11 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 class Guess:
     """Prediction of a request's outputs by the trained model, whether it is trusted or not.
 
-    ``logs`` are the natural logarithms of the corrected QUANTILES, and ``least_log`` is that of the
-    LEAST quantile. ``length`` follows from ``logs``. ``uncorrected`` holds the same three
-    logarithms before corrections. Of the request's features, only ``groups`` are kept, because a
-    million requests may be queued.
+    ``logs`` are the natural logarithms of the corrected QUANTILES of an output's length in tokens,
+    and ``least_log`` is the logarithm of the corrected LEAST quantile. ``length`` is the
+    distribution with the quantiles of ``logs``. ``uncorrected`` holds the same three logarithms
+    before corrections. Of the request's features, only ``groups`` are kept, because a million
+    requests may be queued.
     """
 
     groups: tuple[str, ...]
@@ -337,7 +348,7 @@ class Guess:
 
     @property
     def least_tokens(self) -> int:
-        """Length in tokens that 95 % of such outputs reach."""
+        """Number of tokens that 95 % of such outputs reach, as predicted."""
         return int(exp(min(max(_SHORTEST, self.least_log), _LONGEST)))
 
 
@@ -347,7 +358,8 @@ class Learned:
     def __init__(self, model: Model, histories: Histories, min_tau: float) -> None:
         """Create the predictor from a trained model and the ``histories`` of ended outputs.
 
-        Predictions with a Kendall's tau below ``min_tau`` are not trusted.
+        Predictions are not trusted while Kendall's tau between predicted and actual lengths is
+        below ``min_tau``.
         """
         self._forest = model.forest
         self._histories = histories
@@ -363,7 +375,7 @@ class Learned:
         return Guess(asked.groups, uncorrected, tuple(corrected), least_log, length, tokens)
 
     def note(self, guess: Guess, num_tokens: int) -> None:
-        """Record an output that ended with ``num_tokens``."""
+        """Record an output of the request of ``guess`` that ended after ``num_tokens`` tokens."""
         log_length = log(max(1, num_tokens))
         self._histories.note(guess.groups, log_length)
         self._corrections.note(narrowest(guess.groups), guess.uncorrected, log_length)
@@ -371,7 +383,10 @@ class Learned:
         self.trust.note(guess.tokens, within, num_tokens)
 
     def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
-        """Record an output that was cut off after ``num_tokens``, and would have been longer."""
+        """Record an output of the request that was cut off after ``num_tokens`` tokens.
+
+        Without the cut it would have been longer.
+        """
         group = narrowest(guess.groups)
         self._corrections.note_longer(group, guess.uncorrected, log(num_tokens + 1))
 
@@ -394,22 +409,24 @@ _TRIALS = 20
 class Prediction:
     """Prediction of the output lengths of one request, made when the request arrives.
 
-    ``length`` is the distribution of one output's length, ignoring ``max_tokens``. ``queue_key``
-    ranks the request in the queue.
+    ``length`` is the distribution of the length of a single output, as if ``max_tokens`` did not
+    limit it. ``queue_key`` contains the values by which queue policies order the request. ``guess``
+    is the trained model's prediction, which is None if no model is loaded or if only ``max_tokens``
+    can end the outputs.
     """
 
     length: LengthDistribution
     #: expected tokens of all outputs together
     output_tokens: int = 0
-    #: tokens that nearly every output reaches
+    #: tokens that a single output reaches with a probability of about 95 %, or more
     least_tokens: int = 1
     queue_key: QueueKey = BY_ARRIVAL
     guess: Guess | None = None
-    #: the model that made the guess
+    #: predictor that made ``guess``
     learned: Learned | None = None
-    #: only ``max_tokens`` can end an output
+    #: whether only ``max_tokens`` can end an output
     is_certain: bool = False
-    #: a model is loaded, and the order of its predictions is not trusted
+    #: whether a model is loaded, and the order of its predictions is not trusted
     is_distrusted: bool = False
 
 
@@ -432,7 +449,8 @@ class Predictor:
     def __init__(self, tokenizer: Vocabulary, served: str, min_tau: float) -> None:
         """Create a predictor of the outputs of the model named ``served``.
 
-        Predictions with a Kendall's tau below ``min_tau`` are not trusted.
+        The predictions of a trained model are not trusted while Kendall's tau between predicted and
+        actual lengths is below ``min_tau``.
         """
         self._tokenizer = tokenizer
         self._served = served
@@ -449,7 +467,7 @@ class Predictor:
         return None if self._learned is None else self._learned.trust
 
     def load(self, model: Model) -> None:
-        """Use this model from now on.
+        """Use this trained model from now on, in place of any earlier one.
 
         Raises ValueError if it was trained on the outputs of another model than the served one.
         """
@@ -506,7 +524,7 @@ class Predictor:
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
         """Record an output of the predicted request that ended by itself or by its ``max_tokens``.
 
-        Return whether predictions thereby became trusted, or ceased to be trusted.
+        Return True if predictions thereby became trusted or ceased to be trusted, else False.
         """
         if prediction.is_certain:
             return False
@@ -519,7 +537,7 @@ class Predictor:
         return learned.trust.is_trusted is not was_trusted
 
     def note_cut_off(self, prediction: Prediction, num_tokens: int) -> None:
-        """Record an output that was cut off by its request's deadline after ``num_tokens``."""
+        """Record an output that its request's deadline cut off after ``num_tokens`` tokens."""
         guess, learned = prediction.guess, prediction.learned
         if guess is not None and learned is not None and learned is self._learned:
             learned.note_cut_off(guess, num_tokens)

@@ -10,9 +10,10 @@ from math import sqrt
 
 
 def kendall_tau(pairs: Collection[tuple[float, float]]) -> float:
-    """Return Kendall's tau-b of the pairs: 1 for the same order, -1 for the reverse, 0 for none.
+    """Return Kendall's tau-b of the pairs, the agreement of the orders of first and second values.
 
-    It is also 0 if all values of one side are equal.
+    It is 1 for the same order, -1 for the reverse order, and about 0 for independent orders. It is
+    also 0 if all first values or all second values are equal.
 
     tau-b = (concordant - discordant) / sqrt((n - ties in x) (n - ties in y)), n = all pairs of
     pairs (Kendall, Biometrika 33, 1945). The second values are inserted into a sorted list in the
@@ -48,7 +49,9 @@ _MARGIN = 0.05
 
 
 class Trust:
-    """Record of whether a model's predictions can be trusted, by Kendall's tau of the last outputs.
+    """Judgement whether a model's predictions can be trusted, by Kendall's tau of the last outputs.
+
+    Tau measures how well the order of the predicted lengths agrees with that of the actual lengths.
 
     Once tau falls below ``limit``, predictions are not trusted until it is 0.05 above the limit.
 
@@ -57,7 +60,7 @@ class Trust:
     """
 
     def __init__(self, limit: float, tau: float) -> None:
-        """Create the record; ``tau`` is that of the training, used until enough outputs ended."""
+        """Start with ``tau`` from the model's training, used until 100 outputs have ended."""
         self._limit = limit
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._within: deque[tuple[bool, ...]] = deque(maxlen=_WINDOW)
@@ -68,7 +71,7 @@ class Trust:
     def note(self, predicted: float, within: Sequence[bool], actual: float) -> None:
         """Record an output with its predicted and its actual number of tokens.
 
-        ``within`` states, for each quantile, whether the output was within it.
+        ``within`` states, for each predicted quantile, whether the output was not longer.
         """
         self._pairs.append((predicted, actual))
         self._within.append(tuple(within))
@@ -80,7 +83,10 @@ class Trust:
 
     @property
     def coverage(self) -> list[float]:
-        """Fraction of the last outputs within each quantile; empty before any output has ended."""
+        """Fraction, for each quantile, of the last outputs that were not longer than it.
+
+        The list is empty before any output has ended.
+        """
         if not self._within:
             return []
         return [sum(each) / len(self._within) for each in zip(*self._within, strict=True)]

@@ -68,14 +68,14 @@ class Workers(Protocol):
         ...
 
     def confirm(self, worker_id: str, epoch: int) -> None:
-        """Confirm to the worker that this router has the report of the first step of an attempt.
+        """Confirm that this router has received the worker's report of an attempt's first step.
 
-        ``epoch`` is that of the attempt.
+        ``epoch`` identifies the attempt.
         """
         ...
 
     def speaker(self, worker_id: str) -> Speaker | None:
-        """Return the worker's stream, or None if there is none."""
+        """Return the connection to a worker, or None if the worker is not connected."""
         ...
 
 
@@ -141,7 +141,7 @@ class AttemptRunner:
     def reserve(
         self, request: Request, timeout_s: float | None, prediction: Prediction
     ) -> Reservation | None:
-        """Reserve a worker for a request that the ledger does not have yet.
+        """Reserve a worker for a request that the ledger does not have yet; return the reservation.
 
         ``timeout_s`` is the time from the request's arrival to its deadline in seconds, or None
         without a deadline. Return None if the request has to queue.
@@ -154,8 +154,8 @@ class AttemptRunner:
     def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
         """Start a request at its reserved worker; return whether it was started.
 
-        Return False, and do nothing, if the ledger's ``entry`` shows that the ledger did not accept
-        the dispatch of the reservation.
+        ``entry`` is the ledger's entry after the request was opened. If it shows that the ledger
+        did not accept the dispatch to the reserved worker, do nothing and return False.
         """
         if entry.epoch != reservation.dispatch.epoch:
             return False
@@ -174,7 +174,7 @@ class AttemptRunner:
         return messages.waiting(live, self._moves_left(live), is_suspect)
 
     def running(self) -> list[session_pb2.Running]:
-        """Return the Running messages of all requests at workers, which a new leader receives."""
+        """Return the Running messages of all requests at workers, to be sent to a new leader."""
         return [messages.running(live, self._moves_left(live)) for live in self._attempts.running]
 
     def _report_running(self, live: LiveRequest) -> None:

@@ -39,7 +39,8 @@ class RunningRequests:
 
     ``neighbours``, ``occupants`` and ``newcomers`` search the newest ``_LOOKED_AT`` requests and
     return at most ``_NAMED`` ids. These are ids of requests of the same tenant only, because a
-    client must not learn of other tenants' requests.
+    client must not learn of other tenants' requests. The epoch of a request is the random number
+    that identifies its attempt at a worker.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,10 @@ class ReportServed(NamedTuple):
 
 
 class ReportFinished(NamedTuple):
-    """Effect: report to the leader the measured over the predicted time per output token."""
+    """Effect: report to the leader that a request has generated its last token.
+
+    ``tpot_ratio`` is the measured divided by the predicted time per output token.
+    """
 
     tpot_ratio: float
 
@@ -182,7 +186,8 @@ class WriteRest(NamedTuple):
 class Release(NamedTuple):
     """Effect: write all output of a request, then release it in the ledger, which queues it again.
 
-    ``loss`` is the cause if the worker lost the request, else None. ``was_in_step`` states whether
+    ``epoch`` identifies the attempt at a worker that has ended. ``loss`` is the cause if the worker
+    lost the request, else None. ``was_in_step`` states whether
     the request was in an engine step when it was lost. The release starts after ``delay_s``
     seconds.
     """
@@ -195,7 +200,10 @@ class Release(NamedTuple):
 
 
 class Decline(NamedTuple):
-    """Effect: undo, in the ledger, the dispatch of a request that is not waiting at this router."""
+    """Effect: undo, in the ledger, the dispatch of a request that is not waiting at this router.
+
+    ``message`` is the leader's message of the dispatch.
+    """
 
     message: session_pb2.Dispatched
 
@@ -218,7 +226,7 @@ class Finalize(NamedTuple):
 class Reconcile(NamedTuple):
     """Effect: bring a request and its ledger entry into the same state.
 
-    ``is_queued`` states whether a waiting request is in the leader's queue.
+    ``is_queued`` states whether a waiting request is in the leader's queue; if not, it is enqueued.
     """
 
     live: LiveRequest
@@ -307,9 +315,9 @@ class Attempts:
         return [Reconcile(live, is_queued=False)]
 
     def on_move(self, epoch: int, now: float) -> list[Effect]:
-        """Release a preempted request so that another worker can resume it sooner.
+        """Release the preempted request with this epoch, so that another worker can resume it.
 
-        The leader requests the move.
+        The leader requests this. Return no effects if no request runs under this epoch.
         """
         if (live := self.running.get(epoch)) is None:
             return []
@@ -320,7 +328,8 @@ class Attempts:
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
         """Release a request because a request of a higher priority class needs its slot.
 
-        An eviction does not count as one of the request's moves to another worker.
+        An eviction does not count towards the limit of moves to other workers. Return no effects if
+        no request runs under the eviction's epoch.
         """
         if (live := self.running.get(eviction.epoch)) is None:
             return []
@@ -336,9 +345,10 @@ class Attempts:
     # the workers' events
 
     def on_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
-        """Record the time breakdown that a worker reports for a choice.
+        """Record in the request's journal the time breakdown that a worker reports for a choice.
 
-        In a worker's message, it precedes the progress report of the choice.
+        In a worker's message, it precedes the progress report of the choice. Do nothing if the
+        choice is not at a worker under the breakdown's epoch.
         """
         live = self.running.get(breakdown.epoch)
         if live is not None and breakdown.choice in live.at_worker:
@@ -456,11 +466,12 @@ class Attempts:
         return [Release(live, live.epoch, loss, was_in_step, delay_s)]
 
     def max_losses(self, release: Release) -> int | None:
-        """Count the loss of a release; return the loss count at which the ledger fails the request.
+        """Count the loss of a release, and return the argument ``max_losses`` for Ledger.release.
 
-        The ledger counts all losses of a request, but this router decides whether they are too
-        many. If they are, the result is the count that the ledger reaches with this loss.
-        Otherwise, and if the release is not due to a loss, it is None.
+        The ledger fails a request whose count of losses reaches this number. It counts all losses
+        of a request, but this router decides whether they are too many. If they are, the result is
+        the count that the ledger reaches with this loss. Otherwise, and if the release is not due
+        to a loss, it is None (no limit).
         """
         live = release.live
         if release.loss is None:
@@ -481,8 +492,8 @@ class Attempts:
     def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
         """Withdraw a request from the queue and abort it at its worker, before the ledger ends it.
 
-        The request ends for another reason than its last token. ``end`` is recorded as the end of
-        the attempt.
+        The request ends for another reason than its last token. ``end`` is that reason, which the
+        journal records for the attempt.
         """
         effects = self.on_dropped(live, now, end)
         if not live.is_over:
@@ -492,7 +503,7 @@ class Attempts:
     def on_dropped(self, live: LiveRequest, now: float, end: str = "given up") -> list[Effect]:
         """Withdraw a request from the queue and abort it at its worker.
 
-        ``end`` is recorded as the end of the attempt.
+        ``end`` is the reason, which the journal records for the attempt.
         """
         effects: list[Effect] = [Withdraw(live.request_id)]
         worker_id, epoch = live.worker_id, live.epoch
@@ -575,8 +586,8 @@ def _new_prompt_logprobs(
 ) -> Sequence[pb.TokenLogprobs] | None:
     """Return the reported log probabilities of the prompt that are not known yet.
 
-    A prompt's first log probability is that of its second token. Return None if earlier ones are
-    missing, or if the number of alternatives is wrong.
+    The first one that exists is for the prompt's second token. Return an empty sequence if none are
+    reported, and None if there is a gap before them or if the number of alternatives is wrong.
     """
     if not progress.prompt_logprobs:
         return ()

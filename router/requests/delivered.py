@@ -13,7 +13,7 @@ from everlift.v1 import inference_pb2 as pb
 class Delivered:
     """Record of the tokens and ends of a request's choices that one stream has delivered.
 
-    If the stream continues at another router, it begins after them.
+    If the stream continues at another router, it starts directly after these tokens.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class Delivered:
         self._ended.add(choice)
 
     def attach_request(self, request_id: str) -> pb.AttachRequest:
-        """Return the AttachRequest for the rest of the stream, which delivers no token twice.
+        """Return the request that another router has to receive to send the rest of the stream.
 
-        It contains, by choice, the number of delivered tokens and their digest, so that the router
-        can compare them with its own tokens.
+        It contains, by choice, the number of delivered tokens and their digest. The other router
+        skips these tokens and compares the digest with that of its own tokens.
         """
         choices = range(max(self._offsets, default=-1) + 1)
         return pb.AttachRequest(
@@ -51,10 +51,11 @@ class Delivered:
         )
 
     def accept(self, piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """Return the part of the next piece that the client does not have yet, or None.
+        """Return the part of ``piece`` to be delivered, or None if the client has all of it.
 
-        This part counts as delivered from then on. Raises DataLoss if the tokens of the piece do
-        not follow directly after the delivered tokens of its choice.
+        ``piece`` is the next message of the stream. The returned part counts as delivered from then
+        on. Raises DataLoss if its tokens do not follow directly after the delivered tokens of its
+        choice.
         """
         if _is_head(piece):
             is_new, self._has_head = not self._has_head, True
@@ -78,10 +79,10 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
 
 
 def _usage_alone(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-    """Return the usage and timing of a choice's end that was delivered before; None without usage.
+    """Return ``piece``, whose choice has been delivered, with usage and timing alone.
 
-    Only the last choice to end has usage, and another choice may be the last one at the router from
-    which the stream continues.
+    Return None if it has no usage. Only the last choice to end has usage, and another choice may be
+    the last one at the router from which the stream continues.
     """
     if not piece.HasField("usage"):
         return None

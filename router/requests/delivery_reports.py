@@ -22,7 +22,10 @@ _MOST = 1000
 
 
 class Deliveries:
-    """Collector of delivery reports; ``flush`` must be called regularly to write new reports."""
+    """Collector of delivery reports; ``flush`` must be called regularly to write new reports.
+
+    A delivery report is a request's time breakdown that includes the delivery to its client.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -36,9 +39,9 @@ class Deliveries:
         self._read[live.request_id] = live
 
     def going_on(self, entry: Entry) -> LiveRequest | None:
-        """Return the entry's request if it ended at this router and is still read, else None.
+        """Return the request of a ledger entry if it ended here and is still read, else None.
 
-        It is still read while a client has an open stream of it.
+        A request is still read while a client has an open stream of it at this router.
         """
         live = self._read.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:

@@ -1,8 +1,8 @@
 """Explanation of a request (its time breakdown), as clients receive and the ledger stores it. Pure.
 
-With each move of a request (a state change in the ledger), its router stores its explanation in the
-ledger, in a limited number of bytes. The ledger's events add the time that followed, up to the last
-move.
+With each state change of a request in the ledger, its router stores its explanation there, in a
+limited number of bytes. If the router is lost, the time since then is taken from the ledger's
+events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ACCEPTING = (pb.SPAN_KIND_RECEIVE, pb.SPAN_KIND_LEDGER)
 
 
 def accepting_s(explanation: pb.Explanation) -> float:
-    """Return the seconds from a request's call until it was in the ledger."""
+    """Return the seconds from a request's call until the ledger had accepted it."""
     spans = takewhile(lambda it: not it.attempt and it.kind in _ACCEPTING, explanation.spans)
     return sum(span.seconds for span in spans)
 
@@ -102,10 +102,11 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
 def packed(explanation: pb.Explanation) -> bytes:
     """Return the explanation, serialised in at most MAX_BYTES; it is shortened in place.
 
-    Ids of other requests are dropped first, from the earliest attempts on. Newcomers and occupants
-    of all attempts are dropped before neighbours and requests that left the queue earlier. If that
-    is not enough, the earliest attempts are dropped and only the sums of their spans are kept. The
-    number of unread tokens is never stored, because it is a momentary value.
+    Ids of other requests are dropped first, beginning with the earliest attempt. The requests that
+    reached the worker later (newcomers) or occupied other workers (occupants) are dropped before
+    those at the same worker (neighbours) and those that left the queue earlier. If that is not
+    enough, the earliest attempts are dropped and only the sums of their spans are kept. The number
+    of unread tokens is never stored, because it is a momentary value.
     """
     explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):
@@ -143,8 +144,8 @@ def _drop_first(explanation: pb.Explanation) -> None:
 def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
     """Return the explanation of a request that no router owns, from what the ledger stores.
 
-    ``events`` are the request's events in the ledger. The last span covers the time that no router
-    reported: the storing of the request's end, or the time after the loss of its router.
+    ``events`` are the request's events in the ledger. Time that no router reported is added as the
+    last span: the storing of the request's end, or the time after the loss of its router.
     """
     entry = stored.entry
     explanation = pb.Explanation.FromString(stored.explanation)
@@ -167,7 +168,8 @@ def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
 def resumed(stored: Stored, now: float) -> Journal:
     """Return the journal of a request that this router takes over from another one.
 
-    The journal begins with the times that the ledger has stored. ``now`` is the router's clock.
+    The journal begins with the times that the ledger has stored. ``now`` is the router's clock in
+    seconds.
     """
     explanation = pb.Explanation.FromString(stored.explanation)
     untold_s = _untold_s(explanation, stored.entry, stored.now)

@@ -29,9 +29,9 @@ class LedgerHealth:
     """Availability, memory, clock and lost writes of the ledger, updated with each heartbeat."""
 
     def __init__(self, memory_limit: float) -> None:
-        """Create the record; new requests are rejected above ``memory_limit``.
+        """Create the record; new requests are rejected while the ledger uses too much memory.
 
-        The limit is a fraction of the ledger's memory.
+        ``memory_limit`` is the limit, as a fraction of the ledger's memory.
         """
         self._memory_limit = memory_limit
         self._generation = ""
@@ -120,9 +120,9 @@ class LedgerClient:
                 await asyncio.sleep(_RETRY_S)
 
     async def check_ownerless(self, owner: str) -> None:
-        """Check that ``owner`` is this router's id, or that of no living router.
+        """Check that no other living router has the id ``owner``.
 
-        Raises Elsewhere if it is that of another living router.
+        Raises Elsewhere, with that router's address, if there is one.
         """
         if owner != self._router_id:
             address = (await self.retry(self.ledger.gateways)).get(owner)
@@ -137,10 +137,10 @@ class LedgerClient:
     async def release(
         self, live: LiveRequest, epoch: int, loss: str | None, max_losses: int | None
     ) -> Entry:
-        """Release a request from its attempt ``epoch`` in the ledger; return its entry after that.
+        """End the attempt ``epoch`` of a request in the ledger; return its ledger entry after that.
 
         The request is queued again. ``loss`` is the cause if a worker lost the request, else None.
-        The request ends as failed if this is its loss number ``max_losses``; None sets no limit.
+        A loss is counted, and at ``max_losses`` the request ends as failed; None sets no limit.
         """
         return await self._move(
             live,
@@ -160,8 +160,8 @@ class LedgerClient:
     async def requeue(self, live: LiveRequest) -> Entry:
         """Queue a request again in the ledger; return its entry after that.
 
-        The router takes the request over from itself, which fences off the attempt that the ledger
-        knows.
+        The router takes the request over from itself, so that the ledger refuses further tokens of
+        the attempt that it knows.
         """
         return await self._move(live, lambda: self._take_over_own(live))
 
@@ -188,9 +188,9 @@ class LedgerClient:
     async def _move(self, live: LiveRequest, operation: Callable[[], Awaitable[Entry]]) -> Entry:
         """Run ``operation`` until the ledger answers; return the ledger entry that it returns.
 
-        If the ledger lost state of the request, restore the state and repeat the operation. The
-        request ends if the ledger contradicts what was streamed. Raises UnknownRequest for a
-        request that this router neither owns nor has ended recently.
+        If the ledger lost state of the request, restore the state and repeat the operation. If the
+        ledger contradicts what was streamed, end the request with DataLoss. Raises UnknownRequest
+        if this router neither owns the request nor has ended it recently.
         """
         while True:
             acknowledged = _acknowledged(live)
@@ -213,7 +213,7 @@ class LedgerClient:
         """Send the ledger the state of a request again; return the result and the ledger's entry.
 
         If the ledger has other tokens than were streamed, the request ends with DataLoss. If the
-        request was erased, the returned entry is that of a cancelled request.
+        request was erased, the returned entry has the state CANCELLED.
         """
         answer, entry = await self.retry(lambda: self.ledger.reassert(live.held()))
         if answer is Reasserted.FORGOTTEN:
@@ -239,8 +239,8 @@ class LedgerClient:
 def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
     """Return the counts that the ledger has acknowledged, in the order that ``_has_all`` compares.
 
-    First the number of moves, then the number of tokens of each choice, then for each choice
-    whether it has ended.
+    First the number of moves (state changes in the ledger), then the number of tokens of each
+    choice, then for each choice whether it has ended.
     """
     tokens = (choice.stored for choice in live.choices)
     return live.entry.moves, *tokens, *(choice.is_complete for choice in live.choices)
@@ -249,14 +249,15 @@ def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
 def _has_all(entry: Entry, acknowledged: tuple[int, ...]) -> bool:
     """Return whether ``entry`` has at least the acknowledged moves, tokens and ends.
 
-    The entry may be that of an older request of the same id, with another number of choices.
+    Return False for another number of choices: the entry then belongs to an older request that had
+    the same id.
     """
     has = (entry.moves, *entry.num_tokens, *map(bool, entry.finish_reasons))
     return len(has) == len(acknowledged) and all(map(ge, has, acknowledged))
 
 
 def _erased(entry: Entry) -> Entry:
-    """Return ``entry`` as that of a cancelled request, because the ledger has erased its own."""
+    """Return ``entry`` with the state CANCELLED, because the ledger has erased the request."""
     error = Cancelled("erased by Forget")
     return replace(
         entry,

@@ -1,4 +1,4 @@
-"""Workers that a request lost in a row, and the limits of these losses. Pure.
+"""Losses of a request, whose workers failed one after the other, and their limits. Pure.
 
 Two limits end a request that may itself cause the losses. ``max_losses`` counts losses while the
 request was in an engine step, because these identify a request that crashes its workers.
@@ -18,9 +18,8 @@ from router.config import RouterConfig
 class Losses:
     """Counts the losses of one request since its last new token.
 
-    ``in_a_row`` counts all of them, and ``in_step`` those while the request was in a step, both as
-    of the last loss. The next loss restarts both counts if the request has more output tokens by
-    then.
+    ``in_a_row`` counts all of them, and ``in_step`` only those in which the request was in an
+    engine step. If the request has new output tokens at its next loss, both counts restart then.
     """
 
     def __init__(self) -> None:
@@ -38,8 +37,8 @@ class Losses:
     def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
         """Return whether the worker of the next attempt must await a confirmation.
 
-        It then reports the first step, and runs it only after the confirmation. ``num_tokens`` is
-        the request's number of output tokens now.
+        Such a worker reports its first step of the request, and runs it only when this router has
+        confirmed the report. ``num_tokens`` is the request's number of output tokens now.
         """
         return num_tokens <= self._num_tokens or config.max_losses == 1
 

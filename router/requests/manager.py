@@ -81,8 +81,8 @@ class Requests:
     ) -> None:
         """Create the manager.
 
-        ``memory_limit`` is that of LedgerConfig, a fraction of the ledger's memory above which new
-        requests are rejected. ``limits_of`` returns the limits of a tenant.
+        New requests are rejected while the ledger uses more than the fraction ``memory_limit`` of
+        its memory. ``limits_of`` returns the limits of a tenant, given by name.
         """
         self._config = config
         self._ledger = ledger
@@ -152,7 +152,7 @@ class Requests:
         """Submit a request; return it, or the existing request of the same id.
 
         ``timeout_s`` is the time from the acceptance to the deadline in seconds, or None without a
-        deadline. ``journal`` holds the time before the submission.
+        deadline. ``journal`` has the times since the request's call; if it is None, they begin now.
 
         Raises RequestConflict if the id exists with another body, and Elsewhere if another router
         owns the existing request. Raises QueueFull, DeadlineUnmeetable, RateLimited or LedgerFull
@@ -179,7 +179,7 @@ class Requests:
             self._reader_left(opening.result())
 
     def turned_away(self, error: EverliftError) -> None:
-        """Count a submission that was rejected with ``error``, for the metrics."""
+        """Count a submission that was rejected with ``error`` in the metrics."""
         self._registry.observer.refused(error.slug)
 
     async def attach(self, request_id: str) -> LiveRequest:
@@ -199,12 +199,16 @@ class Requests:
         is_relayed: bool = False,
         explains: bool = False,
     ) -> Pieces:
-        """Return a stream of a request's pieces, in which each choice starts at its offset.
+        """Return a stream of a request's output, in which each choice starts at its offset.
 
-        ``offsets`` and ``digests`` are those of Reading. ``is_relayed`` states that another router
-        reads for the client. The request then gets its grace period when the stream is closed,
-        because that router may have failed instead of the client. ``explains`` adds the time
-        breakdown to the last piece. Raises OffsetOutOfRange as Reading does.
+        ``offsets`` are, by choice, the numbers of tokens that the client already has; those not
+        given are 0. ``digests`` are, by choice, the digests of these tokens, to be compared; they
+        are optional. ``is_relayed`` states that another router reads for the client. The request
+        then gets its grace period when the stream is closed, because that router may have failed
+        instead of the client. ``explains`` adds the time breakdown to the last message.
+
+        Raises OffsetOutOfRange if there are more offsets than choices, if an offset is negative, or
+        if it exceeds the readable tokens or, with a digest, the request's max_tokens.
         """
         reading = Reading(live, offsets, digests, explains=explains)
         self._deliveries.track(live)
@@ -277,9 +281,9 @@ class Requests:
         log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
-        """Return what the ledger stores of a request, without its tokens, and its events.
+        """Return what the ledger stores of a request, without its output tokens, and its events.
 
-        Raises UnknownRequest, LedgerUnavailable.
+        Raises UnknownRequest and LedgerUnavailable.
         """
         entry = await self._ledger.get(request_id)
         stored = await self._ledger.read(request_id, entry.num_tokens)
@@ -318,7 +322,12 @@ class Requests:
     async def list_requests(
         self, tenant: str, states: Collection[State], limit: int, before: Position | None
     ) -> Page:
-        """Return a page of a tenant's requests, as Ledger.list_requests does."""
+        """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
+
+        An empty ``tenant`` selects all tenants, empty ``states`` all states. The page begins after
+        the position ``before``; if it is None, with the newest request. Raises ValueError for a
+        ``limit`` out of range, and LedgerUnavailable.
+        """
         return await self._ledger.list_requests(tenant, states=states, limit=limit, before=before)
 
     # the heartbeat
@@ -345,7 +354,8 @@ class Requests:
     async def generation_changed(self, generation: str) -> None:
         """Send this router's state to a ledger that may have lost it, then notify the leader.
 
-        ``generation`` changes with each restart or failover of a ledger server.
+        ``generation`` is the ledger's generation, an identifier that changes with each restart or
+        failover of a ledger server. The state is sent only if it has changed.
         """
         await self._resync.run(generation)
         self._line.report_generation(generation)
@@ -353,7 +363,7 @@ class Requests:
     # operators
 
     def apply_rules(self, rules: Rules) -> None:
-        """Apply new queue rules, which an operator has set, to early rejection."""
+        """Use the queue rules that an operator has set for early rejection from now on."""
         self._early_rejection.rules = rules
 
     # the leader's events
@@ -448,7 +458,8 @@ class Requests:
     async def stop(self, drain_s: float) -> None:
         """Stop accepting requests, wait for unfinished ones, then redirect the clients of the rest.
 
-        The wait takes at most ``drain_s`` seconds.
+        The wait takes at most ``drain_s`` seconds. The clients of the remaining requests receive
+        RouterStopping, after which they can attach through another router.
         """
         self._registry.is_closing = True
         deadline = now() + drain_s

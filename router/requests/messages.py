@@ -80,7 +80,8 @@ def arriving(
     """Return the Waiting message of a new request, which the ledger does not have yet.
 
     ``arrived`` is its arrival in ledger time. ``timeout_s`` is the time from then to its deadline,
-    or None without a deadline. Both are in seconds.
+    or None without a deadline. Both are in seconds. ``moves_left`` is how often the request may be
+    moved to another worker while it is preempted.
     """
     target_s = request.ttft_target_s
     return session_pb2.Waiting(

@@ -30,7 +30,7 @@ class ClassObserver(Protocol):
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
-        """Record the ratio of the measured to the predicted time per token after the first."""
+        """Record the measured divided by the predicted time per output token after the first."""
         ...
 
     def next_tokens(self, interval_s: float) -> None:
@@ -50,7 +50,7 @@ class ClassObserver(Protocol):
 
         ``latency_s`` is the time from its call to its end, and ``decode_s`` from its first token to
         its end. ``bypassed`` is the number of later requests that left the queue before it.
-        ``reasons`` are by choice.
+        ``reasons`` are the finish reasons of its choices.
         """
         ...
 
@@ -60,7 +60,10 @@ class ClassObserver(Protocol):
 
 
 class Observer(Protocol):
-    """Observer of all requests of a router; ``of_class`` returns that of a priority class."""
+    """Observer of all requests of a router.
+
+    ``of_class`` returns the observer of the requests of one priority class.
+    """
 
     def of_class(self, priority: int) -> ClassObserver: ...
 

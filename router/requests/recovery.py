@@ -35,7 +35,7 @@ _TAKEOVERS_AT_ONCE = 4
 
 
 async def restored(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
-    """Return a live request with the state that the ledger has stored.
+    """Return a live request with the state in ``stored``, which was read from the ledger.
 
     The text of its output is decoded again from the stored tokens.
     """
@@ -60,7 +60,7 @@ async def _replayed(request: Request, choice: StoredChoice, tokenizer: Tokenizer
 
 
 class Resync:
-    """Sends the ledger state of this router's requests that the ledger has lost.
+    """Restores, in the ledger, the state of this router's requests that the ledger has lost.
 
     ``reconcile`` brings one live request and its ledger entry into the same state.
     """
@@ -78,10 +78,11 @@ class Resync:
         self._lock = asyncio.Lock()
 
     async def run(self, generation: str) -> None:
-        """Send the ledger all state of this router again if the ledger's generation has changed.
+        """Send the ledger all state of this router again if its ``generation`` has changed.
 
-        Return when the ledger has the state. The first generation that this router sees cannot have
-        lost any of its state.
+        The generation changes with each restart or failover of a ledger server. The first one that
+        this router sees cannot have lost any of its state, so nothing is sent. Return when the
+        ledger has the state.
         """
         async with self._lock:
             if self._generation and generation != self._generation:
@@ -186,10 +187,10 @@ class Takeover:
     async def take_over(self, request_id: str) -> LiveRequest:
         """Take over a request whose router is gone, continue it, and return it.
 
-        A client has the grace period to attach again. If the request has ended, or cannot continue
-        with the served model, return it as ended. Raises UnknownRequest, UnknownModel if an ended
-        request is for another model, Elsewhere or Moved if another router owns it, and
-        RouterStopping.
+        The request is cancelled if no client attaches within the grace period, unless its
+        on_disconnect is CONTINUE. If the request has ended, or cannot continue with the served
+        model, return it as ended. Raises UnknownRequest, UnknownModel if an ended request is for
+        another model, Elsewhere or Moved if another router owns it, and RouterStopping.
         """
         return await asyncio.shield(self._tasks.spawn(self._take_over(request_id)))
 

@@ -33,7 +33,7 @@ class KeyedLock:
 
     @asynccontextmanager
     async def hold(self, key: str) -> AsyncIterator[None]:
-        """Context manager that holds the lock of ``key``."""
+        """Context manager that waits for the lock of ``key`` and holds it inside."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         try:
@@ -132,7 +132,7 @@ class Counters:
 class RequestRegistry:
     """Registry of the requests that this router owns, by id.
 
-    It also ends requests for their clients, quotas and metrics.
+    It also ends requests for their clients, and reports their ends to quotas and metrics.
     """
 
     def __init__(
@@ -196,10 +196,10 @@ class RequestRegistry:
             self.quotas.let_go(live.request_id)
 
     def finalize(self, live: LiveRequest, entry: Entry) -> None:
-        """Release a request, and end it for its clients with the result that ``entry`` states.
+        """Stop owning a request, and end it for its clients with the result that ``entry`` states.
 
-        Clients receive Moved if the ledger's ``entry`` is not final, or if another router finished
-        the request.
+        Clients receive the error Moved if the ledger's ``entry`` is not final, or if another router
+        finished the request. Do nothing if the request is over already.
         """
         if live.is_over:
             return
@@ -239,9 +239,9 @@ class RequestRegistry:
             self._tasks.spawn_tracing(self.tracer.ended(live))
 
     def is_current(self, live: LiveRequest, entry: Entry) -> bool:
-        """Return whether this router owns the request, and has all its tokens.
+        """Return whether this router owns the request and has all tokens that the ledger has.
 
-        Owner and tokens are those that the ledger's ``entry`` states.
+        ``entry`` is the ledger's entry of the request.
         """
         counts = zip(live.choices, entry.num_tokens, strict=True)
         has_more = any(count > len(choice.output) for choice, count in counts)
@@ -265,7 +265,10 @@ class RequestRegistry:
             live.settle(now(), _error_of(entry))
 
     def fail(self, live: LiveRequest, error: EverliftError) -> None:
-        """Release a request and end it with ``error``, regardless of the ledger's entry."""
+        """Stop owning a request, and end it for its clients with ``error``.
+
+        The ledger's entry is neither read nor changed.
+        """
         self.counters.failed += not live.is_over
         self.release(live)
         self.quotas.settle(live.request_id, live.num_tokens)

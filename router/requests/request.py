@@ -26,12 +26,12 @@ from router.requests.timing import FINISHED, Journal, RequestTimes, Speaker
 
 
 class Output:
-    """Tokens and text of one choice.
+    """Tokens and text of one choice, that is, of one of the ``n`` outputs of a request.
 
     The text after token k depends on tokens 0 to k alone, so a reader can continue at any offset.
     Text that may be part of a stop string or of an incomplete character is held back, and released
-    by a later token. ``logprobs`` are those of the tokens, or empty if the request does not ask for
-    them.
+    by a later token. ``logprobs`` has the log probabilities of each token; it is empty if the
+    request does not ask for them.
     """
 
     @classmethod
@@ -71,7 +71,7 @@ class Output:
             self.logprobs.extend(logprobs[: len(self) - start])
 
     def finish(self) -> None:
-        """Release the text that was held back, because no token follows; it becomes ``tail``."""
+        """Release the text that is held back as ``tail``, because no token follows."""
         self._tail = self._text.finish()
 
     def text(self, start: int, stop: int) -> str:
@@ -80,12 +80,18 @@ class Output:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """Return the stop string or stop token that ended the text, or None, as in TextState."""
+        """Return the stop string that ended the text, or the last token if it is a stop token.
+
+        Return None if there is neither, or if the stop token is one of the model's own end tokens.
+        """
         return self._text.stop_reason
 
     @property
     def tail(self) -> str:
-        """Return the text that ``finish`` released."""
+        """Return the text that was held back until the end of the output.
+
+        It is empty before ``finish`` is called, or if no text was held back.
+        """
         return self._tail
 
 
@@ -107,7 +113,10 @@ class Choice:
     def __init__(
         self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
     ) -> None:
-        """Create a choice whose ``output`` and ``finish_reason`` are those that the ledger has."""
+        """Create a choice from what the ledger has stored; all tokens of ``output`` are stored.
+
+        ``finish_reason`` is None if the choice has not ended.
+        """
         self.request_id = bare(request_id)
         self.index = index
         self.output = output
@@ -136,7 +145,10 @@ class Choice:
     # events
 
     def begin_attempt(self, epoch: int) -> None:
-        """Record that a worker receives the choice under a new epoch."""
+        """Record that a worker receives the choice.
+
+        ``epoch`` is the random number that identifies the attempt; later tokens carry it.
+        """
         self.is_preempted = False
         self._epochs.append((len(self.output), epoch))
 
@@ -174,10 +186,10 @@ class Choice:
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
-        """Return a piece with readable tokens from ``offset`` on.
+        """Return a message of the stream with readable tokens from ``offset`` on.
 
-        All its tokens are of one epoch and fit into one message. The last piece has the finish
-        reason, and it may have no tokens.
+        All its tokens come from the same attempt and fit into one message. The last message has the
+        finish reason, and it may have no tokens.
         """
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
@@ -250,8 +262,9 @@ class Phase(Enum):
 class LiveRequest:
     """Request that this router owns, or has restored from the ledger.
 
-    ``entry`` is the ledger's entry as of the last known move. ``now`` is the router's clock in
-    seconds. ``outputs`` are by choice. ``journal`` has the request's times so far.
+    ``entry`` is the ledger's entry after the last state change that this router knows. ``now`` is
+    the router's clock in seconds. ``outputs`` has one output for each choice. ``journal`` has the
+    request's times so far; if it is None, they begin now.
     """
 
     def __init__(
@@ -320,8 +333,8 @@ class LiveRequest:
     ) -> Self:
         """Return a new request in phase WAITING.
 
-        If ``entry`` already includes the first dispatch, the request's own entry is set back to the
-        state before the dispatch. ``begin_attempt`` records the dispatch afterwards.
+        If ``entry`` already includes the first dispatch, the returned request has the entry before
+        it, and ``begin_attempt`` has to record the dispatch.
         """
         if entry.state is State.RUNNING:
             entry = replace(
@@ -355,7 +368,7 @@ class LiveRequest:
     def ttft_deadline(self) -> float:
         """Return the ledger time at which the first token is due.
 
-        It is infinite without a target, or if there is a token already.
+        It is infinite if the request has no TTFT target, or has a token already.
         """
         target_s = self.request.ttft_target_s
         return inf if target_s is None or self.num_tokens else self.arrived + target_s
@@ -476,12 +489,18 @@ class LiveRequest:
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
 
     def note_cached(self, num_tokens: int) -> None:
-        """Record an attempt's prefix-cache hits in tokens; only the first attempt counts."""
+        """Record how many prompt tokens an attempt found in the prefix cache.
+
+        Do nothing if an earlier attempt is recorded already.
+        """
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
 
     def wait_again(self, entry: Entry, now: float) -> None:
-        """Record that the request is queued again because its worker was lost or returned it."""
+        """Record that the request is queued again because its worker was lost or returned it.
+
+        ``entry`` is the ledger's entry after that.
+        """
         self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
@@ -506,9 +525,11 @@ class LiveRequest:
         self._moments.more_to_read(choice.index, now)
 
     def judge_tpot(self, now: float) -> float | None:
-        """Return and report the ratio of the measured to the predicted time per output token.
+        """Return the measured divided by the predicted time per output token, and report it.
 
-        Call it at the last token. Return None if the ratio is unknown.
+        The ratio is recorded as a metric. Call this at the last token. Return None, without a
+        metric, if there was no prediction, if the output is too short, or if another router
+        delivered the first token.
         """
         return self._moments.judge_tpot(max(len(choice.output) for choice in self.choices), now)
 
@@ -595,7 +616,10 @@ class LiveRequest:
     # output for clients
 
     def head(self, offset: int) -> pb.GenerateResponse:
-        """Return the first piece of a stream, which shows that the request is known."""
+        """Return the first message of a stream, which has no tokens.
+
+        It tells the client that the request is known. ``offset`` is where the first choice starts.
+        """
         return pb.GenerateResponse(
             request_id=bare(self.request_id),
             offset=offset,
@@ -603,9 +627,10 @@ class LiveRequest:
         )
 
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
-        """Return a piece of a choice, with readable tokens from ``offset`` on.
+        """Return a message of a stream with readable tokens of a choice from ``offset`` on.
 
-        The first piece of the first choice includes the log probabilities of the prompt.
+        If the offset is 0, the first choice's message includes the log probabilities of the prompt,
+        if the request asks for them.
         """
         piece = choice.piece(offset)
         if self.has_logprobs:
@@ -614,9 +639,9 @@ class LiveRequest:
         return piece
 
     def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
-        """Add usage and timing to the last piece of a stream.
+        """Add usage and timing to the last message of a stream, and record the delivery.
 
-        ``explains`` adds the time breakdown.
+        ``explains`` also adds the total seconds of each kind of span.
         """
         assert self._ended is not None
         self.journal.delivered(now)
@@ -662,7 +687,7 @@ class LiveRequest:
     # records for the ledger
 
     def append(self, choice: Choice, offset: int) -> Append:
-        """Return the ledger's Append that stores a choice's tokens from ``offset`` on."""
+        """Return the record that stores a choice's tokens from ``offset`` on in the ledger."""
         output = choice.output
         is_first = (choice.index, offset) == (0, 0)
         has_tally = choice.finish_reason or (is_first and self.cached_tokens)

@@ -39,8 +39,8 @@ class RequestStream(Source):
 
     When the request leaves the router that the stream reads from, ``reopen`` is called with an
     AttachRequest and returns a source at the new owner. The stream then continues directly after
-    the last piece that was taken. If that is impossible, the stream fails with the error of its
-    last source.
+    the last piece (message) that was taken. If no new owner is found in time, the stream fails with
+    the error of its last source.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class RequestStream(Source):
     ) -> None:
         """Create a stream that reads from ``source``.
 
-        ``delivered`` records the pieces that are taken. If it is None, the source is asked for such
-        a record when the stream has to be resumed. ``was_submitted`` states whether the client can
-        submit the request again. ``had_output`` states whether the client has output from an
+        ``delivered`` records what the client has received. If it is None, the source is asked for
+        such a record when the stream has to be resumed. ``was_submitted`` states whether the client
+        can submit the request again. ``had_output`` states whether the client has output from an
         earlier stream.
         """
         super().__init__()
@@ -103,7 +103,7 @@ class RequestStream(Source):
         self._wake()
 
     def _is_reopened(self) -> bool:
-        """Switch to the new source if the search for it is over; return whether it is.
+        """Switch to the new source if the search for it is over; return False if it continues.
 
         Raises the error of a failed search, and RouterStopping if the search was cancelled.
         """

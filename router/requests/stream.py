@@ -29,11 +29,11 @@ from router.requests.request import Choice, LiveRequest
 
 
 class Reading:
-    """Reader of a request's choices for one client, each from an offset on.
+    """Reader of a request's choices for one client, each choice from its offset on.
 
-    An offset may exceed the tokens that the choice has so far if there is a digest for it, because
-    the ledger may have lost tokens that the client has. Reading then continues when the choice has
-    that many tokens again.
+    An offset is the number of tokens of the choice that the client already has. It may exceed the
+    number of tokens that the choice has so far if there is a digest for it, because the ledger may
+    have lost tokens. Reading then continues when the choice has that many tokens again.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Reading:
         *,
         explains: bool = False,
     ) -> None:
-        """Create a reader; with ``explains``, its last piece contains the time breakdown.
+        """Create a reader; with ``explains``, its last message contains the time breakdown.
 
         ``offsets`` are, by choice, the numbers of tokens that the client already has; those not
         given are 0. ``digests`` are, by choice, the digests of these tokens (``token_digest``), to
@@ -99,10 +99,11 @@ class Reading:
         return delivered
 
     def next(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now, or None; the choices take turns.
+        """Return the next piece (message) that can be read now, or None; the choices take turns.
 
-        The last piece of all contains usage and timing. Raises DataLoss if tokens before an offset
-        do not match their digest, or if a choice has ended with fewer tokens than its offset.
+        The last piece of the last choice contains usage and timing. Raises DataLoss if tokens
+        before an offset do not match their digest, or if a choice has ended with fewer tokens than
+        its offset.
         """
         for _ in range(len(self._open)):
             self._turn %= len(self._open)
@@ -177,7 +178,7 @@ def is_relayed(headers: Mapping[str, str]) -> bool:
 class Relay:
     """Client of other routers at their internal addresses.
 
-    An error that the other router returns is raised here.
+    An error that the other router returns is raised by the method that called it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -202,7 +203,7 @@ def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceAsyncStub:
 
 
 class Source(AsyncIterator[pb.GenerateResponse]):
-    """Source of the pieces of one request's stream, which are polled or iterated.
+    """Source of the pieces (messages) of one request's stream, which are polled or iterated.
 
     A server calls ``poll`` when its client can receive a piece, and ``on_more`` notifies it when
     there may be more pieces. Thousands of streams therefore need no task of their own. The owner of
@@ -311,8 +312,9 @@ class Pieces(Source):
     def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now, or None.
 
-        Raises the request's error after all pieces before the error, and DataLoss as Reading.next
-        does.
+        Raises the request's error after all pieces before the error. Raises DataLoss if tokens
+        before an offset do not match their digest, or if a choice has ended with fewer tokens than
+        its offset.
         """
         if (piece := self._head) is not None:
             self._head = None

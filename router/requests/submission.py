@@ -1,4 +1,4 @@
-"""Submission of new requests: check, charge, store in the ledger, and start or enqueue."""
+"""Submission of new requests: check, charge to quotas, store in the ledger, start or enqueue."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ log = logs.get_logger(__name__)
 
 
 class Submissions:
-    """Opens new requests: checks and charges them, stores them in the ledger, and starts them.
+    """Opens new requests: checks, charges to quotas, stores in the ledger, and starts them.
 
-    ``attach`` returns a request, by id, that the ledger already has. ``adopt`` takes over, in the
-    background, a request that the ledger may have, unless another living router owns it.
+    ``attach`` returns the request with this id, which the ledger already has. ``adopt`` takes over,
+    in the background, a request that the ledger may have, unless another living router owns it.
     """
 
     def __init__(
@@ -79,8 +79,11 @@ class Submissions:
         """Open a request, or return the existing request of the same id.
 
         ``timeout_s`` is the time from the acceptance to the deadline in seconds, or None without a
-        deadline. ``journal`` holds the time before the submission. Raises the errors that
-        Requests.submit lists.
+        deadline. ``journal`` has the times since the request's call.
+
+        Raises RequestConflict if the id exists with another body, and Elsewhere if another router
+        owns the existing request. Raises QueueFull, DeadlineUnmeetable, RateLimited or LedgerFull
+        if the request is rejected, and RouterStopping or LedgerUnavailable.
         """
         async with self._registry.locks.hold(request.request_id):
             if (known := self._registry.known(request.request_id)) is not None:
@@ -96,7 +99,7 @@ class Submissions:
             raise given_up() from None
 
     async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
-        """Check whether a request can be accepted, and return its prediction.
+        """Check that a request can be accepted, and return the prediction of its output lengths.
 
         Raises RouterStopping, LedgerUnavailable, LedgerFull, RetriedTooSoon, QueueFull or
         DeadlineUnmeetable. The errors of a full ledger or queue and of the deadline do not apply to
@@ -170,9 +173,9 @@ class Submissions:
     async def _charge(self, request: Request) -> bool:
         """Charge the request to its tenant's quota; return whether it was charged now.
 
-        Raises LedgerFull, LedgerUnavailable, and RateLimited if the tenant's limits are exceeded.
-        If the ledger already has the request, exceeded limits do not reject it: the result is
-        False.
+        Return False if the tenant has no limits, if the request was charged before, or if the
+        limits are exceeded but the ledger already has the request. Raises RateLimited if the limits
+        are exceeded by a new request, LedgerFull and LedgerUnavailable.
         """
         try:
             return await self._quotas.charge(request)

@@ -21,7 +21,7 @@ _TRACING_S = 1.0
 class TaskGroup:
     """Group of background tasks that are cancelled together when the router stops.
 
-    ``fail`` ends a request whose work raised an unexpected exception.
+    ``fail`` is called to end a request whose task raised an unexpected exception.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class TaskGroup:
         self._tracing: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` in a task that outlives the caller; log its exceptions."""
+        """Run ``work`` in a task that outlives the caller, and return the task.
+
+        Its exceptions are logged.
+        """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -45,7 +48,10 @@ class TaskGroup:
         task.add_done_callback(self._tracing.discard)
 
     def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` of one request in a task; an unexpected exception ends the request."""
+        """Run ``work`` of one request in a task, and return the task.
+
+        An unexpected exception ends the request with an internal error.
+        """
         task = self.spawn(self._guarded(live, work))
         # A task that is cancelled before its first step never starts ``work``, so close it.
         task.add_done_callback(lambda _: work.close())

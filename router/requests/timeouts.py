@@ -63,10 +63,10 @@ class Timeouts:
 
 
 class WorkerWait:
-    """Time limit of queued requests while the cluster has no worker, in seconds.
+    """Time limit of queued requests while the cluster has no worker.
 
-    ``fail`` ends a request with an error. Before the first ``worker_up``, the cluster counts as
-    having no worker.
+    After ``longest_s`` seconds without a worker, ``fail`` is called to end the request. Before the
+    first ``worker_up``, the cluster counts as having no worker.
     """
 
     def __init__(self, longest_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:

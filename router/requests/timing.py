@@ -39,7 +39,7 @@ class UnreadTime:
     """Time in seconds during which the client had unread tokens of any choice."""
 
     def __init__(self, earlier_s: float = 0.0) -> None:
-        """Continue from the ``earlier_s`` seconds that the previous router recorded."""
+        """Start with the ``earlier_s`` seconds that the request's previous router recorded."""
         self._seconds = earlier_s
         #: time up to which unread time is already counted in ``_seconds``
         self._counted = -inf
@@ -48,23 +48,23 @@ class UnreadTime:
         self._since = inf
 
     def mark_late(self, index: int, since: float) -> None:
-        """Record that a choice has had unread tokens since ``since``."""
+        """Record that the choice ``index`` has had unread tokens since the time ``since``."""
         self._choices.add(index)
         self._since = min(self._since, max(since, self._counted))
 
     def mark_caught_up(self, index: int, now: float) -> None:
-        """Record that the client has read all tokens of a choice."""
+        """Record that the client has read all tokens of the choice ``index``."""
         self._choices.discard(index)
         if not self._choices:
             self._seconds += max(0.0, now - self._since)
             self._counted, self._since = now, inf
 
     def until(self, now: float) -> float:
-        """Return the seconds with unread tokens up to ``now``."""
+        """Return the seconds, up to ``now``, in which the client had unread tokens."""
         return self._seconds + max(0.0, now - self._since)
 
 
-#: Part of an interval: a kind of span, and seconds.
+#: Part of an interval of time: the kind of span that it belongs to, and its length in seconds.
 Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
 
 
@@ -101,10 +101,11 @@ _NOTHING = session_pb2.TimeBreakdown()
 
 
 class Speaker(Protocol):
-    """Stream of a worker: when its last message arrived, and its report on decoding sequences.
+    """Connection to a worker.
 
-    ``decoding`` is the running total of the worker's time breakdown over all its decoding
-    sequences.
+    ``last_heard`` is the arrival time of the worker's last message. ``decoding`` is the worker's
+    last report on the steps since its start. It contains the time breakdown of a hypothetical
+    sequence that decoded in each step, with the average times of the sequences that did.
     """
 
     @property
@@ -115,7 +116,7 @@ class Speaker(Protocol):
 
 
 class Silent:
-    """Speaker of a worker that cannot be reached: nothing was ever heard of it."""
+    """Speaker of a worker that cannot be reached and has never sent a message."""
 
     last_heard = -inf
     decoding = _NOTHING
@@ -126,7 +127,10 @@ SILENT = Silent()
 
 @dataclass(slots=True)
 class Pause:
-    """Time in which ``choice`` has no KV blocks; ``until`` is None while it lasts."""
+    """Pause of a preempted choice, which has no KV blocks; ``until`` is None while it lasts.
+
+    ``choice`` is the index of the choice.
+    """
 
     choice: int
     since: float
@@ -135,10 +139,10 @@ class Pause:
 
 @dataclass(slots=True)
 class Attempt:
-    """Attempt of a request at a worker; ``number`` counts from 1.
+    """Attempt to execute a request at a worker; ``number`` counts the request's attempts from 1.
 
     None stands for an event that was not observed or has not happened. Values that grow with each
-    token or frame are as of the last ``update``.
+    token or message are as of the last ``update``.
     """
 
     number: int
@@ -171,7 +175,7 @@ class Attempt:
     pauses: list[Pause] = field(default_factory=list)
     #: choices that have no KV blocks
     preempted: set[int] = field(default_factory=set)
-    #: the worker's last breakdown, which is that of one choice, and the time at which it arrived
+    #: the worker's last breakdown, which is for one choice, and the time at which it arrived
     breakdown: session_pb2.TimeBreakdown | None = None
     accounted: float | None = None
     #: the worker's report on decoding sequences at that time, and its increase since then
@@ -186,7 +190,7 @@ class Attempt:
 
     @property
     def unaccounted(self) -> pb.SpanKind.ValueType:
-        """Return the kind of span of the time since the worker's last breakdown."""
+        """Return the kind of span that covers the time since the worker's last breakdown."""
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
         if self.new_tokens:
@@ -200,9 +204,10 @@ class Attempt:
 
     @property
     def shares(self) -> list[Share]:
-        """Return the time since the worker's last breakdown, divided into kinds of spans.
+        """Return the time since the worker's last breakdown, as the seconds of each kind of span.
 
-        The division is the one that the worker reports for all its decoding sequences together.
+        The seconds are averages over the sequences that decoded at the worker in this time, because
+        the worker reports no breakdown for this request alone.
         """
         return at_worker(self.since)
 
@@ -214,7 +219,8 @@ class Attempt:
     def last_token(self) -> float | None:
         """Return the estimated time of the last token, or None before the first one.
 
-        It is the start of the pause that lasts, or else the time of the worker's last message.
+        While the last pause lasts, it is the start of that pause. Otherwise it is the time of the
+        worker's last message.
         """
         if self.first_token is None:
             return None
@@ -224,7 +230,10 @@ class Attempt:
     # reports of the worker
 
     def update(self) -> None:
-        """Update from the outputs and the worker's last message."""
+        """Read the number of new tokens from the outputs, and the times from ``worker``.
+
+        Do nothing after the end of the attempt.
+        """
         if self.worker is None:
             return
         self.new_tokens = sum(map(len, self.outputs)) - self.tokens_before
@@ -240,7 +249,7 @@ class Attempt:
         self.worker, self.outputs, self.end = None, (), end
 
     def add_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
-        """Record a breakdown that the worker reported."""
+        """Record a time breakdown that the worker reported; it replaces the one before."""
         assert self.worker is not None
         self.is_begun, self.accounted = True, self.worker.last_heard
         # A reference to the breakdown would keep the worker's whole frame in memory, so copy it.
@@ -249,7 +258,7 @@ class Attempt:
         self._decoding, self.since = self.worker.decoding, _NOTHING
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """Record a progress report, except for its tokens, which the outputs have."""
+        """Record a worker's progress report, except for its tokens, which the outputs have."""
         self.is_begun = True
         self.update()
         if self.new_tokens and self.first_token is None:
@@ -363,7 +372,7 @@ class Journal:
 
     @property
     def unread_s(self) -> float:
-        """Return the seconds of the total in which there were unread tokens."""
+        """Return the seconds of ``total_s`` in which a client had unread tokens."""
         return min(self.total_s, self.unread.until(self._until))
 
     @property
@@ -398,19 +407,20 @@ class Journal:
 
     @property
     def kept_attempts(self) -> list[Attempt]:
-        """Return the attempts whose spans are kept one by one."""
+        """Return the last ``MAX_TOLD`` attempts, whose spans are kept one by one."""
         return list(self._attempts)[-MAX_TOLD:]
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of earlier attempts, of which only summed spans are kept."""
+        """Return the number of attempts before these, of which only summed spans are kept."""
         return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
 
     def until(self, now: float, *, is_read: bool = False) -> Journal:
-        """Return the journal as if everything that is open ended at ``now``.
+        """Return a journal with the times up to ``now``.
 
-        Open is the current span before the request's end, and the delivery after it while a client
-        reads (``is_read``).
+        Before the request's end, the current span ends at ``now``. After its end, a span of the
+        delivery to the client is added, if a client still reads (``is_read``). This journal itself
+        stays as it is, and is returned if there is nothing to add.
         """
         is_current = not is_read if not self.is_open else now <= self._until
         if is_current and not self._is_at_worker:
@@ -439,7 +449,10 @@ class Journal:
         self._queue()
 
     def adopted(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
-        """Continue the spans that another router recorded, after ``num_attempts`` attempts."""
+        """Record a takeover: add the spans that the request's previous router recorded.
+
+        The request has had ``num_attempts`` attempts before.
+        """
         for span in earlier:
             self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
         self._lap(pb.SPAN_KIND_OTHER, now, 0)
@@ -459,8 +472,8 @@ class Journal:
     ) -> None:
         """Record a dispatch of a request with ``known_tokens`` tokens of prompt and outputs.
 
-        ``neighbours`` and ``occupants`` are the tenant's requests at the same worker and at other
-        workers. Occupants are kept only if the request waited for capacity.
+        ``neighbours`` and ``occupants`` are ids of the tenant's other requests, at the same worker
+        and at other workers. Occupants are kept only if the request waited for capacity.
         """
         queue_wait = message.queue_wait if message.HasField("queue_wait") else None
         shares = {} if queue_wait is None else dict(in_queue(queue_wait))
@@ -487,7 +500,10 @@ class Journal:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
 
     def joined(self, newcomers: tuple[str, ...]) -> None:
-        """Record ids of requests that the worker received after this one."""
+        """Set the ids of the requests that the worker received after this one.
+
+        Do nothing if no worker has the request.
+        """
         if self._is_at_worker:
             self._attempts[-1].newcomers = newcomers
 
@@ -496,7 +512,10 @@ class Journal:
             self._attempts[-1].add_breakdown(breakdown)
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """Record a worker's report of changed KV blocks, or of the first token."""
+        """Record a worker's report that KV blocks changed or that the first token is ready.
+
+        Do nothing if no worker has the request.
+        """
         if not self._is_at_worker:
             return
         attempt = self._attempts[-1]
@@ -529,7 +548,7 @@ class Journal:
         self._queue()
 
     def withdrawn(self, queue_wait: session_pb2.QueueWait, now: float) -> None:
-        """Record the queue wait of a request that ended in the queue."""
+        """Record the leader's report on the queue wait of a request that ended in the queue."""
         if self._is_queued:
             self._divide(pb.SPAN_KIND_NETWORK, in_queue(queue_wait), now)
             self._open = pb.SPAN_KIND_LEDGER
@@ -546,7 +565,11 @@ class Journal:
                 self.ledger_s = now - self._first_token
 
     def ended(self, end: str, now: float) -> None:
-        """Record that the request has ended; ``end`` is recorded as the end of an open attempt."""
+        """Record that the request has ended.
+
+        ``end`` is a text that says how. It is also the end of the attempt, if a worker has the
+        request.
+        """
         self.left(end, now)
         if self.is_open:
             self._lap(pb.SPAN_KIND_QUEUE if self._is_queued else pb.SPAN_KIND_LEDGER, now)
@@ -592,8 +615,8 @@ class Journal:
     ) -> None:
         """Divide the time up to ``until`` into spans, by shares that the leader or worker reported.
 
-        The shares are scaled down if they exceed this time. If they are less, the rest of the time
-        precedes them as a span of kind ``rest``.
+        If the sum of the shares exceeds this time, all of them are scaled down. If the sum is less,
+        the remaining time precedes them as a span of kind ``rest``.
         """
         whole, told = max(0.0, until - self._until), sum(seconds for _, seconds in shares)
         scale = min(1.0, whole / told) if told > 0.0 else 0.0
@@ -634,7 +657,7 @@ def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
 
 
 class RequestTimes:
-    """Times of a request at this router, for the metrics.
+    """Times of a request at this router, which are reported to ``observer`` as metrics.
 
     ``has_begun_elsewhere`` states that another router has delivered the first token.
     """
@@ -674,7 +697,11 @@ class RequestTimes:
             self.observer.dispatched(self.queued_s)
 
     def more_to_read(self, choice: int, now: float) -> None:
-        """Record that more tokens of a choice became readable."""
+        """Record that more tokens of a choice became readable, and report the time to the observer.
+
+        For the first token of the request, the time since the call is reported. For later tokens,
+        it is the time since tokens of the choice last became readable.
+        """
         if self._first_token is None:
             self._first_token = now
             if not self._has_begun_elsewhere:
@@ -691,10 +718,11 @@ class RequestTimes:
                 self.observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
 
     def judge_tpot(self, longest: int, now: float) -> float | None:
-        """Return and report the ratio of the measured to the predicted time per output token.
+        """Return the measured divided by the predicted time per output token, and report it.
 
-        ``longest`` is the number of tokens of the longest choice, and ``now`` the time of the last
-        token. Return None if the ratio is unknown.
+        The ratio is reported to the observer. ``longest`` is the number of tokens of the longest
+        choice, and ``now`` the time of the last token. Return None, without a report, if there was
+        no prediction, if the output is too short, or if another router delivered the first token.
         """
         if self._first_token is None or self._has_begun_elsewhere:
             return None
@@ -706,7 +734,7 @@ class RequestTimes:
     def finished(
         self, prompt_tokens: int, output_tokens: int, reasons: Sequence[FinishReason], now: float
     ) -> None:
-        """Report that the request has ended with its last token."""
+        """Report to the observer that the request has ended with its last token."""
         self.observer.finished(
             self.age_s(now),
             now - self._began_to_tell(now),
@@ -726,7 +754,7 @@ class RequestTimes:
         return self._readable_since.get(choice, otherwise)
 
     def ttft_s(self, ended: float) -> float:
-        """Return the seconds from the call to the first token, or to ``ended`` if there is none."""
+        """Return the seconds from the call to the first token, or to ``ended`` without a token."""
         told_s = self._journal.ttft_s
         return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
 

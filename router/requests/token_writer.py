@@ -35,9 +35,9 @@ _LATE_S = 0.3
 class LedgerAppender:
     """Sends appends (writes of output tokens) to the ledger in batches.
 
-    ``on_answers`` receives the ledger's answers to the appends. ``on_away`` receives every pending
-    append repeatedly while the ledger does not answer. A batch gathers appends for ``gather_s``
-    seconds, or until one of them ends its choice.
+    ``on_answers`` is called with the ledger's answers to the appends. While the ledger does not
+    answer, ``on_away`` is called repeatedly for every pending append. A batch gathers appends for
+    ``gather_s`` seconds, or until one of them ends its choice.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ _GATHER_S = 0.02
 class TokenWriter:
     """Writes output of owned requests to the ledger, and marks stored output as readable.
 
-    ``on_difference`` receives a request whose ledger entry differs from this router's state.
-    ``on_failure`` receives a request that cannot continue, with the error.
+    ``on_difference`` is called with a request whose ledger entry differs from this router's state.
+    ``on_failure`` is called with a request that cannot continue, and the error.
     """
 
     def __init__(
@@ -172,13 +172,17 @@ class TokenWriter:
         return self._away_since is not None
 
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
-        """Write the output of a choice from token ``offset`` on."""
+        """Queue the output of a choice from token ``offset`` on for the next write to the ledger.
+
+        The tokens become readable for clients when the ledger has stored them. With durability
+        "behind" they are readable at once, unless the ledger has been unavailable for too long.
+        """
         self._appender.add(live, live.append(choice, offset))
         if self._is_behind and self._may_run_ahead():
             live.run_ahead(choice, now())
 
     def write_rest(self, live: LiveRequest) -> None:
-        """Write all output that the ledger does not have."""
+        """Queue all output that the ledger does not have for the next write to the ledger."""
         for choice in live.choices:
             if not choice.is_stored:
                 self._appender.add(live, live.append(choice, choice.stored))
@@ -250,6 +254,6 @@ class TokenWriter:
 
 
 def _finished_entry(live: LiveRequest) -> Entry:
-    """Return the entry of a request that the ledger has just finished with the last append."""
+    """Return the ledger's entry after it has finished the request with the last append."""
     entry = live.as_entry()
     return replace(entry, state=State.FINISHED, worker="", epoch=0, moves=entry.moves + 1)

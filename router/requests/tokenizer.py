@@ -135,12 +135,13 @@ class ByteTokenizer:
 class ServedModel:
     """Tokenizer and limits of the served model.
 
-    ``context`` is the context length in tokens of the model's configuration. ``max_model_len`` is
-    the number of tokens of prompt and output together that every worker can hold, or None until a
-    worker has announced it. ``fingerprint`` is the workers' fingerprint of the model, or empty
-    until a worker has announced it. ``directory`` is None for the fake model. ``sampling_defaults``
-    apply to parameters that a request does not set. With ``clamps_max_tokens``, the max_tokens of
-    every request is lowered to the part of the context that the prompt leaves free.
+    ``context`` is the context length in tokens that the model's configuration states.
+    ``max_model_len`` is the number of tokens of prompt and output together that every worker can
+    hold, or None until a worker has announced it. ``fingerprint`` identifies the weights and
+    settings with which the workers run the model; it is empty until a worker has announced it.
+    ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
+    request does not set. With ``clamps_max_tokens``, the max_tokens of every request is lowered to
+    the part of the context that the prompt leaves free.
     """
 
     name: str
@@ -199,9 +200,10 @@ class ServedModel:
         )
 
     def expect(self, last: session_pb2.WorkerInfo) -> None:
-        """Use the length limit of the worker ``last``, seen before, until a worker is connected.
+        """Use the length limit that the worker ``last`` announced in the past.
 
-        Do nothing if that worker had another model. The fingerprint stays unknown until then.
+        The limit holds until a worker is connected (``limit``). The fingerprint stays unknown until
+        then. Do nothing if that worker had another model.
         """
         if last.model == self.name:
             self.max_model_len = _room(last)
@@ -227,22 +229,24 @@ class ServedModel:
     def fits(self, request: Request) -> bool:
         """Return whether every worker can hold the prompt and max_tokens output tokens.
 
-        A request whose output may end earlier because its max_tokens is clamped always fits.
+        The result is always True for a request with ``clamp_max_tokens``, whose output ends when
+        the context is full.
         """
         total = len(request.prompt_ids) + request.max_tokens
         return request.clamp_max_tokens or total <= self.longest_sequence
 
     def check_worker(self, request: Request, worker_id: str) -> None:
-        """Check that a worker can hold the prompt and max_tokens output tokens of a request.
+        """Raise ContextLengthExceeded if a worker cannot hold a request's prompt and max_tokens.
 
-        The request was accepted before this worker was known. Raises ContextLengthExceeded.
+        The request may have been accepted before this worker was known. An unknown worker, or a
+        request with ``clamp_max_tokens``, passes the check.
         """
         room = self._rooms.get(worker_id)
         if room is not None and not request.clamp_max_tokens:
             _check_total(len(request.prompt_ids), request.max_tokens, room)
 
     def check_name(self, request: Request) -> None:
-        """Check that a stored request is for this model. Raises UnknownModel."""
+        """Raise UnknownModel if a stored request is for another model."""
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is no longer served")
 
@@ -259,7 +263,7 @@ class ServedModel:
         raise UnknownModel(cause, field="model")
 
     def begun(self, request: Request, *, has_begun: bool) -> Request:
-        """Return the request with the fingerprint of this model's workers.
+        """Return the request with the fingerprint that this model's workers announced.
 
         ``has_begun`` states whether the request has output already. Raises UnknownModel if the
         request is for another model, or if its output was made with another fingerprint: other
@@ -279,8 +283,9 @@ class ServedModel:
     def resolve(self, submission: Submission) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
 
-        Raises UnknownModel or RouterStopping as ``check_asked`` does, and EmptyPrompt,
-        PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or parameter.
+        Raises UnknownModel if another model is asked for, or RouterStopping instead while models
+        are being switched. Raises EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange
+        for an invalid token id or parameter.
         """
         self.check_asked(submission.model)
         prompt_ids = self._prompt_ids(submission.prompt)
@@ -338,8 +343,8 @@ class ServedModel:
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
         """Check a prompt before it is tokenised.
 
-        Raises PromptTooLong as ``check_fits`` does, and OutOfRange for a token id outside the
-        vocabulary.
+        Raises PromptTooLong if it is certainly longer than the context (a text is judged by its
+        number of characters), and OutOfRange for a token id outside the vocabulary.
         """
         self.check_fits(prompt)
         if not isinstance(prompt, str):
@@ -348,8 +353,8 @@ class ServedModel:
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt.
 
-        Raises PromptTooLong. A text that exceeds the context by far is rejected before all of it is
-        tokenised.
+        Raises PromptTooLong if the text exceeds the context by far, before all of it is tokenised.
+        A prompt that exceeds the context by less is returned.
         """
         self.check_fits(text)
         self._check_count(text)
@@ -358,15 +363,13 @@ class ServedModel:
     def _check_count(self, text: str) -> None:
         """Raise PromptTooLong if a long text has more than twice the tokens of the context.
 
-        The text is tokenised in pieces, and the error is raised at the first piece that exceeds the
-        limit. A cut between two pieces changes only the tokens next to it. Tokenizers first split a
-        text into words, so a cut changes the tokens of one word, among some thousand tokens of a
-        piece.
+        The text is tokenised in parts of 16,384 characters, and the error is raised at the first
+        part that exceeds the limit. Tokenizers first split a text into words, so a cut between two
+        parts changes only the tokens of one word, among some thousand tokens of a part.
 
-        A word that is longer than a piece is cut inside. Its pieces together have twice the tokens
-        of the whole word only with a vocabulary whose tokens become half as long within a piece of
-        16,384 characters. The factor of two covers both cases, so a text that fits is never
-        rejected.
+        A word that is longer than a part is cut inside. Its parts together could have twice the
+        tokens of the whole word only if the vocabulary's tokens became half as long within a part.
+        The factor of two covers both cases, so a text that fits is never rejected.
         """
         limit = self.longest_sequence
         if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
@@ -415,8 +418,8 @@ class ServedModel:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids.
 
-        Raises OutOfRange if there are more ids than the context has tokens, or if the vocabulary
-        lacks one.
+        Raises OutOfRange if there are more ids than the context has tokens, or if an id is outside
+        the vocabulary.
         """
         if len(ids) > self.longest_sequence:
             raise OutOfRange(
@@ -483,10 +486,11 @@ def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
 
 
 def _context(facts: Mapping[str, Any]) -> int:
-    """Return the context length in tokens, which only YaRN can extend.
+    """Return the context length in tokens that the configuration ``facts`` states.
 
-    All sections of the rope parameters are searched for YaRN, because Gemma has a section for each
-    kind of layer.
+    Of the methods that extend a context (RoPE scaling), only YaRN is taken into account. All
+    sections of the rope parameters are searched for YaRN, because Gemma has a section for each kind
+    of layer.
     """
     written = _number(facts, _CONTEXT_KEYS, _UNBOUNDED)
     rope = facts.get("rope_scaling") or facts.get("rope_parameters")
@@ -515,6 +519,6 @@ async def with_text(length: int, work: Callable[[], T]) -> T:
     """Return the result of ``work``, which runs in a thread if the text is long.
 
     ``length`` is the length of the text in characters or tokens. ``work`` must release Python's
-    lock, so that the event loop can continue.
+    global interpreter lock, so that the event loop can continue. Its exceptions are raised here.
     """
     return work() if length <= _INLINE else await asyncio.to_thread(work)

@@ -13,7 +13,10 @@ class Tracer(Protocol):
     """Recorder of distributed traces of a router's requests."""
 
     def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        """Return the trace context of a call with this metadata, or None if it has no trace."""
+        """Return the trace context for the span of a call with this metadata, or None without one.
+
+        The span is a child of the client's span, if the metadata contains a trace context.
+        """
         ...
 
     def wants(self, trace: TraceContext | None) -> bool:

@@ -32,7 +32,10 @@ class AttentionForm:
 
 
 class StepAttention(Protocol):
-    """Causal attention of one step's tokens, which are ordered by row."""
+    """Causal attention of one step's tokens, which are ordered by row.
+
+    A row (worker.engine.plan.Row) has the new tokens of one sequence in the step.
+    """
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write ``key`` and ``value`` [tokens, kv_heads, head_dim] to the cache of ``layer``.
@@ -60,9 +63,10 @@ class AttentionBackend(Protocol):
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:
         """Return the attention of one step over ``rows``.
 
-        Implementations must not loop over the rows in Python, because there may be a thousand. Data
-        for the device is added to ``parcel``, if given, which is copied to the device as a whole
-        before anything is written or computed. The previous content of a block, even NaN, must not
-        affect any result; a block has a new owner when a row writes the block's first position.
+        Implementations must not loop over the rows in Python, because there may be a thousand. If
+        ``parcel`` is given, data for the device is added to it; all arrays of a Parcel are copied
+        to the device together, before anything is written or computed. The previous content of a
+        block, even NaN, must not affect any result; a block has a new owner when a row writes the
+        block's first position.
         """
         ...

@@ -88,7 +88,7 @@ def kernel_flags(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 class CpuAttention:
-    """AttentionBackend for CPUs; ``kernel`` is for the cache's head dimension and dtype."""
+    """AttentionBackend for CPUs; ``kernel`` must match the cache's head dimension and dtype."""
 
     name = "CpuAttention"
 
@@ -180,6 +180,6 @@ def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
 
 
 def _with_whole_tokens(heads: Tensor) -> Tensor:
-    """Return ``heads`` [tokens, heads, head_dim] with the heads of each token contiguous."""
+    """Return ``heads`` [tokens, heads, head_dim], copied if a token's heads are not contiguous."""
     head_dim = heads.shape[2]
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()

@@ -20,7 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention3:
-    """PromptBackend that uses FlashAttention 3.
+    """PromptBackend (attention of rows with many new tokens) that uses FlashAttention 3.
 
     The constructor raises ImportError if the library is not installed.
     """

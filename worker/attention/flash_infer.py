@@ -1,8 +1,8 @@
 """Attention of prompts by FlashInfer (flashinfer-ai/flashinfer), if FlashAttention 3 is missing.
 
-FlashInfer plans on the host, once per step and attention form. It reads the cache in place, in its
-layout HND: pages of keys and values, heads before positions. Kernels that are not compiled yet are
-compiled in the trial at start.
+FlashInfer prepares a plan on the host, once per step and attention form. It reads the cache in
+place, in its layout HND: pages of keys and values, heads before positions. Kernels that are not
+compiled yet are compiled in the trial at start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Key = tuple[int, float, int | None, float | None]
 
 
 class FlashInfer:
-    """PromptBackend that uses FlashInfer.
+    """PromptBackend (attention of rows with many new tokens) that uses FlashInfer.
 
     The constructor raises ImportError if the library is not installed.
     """
@@ -69,8 +69,10 @@ class _Planner:
         self._copied: torch.cuda.Event | None = None
 
     def plan(self, prompts: Prompts, layer: Tensor, query: Tensor, form: AttentionForm) -> Any:
-        """Plan the attention of ``prompts`` in one form, and return the function that computes it.
+        """Plan the attention of ``prompts`` in ``form``, and return the function that computes it.
 
+        The function's arguments are ``query`` and ``layer``. ``query`` [tokens, heads, head_dim]
+        are the prompts' queries, and ``layer`` is the view of one layer that KVCache.layer returns.
         A plan is copied to the device from host memory that the next plan overwrites. This method
         therefore first waits until the previous plan has been copied.
         """

@@ -41,9 +41,10 @@ from worker.model.rope import Angle
 
 
 class WantedTiles(NamedTuple):
-    """Request for the tiles (attention/tiles.py) of a layer with ``group`` query heads per KV head.
+    """Key of the tiles (attention/tiles.py) for a layer with ``group`` query heads per KV head.
 
-    Unless ``is_for_all``, the tiles leave out the rows that third-party kernels compute.
+    The tiles cover all rows with ``is_for_all``, else only those that no third-party kernel
+    computes.
     """
 
     group: int
@@ -54,10 +55,10 @@ _TileSets = Callable[[WantedTiles], list[TileSet]]
 
 
 class GpuAttention:
-    """AttentionBackend for a GPU, and DecodingBackend for its CUDA graphs.
+    """AttentionBackend for a GPU, which is also a DecodingBackend for the capture of CUDA graphs.
 
     ``multiprocessors`` is the number of the GPU's multiprocessors. ``prompt_kernels``, if given,
-    compute the attention of prompts.
+    compute the attention of rows with many new tokens.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class GpuAttention:
         return GpuStep(self._cache, lambda: table, tile_sets, None)
 
     def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
-        """Return a function that returns the tile sets for a WantedTiles.
+        """Return a function that maps a WantedTiles to its tile sets on the device.
 
-        The rows have ``counts`` [n] new tokens. Those in ``span`` may be computed by third-party
-        kernels. Tile sets that layers of earlier steps requested are added to ``parcel``; others
-        are copied to the device when they are requested.
+        The rows have ``counts`` [n] new tokens. Rows in ``span`` may be computed by third-party
+        kernels. Tile sets that layers of earlier steps requested are added to ``parcel``, which is
+        copied as a whole; others are copied to the device when they are requested.
         """
         likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
         known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
@@ -112,10 +113,10 @@ class GpuAttention:
     def _sent(
         self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
-        """Add the wanted tile sets to ``parcel``, and return a function for each that returns it.
+        """Add the wanted tile sets to ``parcel``; return a function for each that returns it.
 
-        Rows with few tokens have one tile set and the other rows another, because they are separate
-        launches.
+        There are at most two: the kernel is launched separately for rows with few tokens and for
+        the other rows.
         """
         is_ours = np.ones(len(counts), np.bool_)
         if span is not None and not wanted.is_for_all:

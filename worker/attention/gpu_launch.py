@@ -32,10 +32,11 @@ _HEADS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileSet:
-    """Tiles of one kind on the device, of up to ``tokens`` tokens in ``block_rows`` queries each.
+    """Tiles on the device that one launch computes, each with up to ``tokens`` tokens of one row.
 
-    ``rows`` and ``offsets`` are int32 [m], as in Tiles. The positions that a tile sees are divided
-    among ``splits`` programs.
+    ``rows`` int32 [m] has each tile's row, and ``offsets`` int32 [m] the index of its first token
+    in the row. Its queries for one KV head are padded to ``block_rows``. The positions that a tile
+    sees are divided among ``splits`` programs.
     """
 
     rows: Tensor
@@ -49,9 +50,10 @@ class TileSet:
 class RowTable:
     """Rows of a step on the device, as int32 tensors.
 
-    For each row [n] there are its first token's index in the step, that token's position, its
-    number of tokens, and its blocks ``tables`` [n, ``width``]. For each token [T] there are its row
-    and its position, which is negative if nothing is to be written.
+    Each row [n] has in ``firsts`` its first token's index in the step, in ``starts`` that token's
+    position in its sequence, in ``counts`` its number of tokens, and in ``tables`` [n, ``width``]
+    its blocks. Each token [T] has its row and its position, which is negative if nothing is to be
+    written to the cache.
     """
 
     firsts: Tensor
@@ -73,9 +75,10 @@ def place(
     num_query: int,
     angle: Angle | None,
 ) -> None:
-    """Launch turn_and_place (worker.kernels.placing) for one layer.
+    """Launch the kernel that rotates queries and keys and writes keys and values to the cache.
 
-    Without an ``angle`` nothing is rotated.
+    ``turned`` has ``num_query`` query heads followed by the key heads. Without an ``angle`` nothing
+    is rotated.
     """
     turned, value = _with_whole_heads(turned), _with_whole_heads(value)
     keys = cache.layer(layer)
@@ -122,7 +125,7 @@ def attend(
 ) -> None:
     """Launch the attention of ``tiles`` in one layer, which writes to ``out``.
 
-    ``query`` and ``out`` [tokens, heads, head_dim] are those of the whole step; ``out`` is
+    ``query`` and ``out`` [tokens, heads, head_dim] contain all tokens of the step; ``out`` is
     contiguous.
     """
     query = _with_whole_heads(query)
@@ -185,7 +188,8 @@ def attend(
 def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
     """Return arguments of attend_tiles by name: keys per iteration, warps and pipeline stages.
 
-    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an element.
+    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an
+    element of the cache.
     """
     is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
     is_single = item_bytes == 4

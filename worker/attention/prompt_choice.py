@@ -1,4 +1,4 @@
-"""Choice of third-party kernels for prompts: installed, suitable, and correct in a trial."""
+"""Choice of third-party kernels for prompts that are installed, suitable and correct in a trial."""
 
 from __future__ import annotations
 

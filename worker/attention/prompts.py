@@ -39,9 +39,9 @@ def span_of_prompts(counts: Ints) -> slice | None:
 class Prompts:
     """Consecutive rows of a step, n of them.
 
-    A row's ``counts`` [n] new tokens are the last of its ``lengths`` [n] positions, whose blocks
-    are ``tables`` [n, width]. Entries of ``tables`` after a row's last block are undefined.
-    ``there`` has the same data on the device.
+    A row's sequence has ``lengths`` [n] positions, of which the last ``counts`` [n] are new tokens.
+    The blocks of all positions are ``tables`` [n, width]. Entries of ``tables`` after a row's last
+    block are undefined. ``there`` has the same data on the device.
     """
 
     counts: Ints
@@ -72,7 +72,8 @@ class PromptStep(Protocol):
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
         """Return the attention of the prompts' ``query`` [tokens, heads, head_dim].
 
-        ``layer`` is the result of KVCache.layer. The returned tensor has the shape of ``query``.
+        ``layer`` [blocks, 2, kv_heads, BLOCK_SIZE, head_dim] is the cache of one layer. The
+        returned tensor has the shape of ``query``.
         """
         ...
 
@@ -85,7 +86,7 @@ class PromptBackend(Protocol):
 
 
 class Feature(NamedTuple):
-    """Optional parts of an attention form that a kernel may not support."""
+    """Presence of a window and of a softcap in an AttentionForm; a kernel may not support them."""
 
     window: bool
     softcap: bool
@@ -96,7 +97,10 @@ class Feature(NamedTuple):
 
 
 class PromptKernels:
-    """Third-party ``backend`` for prompts, verified for ``features`` and used until it fails."""
+    """Third-party ``backend`` for prompts, which is used until it fails.
+
+    ``features`` are the combinations for which a trial found its results correct.
+    """
 
     def __init__(self, backend: PromptBackend, features: Set[Feature]) -> None:
         self._backend = backend
@@ -113,10 +117,10 @@ class PromptKernels:
     def of_step(
         self, rows: Rows, span: slice, tables: Callable[[], Tensor], parcel: Parcel
     ) -> PromptAttention:
-        """Return the attention of the rows in ``span``.
+        """Return an object that computes the attention of the rows in ``span``.
 
-        ``tables`` returns their block tables [n, width] on the device. Other data for the device is
-        added to ``parcel``.
+        ``tables`` returns these rows' block tables [n, width] on the device. Other data for the
+        device is added to ``parcel``.
         """
         counts = rows.counts[span]
         lengths = rows.starts[span] + counts
@@ -137,7 +141,7 @@ class PromptKernels:
 
 
 class PromptAttention:
-    """Attention of one step's prompts, whose tokens are the slice ``tokens``."""
+    """Attention of one step's prompts; ``tokens`` is the slice of their tokens in the step."""
 
     def __init__(
         self, kernels: PromptKernels, tokens: slice, prepare: Callable[[], PromptStep]
@@ -150,7 +154,9 @@ class PromptAttention:
         """Return the attention of the prompts' tokens, or None if another kernel must compute it.
 
         The result has one entry for each token in the slice ``tokens``. ``query`` [tokens, heads,
-        head_dim] is that of the whole step, and ``layer`` the result of KVCache.layer.
+        head_dim] has all tokens of the step. ``layer`` [blocks, 2, kv_heads, BLOCK_SIZE, head_dim]
+        is the cache of one layer. A failure of the third-party kernels is logged, and they are not
+        used again; torch.OutOfMemoryError is raised instead.
         """
         if not self._kernels.take(form):
             return None

@@ -38,10 +38,10 @@ _ALIGNED_ROWS = 2
 class _Bundle:
     """Rows of one shape, n of them, whose attention is computed in one call.
 
-    ``tokens`` [n * new] are the indices of their tokens in the step. ``runs`` [2 * n * kv_heads *
-    blocks] are indices in KVCache.runs for layer 0: those of the keys that the rows read, followed
-    by those of the values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions that a token
-    sees, and -inf at others.
+    ``tokens`` [n * new] are the indices in the step of the rows' new tokens. ``runs`` [2 * n *
+    kv_heads * blocks] are indices in KVCache.runs for layer 0: of the keys that the rows read,
+    followed by those of the values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions
+    that a token sees, and -inf at others.
     """
 
     tokens: Tensor
@@ -105,8 +105,8 @@ class ReferenceStep:
 def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) -> Tensor:
     """Return the attention of a bundle's ``query`` [n * new, heads, head_dim].
 
-    ``gathered`` has the keys and values that the indices in ``_Bundle.runs`` select, and ``bias``
-    is the bundle's.
+    ``gathered`` has the keys and values that the indices in ``_Bundle.runs`` select. ``bias`` is
+    0 at positions that a token sees, and -inf at others.
     """
     rows, _, new, context = bias.shape
     head_dim = query.shape[-1]
@@ -125,7 +125,8 @@ def _attend_plainly(
     """Return the attention of ``query``, by torch's own function, without softcap and sinks.
 
     ``query`` and the result are [n, new, heads, head_dim], ``key`` and ``value`` [n, kv_heads,
-    context, head_dim], and ``bias`` is as in _Bundle.
+    context, head_dim]. ``bias`` [n, 1, new, context] is 0 at positions that a token sees, and -inf
+    at others.
     """
     if query.shape[1] == 1:
         # Heads that share a KV head become its queries, so that keys are not copied for each head.
@@ -148,7 +149,7 @@ def _attend_plainly(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, padded on a CPU with rows of zeros to a multiple of _ALIGNED_ROWS."""
+    """Return ``tensor``, on a CPU with rows of zeros appended up to a multiple of _ALIGNED_ROWS."""
     missing = -tensor.shape[-2] % _ALIGNED_ROWS
     if not missing or tensor.device.type != "cpu":
         return tensor
@@ -175,9 +176,10 @@ def _attend_in_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Blocks that rows see under ``window``: ``first_blocks`` [n] to before ``last_blocks`` [n].
+    """Blocks of n rows that their new tokens see, if they attend to at most ``window`` tokens.
 
-    ``shapes`` [n, 2] has each row's number of new tokens, and its number of blocks with padding.
+    Row i reads its blocks from ``first_blocks[i]`` to before ``last_blocks[i]``. ``shapes`` [n, 2]
+    has each row's number of new tokens, and its number of blocks with padding.
     """
 
     window: int | None
@@ -198,7 +200,7 @@ class _Spans:
         return cls(window, first_blocks, last_blocks, shapes)
 
     def groups(self, max_blocks: int) -> Iterator[Ints]:
-        """Yield groups of indices of rows that have one shape.
+        """Yield groups of row indices; all rows of a group have the same values in ``shapes``.
 
         A group has at most ``max_blocks`` blocks in total, unless it is a single row.
         """

@@ -21,7 +21,7 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of a step: each one's row and the offset of its first token in that row, int64 [m]."""
+    """Tiles of a step: each tile's row index, and its first token's index in the row, int64 [m]."""
 
     rows: Ints
     offsets: Ints
@@ -31,7 +31,7 @@ class Tiles:
 
 
 def tiles_of(counts: Ints, chosen: Ints, tokens: int) -> Tiles:
-    """Return the tiles, of up to ``tokens`` tokens each, of the rows with indices ``chosen``.
+    """Split the rows with indices ``chosen`` into tiles of up to ``tokens`` tokens.
 
     ``counts`` [n] are the numbers of new tokens of all rows.
     """

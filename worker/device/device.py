@@ -29,9 +29,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") -> torch.dtype:
-    """Return the dtype; ``auto`` is bfloat16 if the device computes in it natively, else float32.
+    """Return the dtype to compute in; ``wanted`` is the name of a torch dtype, or ``auto``.
 
-    With quantised weights ``auto`` is float32.
+    ``auto`` is bfloat16 if the device computes in it natively and the weights are not quantised,
+    and float32 otherwise.
     """
     if wanted != "auto":
         return _DTYPES[wanted]
@@ -42,7 +43,7 @@ def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") 
 
 
 def _gpu_has_bfloat16() -> bool:
-    """Return whether the GPU computes in bfloat16 natively, as Ampere and newer ones do.
+    """Return whether the current GPU computes in bfloat16 natively (Ampere and newer ones do).
 
     Older GPUs emulate it, which torch counts as support by default.
     """
@@ -77,7 +78,7 @@ def _cpu_name() -> str:
 
 
 def use_threads(wanted: int | None) -> None:
-    """Set the number of torch's threads: ``wanted``, or one per core of this process."""
+    """Set the number of torch's threads to ``wanted``, or to this process's cores if it is None."""
     torch.set_num_threads(wanted or _cores())
 
 

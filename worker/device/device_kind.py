@@ -8,7 +8,7 @@ _GIB = 1 << 30
 
 
 class DeviceKind(Enum):
-    """Kind of device, by its speed and memory for steps with many tokens."""
+    """Kind of device, which determines the default number of tokens of a step."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -17,7 +17,7 @@ class DeviceKind(Enum):
 
     @property
     def batched_tokens(self) -> int:
-        """Default of ``max_num_batched_tokens``, the most tokens of a step."""
+        """Default of the setting ``max_num_batched_tokens``, the maximum tokens of a step."""
         return _BATCHED_TOKENS[self]
 
 
@@ -29,6 +29,6 @@ _MEMORY, _CAPABILITY = 70 * _GIB, (9, 0)
 
 
 def kind_of_gpu(memory_bytes: float, capability: tuple[int, int]) -> DeviceKind:
-    """Return the kind of a GPU; ``capability`` is that of CUDA, (9, 0) for an H100."""
+    """Return the kind of a GPU from its memory and CUDA compute capability: (9, 0) for an H100."""
     is_large = memory_bytes >= _MEMORY and capability >= _CAPABILITY
     return DeviceKind.LARGE_GPU if is_large else DeviceKind.GPU

@@ -21,8 +21,9 @@ _INTERVAL_S = 1.0
 async def watch(device: str, tell: Callable[[float], None]) -> None:
     """Report the fraction of recent time in which the GPU was busy, once a second until cancelled.
 
-    ``tell`` receives a number from 0 to 1. Returns at once if ``device`` is not a GPU, and as soon
-    as NVML cannot be queried, for example without pynvml.
+    ``tell`` is called with a number from 0 to 1. ``device`` is the setting: ``auto``, ``cpu`` or
+    ``cuda``. Returns at once if that is not a GPU, and as soon as NVML (NVIDIA's management
+    library) cannot be queried, for example without pynvml.
     """
     if (chosen := choose_device(device)).type != "cuda":
         return
@@ -47,7 +48,7 @@ class DeviceMemory(Protocol):
 
     @property
     def held(self) -> int:
-        """Memory held for this process's tensors, including torch's cache."""
+        """Memory held by torch in this process: tensors, and freed memory that torch caches."""
         ...
 
     @property
@@ -56,12 +57,15 @@ class DeviceMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Release the memory in torch's cache, once all submitted work is done."""
+        """Wait for all submitted work, then free the memory in torch's cache.
+
+        ``most_held`` restarts at the memory that is still held.
+        """
         ...
 
 
 class CudaMemory:
-    """The DeviceMemory of a CUDA device."""
+    """Memory of the CUDA device ``device``, in bytes (see DeviceMemory)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -29,7 +29,7 @@ _TAKEN_AHEAD = 256 << 20
 
 
 class KVCache:
-    """KV cache of ``num_blocks`` uninitialised blocks; ``kv_heads`` is the number on this rank."""
+    """KV cache of ``num_blocks`` uninitialised blocks, for the ``kv_heads`` heads of this rank."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class KVCache:
         return self.tensor.shape[0]
 
     def take_memory(self) -> threading.Thread:
-        """Start a thread that touches the cache's first memory pages, and return it.
+        """Start a thread that makes the kernel allocate the cache's first memory pages; return it.
 
-        The first requests' steps then do not wait for the kernel to allocate these. No content is
-        changed, so the cache may be used meanwhile.
+        The steps of the first requests then do not wait for these allocations. No content is
+        changed, so the cache may be used meanwhile. Only for a cache in host memory.
         """
         thread = threading.Thread(
             target=_take_memory, args=(self.tensor,), name="kv-cache-memory", daemon=True
@@ -77,9 +77,10 @@ def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 
 def _ask_for_huge_pages(tensor: Tensor) -> None:
-    """Request huge pages for a tensor, because a sequence's blocks are scattered in it.
+    """Ask the kernel to back a tensor in host memory with huge pages, if it supports them.
 
-    With pages of 4 KiB nearly every head of a block would need an address translation of its own.
+    A sequence's blocks are scattered in the tensor, and with pages of 4 KiB nearly every head of a
+    block would need an address translation of its own.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages = _whole_pages(tensor)
@@ -87,7 +88,7 @@ def _ask_for_huge_pages(tensor: Tensor) -> None:
 
 
 def _take_memory(tensor: Tensor) -> None:
-    """Touch the first pages of ``tensor`` in pieces, between which other threads can allocate.
+    """Allocate the first pages of ``tensor`` in small parts: other threads allocate in between.
 
     Does nothing if the kernel does not support it.
     """

@@ -14,7 +14,7 @@ class Stream(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None: ...
 
     def mark(self) -> Any:
-        """Return an event that completes after the operations submitted so far."""
+        """Return an event that completes when all operations submitted so far are done."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -23,7 +23,10 @@ class Stream(Protocol):
 
 
 class CopyStreams(NamedTuple):
-    """Streams of a model: ``out`` copies to the host, ``into`` copies from the host."""
+    """Streams of a model, which may run at the same time.
+
+    ``compute`` runs the model, ``out`` copies to the host, ``into`` copies from the host.
+    """
 
     compute: Stream
     out: Stream
@@ -31,7 +34,7 @@ class CopyStreams(NamedTuple):
 
 
 class CudaStream:
-    """CUDA stream; if ``stream`` is None, the calling thread's current one."""
+    """CUDA stream ``stream`` or, if it is None, the current stream of the calling thread."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -62,7 +65,10 @@ def cuda_streams(device: torch.device) -> CopyStreams:
 
 
 class Arriving:
-    """Copy of ``tensor`` to the host, which is submitted at once and runs when it is computed."""
+    """Copy of ``tensor`` to the host, submitted when this object is created.
+
+    On a GPU the copy runs once ``tensor`` is computed; a CPU tensor is not copied.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor

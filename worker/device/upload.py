@@ -1,4 +1,4 @@
-"""Upload of small tensors to a device; the host does not wait for the device's earlier work."""
+"""Upload of small tensors to a device, without waiting for work submitted to it before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Parcel:
-    """Arrays that are copied to ``device`` together, when the first of them is needed."""
+    """Set of arrays that are copied to ``device`` in one copy, when the first of them is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,8 +45,8 @@ class Parcel:
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
         """Add an array, and return a function that returns it as a tensor on the device.
 
-        The tensor has the array's shape and type. The first call of such a function, or ``arrive``,
-        copies all arrays; after that no array can be added.
+        The tensor has the array's shape and type. The first call of any of these functions copies
+        all arrays, unless ``arrive`` was called. After that no array can be added.
         """
         assert self._there is None, "the previous copy has not finished"
         self._arrays.append(array)
@@ -64,10 +64,10 @@ class Parcel:
         return together.view(np.int32)
 
     def arrive(self, packed: Tensor) -> None:
-        """Use ``packed`` as the copy of all arrays, so that no other copy is made.
+        """Take the tensors of all arrays from ``packed``, so that no other copy is made.
 
-        It is the result of the method ``packed``, copied to the device as int32 and aligned to 16
-        bytes.
+        ``packed`` must be the result of the method ``packed`` after a copy to the device: int32,
+        and aligned to 16 bytes.
         """
         self._there, first = [], 0
         for array in self._arrays:
@@ -95,7 +95,7 @@ def _dtype(array: NDArray[Any]) -> torch.dtype:
 def upload_into(values: NDArray[np.int32], target: Tensor) -> None:
     """Copy ``values`` [n] to the first n elements of ``target``.
 
-    On a GPU the copy runs in the order of the current stream, and the host does not wait for it.
+    On a GPU the copy is submitted to the current stream, and the host does not wait for it.
     """
     tensor = torch.from_numpy(values)
     if target.is_cuda:

@@ -1,7 +1,8 @@
 """The sequences in the batch, with their slots and KV blocks. Pure.
 
-A block is published under its hash as soon as a row that fills it is planned, so that later rows of
-the same plan can share it. If the step fails, the block is unpublished.
+A block is published, which means that it enters the prefix cache under its hash, as soon as a row
+(a sequence's part of a step) that fills it is planned. Later rows of the same plan can thus share
+it. If the step fails, the block is unpublished: its hash is removed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from worker.engine.slot_table import SlotTable
 
 
 class Batch:
-    """Batch of at most ``limits.max_num_seqs`` sequences over one pool of KV blocks.
+    """Batch of at most ``limits.max_num_seqs`` sequences, and the pool of their KV blocks.
 
-    A sequence is in the batch from ``admit`` to ``remove`` or ``preempt``.
+    A sequence is in the batch from ``admit`` to ``remove`` or ``preempt``. The known tokens of a
+    sequence are its prompt and its output so far.
     """
 
     def __init__(self, limits: Limits, slot_table: SlotTable | None = None) -> None:
@@ -45,7 +47,7 @@ class Batch:
         return self._slots[slot]
 
     def at(self, slots: Ints) -> list[Sequence]:
-        """Return the sequences in these slots."""
+        """Return the sequences in these slots, in the order of ``slots``; none may be empty."""
         by_slot = self._slots
         return [by_slot[slot] for slot in slots.tolist()]
 
@@ -64,15 +66,16 @@ class Batch:
 
     @property
     def num_blocks_cached(self) -> int:
-        """Number of free blocks that hold a known prefix."""
+        """Number of free blocks that are in the prefix cache."""
         return self._pool.num_cached
 
     # admission and removal
 
     def prefix_hits(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the leading blocks of ``sequence`` that are cached and reusable.
+        """Return the hashes of the leading blocks of ``sequence`` that are in the prefix cache.
 
-        The blocks may be in the pool or in host memory.
+        The blocks may be in the pool or in host memory. Blocks with tokens that must be computed
+        anyway (see ``Sequence.num_reusable``) are left out.
         """
         hits = []
         for index in range(sequence.num_reusable // BLOCK_SIZE):
@@ -85,17 +88,19 @@ class Batch:
     def has_room(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
         """Return whether enough blocks are free to admit ``sequence``.
 
-        It needs a free block for each block of its known tokens, except for those of ``hits`` that
-        other sequences use already. If the batch is not empty, ``watermark_blocks`` must stay free.
+        It needs a free block for each block of its known tokens, except for those that are in
+        ``hits`` (the hashes from ``prefix_hits``) and that other sequences use already. If the
+        batch is not empty, ``limits.watermark_blocks`` blocks must stay free.
         """
         needed = blocks_for(sequence.num_known) - sum(map(self._pool.is_used, hits))
         watermark = self._limits.watermark_blocks if self._slots else 0
         return needed + watermark <= self._pool.num_free
 
     def admit(self, sequence: Sequence, hits: Several[bytes]) -> None:
-        """Give a sequence a slot, and blocks for its known tokens; the first blocks are ``hits``.
+        """Give a sequence a slot, and blocks for its known tokens.
 
-        ``hits`` are the hashes that ``prefix_hits`` returned, and ``has_room`` must hold.
+        ``hits`` are the hashes that ``prefix_hits`` returned; the cached blocks with these hashes
+        become the sequence's first blocks. ``has_room`` must be true.
         """
         self.give_up(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
@@ -121,7 +126,8 @@ class Batch:
     def preempt(self, sequence: Sequence) -> None:
         """Remove a sequence that will be admitted again.
 
-        Its blocks stay cached, and those that are evicted are copied to host memory if it has room.
+        Its full blocks stay in the prefix cache. Until it is admitted again, those of them that are
+        evicted are copied to host memory, if there is room.
         """
         sequence.num_computed_before = sequence.most_computed
         sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
@@ -137,11 +143,11 @@ class Batch:
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """Slots that were vacated since the last ``take_vacated`` and are still free."""
+        """Slots that became empty since the last ``take_vacated`` and are still empty."""
         return tuple(self._vacated)
 
     def take_vacated(self) -> tuple[int, ...]:
-        """Return the slots in ``vacated``, and empty it."""
+        """Return the slots in ``vacated``; from now on they are no longer in it."""
         slots = self.vacated
         self._vacated.clear()
         return slots
@@ -149,9 +155,9 @@ class Batch:
     # blocks
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks that ``num_tokens`` tokens need beyond the sequence's block table.
+        """Extend the block table of a sequence until it covers ``num_tokens`` tokens.
 
-        Enough blocks must be free.
+        Does nothing if it covers them already. Enough blocks must be free.
         """
         count = blocks_for(num_tokens) - len(sequence.block_table)
         if count > 0:
@@ -169,7 +175,7 @@ class Batch:
         self.slot_table.extend(sequence.slot, blocks)
 
     def release_drafts(self) -> None:
-        """Free the blocks of all sequences that hold only draft tokens."""
+        """Free, in all sequences, the blocks that hold no known token but only draft tokens."""
         for sequence in self:
             needed = blocks_for(sequence.num_known)
             self._pool.free(sequence.block_table[needed:])
@@ -177,35 +183,38 @@ class Batch:
             self.slot_table.cut(sequence.slot, len(sequence.block_table))
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Publish the blocks that the tokens at positions ``start`` to ``end`` - 1 fill."""
+        """Cache, under their hashes, the blocks that become full with the tokens of a range.
+
+        These are the tokens at positions ``start`` to ``end`` - 1 of the sequence.
+        """
         for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
             self._pool.publish(sequence.block_table[index], sequence.block_hash(index))
 
     def unpublish_row(self, row: Row) -> None:
-        """Unpublish the blocks that ``row`` was to fill."""
+        """Remove the hashes of the blocks that ``row`` was to fill, so that none is reused."""
         for block in row.block_table[row.start // BLOCK_SIZE : row.known_end // BLOCK_SIZE]:
             self._pool.unpublish(block)
 
     def invalidate_all(self) -> None:
-        """Unpublish all blocks of the pool, and drop all blocks in host memory."""
+        """Empty the prefix cache: remove all blocks' hashes, and drop the blocks in host memory."""
         self._store.invalidate_all()
         for block in range(self._limits.num_blocks):
             self._pool.unpublish(block)
 
     def invalidate_row(self, sequence: Sequence) -> None:
-        """Invalidate the blocks of a sequence whose row failed, because they may be wrong.
+        """Remove the blocks of a sequence whose row failed from the prefix cache.
 
-        Prefix-cache hits that it shares with other sequences stay valid.
+        Their content may be wrong. Prefix-cache hits that it shares with other sequences stay.
         """
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.invalidate(block)
 
     def invalidate_gone(self, sequence: Sequence, num_computed: int) -> None:
-        """Invalidate the blocks of a sequence that was removed before its row failed.
+        """Remove the blocks of a sequence that left before its row failed from the prefix cache.
 
         They are found by the hashes of its first ``num_computed`` tokens, because its slot and
-        blocks may belong to other sequences by now. Prefix-cache hits that are in use stay valid.
+        blocks may belong to other sequences by now. Prefix-cache hits that are in use stay.
         """
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
@@ -215,17 +224,21 @@ class Batch:
     # one step
 
     def planned_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return the copies to and from host memory of the step that is being planned."""
+        """Return the block copies of the step that is being planned.
+
+        The first tuple has the copies to host memory, the second those from it.
+        """
         return self._store.planned()
 
     def copied(self) -> None:
-        """Record that the planned copies were made, or are certain to be before a later step."""
+        """Record that the planned copies were made, or will be made before any later step runs."""
         self._store.done()
 
     def failed(self, plan: Plan) -> None:
-        """Unpublish the blocks that the step of ``plan``, which failed, was to fill or to load.
+        """Undo the caching of the blocks that the failed step of ``plan`` was to write.
 
-        Its copies to host memory are discarded.
+        The hashes of blocks that it was to fill, or to load from host memory, are removed. Its
+        copies to host memory are discarded.
         """
         self._store.failed()
         for copy in plan.loads:
@@ -234,7 +247,10 @@ class Batch:
             self.unpublish_row(row)
 
     def check_integrity(self, preempted: Iterable[Sequence]) -> None:
-        """Check invariants between steps. O(blocks). Raises AssertionError."""
+        """Check invariants between steps; raise AssertionError if one is violated. O(blocks).
+
+        ``preempted`` must include all preempted sequences that wait.
+        """
         self._pool.check_integrity(s.block_table for s in self)
         self.slot_table.check_integrity(self)
         self._store.check_integrity(h for s in preempted for h in s.hashes_before())

@@ -7,8 +7,8 @@
          +------------------ free, no hash         free, hashed --allocate--> used
 
 A freed block keeps its content and its hash until it is reused; the least recently freed block is
-reused first. At that moment ``store`` may keep a copy of the content. The pool handles block ids
-and hashes, never tokens or tensors.
+reused first. At that moment the pool's ``store``, a cache in other memory, may keep a copy of the
+content. The pool handles block ids and hashes, never tokens or tensors.
 """
 
 from __future__ import annotations
@@ -24,24 +24,33 @@ class BlockStore(Protocol):
     def __contains__(self, block_hash: bytes) -> bool: ...
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Record that ``block``, cached under ``block_hash``, is about to be overwritten."""
+        """Record that the planned step overwrites ``block``, whose content has ``block_hash``.
+
+        The store decides whether to keep a copy.
+        """
         ...
 
     def pin(self, block_hash: bytes) -> None:
-        """Keep a stored block until it is loaded."""
+        """Keep a stored block until it is loaded; does nothing if it is not stored."""
         ...
 
     def load(self, block_hash: bytes, block: int) -> None:
-        """Load the stored block of ``block_hash``, which is pinned, into ``block`` of the pool."""
+        """Plan to copy a stored block, for which ``pin`` was called, into ``block`` of the pool."""
         ...
 
     def invalidate(self, block_hash: bytes) -> None:
-        """Drop a stored block whose content is wrong; called between steps."""
+        """Drop the block stored under ``block_hash``, if any; its content is wrong.
+
+        Called between steps.
+        """
         ...
 
 
 class BlockPool:
-    """Pool of ``num_blocks`` blocks with ids from 0. Every operation is O(1) per block."""
+    """Pool of ``num_blocks`` blocks with ids from 0; blocks evicted from it may go to ``store``.
+
+    Every operation is O(1) per block.
+    """
 
     def __init__(self, num_blocks: int, store: BlockStore) -> None:
         self._store = store
@@ -58,7 +67,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of unused blocks, cached or not."""
+        """Number of unused blocks, including those in the prefix cache."""
         return len(self._free)
 
     @property
@@ -67,26 +76,26 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of unused blocks with a hash."""
+        """Number of unused blocks with a hash, which means that they are in the prefix cache."""
         return self._num_cached
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Return whether a block with this hash can be claimed."""
+        """Return whether a block with this hash can be claimed: it is in the pool or the store."""
         return block_hash in self._by_hash or block_hash in self._store
 
     def is_used(self, block_hash: bytes) -> bool:
-        """Return whether a block with this hash is in use.
+        """Return whether a block of the pool with this hash is in use by a sequence.
 
-        Another user of such a block takes no free block.
+        If so, claiming it for another sequence takes no free block.
         """
         block = self._by_hash.get(block_hash)
         return block is not None and self._users[block] > 0
 
     def claim(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """Return the blocks of ``hashes``, after adding one user to each.
+        """Return the ids of the blocks with these hashes, after adding one user to each.
 
-        Blocks that are only in the store are loaded into free blocks. Every hash must be in this
-        pool (``in``), and enough blocks must be free.
+        Blocks that are only in the store are loaded into free blocks. ``hash in pool`` must be true
+        for every hash, and enough blocks must be free.
         """
         # Blocks that are in the pool are taken first, so that no load reuses one of them; the last
         # block comes first, as in free().
@@ -114,9 +123,9 @@ class BlockPool:
         return block
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` blocks to write to: the least recently freed ones, without their hashes.
+        """Take the ``count`` least recently freed blocks, and return their ids.
 
-        At least ``count`` blocks must be free.
+        Each then has one user and no hash. At least ``count`` blocks must be free.
         """
         return tuple([self._take() for _ in range(count)])
 
@@ -130,15 +139,16 @@ class BlockPool:
         return block
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Cache a used block under its hash; it is full, or will be after the planned step.
+        """Add a used block to the prefix cache under its hash.
 
-        If another block is cached under this hash already, nothing changes.
+        The block is full, or will be after the planned step. If another block is cached under this
+        hash already, nothing changes.
         """
         if self._by_hash.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
 
     def unpublish(self, block: int) -> None:
-        """Remove the hash of a block, if it has one."""
+        """Remove a block from the prefix cache, if it has a hash; its users keep it."""
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
             del self._by_hash[block_hash]
@@ -149,21 +159,21 @@ class BlockPool:
         return self._users[block] > 1
 
     def invalidate(self, block: int) -> None:
-        """Unpublish a block and drop the store's copy of it, if it has a hash."""
+        """Remove the hash of a block and drop the store's copy of it; nothing if it has no hash."""
         if (block_hash := self._hashes[block]) is not None:
             self._store.invalidate(block_hash)
             self.unpublish(block)
 
     def invalidate_content(self, block_hash: bytes) -> None:
-        """Unpublish the block with this hash, and drop its stored copy, if they exist."""
+        """Remove this hash from the block that has it, and drop the stored copy, if they exist."""
         self._store.invalidate(block_hash)
         if (block := self._by_hash.get(block_hash)) is not None:
             self.unpublish(block)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove one user of each of ``blocks``, which are in token order.
+        """Remove one user of each of ``blocks``, which are in the order of a sequence's tokens.
 
-        Blocks without users become free.
+        Blocks that have no user left become free; those with a hash stay in the prefix cache.
         """
         # The last block is freed first and thus reused first, because a prefix is useful without
         # its continuation, but not vice versa.
@@ -180,7 +190,10 @@ class BlockPool:
         return self._hashes[block]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare the pool with its users' block tables. O(blocks). Raises AssertionError."""
+        """Compare the pool with the block tables of all its users. O(blocks).
+
+        Raises AssertionError if they do not match.
+        """
         users = Counter(block for table in tables for block in table)
         for block, count in enumerate(self._users):
             assert count == users[block], f"block {block}: {count} users, {users[block]} tables"

@@ -1,8 +1,9 @@
 """Time that decoding sequences would have taken alone, from sums over steps. Pure.
 
-In step n, a row of one token at position p would have taken ``base + slope * (p + 1)`` seconds
-alone. In the next step the same sequence is one position further. Its time since an earlier step
-therefore follows from the growth of three sums over steps since then:
+Alone means in steps without any other sequence. In step n, a row (a sequence's part of the step) of
+one token at position p would have taken ``base + slope * (p + 1)`` seconds alone. In the next step
+the same sequence is one position further. Its time since an earlier step therefore follows from the
+growth of three sums over steps since then:
 
     seconds = base + offset * slope + moment        base, slope: growth of the sums of these
                                                     moment: growth of the sum of slope * n
@@ -23,9 +24,10 @@ _OFFSET = 3
 
 
 class Decodes:
-    """Sums over steps, and for each batch slot that decodes the sums when it began.
+    """Sums over steps and, for each noted slot, their values when its decoding began.
 
-    Such a slot is called noted. Its position is that of its row in the next step.
+    A batch slot is noted while its sequence decodes. Its position is the position of the token that
+    it computes in the next step. To drain a slot is to read its time and to restart it at 0.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -47,11 +49,11 @@ class Decodes:
         return self._offsets + self._num_noted * (self._num_steps - 1)
 
     def positions_of(self, slots: Ints) -> int:
-        """Return the sum of the positions of these noted slots."""
+        """Return the sum of the positions of ``slots``, which must be noted."""
         return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
 
     def begin_decode(self, slot: int, position: int) -> None:
-        """Note a slot whose sequence decodes from now on, in the next step at ``position``."""
+        """Start to note a slot: its sequence decodes the token at ``position`` in the next step."""
         offset = position + 1 - self._num_steps
         self._notes[slot] = self._base, self._slope, self._moment, offset
         self.is_noted[slot] = True
@@ -59,9 +61,9 @@ class Decodes:
         self._offsets += offset
 
     def seconds(self, slot: int) -> float:
-        """Return the seconds that a slot would have taken alone since it was noted or last drained.
+        """Return the time, in seconds, that the steps of a slot would have taken alone.
 
-        Return 0 if it is not noted.
+        It counts from when the slot was noted or last drained, and is 0 if the slot is not noted.
         """
         if not self.is_noted[slot]:
             return 0.0
@@ -76,9 +78,9 @@ class Decodes:
             self._offsets -= int(self._notes[slot, _OFFSET])
 
     def add(self, base: float, slope: float) -> None:
-        """Add a step with a row of each noted slot.
+        """Add a step in which every noted slot computes one token.
 
-        Alone, the row of a slot at position p would have taken ``base + slope * (p + 1)`` seconds.
+        A slot at position p would have taken ``base + slope * (p + 1)`` seconds alone.
         """
         self._base += base
         self._slope += slope
@@ -88,7 +90,10 @@ class Decodes:
     # several slots at once
 
     def drain(self, slots: Ints) -> NDArray[np.float64]:
-        """Return the seconds [n] of these noted slots so far, and restart them at 0."""
+        """Return the ``seconds`` of each of ``slots``, float [n], and restart them at 0.
+
+        All slots must be noted.
+        """
         base, slope, moment, offset = self._notes[slots].T
         seconds: NDArray[np.float64] = (
             self._base - base + offset * (self._slope - slope) + self._moment - moment
@@ -97,7 +102,7 @@ class Decodes:
         return seconds
 
     def sit_out(self, slots: Ints) -> None:
-        """Undo the last ``add`` for these noted slots, which had no row in that step.
+        """Undo the last ``add`` for ``slots``, which are noted but were not in that step.
 
         They must have been drained right before that step was added.
         """
@@ -106,13 +111,13 @@ class Decodes:
         self._offsets -= len(slots)
 
     def place(self, slots: Ints, positions: Ints) -> None:
-        """Set the positions [n] of these noted slots, which must have been drained."""
+        """Set the positions [n] of ``slots`` [n], noted slots that must just have been drained."""
         offsets = positions + 1 - self._num_steps
         self._offsets += int(offsets.sum() - self._notes[slots, _OFFSET].sum())
         self._notes[slots, _OFFSET] = offsets
 
     def begin_anew(self) -> None:
-        """Restart the sums. All noted slots must have been drained."""
+        """Restart the sums at 0. All noted slots must have just been drained."""
         self._notes[:, :_OFFSET] = 0.0
         self._notes[:, _OFFSET] += self._num_steps
         self._offsets += self._num_noted * self._num_steps

@@ -7,8 +7,8 @@ device computes:
 
     step n = schedule(n) -> forward(n) -> commit(n - 1) -> sample(n)
 
-Every rank of a worker runs an engine. If all ranks receive the same policies, adds and aborts
-between the same steps, their engines make the same plans.
+Every rank of a worker runs an engine. If all ranks call ``set_policy``, ``add`` and ``abort`` with
+the same arguments between the same steps, their engines make the same plans.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
 
 
 class EngineBroken(Exception):
-    """Raised if a step failed in such a way that no other can run, and this rank must exit."""
+    """Raised by an engine if a step failed so that no further step can run: this rank must exit."""
 
 
 class Engine:
     """Engine of one rank, which plans steps with a scheduler and executes them with ``runner``.
 
-    If a step raises a ``survivable`` exception, the sequences that it was to compute end with an
-    error. After any other exception, a second failed step in a row, or DeviceLost, ``step`` raises
-    EngineBroken. A survivable MemoryError preempts sequences and makes the next steps smaller; a
-    step of a single token has no smaller one, so its sequence ends.
+    If a step raises an exception of a ``survivable`` type, the sequences that it was to compute end
+    with an error. After any other exception, a second failed step in a row, or DeviceLost, ``step``
+    raises EngineBroken. A survivable MemoryError preempts sequences and makes the next steps
+    smaller; if the step had only one token, its sequence ends with an error.
 
     Each step runs in the context manager that ``within`` returns for its plan. ``stopwatch`` times
-    the parts of steps. ``launch`` is None or ``runner.launch``. If it is given, steps are launched
-    ahead: each before the previous one is committed, which ``limits`` must allow.
+    the parts of steps. ``launch`` is ``runner.launch`` or None. With it, each step is launched
+    before the results of the previous one are committed, which ``limits.plans_ahead`` must allow.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Engine:
 
     @property
     def is_in_flight(self) -> bool:
-        """Return whether a launched step is not committed yet."""
+        """Return whether a step was launched and its results are not committed yet."""
         return self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence that is within the limits, has not ended, and has a new key."""
+        """Queue a sequence; it must be within the limits and not ended, and its key must be new."""
         self._scheduler.add(sequence)
 
     def abort(self, abort: Abort) -> None:
-        """Remove the sequences that ``abort`` names, if any; their blocks are free at once."""
+        """Remove the sequences to which ``abort`` applies, if any; free their blocks at once."""
         for sequence in self._scheduler.of_epoch(abort.epoch):
             if sequence.key in abort:
                 self._scheduler.remove(sequence)
@@ -117,7 +117,10 @@ class Engine:
         self._scheduler.set_policy(name)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempt a running sequence between two steps; no step may be in flight."""
+        """Move a running sequence back to the queue and free its blocks.
+
+        No step may be in flight.
+        """
         assert self._in_flight is None, "a step is in flight"
         self._scheduler.preempt(sequence)
         self._release()
@@ -131,11 +134,12 @@ class Engine:
         return self._runner.unready_slots()
 
     def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
-        """Run one step and return the outcomes of the steps that it commits.
+        """Run one step, and return the new tokens and ends of sequences as outcomes.
 
-        That is this step or, if steps are launched ahead, usually the previous one. Sequences in
-        ``held`` slots sample nothing, except one of them if no other can run. ``now`` is the start
-        of the step, in seconds on rank 0's clock. Raises EngineBroken.
+        The outcomes are those of this step or, if steps are launched ahead, usually those of the
+        previous one. In the ``held`` batch slots nothing is sampled, except in one of them if no
+        other sequence can run. ``now`` is the start of the step, in seconds on rank 0's clock.
+        Raises EngineBroken if a step failed and no further one can run.
         """
         self._stopwatch.start()
         self._committed = []
@@ -156,9 +160,10 @@ class Engine:
         return [*committed, *outcomes]
 
     def commit_in_flight(self) -> list[Outcome]:
-        """Wait for the step in flight, if there is one; commit it and return its outcomes.
+        """Wait for the step in flight; apply its results and return its outcomes.
 
-        Raises EngineBroken.
+        Return an empty list if no step is in flight. Raises EngineBroken if the step failed and no
+        further one can run.
         """
         if self._in_flight is None:
             return []
@@ -266,10 +271,11 @@ class Engine:
                 self.breakdowns.drop_slots(slots)
 
     def digest(self) -> bytes:
-        """Return a digest of the last plan and of the results that the last ``step`` committed.
+        """Return a digest of the last plan and, if steps are launched ahead, of sampled tokens.
 
-        Other ranks compare it with theirs to detect that plans or tokens differ. The plan alone
-        does not show sampled tokens, because it may have UNKNOWN in their positions.
+        These are the tokens of the results that the last ``step`` committed: a plan that was made
+        before they were known has UNKNOWN in their place. Other ranks compare the digest with their
+        own to detect that plans or tokens differ.
         """
         return plan_digest(self._plan, self._committed)
 
@@ -286,5 +292,5 @@ class Engine:
         return self._scheduler.prefilling()
 
     def check_integrity(self) -> None:
-        """Check invariants. Raises AssertionError."""
+        """Check invariants; raise AssertionError if one is violated. Call between steps."""
         self._scheduler.check_integrity()

@@ -1,6 +1,6 @@
 """A step that the device computes while the host plans the next one. Pure.
 
-    planned    --launch-->  its rows count as computed, and its tokens as sampled but UNKNOWN
+    planned    --launch-->  its rows count as computed, and UNKNOWN stands for each sampled token
     in flight  --commit-->  the state before the launch is restored; sampled tokens can be committed
 
 Between launch and commit no sequence is preempted, but sequences may be removed. The tokens that
@@ -23,7 +23,10 @@ from worker.engine.sequence import Sequence
 
 
 class InFlightStep:
-    """Step in flight; its ``plan`` was made from ``batch`` and has no drafts."""
+    """Step that is launched and not yet committed; its ``plan`` for ``batch`` has no drafts.
+
+    Create it before a sequence is removed from the batch.
+    """
 
     def __init__(self, plan: Plan, batch: Batch) -> None:
         self.plan = plan
@@ -32,13 +35,13 @@ class InFlightStep:
 
     @property
     def _here(self) -> Flags:
-        """Return which rows' sequences are still in their slots, bool [n]."""
+        """Return for each of the n rows whether its sequence is still in its slot, bool [n]."""
         slots = self.plan.rows.slots.tolist()
         here = [each.slot == slot for each, slot in zip(self._sequences, slots, strict=True)]
         return np.array(here, np.bool_)
 
     def left(self) -> Plan:
-        """Return the plan without the rows of removed sequences."""
+        """Return the plan without the rows of sequences that were removed from the batch."""
         here = self._here
         return self.plan if here.all() else replace(self.plan, rows=self.plan.rows.only(here))
 
@@ -46,9 +49,10 @@ class InFlightStep:
         return [*compress(results, self._here.tolist())]
 
     def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
-        """Return the removed sequences whose rows failed according to ``results``.
+        """Return the sequences that were removed from the batch and whose rows failed.
 
-        Each comes with the number of its tokens that this step would have computed to.
+        ``results`` are the results of all rows. Each sequence comes with the number of its tokens
+        that would have been computed after this step.
         """
         rows = self.plan.rows
         columns = (self._sequences, self._here.tolist(), rows.known_ends.tolist(), results)
@@ -66,7 +70,7 @@ class InFlightStep:
         self._batch.slot_table.mark_launched(*columns)
 
     def commit(self) -> Plan:
-        """Restore the batch's state before ``launch``, and return the plan as ``left`` does."""
+        """Undo ``launch`` in the batch, and return the plan without rows of removed sequences."""
         plan = self.left()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
         for slot, start, samples in zip(*(it.tolist() for it in columns), strict=True):

@@ -36,11 +36,13 @@ class Device(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an engine; ``max_model_len`` counts prompt and output tokens.
+    """Limits of an engine.
 
-    ``num_blocks`` is the size of the KV cache. ``watermark_blocks`` is the number of its blocks
-    that must stay free when a sequence is admitted while others are in the batch.
-    ``num_host_blocks`` is the number of blocks that fit into host memory for swapping.
+    ``num_blocks`` is the size of the KV cache, and ``num_host_blocks`` the number of blocks that
+    fit into host memory for swapping. ``max_model_len`` limits the tokens of one sequence, prompt
+    and output together; ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the
+    tokens of one step. ``watermark_blocks`` is the number of blocks that must stay free when a
+    sequence is admitted while others are in the batch.
     """
 
     num_blocks: int
@@ -57,7 +59,7 @@ class Limits:
     def plans_ahead(self) -> bool:
         """Return whether a step can be planned before the previous step's tokens are known.
 
-        That is so unless draft tokens are enabled.
+        True unless draft tokens are enabled.
         """
         return not self.speculation.num_draft_tokens
 
@@ -65,9 +67,8 @@ class Limits:
     def of(cls, config: WorkerConfig, runner: Device) -> Self:
         """Return the limits that follow from the settings and the runner's device.
 
-        ``max_model_len`` is the configured one or else the model's. It is reduced to the number of
-        tokens that the KV blocks hold, so that no sequence needs more. Routers receive the reduced
-        value.
+        ``max_model_len`` is the smallest of the configured value (if any), the model's context
+        length, and the number of tokens that the KV blocks hold. Routers receive that value.
         """
         wanted = config.max_model_len or runner.max_model_len
         return cls(
@@ -88,9 +89,9 @@ _STEPS_TO_RECOVER = 512
 
 
 class TokenBudget:
-    """Token budget of a step: the configured one, or less after a step ran out of memory.
+    """Token budget of the next step: ``most`` tokens, or fewer after a step ran out of memory.
 
-    After such a step the budget is half of that step's tokens, and grows slowly with each step that
+    After such a step the budget is half of that step's tokens. It grows again with each step that
     succeeds.
     """
 
@@ -104,10 +105,10 @@ class TokenBudget:
         return self._tokens
 
     def shrink(self, num_tokens: int) -> None:
-        """Halve the budget, from the ``num_tokens`` of a step that ran out of memory."""
+        """Set the budget to half of ``num_tokens``, the tokens of a step that ran out of memory."""
         self._tokens = max(1, num_tokens // 2)
 
     def recover(self, steps: int = 1) -> None:
-        """Grow the budget after ``steps`` steps that succeeded."""
+        """Grow the budget, up to its maximum, because ``steps`` steps succeeded."""
         more = steps * (1 + self._most // _STEPS_TO_RECOVER)
         self._tokens = min(self._most, self._tokens + more)

@@ -11,13 +11,16 @@ from everlift.v1 import inference_pb2
 class Load:
     """Load of an engine.
 
-    ``pending_prefill_tokens`` are known and not computed, excluding the one token of each decoding
-    sequence. ``committed_tokens`` are all known tokens. Both include waiting sequences.
-    ``blocks_cached`` are free blocks in the prefix cache.
+    ``committed_tokens`` are all known tokens (prompt and output so far) of running and waiting
+    sequences. ``pending_prefill_tokens`` are those of them that are not computed yet, without the
+    one token that each decoding sequence computes next. ``blocks_cached`` are free blocks in the
+    prefix cache.
 
     The other fields from ``step`` on are totals since the engine started. ``computed_tokens``
-    includes drafts, ``kv_tokens`` and ``num_pairs`` are those of computed rows (``plan.Rows``), and
-    ``released_blocks`` became free when sequences ended or were aborted.
+    includes draft tokens. ``kv_tokens`` is the number of tokens whose KV was read, and
+    ``num_pairs`` the number of pairs of a computed token and a token that it attended to.
+    ``released_blocks`` is the number of blocks that became free when sequences ended or were
+    aborted.
     """
 
     num_running: int
@@ -39,7 +42,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Sequence of a request in batch slot ``slot``; it decodes unless it is ``prefilling``."""
+    """Sequence of request ``request_id`` in batch slot ``slot``.
+
+    If ``prefilling``, it has several tokens left to compute; otherwise it decodes.
+    """
 
     slot: int
     request_id: str
@@ -48,7 +54,10 @@ class Occupant:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters with the fields of the message EngineCounters, which documents them."""
+    """Totals since the engine started; ``unfilled_tokens`` is the current number instead.
+
+    The message EngineCounters documents the fields.
+    """
 
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Outcome of a step for a sequence. Pure."""
+"""Outcomes: what the engine reports about a sequence after a step. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from everlift.v1 import session_pb2
 class SequenceKey(NamedTuple):
     """Key of a sequence within a worker.
 
-    ``epoch`` is the number of the attempt, which is one stay of a request at a worker. ``choice``
-    is the index of the choice within the request.
+    ``epoch`` is the number of an attempt at a request: each time the request is sent to a worker is
+    one attempt. ``choice`` is the index of the choice within the request.
     """
 
     epoch: int
@@ -24,7 +24,11 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Abort of some ``choices`` of ``epoch``, or of all of them if ``choices`` is empty."""
+    """Abort of the sequences of one attempt (``epoch``, see SequenceKey) at a request.
+
+    It applies to the given ``choices``, or to all choices if ``choices`` is empty. ``key in abort``
+    tells whether it applies to the sequence with that key.
+    """
 
     epoch: int
     choices: tuple[int, ...] = ()
@@ -67,9 +71,10 @@ class Residence(Enum):
 class News(NamedTuple):
     """Changes of a sequence, other than new tokens, since its last outcome.
 
-    ``residence`` is the last such event, or None. ``waited_s`` is not None in one News only: the
-    seconds from the sequence's arrival at this worker to its first step. ``cached_tokens`` is set
-    with it: the number of tokens that this step found in the prefix cache.
+    ``residence`` is the last preemption or resumption, or None. ``preemptions`` and
+    ``recomputed_tokens`` count since the last outcome. ``waited_s`` is the time in seconds from the
+    sequence's arrival at this worker to its first step; it is reported once and otherwise None.
+    ``cached_tokens`` is reported with it: the number of tokens found in the prefix cache.
     """
 
     residence: Residence | None = None
@@ -85,11 +90,11 @@ NO_NEWS = News()
 class Outcome(NamedTuple):
     """New tokens of a sequence, from output position ``offset`` on; with ``stop``, also its end.
 
-    ``error`` is the reason if the sequence was rejected or failed. ``logprobs`` belong to the
-    tokens, and ``prompt_logprobs`` to the prompt from position ``prompt_offset`` on; both are empty
-    if not requested. ``num_computed`` is the number of known tokens that were ever computed, at
-    this or an earlier worker. ``prefilled_tokens`` is the number of known tokens computed at this
-    worker so far if the outcome reports prefill progress, else 0.
+    ``error`` is the reason if the sequence was rejected or failed. ``logprobs`` are those of the
+    new tokens, and ``prompt_logprobs`` those of the prompt's tokens from position ``prompt_offset``
+    on; both are empty if not requested. ``num_computed`` is the number of tokens, of prompt and
+    output, that were ever computed, at this or an earlier worker. ``prefilled_tokens`` is the
+    number of tokens computed at this worker so far if the outcome reports prefill progress, else 0.
     """
 
     key: SequenceKey

@@ -2,7 +2,7 @@
 
 All of them are immutable:
 
-    Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
+    Plan  ->  KV blocks to save and load; admissions to slots; rows to compute
           <-  a RowResult for each row
 """
 
@@ -36,9 +36,9 @@ UNKNOWN = -1
 class Admission:
     """Sequence that occupies batch slot ``slot`` from this step on, in place of any other.
 
-    ``tokens`` are all its known tokens; the first ``num_prompt`` are its prompt. ``choice`` is the
-    index of the choice within its request. ``grammar`` is rank 0's compiled ``sampling.grammar``;
-    it is None without one, and on the other ranks, which sample nothing.
+    ``tokens`` are its prompt, of ``num_prompt`` tokens, and its output so far. ``choice`` is the
+    index of the choice within its request. ``grammar`` is the compiled ``sampling.grammar`` on rank
+    0; it is None on other ranks, which sample nothing, and if there is no grammar.
     """
 
     slot: int
@@ -52,19 +52,20 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Chunk of one slot in a step: compute ``tokens``, the first of them at position ``start``.
+    """Part of one sequence in a step: ``tokens`` to compute, the first of them at ``start``.
 
-    The KV of position p is written to block ``block_table[p // BLOCK_SIZE]``; the table may be
-    longer than needed. The KV of all positions before ``start`` is in the cache already, or is
-    computed by an earlier row of the same step.
+    The tokens are known tokens (prompt and output so far), and possibly drafts after them. The KV
+    of position p is written to block ``block_table[p // BLOCK_SIZE]``; the table may be longer than
+    needed. The KV of all positions before ``start`` is in the cache already, or is computed by an
+    earlier row of the same step.
 
         tokens   |---- known ----|-- drafts --|
                  start                        start + len(tokens)
 
-    With ``samples`` the row's known tokens end at the sequence's last known token. The next token
-    is sampled, and if it equals the first draft, the one after it as well, and so on. With
-    ``scores_prompt`` the result must have the log probabilities of the prompt's tokens at positions
-    ``start + 1`` to ``start + len(tokens)``.
+    If ``samples``, the row computes the sequence's last known token. The next token is sampled, and
+    if it equals the first draft, the one after it as well, and so on. If ``scores_prompt``, the
+    result must have the log probabilities of the prompt's tokens at positions ``start + 1`` to
+    ``start + len(tokens)``.
     """
 
     slot: int
@@ -110,7 +111,8 @@ class Rows:
     def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
         """Return ``rows`` as columns.
 
-        The block tables are ``tables``, or else those of the rows; rows of one slot share a table.
+        If ``tables`` is None, the block tables are copied from the rows; all rows of one slot must
+        have the same one.
         """
         rows = tuple(rows)
         return cls(
@@ -126,12 +128,15 @@ class Rows:
 
     @classmethod
     def decoding(cls, slots: Ints, starts: Ints, tokens: Ints, tables: NDArray[np.int32]) -> Self:
-        """Return rows of one known token each that sample the next token. All arguments are [n]."""
+        """Return rows that compute one known token each and sample the next one.
+
+        Row i computes ``tokens[i]`` of slot ``slots[i]`` at position ``starts[i]``.
+        """
         zeros, ones = np.zeros_like(slots), np.ones_like(slots)
         return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
 
     def then(self, others: Rows) -> Rows:
-        """Return these rows followed by ``others``, which must have the same tables."""
+        """Return these rows followed by ``others``, whose ``tables`` must be the same array."""
         assert others.tables is self.tables
         return Rows(
             slots=np.concatenate((self.slots, others.slots)),
@@ -145,7 +150,7 @@ class Rows:
         )
 
     def only(self, chosen: Flags) -> Rows:
-        """Return the rows that are ``chosen`` [n]."""
+        """Return the rows for which ``chosen`` [n] is true."""
         return Rows(
             slots=self.slots[chosen],
             starts=self.starts[chosen],
@@ -163,12 +168,12 @@ class Rows:
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Return the number of tokens whose KV the rows read, including those that they write."""
+        """Number of tokens whose KV the rows read, including the tokens that they compute."""
         return int(self.starts.sum()) + self.num_tokens
 
     @cached_property
     def num_pairs(self) -> int:
-        """Return the number of pairs of a computed token and a token that it attends to.
+        """Number of pairs of a computed token and a token that it attends to.
 
         The i-th token of a row, counted from 1, attends to ``start + i`` tokens, including itself.
         """
@@ -179,28 +184,28 @@ class Rows:
 
     @cached_property
     def firsts(self) -> Ints:
-        """Return the index of each row's first token among the step's tokens, [n]."""
+        """Index in ``tokens`` of each row's first token, [n]."""
         return self.counts.cumsum() - self.counts
 
     @cached_property
     def positions(self) -> Ints:
-        """Return each token's position in its sequence, [T]."""
+        """Position of each token in its sequence, [T]."""
         if len(self) == self.num_tokens:
             return self.starts
         return np.arange(self.num_tokens) + self.spread(self.starts - self.firsts)
 
     @cached_property
     def blocks(self) -> NDArray[np.int32]:
-        """Return the block of each token's KV, [T]."""
+        """Id of the block that each token's KV is written to, [T]."""
         return self.tables[self.spread(self.slots), self.positions // BLOCK_SIZE]
 
     @cached_property
     def known_ends(self) -> Ints:
-        """Return the position after each row's known tokens, [n]."""
+        """Position after each row's known tokens, [n]."""
         return self.starts + self.counts - self.num_drafts
 
     def drafts(self, index: int) -> tuple[int, ...]:
-        """Return the draft tokens of row ``index``."""
+        """Return the draft tokens of row ``index``; an empty tuple if it has none."""
         end = int(self.firsts[index] + self.counts[index])
         return tuple(self.tokens[end - int(self.num_drafts[index]) : end].tolist())
 
@@ -257,10 +262,11 @@ class BlockCopy(NamedTuple):
 class Plan:
     """Plan of one step; ``step`` counts from 1.
 
-    Decodes come first. Rows of newly admitted sequences come last, in the order of ``admissions``,
-    and may attend to what earlier rows write. Other ``admissions`` repeat those of sequences whose
-    slot state a failed step may have corrupted. ``saves`` copy blocks to host memory, ``loads``
-    from it. All saves are executed before all loads, and both before the rows.
+    Rows that decode come first. Rows of newly admitted sequences come last, in the order of
+    ``admissions``, and may attend to KV that earlier rows of the step write. ``admissions`` also
+    repeats, before the new ones, those of running sequences whose slot state a failed step may have
+    corrupted. ``saves`` copy blocks to host memory, ``loads`` from it. All saves are executed
+    before all loads, and both before the rows.
     """
 
     step: int
@@ -277,9 +283,10 @@ class Plan:
 class RowResult(NamedTuple):
     """Result of a row.
 
-    ``tokens`` are sampled: one if the row samples, and one more for each accepted draft. On rank 0
-    ``logprobs`` has their log probabilities and ``prompt_logprobs`` those of scored prompt tokens,
-    if requested. With an ``error`` no token was sampled, and the sequence cannot continue.
+    ``tokens`` are the sampled tokens: none if the row does not sample, otherwise one, and one more
+    for each accepted draft. On rank 0 ``logprobs`` has their log probabilities and
+    ``prompt_logprobs`` those of the prompt's tokens, if requested; both are empty otherwise. If
+    there is an ``error``, no token was sampled, and the sequence cannot continue.
     """
 
     tokens: tuple[int, ...] = ()
@@ -293,17 +300,21 @@ NOTHING_DRAWN = RowResult()
 
 
 class Launched(Protocol):
-    """Step that the device is computing."""
+    """Step that was submitted to the device, which may still be computing it."""
 
     def sample(self) -> None:
         """Start to sample the tokens of the rows, after the previous step's tokens are known.
 
-        Raises what Runner.execute raises; the step's block copies are made even then.
+        Raises TooLittleMemory, DeviceLost, or another exception if the step fails; the step's block
+        copies are made even then.
         """
         ...
 
     def results(self) -> list[RowResult]:
-        """Wait for the sampled tokens, and return or raise what Runner.execute does."""
+        """Wait for the sampled tokens, and return a result for each row.
+
+        Raises TooLittleMemory, DeviceLost, or another exception if the step fails.
+        """
         ...
 
 
@@ -313,14 +324,14 @@ Launch = Callable[[Plan], Launched]
 
 
 class TooLittleMemory(MemoryError):
-    """Raised if a rank has too little memory for a part of a step.
+    """Raised if a rank has too little memory for a step.
 
-    All ranks raise it for the same part, not only the one that has too little.
+    All ranks then raise it, at the same point of the step.
     """
 
 
 class DeviceLost(Exception):
-    """Raised if the device refuses all further work; ``__cause__`` is the error that showed it."""
+    """Raised if the device refuses all further work; ``__cause__`` is the device's error."""
 
 
 class Runner(Protocol):
@@ -341,18 +352,19 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Return the most tokens of a sequence, prompt and output."""
+        """Maximum number of tokens of a sequence, prompt and output together."""
         ...
 
     @property
     def device_kind(self) -> DeviceKind:
-        """Return the kind of the device."""
+        """Kind of the device on which the runner computes."""
         ...
 
     def unready_slots(self) -> frozenset[int]:
-        """Return the slots in which sampling would have to wait for a grammar mask.
+        """Return the batch slots in which sampling now would have to wait for a grammar's mask.
 
-        The result is always empty on ranks above 0.
+        A mask tells which tokens the grammar allows next. The result is always empty on ranks above
+        0, which sample nothing.
         """
         ...
 
@@ -360,7 +372,7 @@ class Runner(Protocol):
     def launch(self) -> Launch | None:
         """Function that starts a step without waiting for its results; None if that saves no time.
 
-        Steps with drafts are always executed with ``execute``.
+        Steps with draft tokens must be run with ``execute``.
         """
         ...
 
@@ -374,21 +386,22 @@ class Runner(Protocol):
         ...
 
     def release(self, slots: Collection[int]) -> None:
-        """Release the runner's state of these slots, which are empty."""
+        """Release the state that the runner keeps for these batch slots, which are now empty."""
         ...
 
     def close(self) -> None: ...
 
 
 def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
-    """Return a digest of a plan and of the tokens of ``landed``, equal for equal plans.
+    """Return a digest of a plan and of the sampled tokens in ``landed``.
 
-    ``landed`` are results that the same call of ``Engine.step`` committed. The digest covers the
-    step number, the copies, and each row's slot, start, tokens and blocks. Admissions are left out,
-    because all ranks read them from the same log.
+    Ranks compare digests to detect that their plans or tokens differ. ``landed`` are the results
+    that the same call of ``Engine.step`` committed. The digest covers the step number, the block
+    copies, and each row's slot, start, tokens and blocks. Admissions are left out, because all
+    ranks get their content from the same log.
 
-    Blocks that lie wholly before a row are included only when its sequence is admitted. In later
-    steps they are as an earlier digest had them, and there may be thousands.
+    Blocks that lie wholly before a row are included only when its sequence is admitted: in later
+    steps they have not changed since an earlier digest, and there may be thousands.
     """
     rows = plan.rows
     counts = (plan.step, len(rows), len(plan.saves), len(plan.loads))

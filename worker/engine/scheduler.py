@@ -1,13 +1,14 @@
 """The scheduler: decides which tokens of which sequences the next step computes. Pure.
 
-There is one rule: each step computes known tokens that are not computed yet, within a token budget.
-Chunked prefill, prefix hits, preemption, resumption, continuation and speculation all follow from
-it.
+There is one rule: each step computes known tokens (of prompt and output so far) whose KV is not
+computed yet, within a token budget. Chunked prefill, prefix hits, preemption, resumption,
+continuation and speculation all follow from it.
 
     waiting  --admit-->    running    it gets a slot, and blocks for all its known tokens
-    running  --preempt-->  waiting    its blocks are freed (they stay cached), its order is kept;
-                                      happens if blocks, or memory for a step, run short
-    running  --commit-->   ended      it stopped, or outgrew the whole pool
+    running  --preempt-->  waiting    its blocks are freed (they stay cached), and it keeps its
+                                      place in the order of arrival; happens if blocks, or
+                                      memory for a step, run short
+    running  --commit-->   ended      it stopped, or needs more blocks than the pool has
     either   --remove-->   removed
 
 A policy (`policies/`) decides which sequence is admitted next and whose rows come first. A step
@@ -41,8 +42,8 @@ from worker.engine.speculation import MAX_READ, Drafter
 class Scheduler:
     """Scheduler of an engine.
 
-    Call ``schedule`` and ``commit`` in turns. Call ``add``, ``remove`` and ``set_policy`` between a
-    commit and the next schedule. Deterministic: the same calls make the same plans.
+    Call ``schedule`` and ``commit`` in turns. Call ``add``, ``remove`` and ``set_policy`` only
+    between a ``commit`` and the next ``schedule``. The same calls always make the same plans.
     """
 
     def __init__(self, limits: Limits, batch: Batch | None = None) -> None:
@@ -79,11 +80,14 @@ class Scheduler:
         return chain.from_iterable(self._epochs.values())
 
     def of_epoch(self, epoch: int) -> tuple[Sequence, ...]:
-        """Return the sequences in this engine of the attempt at a request with number ``epoch``."""
+        """Return the sequences, running or waiting, of one attempt at a request.
+
+        ``epoch`` is the number of the attempt. The tuple is empty if it has no sequence here.
+        """
         return tuple(self._epochs.get(epoch, ()))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new sequence at the end of the queue."""
+        """Queue a new sequence as the last in the order of arrival."""
         sequence.order = self._arrivals
         self._arrivals += 1
         self._epochs.setdefault(sequence.key.epoch, []).append(sequence)
@@ -105,10 +109,10 @@ class Scheduler:
             self._released_blocks += self._batch.num_blocks_free
 
     def set_policy(self, name: EnginePolicy) -> None:
-        """Change the policy from the next step on.
+        """Change the batching policy from the next step on.
 
-        The batch stays as it is. Waiting sequences enter the new policy's queue in the order of
-        arrival, which takes O(n log n) for n of them.
+        The batch stays as it is. The n waiting sequences are moved to the new policy's queue in the
+        order of arrival, which takes O(n log n).
         """
         policy = policy_of(name, self._limits)
         for sequence in sorted(self._waiting, key=attrgetter("order")):
@@ -120,17 +124,17 @@ class Scheduler:
         return self._policy.waiting
 
     def take_vacated(self) -> tuple[int, ...]:
-        """Return the slots that were vacated since the last call and are still free."""
+        """Return the slots that became empty since the last call and are still empty."""
         return self._batch.take_vacated()
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """Slots that ``take_vacated`` would return now."""
+        """Slots that became empty since the last ``take_vacated`` and are still empty."""
         return self._batch.vacated
 
     @property
     def newcomers(self) -> list[Sequence]:
-        """Sequences that the current plan admitted."""
+        """Sequences that the last plan admitted to the batch."""
         return [self._batch[slot] for slot in self._newcomers]
 
     # one step
@@ -138,8 +142,8 @@ class Scheduler:
     def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:
         """Return the plan of the step that begins at ``now``; it has no rows if nothing can run.
 
-        The grammar masks of ``held`` slots are not ready. Their sequences sample nothing in this
-        step, except one of them if no other sequence can run, so that they delay only themselves.
+        ``held`` are the batch slots whose grammar masks are not ready. So that they delay no other
+        sequence, nothing is sampled in them, except in one of them if no other sequence can run.
         """
         self._step += 1
         self._make_room()
@@ -151,7 +155,10 @@ class Scheduler:
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
-        """Apply the results of ``plan``, one for each row, and return the outcomes."""
+        """Apply the results of ``plan``, one for each row; return the changes of sequences.
+
+        These are the new tokens and ends, and the preemptions since the last commit.
+        """
         self._batch.copied()
         return self._commit(plan, results)
 
@@ -163,25 +170,25 @@ class Scheduler:
     # steps that the device computes while the next one is planned
 
     def in_flight_step(self, plan: Plan) -> InFlightStep:
-        """Return the current plan as a step in flight."""
+        """Return the step in flight that results if ``plan``, the last plan, is launched."""
         return InFlightStep(plan, self._batch)
 
     def launched(self) -> None:
-        """Record that the current plan was launched, after all earlier ones."""
+        """Record that the last plan was launched, so that its block copies are certain."""
         self._batch.copied()
 
     def must_commit_first(self) -> bool:
         """Return whether the step in flight must be committed before the next one is planned.
 
-        That is so if the next plan would preempt a sequence, because all tokens of a preempted
-        sequence must be known when it is resumed.
+        True if the next plan would preempt a sequence: all tokens of a preempted sequence must be
+        known when it is resumed, and the step in flight may still be sampling one.
         """
         return len(self._batch.slot_table.lacking()) > self._batch.num_blocks_free
 
     def commit_in_flight(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:
-        """Commit a step in flight, and return the outcomes.
+        """Apply the results of a step in flight, one for each row; return the sequences' changes.
 
-        Results of sequences that were removed meanwhile are discarded.
+        Results of sequences that were removed since the launch are discarded.
         """
         for sequence, num_computed in flight.failed_of_those_gone(results):
             self._batch.invalidate_gone(sequence, num_computed)
@@ -191,10 +198,10 @@ class Scheduler:
         return self._commit(plan, left)
 
     def fail_in_flight(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
-        """End the sequences of a failed step in flight that are still in the batch.
+        """End, with ``error``, the sequences of a failed step in flight; return their outcomes.
 
-        Other sequences may own some of the step's blocks by now, so all cached blocks are
-        unpublished.
+        Sequences that were removed since the launch are left out. Other sequences may own some of
+        the step's blocks by now, so the whole prefix cache is emptied.
         """
         self._batch.invalidate_all()
         slots = flight.left().rows.slots.tolist()
@@ -216,17 +223,17 @@ class Scheduler:
         self._counters.blocks_swapped_in += len(plan.loads)
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """End every sequence of a plan that could not be executed, and return the outcomes."""
+        """End, with ``error``, all sequences of a plan whose step failed; return their outcomes."""
         self._batch.failed(plan)
         ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
         return [*self.notices(), *ended]
 
     def retract(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """Undo the last plan, which needed too much memory, and return the outcomes.
+        """Undo the last plan, whose step ran out of memory; return the outcomes of its sequences.
 
-        Sequences are preempted, and the next steps are smaller. A plan of a single token ends its
-        sequence with ``error``, because no smaller step exists. ``plan`` is the last plan, without
-        the rows of sequences that have left the batch.
+        Some sequences are preempted, and the next steps are smaller. A plan of a single token ends
+        its sequence with ``error`` instead, because no smaller step exists. ``plan`` is the last
+        plan, without the rows of sequences that were removed since.
         """
         self._batch.failed(plan)
         self._budget.shrink(self._num_planned)
@@ -243,9 +250,9 @@ class Scheduler:
     def _make_room(self) -> None:
         """Give every sequence in the batch the block that its last token needs.
 
-        If blocks run short, sequences are preempted: those of the lowest priority first, and of
-        these the one with the fewest computed tokens, which is the cheapest to recompute. The one
-        of the highest priority with the most computed tokens therefore always continues. A single
+        If too few blocks are free, sequences are preempted: those of the lowest priority first, and
+        among these the one with the fewest computed tokens, which is the cheapest to recompute. The
+        one of the highest priority with the most computed tokens is thus never preempted. A single
         preempted sequence frees fewer blocks than it needs, so it cannot be admitted again in the
         same step.
         """
@@ -270,10 +277,11 @@ class Scheduler:
         self._victims[victim.key] = victim
 
     def _to_shed(self, plan: Plan) -> list[Row]:
-        """Return the rows to preempt: those that the plan admitted, then the largest ones.
+        """Return the rows whose sequences to preempt after a step that ran out of memory.
 
-        The remaining rows have at most half of the plan's tokens, or only one row remains. Admitted
-        rows are preempted because they may depend on blocks that the plan itself was to fill.
+        These are the rows of newly admitted sequences, which may depend on blocks that the plan
+        itself was to fill, and then the largest rows, until the other rows have at most half of the
+        plan's tokens or only one is left.
         """
         rows = [row for row in plan.rows if row.slot not in self._newcomers]
         rows.sort(key=lambda row: (len(row.tokens), *map(neg, _by_worth(self._batch[row.slot]))))
@@ -296,7 +304,7 @@ class Scheduler:
         return self._batch.slot_table.rows(decoding, others)
 
     def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
-        """Return the admissions of newcomers, and those to repeat after a failed step."""
+        """Return the admissions of ``newcomers``, after those to repeat because a step failed."""
         self._newcomers = frozenset(sequence.slot for sequence in newcomers)
         told = [sequence.slot for sequence in newcomers]
         if self._doubtful:
@@ -327,8 +335,8 @@ class Scheduler:
     def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
         """Return at most ``budget`` draft tokens, and allocate blocks for them.
 
-        These blocks stay in the block table until known tokens need them. Drafts never preempt a
-        sequence.
+        The blocks stay in the block table until output tokens fill them. Only free blocks are used:
+        no sequence is preempted for drafts.
         """
         most = min(budget, self._room_for_drafts(sequence))
         if most <= 0:
@@ -429,7 +437,10 @@ class Scheduler:
     # reports
 
     def notices(self) -> list[Outcome]:
-        """Return an outcome for each sequence preempted since the last call that still waits."""
+        """Return an outcome, without tokens, for each sequence that was preempted and still waits.
+
+        Only preemptions since the last call are reported.
+        """
         victims = list(self._victims.values())
         self._victims.clear()
         return [victim.outcome() for victim in victims if victim.is_preempted]
@@ -455,7 +466,7 @@ class Scheduler:
         )
 
     def occupants(self) -> tuple[Occupant, ...]:
-        """Return the occupants of the batch slots, by slot."""
+        """Return the occupants of the batch slots, in the order of the slots."""
         running = sorted(self._batch, key=lambda s: s.slot)
         return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
 
@@ -464,7 +475,7 @@ class Scheduler:
         return list(self._batch.at(self._batch.slot_table.prefilling()))
 
     def check_integrity(self) -> None:
-        """Check invariants. O(blocks and sequences). Raises AssertionError."""
+        """Check invariants; raise AssertionError if one is violated. O(blocks and sequences)."""
         waiting = list(self._waiting)
         self._batch.check_integrity(preempted=waiting)
         assert {*waiting, *self._batch} == {*self}, "a sequence neither waits nor runs"

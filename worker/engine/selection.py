@@ -1,7 +1,8 @@
 """Selection of the sequences of a step, and of the number of tokens of each. Pure.
 
-The policy decides the order. The token budget, free slots and free blocks limit the numbers. Slots
-whose grammar masks are not ready are held: nothing is sampled in them.
+The batching policy decides the order. The token budget, free slots and free blocks limit the
+numbers. Slots whose grammar masks (the tokens that the grammar allows next) are not ready are held:
+nothing is sampled in them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from worker.engine.sequence import Sequence
 
 
 class ScheduledChunk(NamedTuple):
-    """Chunk of a sequence: the next ``num_known`` of its known tokens that are not computed yet."""
+    """Part of a sequence to compute in a step: its next ``num_known`` tokens without KV.
+
+    They are tokens of its prompt or of its output so far.
+    """
 
     sequence: Sequence
     num_known: int
@@ -33,10 +37,10 @@ def num_tokens(shares: Iterable[ScheduledChunk]) -> int:
 
 
 class Selected(NamedTuple):
-    """Slots selected to decode one token each, and chunks selected of other sequences.
+    """Selection for one step: slots that decode one token each, and chunks of other sequences.
 
-    ``prefills`` are chunks of sequences that were in the batch before, ``admitted`` those of
-    sequences that the selection admitted.
+    ``decoding`` has the slots. ``prefills`` are chunks of sequences that were already in the batch,
+    and ``admitted`` chunks of sequences that the selection admitted to it.
     """
 
     decoding: Ints
@@ -55,7 +59,8 @@ class Selected(NamedTuple):
 class BatchSelection:
     """Selector of each step's sequences; it admits waiting ones to ``batch`` as ``policy`` decides.
 
-    ``counters`` receives the numbers of prompt tokens and prefix-cache hits of admitted sequences.
+    It adds to ``counters`` the tokens of each admitted sequence, and those of them that were found
+    in the prefix cache.
     """
 
     def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
@@ -66,11 +71,11 @@ class BatchSelection:
         self._times_held: dict[int, int] = {}
 
     def select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        """Select at most ``budget`` tokens for the step at ``now``, and admit sequences.
+        """Select at most ``budget`` tokens for the step at ``now``, and admit waiting sequences.
 
-        Rows of ``held`` slots are selected only as far as they sample nothing. If nothing else can
-        run, one held slot is selected all the same, and the step waits for its mask. A step that
-        waits for the masks of all of them could take very long.
+        In ``held`` slots only prompt chunks are selected after which nothing is sampled. If nothing
+        else can run, one held slot is selected all the same, and the step waits for its grammar
+        mask. A step that waits for the masks of all of them could take very long.
         """
         self.policy.begin_step(self._batch.slot_table, now)
         self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
@@ -83,8 +88,8 @@ class BatchSelection:
     def _longest_held(self) -> int | None:
         """Return the slot that has been held for the most consecutive steps.
 
-        Of several, the first one in the policy's order is returned, and None if no held slot has
-        anything to compute.
+        If there are several, the first one in the policy's order is returned. The result is None if
+        no held slot has any token to compute.
         """
         urgent, patient = self.policy.decodes(self._batch.slot_table.decoding())
         prefilling = self._batch.at(self._batch.slot_table.prefilling())
@@ -108,9 +113,10 @@ class BatchSelection:
         return slots[~np.isin(slots, list(held))] if held else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """Return ``slots``, after publishing the blocks that their next tokens fill.
+        """Return ``slots``, after adding the blocks that they fill to the prefix cache.
 
-        A block is not published yet if the token that fills it is UNKNOWN.
+        These are the blocks that the next token of a slot fills. A block is not added yet if the
+        token that fills it is UNKNOWN.
         """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_drawing:
@@ -162,10 +168,11 @@ class BatchSelection:
 
 
 def _first_count(sequence: Sequence, budget: int) -> int:
-    """Return the most known tokens, within ``budget``, that a sequence may compute at admission.
+    """Return the maximum number of tokens that ``sequence`` computes in its first step.
 
-    With a grammar the last known token is left for a later step if possible, so that the first step
-    samples nothing: computing the grammar's mask takes an unknown time.
+    It is at most ``budget``. With a grammar the last known token is left for a later step if
+    possible, so that the first step samples nothing: computing the grammar's mask takes an unknown
+    time.
     """
     if sequence.sampling.grammar is None:
         return budget

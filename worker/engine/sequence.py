@@ -1,14 +1,15 @@
-"""Sequence inside the engine. Pure.
+"""Sequence inside the engine: one choice of a request, with its prompt and output. Pure.
 
     tokens      |---- prompt ----|-------- output --------|
                 0            num_prompt               num_known
     KV cache    |------ computed ------|-- remaining --|
                 0                 num_computed     num_known
 
-A step computes some of the remaining tokens. Computing the last known token samples the next one.
-Drafts may be computed after the last known token; the sampled tokens show which drafts were right.
-A request may be continued here after it ran at another worker. Its earlier output is treated like
-any other output, so it differs from an undisturbed run only in ``num_computed``.
+The known tokens are the prompt and the output so far. A step computes the KV of some of the
+remaining tokens. When the last known token is computed, the next one is sampled. Draft tokens may
+be computed after the last known token; the sampled tokens show which drafts were right. A request
+that ran at another worker may be continued here. Its earlier output is treated like any other
+output, so it differs from an undisturbed run only in ``num_computed``.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ NO_SLOT = -1
 class Sequence:
     """Sequence of the ``tokens`` of prompt and output; ``max_tokens`` limits the output.
 
-    ``order`` numbers the sequences by arrival and does not change by preemption. Sequences of a
-    smaller ``priority`` are preempted first. Only sequences with the same ``salt`` can share KV
-    blocks, because it is part of the hash of every block.
+    ``order`` numbers the sequences by arrival (smaller = earlier) and stays the same when one is
+    preempted. Sequences with a larger ``priority`` are admitted earlier and preempted later. Only
+    sequences with the same ``salt`` can share KV blocks, because it is part of the hash of every
+    block.
     """
 
     key: SequenceKey
@@ -85,9 +87,9 @@ class Sequence:
 
     @classmethod
     def from_start(cls, start: session_pb2.Start, limits: Limits) -> Self:
-        """Return the sequence of a Start message.
+        """Return the new sequence that a Start message describes.
 
-        Raises InvalidRequest if this worker can never run it.
+        Raises InvalidRequest if the message is invalid, or if the sequence exceeds ``limits``.
         """
         sequence = cls(
             key=SequenceKey(start.epoch, start.choice),
@@ -159,27 +161,28 @@ class Sequence:
     def expected_output(self) -> int:
         """Predicted length of the whole output in tokens, or ``max_tokens`` without a prediction.
 
-        It is more than the sequence has now, and at most ``max_tokens``.
+        The prediction is limited to ``max_tokens``, and is at least one more than the current
+        output.
         """
         predicted = self.predicted_tokens or self.max_tokens
         return max(self.num_output + 1, min(predicted, self.max_tokens))
 
     @property
     def remaining(self) -> int:
-        """Number of known tokens that are not computed yet."""
+        """Number of known tokens whose KV is not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def most_computed(self) -> int:
-        """Number of known tokens that were ever computed, at this or an earlier worker."""
+        """Largest number of tokens that were ever computed, at this or an earlier worker."""
         before, now = self.num_computed_before, self.num_computed
         return before if before > now else now
 
     @property
     def num_blocks_lacking(self) -> int:
-        """Number of blocks that the known tokens need beyond the block table.
+        """Number of blocks that the known tokens need in addition to the block table.
 
-        It is 0 if the table is longer, as it may be because of drafts.
+        It is 0 if the table is long enough.
         """
         lacking = blocks_for(len(self.tokens)) - len(self.block_table)
         return lacking if lacking > 0 else 0
@@ -193,12 +196,13 @@ class Sequence:
     def num_reusable(self) -> int:
         """Number of leading tokens whose KV may come from the prefix cache.
 
-        The other tokens must be computed, because their logits are sampled or scored.
+        The others must be computed, because their logits are needed to sample the next token or for
+        the requested log probabilities of the prompt.
         """
         return self.next_score - 1 if self.is_scoring else self.num_known - 1
 
     def stop(self, limits: Limits) -> Stop | None:
-        """Return why the sequence ends with its current tokens; None if it continues."""
+        """Return the cause if the sequence ends with its current tokens; None if it continues."""
         num_output = self.num_output
         if num_output > self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Stop.EOS
@@ -207,14 +211,17 @@ class Sequence:
         return None
 
     def earliest_end(self, limits: Limits) -> int:
-        """Return the number of known tokens below which only a stop token can end the sequence."""
+        """Return the smallest number of known tokens at which a length limit ends the sequence.
+
+        With fewer tokens, only a stop token can end it.
+        """
         outgrown = limits.num_blocks * BLOCK_SIZE + 1
         return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
 
     def draw_one(self, result: RowResult) -> Outcome:
-        """Append the one token of ``result`` and return its outcome.
+        """Append the one sampled token of ``result``, and return the outcome that reports it.
 
-        All earlier tokens count as computed from now on.
+        From now on all earlier tokens count as computed, and ``news`` is empty.
         """
         tokens, logprobs = result.tokens, result.logprobs
         computed = self.num_computed = len(self.tokens)
@@ -225,21 +232,28 @@ class Sequence:
         return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
     def draw(self, token: int, times: int) -> None:
-        """Append ``token`` ``times`` times as sampled tokens, without an outcome."""
+        """Append ``times`` sampled tokens, all equal to ``token``, without an outcome.
+
+        All tokens but the last then count as computed.
+        """
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
 
     def mark_launched(self, num_computed: int, draws: bool) -> None:
-        """Set ``num_computed`` to its value after a launched row.
+        """Record that a row of this sequence was launched, as if the row had been computed.
 
-        Append UNKNOWN if the row ``draws``, which means that it samples a token.
+        ``num_computed`` is the value after that row. If the row samples a token (``draws``),
+        UNKNOWN is appended in its place.
         """
         self.num_computed = num_computed
         if draws:
             self.tokens.append(UNKNOWN)
 
     def commit_step(self, num_computed: int, drew: bool) -> None:
-        """Undo ``mark_launched``: reset ``num_computed``, remove UNKNOWN if the row ``drew``."""
+        """Undo ``mark_launched``: set ``num_computed`` to the value before the launched row.
+
+        UNKNOWN is removed if the row samples a token (``drew``).
+        """
         self.num_computed = num_computed
         if drew:
             self.tokens.pop()
@@ -252,7 +266,10 @@ class Sequence:
     # reports
 
     def admitted(self, now: float) -> None:
-        """Record in ``news`` that the sequence was admitted to the batch, at first or again."""
+        """Record in ``news`` that the sequence was admitted to the batch at ``now``.
+
+        For the first admission that is the time that it waited, for a later one that it resumed.
+        """
         if self.is_preempted:
             self.is_preempted = False
             self.news = self.news._replace(residence=Residence.RESUMED)
@@ -275,7 +292,10 @@ class Sequence:
         return news
 
     def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
-        """Return an outcome without new tokens; with ``stop`` it is the last one."""
+        """Return an outcome without new tokens that reports ``news``, which is then empty.
+
+        If ``stop`` is given, it also reports the end of the sequence.
+        """
         return Outcome(
             self.key,
             self.num_output,
@@ -286,7 +306,7 @@ class Sequence:
         )
 
     def prefill_progress(self) -> Outcome:
-        """Return an outcome with the number of known tokens computed at this worker so far."""
+        """Return an outcome that reports only how many tokens this worker has computed so far."""
         return Outcome(
             self.key,
             self.num_output,
@@ -297,7 +317,7 @@ class Sequence:
     # rows
 
     def admission(self) -> Admission:
-        """Return the message that the runner needs before it computes the sequence's first row."""
+        """Return the admission, which the runner needs before it computes the first row."""
         return Admission(
             slot=self.slot,
             tokens=tuple(self.tokens),
@@ -309,7 +329,7 @@ class Sequence:
         )
 
     def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:
-        """Return the sequence's row of a step: its next ``count`` tokens, then ``drafts``."""
+        """Return the sequence's part of a step: ``count`` known tokens, then ``drafts``."""
         end = self.num_computed + count
         return Row(
             slot=self.slot,
@@ -324,17 +344,21 @@ class Sequence:
     def score(
         self, row: Row, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[int, tuple[TokenLogprobs, ...]]:
-        """Return the scores of the prompt that are new, after the position of the first of them.
+        """Return those log probabilities of prompt tokens that have not been reported yet.
 
-        A score is the log probability of a prompt token. ``logprobs`` are the scores that ``row``
-        computed, from position ``row.start`` + 1 on. All of them count as reported from now on.
+        The result is the position of the first of them, and the log probabilities from there on.
+        ``logprobs`` are those that ``row`` computed, from position ``row.start`` + 1 on. All of
+        them count as reported from now on.
         """
         first = self.next_score
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
         return first, logprobs[first - (row.start + 1) :]
 
     def hashes_before(self) -> list[bytes]:
-        """Return the hashes of the full blocks that were computed before the last preemption."""
+        """Return the hashes of the full blocks that were computed before preemptions.
+
+        The list is empty if the sequence was never preempted.
+        """
         return [self.block_hash(i) for i in range(self.num_wanted // BLOCK_SIZE)]
 
     def block_hash(self, index: int) -> bytes:

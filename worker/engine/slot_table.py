@@ -1,9 +1,12 @@
 """Slot table: the state of all batch slots as arrays. Pure.
 
 A batch slot belongs to one sequence while that sequence is in the batch. The table lets a decode
-step be planned with a few array operations instead of a loop over sequences.
-``Sequence`` objects hold the same values in their fields. ``write`` and ``extend`` copy changes of
-a sequence to the table, and ``draw_one`` does so for the common case, rows that decode one token.
+step be planned with a few array operations instead of a loop over sequences. ``Sequence`` objects
+hold the same values in their fields. ``write`` and ``extend`` copy changes of a sequence to the
+table, and ``draw_one`` does so for the common case, rows that decode one token.
+
+Known tokens are those of the prompt and the output so far. Arguments and results are indexed by
+slot [slots], or by their place in an argument ``slots`` [n].
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from worker.engine.sequence import Sequence
 
 
 class SlotTable:
-    """State of ``limits.max_num_seqs`` slots. An empty slot has no known tokens."""
+    """State of ``limits.max_num_seqs`` slots; an empty slot has zero known tokens."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -42,7 +45,7 @@ class SlotTable:
     # changes
 
     def write(self, sequence: Sequence) -> None:
-        """Copy the fields of ``sequence``, except its block table, to the slot that it has."""
+        """Copy the fields of ``sequence``, except its block table, to its slot of the table."""
         self._numbers[:-1, sequence.slot] = (
             sequence.order,
             sequence.num_known,
@@ -60,7 +63,7 @@ class SlotTable:
         self._num_blocks[slot] = end
 
     def extend_by_one(self, slots: Ints, blocks: Several[int]) -> None:
-        """Append one of ``blocks`` [n] to the block table of each of ``slots`` [n]."""
+        """Append ``blocks[i]`` to the block table of slot ``slots[i]``, for all i."""
         self._tables[slots, self._num_blocks[slots]] = blocks
         self._num_blocks[slots] += 1
 
@@ -72,24 +75,29 @@ class SlotTable:
         self._numbers[:, slot] = 0
 
     def draw_one(self, slots: Ints, tokens: Several[int]) -> None:
-        """Append one sampled token to each of ``slots``; all earlier tokens are now computed."""
+        """Append ``tokens[i]``, a sampled token, in slot ``slots[i]``, for all i.
+
+        All earlier tokens of these slots then count as computed.
+        """
         self._num_computed[slots] = self._num_known[slots]
         self._num_known[slots] += 1
         self._last_tokens[slots] = tokens
 
     def mark_launched(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
-        """Set ``num_computed`` [n] of ``slots`` [n], whose rows were launched.
+        """Record that rows of ``slots`` [n] were launched, as if they had been computed.
 
-        UNKNOWN becomes the last token where ``draws`` [n]: where the row samples a token.
+        ``num_computed`` [n] are the values after these rows. Where ``draws`` [n], the row samples a
+        token, and UNKNOWN is appended in its place.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] += draws
         self._last_tokens[slots[draws]] = UNKNOWN
 
     def commit_steps(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
-        """Undo ``mark_launched``: set ``num_computed`` [n], remove the UNKNOWN where ``drew`` [n].
+        """Undo ``mark_launched``: set ``num_computed`` [n], and remove UNKNOWN where ``drew`` [n].
 
-        The last tokens of the slots where ``drew`` holds are invalid until they are written.
+        The last token of a slot from which UNKNOWN was removed is invalid until ``write`` or
+        ``draw_one`` sets it.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] -= drew
@@ -98,14 +106,17 @@ class SlotTable:
 
     @property
     def known_by_slot(self) -> Ints:
-        """Number of known tokens of each slot [slots]; 0 in an empty slot. Not a copy."""
+        """Number of known tokens of each slot, [slots]; 0 in an empty slot.
+
+        The array is the table's own, and changes with it.
+        """
         return self._num_known
 
     def decoding(self) -> Ints:
         """Return the slots with exactly one token left to compute, in the order of arrival.
 
-        Slots that have reached a length limit are left out; they exist only while a step is in
-        flight.
+        Slots whose sequences have reached a length limit are left out; such sequences are in the
+        batch only while a step is in flight.
         """
         return self._by_order((self._remaining == 1) & self._goes_on)
 
@@ -116,28 +127,28 @@ class SlotTable:
     def lacking(self) -> Ints:
         """Return the slots whose block tables are too short for their known tokens.
 
-        Slots that have reached a length limit are left out.
+        Slots whose sequences have reached a length limit are left out.
         """
         lacks: Flags = self._num_known > self._num_blocks * BLOCK_SIZE
         return (lacks & self._goes_on).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
-        """Return those of ``decoding`` whose next token to compute is the last of its block."""
+        """Return those of the slots ``decoding`` whose next token to compute fills its block."""
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
         return decoding[is_last]
 
     def rows(self, decoding: Ints, others: Iterable[Row]) -> Rows:
-        """Return the rows of a step: one decode for each slot in ``decoding``, then ``others``."""
+        """Return the rows of a step: one token of each slot in ``decoding``, then ``others``."""
         starts, tokens = self._num_computed[decoding], self._last_tokens[decoding]
         rows = Rows.decoding(decoding, starts, tokens, self._tables)
         others = tuple(others)
         return rows.then(Rows.of(others, self._tables)) if others else rows
 
     def draws_one(self, rows: Rows) -> Flags:
-        """Return which rows are plain decodes, bool [n].
+        """Return for each of n rows whether it is a plain decode, bool [n].
 
-        A plain decode has one token, samples one token without reaching a length limit, scores no
-        prompt and recomputes nothing.
+        A plain decode computes one token for the first time, and samples one token without reaching
+        a length limit. It computes no log probabilities of the prompt.
         """
         is_new: Flags = rows.starts >= self._num_computed_before[rows.slots]
         goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
@@ -163,7 +174,10 @@ class SlotTable:
         return int(self._num_blocks.sum()) * BLOCK_SIZE - int(self._num_computed.sum())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare the table with all ``sequences`` that have a slot. Raises AssertionError."""
+        """Compare the table with ``sequences``, which are all that have a slot.
+
+        Raises AssertionError if they differ.
+        """
         right = SlotTable(self._limits)
         for sequence in sequences:
             right.write(sequence)
@@ -179,7 +193,7 @@ class SlotTable:
 
     @property
     def _goes_on(self) -> Flags:
-        """Return which slots have not reached a length limit, bool [slots]."""
+        """Return for each slot whether it has not reached a length limit, bool [slots]."""
         goes_on: Flags = self._num_known < self._ends
         return goes_on
 

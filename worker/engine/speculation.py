@@ -22,8 +22,8 @@ _TOKEN_BITS = 32
 class NgramIndex:
     """Index of the token that last followed each n-gram in a growing list of tokens.
 
-    n goes from ``min_match`` to ``max_match``. Adding a token takes O(max_match - min_match) time,
-    and about 100 bytes for each n.
+    An n-gram is a run of n consecutive tokens; n goes from ``min_match`` to ``max_match``. Adding a
+    token takes O(max_match - min_match) time, and about 100 bytes for each n.
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
@@ -43,7 +43,10 @@ class NgramIndex:
         return self._length
 
     def extend(self, tokens: Sequence[int], most: int) -> None:
-        """Add up to ``most`` of the ``tokens`` that are not in the index yet."""
+        """Add up to ``most`` of the tokens that are not in the index yet.
+
+        ``tokens`` must begin with those that are in it.
+        """
         for token in tokens[self._length : self._length + most]:
             for n, followers in self._followers.items():
                 if n <= self._length:
@@ -52,9 +55,10 @@ class NgramIndex:
             self._length += 1
 
     def follower(self) -> int | None:
-        """Return the index of the token that last followed the n-gram at the end of the tokens.
+        """Look up the n-gram that ends the list of tokens where it occurred before.
 
-        The longest n-gram that occurred before is used. Return None if there is none.
+        Return the index in the list of the token that last followed it. The longest n-gram that
+        occurred before is used; return None if there is none.
         """
         for n, followers in self._followers.items():
             if n <= self._length:
@@ -77,7 +81,10 @@ _MAX_PAUSE = 64
 
 
 class Drafter:
-    """Drafter of one sequence. Deterministic: the same calls return the same drafts."""
+    """Drafter of one sequence: proposes tokens that may come next.
+
+    The same calls always return the same drafts.
+    """
 
     def __init__(self, speculation: Speculation) -> None:
         self._index = NgramIndex(speculation.min_match, speculation.max_match)
@@ -87,7 +94,7 @@ class Drafter:
         self._pause = 0
 
     def read(self, tokens: Sequence[int], most: int) -> int:
-        """Add up to ``most`` of the tokens that are new since the last call to the index.
+        """Add to the index up to ``most`` of the sequence's tokens that are not in it yet.
 
         ``tokens`` are all tokens of the sequence. Return the number of tokens added.
         """
@@ -98,8 +105,8 @@ class Drafter:
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """Return a draft of at most ``most`` tokens that may follow ``tokens``. Call once per step.
 
-        The draft is empty during a pause, while some of ``tokens`` are not read, or if no n-gram
-        matches.
+        ``tokens`` are all tokens of the sequence. The draft is empty during a pause, while ``read``
+        has not added all tokens to the index, or if no n-gram matches.
         """
         if self._pause:
             self._pause -= 1

@@ -1,10 +1,10 @@
-"""Cost of each row of a step, by a model that is fitted to this worker's steps. Pure.
+"""Estimated cost in seconds of each row of a step, by a model fitted to this worker's steps. Pure.
 
     seconds of a step = cost of any step + sum of the costs of its rows
 
-A row is the part of one sequence in the step. The model is the one that routers use
-(``everlift.step_fit``). Routers fit it to sums over many steps of all workers of one kind, while a
-worker fits it to single steps of its own.
+A row is the part of one sequence in the step. Routers use the same model (``everlift.step_fit``).
+They fit it to sums over many steps of all workers of one kind, while a worker fits it to single
+steps of its own.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _LEAST_S = 1e-12
 class Costs(NamedTuple):
     """Coefficients of the cost model, in seconds.
 
-    ``step`` is the cost of any step. A field of ``each`` is the cost of one unit of it: of a row, a
-    computed token, a token whose KV is read, or a pair of tokens. While the model is not fitted,
-    ``is_known`` is False and the cost of a row is its number of tokens.
+    ``step`` is the cost that every step has, whatever its rows. The fields of ``each`` are the
+    costs of one row, one computed token, one token whose KV is read, and one pair of a computed
+    token and a token that it attends to. While the model is not fitted, ``is_known`` is False and
+    the cost of a row is its number of tokens.
     """
 
     step: float
@@ -65,26 +66,26 @@ class Costs(NamedTuple):
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def alone(self, cost: float, together: float) -> float:
-        """Return the time of a step with only one row, as a fraction of the time of a shared step.
+        """Return the time of a step with one of its rows only, as a fraction of the step's time.
 
-        ``cost`` is the cost of that row, and ``together`` the sum of the costs of all rows of the
-        shared step. Return 1 if costs are unknown.
+        ``cost`` is the cost of that row, and ``together`` the sum of the costs of all rows. Return
+        1 if the model is not fitted.
         """
         return (self.step + cost) / (self.step + together) if self.is_known else 1.0
 
     @property
     def first(self) -> float:
-        """Return the cost of a step with a single row of one token, excluding the KV it reads."""
+        """Cost of a step with a single row of one token, excluding the cost of reading KV."""
         return self.step + self.each.num_rows + self.each.num_tokens
 
     @property
     def position(self) -> float:
-        """Return the cost that each position whose KV is read adds to a row of one token."""
+        """Cost that each token whose KV is read adds to a row of one token."""
         return self.each.kv_tokens + self.each.num_pairs
 
 
 class StepCosts:
-    """Cost model of an engine's steps, refitted over time.
+    """Cost model of an engine's steps, refitted to observed steps from time to time.
 
     The attribute ``now`` has the current coefficients. Call ``observe`` after each step.
     """
@@ -98,10 +99,10 @@ class StepCosts:
         self.now = Costs(0.0, StepSize(0.0, 1.0, 0.0, 0.0), is_known=False)
 
     def observe(self, rows: Rows, seconds: float, has_prompts: bool, now: float) -> None:
-        """Record that a step of ``rows`` took ``seconds`` and ended at ``now``.
+        """Record that a step of ``rows`` took ``seconds`` and ended at ``now``, in seconds.
 
-        ``has_prompts`` means that some rows are chunks of prompts. Not every step is used:
-        observations and refits have a minimum interval.
+        ``has_prompts`` means that some rows are chunks of prompts. Steps that follow the previously
+        recorded one too soon are ignored, and the coefficients are not refitted each time.
         """
         pace = 1.0 if self._num_observed < _AT_FIRST else _MORE_SELDOM
         if seconds > 0 and now - self._observed[has_prompts] >= pace * _OBSERVE_S:

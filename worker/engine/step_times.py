@@ -24,7 +24,8 @@ class Part(IntEnum):
 class StepTimes:
     """Seconds that steps have spent in each part since the engine started, by the host's clock.
 
-    If the device computes asynchronously, its time counts in the part that waits for it.
+    If the device computes asynchronously, the time of the device counts in the part in which the
+    host waits for it.
     """
 
     schedule_s: float = 0.0
@@ -45,7 +46,10 @@ NO_TIME = StepTimes()
 
 
 class Stopwatch:
-    """Stopwatch for the parts of steps; reads ``clock`` (seconds) once at each boundary."""
+    """Stopwatch that sums the time of each part of the steps.
+
+    ``clock`` returns seconds, and is read once when a step begins and once after each part.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -56,7 +60,7 @@ class Stopwatch:
         self._since = self._clock()
 
     def lap(self, part: Part) -> None:
-        """Add the time since the last boundary to ``part``."""
+        """Add the time since the last call of ``lap`` or ``start`` to the sum of ``part``."""
         now = self._clock()
         self._sums[part] += now - self._since
         self._since = now

@@ -1,4 +1,4 @@
-"""Time breakdown of a sequence at this worker. Pure."""
+"""Time breakdown of a sequence at this worker: how long it waited, prefilled, decoded. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from everlift.v1 import session_pb2
 
 
 class Part(IntEnum):
-    """Index of a part of a breakdown, in the order of the fields of TimeBreakdown.
+    """Index of a part in ``TimeBreakdown.parts``, in the order of the fields of TimeBreakdown.
 
     STALLED is ``prefill_interference_s``, CO_TENANCY ``decode_interference_s``, and PASSED_OVER
     ``not_scheduled_s``.
@@ -32,7 +32,8 @@ class Part(IntEnum):
 class TimeBreakdown(NamedTuple):
     """Time breakdown of a sequence; session.proto documents the fields.
 
-    The seconds add up to the time from the sequence's arrival at this worker to ``until``.
+    The seconds add up to the time from the sequence's arrival at this worker to ``until``, a time
+    on the engine's clock.
     """
 
     until: float
@@ -54,12 +55,12 @@ class TimeBreakdown(NamedTuple):
         return cls(until, waiting_s=max(0.0, until - since))
 
     def preempted(self, until: float) -> Self:
-        """Return the breakdown extended to ``until``, with the added time as preempted."""
+        """Return the breakdown extended to ``until``; the added time counts as preempted."""
         return self._replace(until=until, preempted_s=self.preempted_s + until - self.until)
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """Return the values by ``Part``: seconds, and from ``Part.STEPS`` on counts."""
+        """Values indexed by ``Part``: seconds, and from ``Part.STEPS`` on counts."""
         return self[1:]
 
     @property
@@ -67,7 +68,10 @@ class TimeBreakdown(NamedTuple):
         return sum(self.parts[: Part.STEPS])
 
     def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.TimeBreakdown:
-        """Return the message for the sequence of this ``epoch`` and ``choice``."""
+        """Return the message for the sequence with this key.
+
+        ``epoch`` is the number of the attempt at its request, ``choice`` its index in the request.
+        """
         return session_pb2.TimeBreakdown(
             epoch=epoch,
             choice=choice,

@@ -4,27 +4,29 @@
                             |  ^
                         preempted
 
-In the batch, a step's time consists of the time of its decodes, and of the time by which chunks of
-prompts make it longer:
+While a sequence is in the batch, the time of each step is divided into two: the time of the step's
+decodes, and the time by which chunks of prompts make the step longer. A row is the part of a
+sequence in the step:
 
                        |----------- decodes -----------|----------- prompts -----------|
     a decoding row     | decode | decode interference  |     prefill interference      |
     a prompt's chunk   |      decode interference      | prefill interf. |   prefill   |
     without a row      |                         not scheduled                         |
 
-A chunk's tokens that were computed before count as recompute instead of prefill. ``StepCosts``
-estimates what a row would have taken alone, and by how much chunks make a step longer.
+The time of a chunk's tokens that were computed before, at this or an earlier worker, counts as
+recompute instead of prefill. ``StepCosts`` estimates how long a row would have taken alone, and by
+how much chunks make a step longer.
 
 A step that was launched ahead counts as begun when the previous step ends, because the device
 computes the previous one until then. Sequences that its plan admits count as waiting until then.
 
-Time that passes alike for all sequences in the batch is added to clocks, one for each part. Columns
-by slot hold only the difference between a sequence and the clocks. The time that a decoding
-sequence would have taken alone follows from sums (``Decodes``). A step therefore costs work per
-sequence only for chunks of prompts, for drafts, and for sequences without a row.
+Time that passes alike for all sequences in the batch is added to clocks, one for each part. For
+each slot only the difference between its sequence and the clocks is stored. The time that a
+decoding sequence would have taken alone follows from sums (``Decodes``). A step therefore costs
+work per sequence only for chunks of prompts, for drafts, and for sequences without a row.
 
-Every frame to a router carries the clocks. With them a router can extend the last breakdown that it
-has of a decoding sequence, except for how that sequence differs from the average.
+Every message to a router contains the clocks. With them a router can extend the last breakdown
+that it has of a decoding sequence, as if the sequence had been an average one since.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ class _Chunk(NamedTuple):
 
 
 class TimeBreakdowns:
-    """Breakdowns of an engine with ``num_slots`` batch slots.
+    """Time breakdowns of the sequences of an engine with ``num_slots`` batch slots.
 
-    ``begin_step`` and ``end_step`` surround a step. ``drop_slots`` is called whenever slots become
-    empty. ``clock`` returns seconds; all times are on it.
+    Call ``begin_step`` before and ``end_step`` after each step, and ``drop_slots`` whenever slots
+    become empty. ``clock`` returns seconds, and all times are on that clock.
     """
 
     def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
@@ -103,7 +105,8 @@ class TimeBreakdowns:
     ) -> None:
         """Begin a step that computes ``rows``, at ``now`` or when the last step ended, if later.
 
-        The step's plan preempted the sequences in the slots ``left``, and admitted ``newcomers``.
+        ``left`` are the slots that became empty, and ``newcomers`` the sequences that the step's
+        plan admitted.
         """
         began = max(now, self._now)
         self._clocks[Part.BETWEEN_STEPS] += began - self._now
@@ -119,9 +122,10 @@ class TimeBreakdowns:
         self._is_in_vain = True
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Record that the sequences in ``slots`` left the batch; empty slots may be included.
+        """Record that the sequences in ``slots`` left the batch.
 
-        During a step this takes effect at its end.
+        Slots that were empty before are ignored. If a step is in progress, its time still counts
+        for these sequences.
         """
         if self._rows is not None:
             self._left.update(slots)
@@ -130,7 +134,10 @@ class TimeBreakdowns:
         self._gone += [sequence for sequence in gone if sequence.is_preempted]
 
     def end_step(self) -> None:
-        """End the step in progress, if there is one."""
+        """End the step in progress, and divide its time among the sequences in the batch.
+
+        Does nothing if no step is in progress.
+        """
         rows, self._rows = self._rows, None
         if rows is None:
             return
@@ -141,10 +148,10 @@ class TimeBreakdowns:
         self._left.clear()
 
     def report(self) -> list[SequenceBreakdown]:
-        """Return the breakdowns that are due, as of the last step.
+        """Return the breakdowns to send to routers, up to the end of the last step.
 
-        They are those of sequences that were preempted or ended, or whose prompts were computed,
-        since the last report, and of some slots in turn.
+        Included are sequences that were preempted, ended, or completed their prefill since the last
+        report, and the sequences of a few slots in turn, so that each is reported every 5 s.
         """
         gone, self._gone = self._gone, []
         slots = self._computed.union(self._turns(self._now))
@@ -159,14 +166,17 @@ class TimeBreakdowns:
         return SequenceBreakdown(sequence.key, sequence.breakdown)
 
     def so_far(self, sequence: Sequence, now: float) -> SequenceBreakdown:
-        """Return the breakdown of a sequence up to ``now``. Call between two steps."""
+        """Return the breakdown of a sequence, running or waiting, up to ``now``.
+
+        Call between two steps.
+        """
         if sequence.slot == NO_SLOT:
             return SequenceBreakdown(sequence.key, _outside(sequence, now))
         return SequenceBreakdown(sequence.key, self._read(sequence.slot, now))
 
     @property
     def decoding(self) -> TimeBreakdown:
-        """Return the breakdown of an average sequence that decoded in every step."""
+        """Breakdown of an average sequence that decoded in every step since the engine started."""
         breakdown = TimeBreakdown(self._now, *self._clocks)
         decode_interference_s = breakdown.decode_interference_s - self._decode_s
         return breakdown._replace(
@@ -295,10 +305,11 @@ class TimeBreakdowns:
         seconds: float,
         absent: Ints | None,
     ) -> None:
-        """Charge ``seconds``, the part of a step's time due to decodes, to the decoding rows.
+        """Record how long each decoding row of a step would have taken alone.
 
-        ``together`` is the cost of all decoding rows. ``absent`` are the slots in the batch that
-        have no row, or None.
+        ``seconds`` is the part of the step's time that is due to decodes, and ``together`` the cost
+        of all decoding rows. ``absent`` are the occupied slots that have no row in the step, or
+        None if there are none.
         """
         costs, num_decodes = self._costs.now, len(rows) - len(chunks)
         self._decode_s += seconds * costs.alone(together / num_decodes, together)
@@ -322,7 +333,7 @@ class TimeBreakdowns:
             self._decodes.begin_anew()
 
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
-        """Charge decodes row by row, because not every row advances by one position."""
+        """Do the work of ``_charge_decodes`` row by row: not every row advances by one position."""
         is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
         costs = self._costs.now
         alone_s: Floats | float = seconds
@@ -334,10 +345,11 @@ class TimeBreakdowns:
     def _look_where_they_are(
         self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
     ) -> None:
-        """Correct the positions in ``Decodes`` if any decoding row is not at its position there.
+        """Correct the positions of slots in ``Decodes`` if a decoding row is at another position.
 
-        No row is before that position; accepted drafts put rows beyond it. It is therefore
-        sufficient to compare sums of positions. ``waiting`` are noted slots without a row, or None.
+        Accepted drafts put rows beyond the position in ``Decodes``, and no row is before it, so it
+        is sufficient to compare sums of positions. ``waiting`` are the decoding slots that have no
+        row in the step, or None if there are none.
         """
         expected = self._decodes.positions
         if waiting is not None:
@@ -362,7 +374,7 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _settle(self, slots: Ints) -> None:
-        """Move the decode time of these slots so far from ``Decodes`` to their columns."""
+        """Read the decode time of ``slots`` from ``Decodes``, restart it, and add it to columns."""
         self._move(Part.CO_TENANCY, Part.DECODE, slots, self._decodes.drain(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:

@@ -13,17 +13,18 @@ Place = tuple[int, ...]
 
 
 def by_arrival(sequence: Sequence) -> Place:
-    """Return the sort key by ``priority``, larger first, then by arrival.
+    """Return a sort key that puts larger ``priority`` first, then earlier arrival.
 
-    A preempted sequence keeps its arrival order.
+    A preempted sequence keeps its place in the order of arrival.
     """
     return -sequence.priority, sequence.order
 
 
 class WaitingLine:
-    """Queue of waiting sequences; ``place`` returns the sort key of one, and the smallest is first.
+    """Queue of waiting sequences, sorted by the key that ``place`` returns for a sequence.
 
-    The key of a sequence must not change while it waits. Every operation takes O(log n), amortised.
+    The smallest key is first. The key of a sequence must not change while it waits. Every operation
+    takes O(log n), amortised.
     """
 
     def __init__(self, place: Callable[[Sequence], Place] = by_arrival) -> None:
@@ -44,7 +45,7 @@ class WaitingLine:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens of all waiting sequences."""
+        """Total number of tokens, of prompts and outputs so far, of all waiting sequences."""
         return self._num_tokens
 
     def push(self, sequence: Sequence) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Backlog:
-    """Predicted CPU time, in seconds, of all unanswered requests to grammar processes.
+    """Total of the predicted CPU time of all unanswered requests to grammar processes.
 
     All methods but ``close`` must be called by a single thread.
     """
@@ -32,9 +32,9 @@ class Backlog:
 class Account:
     """Unanswered requests to one grammar process, whose predicted CPU time is part of a Backlog.
 
-    Requests are kept by matcher. The CPU time of a matcher's next answer is predicted as that of
-    its last answer, but as at least half of the previous prediction. The first prediction is
-    ``budget_s`` seconds.
+    Each request is about a matcher: the state of one sequence in the grammar, known by its number.
+    The CPU time of a matcher's next answer is predicted to be equal to that of its last answer, but
+    at least half of the previous prediction. The first prediction is ``budget_s`` seconds.
     """
 
     def __init__(self, backlog: Backlog, budget_s: float) -> None:

@@ -1,4 +1,8 @@
-"""Rank 0's end of the socket to one grammar process, once its grammar is compiled."""
+"""Rank 0's end of the socket to one grammar process, which has compiled its grammar.
+
+Requests and replies are about matchers. A matcher is the state of one sequence in the grammar; its
+number is chosen by rank 0.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _CORES = os.cpu_count() or 1
 
 
 class Channel:
-    """Connection to one grammar process; it sends requests at once and keeps unread replies.
+    """Connection to one grammar process: sends requests and stores replies until they are taken.
 
     A single thread must use it, except for methods that are documented as thread-safe. When the
     last reference to the channel is gone, the socket closes and the grammar process ends.
@@ -34,7 +38,7 @@ class Channel:
         """Create the channel over a connected ``sock``.
 
         ``mask_budget_s`` is the CPU time, in seconds, that a mask may take. No wait takes longer
-        than ``timeout_s`` seconds. Unanswered requests count in ``backlog``.
+        than ``timeout_s`` seconds. Unanswered requests are part of ``backlog``.
         """
         sock.setblocking(False)
         self._sock = sock
@@ -55,7 +59,7 @@ class Channel:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the grammar process has ended. Thread-safe."""
+        """Return whether the grammar process has ended or the connection is closed. Thread-safe."""
         poll = select.poll()
         # No event is requested, because poll reports a closed peer in any case.
         poll.register(self._sock, 0)
@@ -78,9 +82,9 @@ class Channel:
     def take_reply(self, matcher: int, began: float) -> bytes:
         """Wait for the next reply about ``matcher``, and return its body.
 
-        Raises EverliftError if the reply is a refusal, if the grammar process has ended, or after
-        the timeout. The timeout begins at ``began``, the monotonic time at which the caller began
-        to wait for this or any other grammar process.
+        Raises EngineFailed if the reply is a refusal. Raises InvalidGrammar if the grammar process
+        has ended, or after the timeout, which begins at ``began``, the monotonic time at which the
+        caller began to wait for this or any other grammar process.
         """
         deadline = began + self._timeout_s
         while not self._replies[matcher]:
@@ -116,7 +120,7 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def drop_matcher(self, matcher: int) -> None:
-        """Schedule the removal of ``matcher``, which is requested before the next request.
+        """Schedule the removal of ``matcher``; it is requested when ``send`` is called next.
 
         Thread-safe, because a finalizer calls it.
         """
@@ -166,7 +170,7 @@ class Channel:
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _lost(self) -> EverliftError:
-        """Stop using the grammar process, drop all its replies, and return the error to raise."""
+        """Close the connection, drop all stored replies, and return the error to raise."""
         self._is_given_up = True
         for replies in self._replies.values():
             replies.clear()

@@ -40,7 +40,7 @@ class GrammarProcesses(Protocol):
     """Source of grammar processes, implemented by GrammarForkServer."""
 
     async def start_process(self) -> socket.socket:
-        """Return the non-blocking socket of a new grammar process."""
+        """Start a grammar process and return this end of its socket, which is non-blocking."""
         ...
 
     def close(self) -> None: ...

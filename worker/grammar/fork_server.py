@@ -42,8 +42,8 @@ class GrammarForkServer:
     def begin(self) -> None:
         """Start the process in the background.
 
-        The process takes seconds to load what compilation needs. Without an early start, a request
-        that is migrated to a new worker would wait for it.
+        The process takes seconds to load llguidance and the vocabulary. Without an early start, a
+        request that is migrated to a new worker would wait for that.
         """
         self._beginning = asyncio.get_running_loop().create_task(self._begin())
 
@@ -59,9 +59,10 @@ class GrammarForkServer:
                 await asyncio.to_thread(self._start)
 
     async def start_process(self) -> socket.socket:
-        """Return the non-blocking socket of a grammar process that is being forked.
+        """Request a grammar process and return this end of its socket, which is non-blocking.
 
-        Starts the fork server if it does not run. Raises OSError if that fails.
+        The process may not run yet. Starts the fork server if it does not run. Raises OSError if
+        that fails.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

@@ -66,7 +66,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Vocabulary of ``vocab_size`` tokens, and the model's own end tokens."""
+    """Vocabulary of a language model, of ``vocab_size`` tokens, and the model's own end tokens."""
 
     vocabulary: llguidance.LLTokenizer
     vocab_size: int
@@ -86,8 +86,8 @@ def _cpu_budget(seconds: float) -> Iterator[None]:
 class Place:
     """State of one sequence in the grammar.
 
-    ``stops`` are its stop tokens. ``debt_s`` is the CPU time, in seconds, that its masks have used
-    beyond their average share.
+    ``stops`` are the sequence's stop tokens. ``debt_s`` is the CPU time, in seconds, that its masks
+    have used beyond the average allowed for a mask.
     """
 
     matcher: llguidance.LLMatcher
@@ -96,7 +96,7 @@ class Place:
 
 
 class GrammarProcess:
-    """Server of one grammar over ``sock``, until the other end closes."""
+    """Server of one grammar, which answers requests from ``sock`` until the other end closes."""
 
     def __init__(self, sock: socket.socket, model: Model, budget: Budget) -> None:
         self._sock = sock
@@ -187,7 +187,7 @@ class GrammarProcess:
     def _drafts(self, request: Request) -> bytes:
         """Return the concatenated masks after each draft that the grammar allows.
 
-        They end before the first draft that is a stop token or is not allowed.
+        The result has no mask from the first draft on that is a stop token or is not allowed.
         """
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
@@ -205,7 +205,7 @@ class GrammarProcess:
         """Context manager that limits the CPU time of ``count`` masks of one sequence.
 
         The process ends if these masks exceed their budget. On exit, raises Refused if the
-        sequence's masks have exceeded their average share for long.
+        sequence's ``debt_s`` exceeds the budget of one mask.
         """
         began = time.process_time()
         with _cpu_budget(self._budget.mask_s * count):
@@ -265,10 +265,11 @@ def _memory_bytes() -> int:
 def compile_grammar(
     kind: str, texts: Sequence[str], vocabulary: llguidance.LLTokenizer
 ) -> llguidance.LLMatcher:
-    """Return a matcher at the beginning of the grammar ``texts``, which is of ``kind``.
+    """Compile the grammar in ``texts``, and return a matcher at its beginning.
 
-    Only the kind "choice" has several texts. Raises NotEnforceable for a JSON schema that cannot be
-    enforced, and Refused for any other grammar that cannot be compiled.
+    ``kind`` names the notation; only the kind "choice" has several texts. Raises NotEnforceable if
+    ``parse_schema`` refuses a JSON schema, and Refused if ``kind`` is unknown or llguidance cannot
+    compile the grammar.
     """
     schema = parse_schema(texts[0]) if kind == "json_schema" else None
     lark = _lark(kind, texts) if schema is None else lark_of_schema(schema)

@@ -51,9 +51,9 @@ class NotEnforceable(ValueError):
 
 
 def parse_schema(text: str) -> Json:
-    """Return the JSON schema ``text``, parsed and changed as the module's docstring says.
+    """Parse the JSON schema ``text``, and return it with the changes that the module lists.
 
-    Raises NotEnforceable.
+    Raises NotEnforceable if it is not a schema, or cannot be enforced.
     """
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
@@ -70,7 +70,7 @@ def parse_schema(text: str) -> Json:
 
 
 def lark_of_schema(schema: Json) -> str:
-    """Return the grammar, in llguidance's Lark syntax, of what ``parse_schema`` returned."""
+    """Return the grammar of a result of ``parse_schema``, in llguidance's Lark syntax."""
     return f"start: %json {json.dumps(schema | {'x-guidance': _OPTIONS})}\n"
 
 
@@ -89,7 +89,7 @@ def _refuse_constant(name: str) -> None:
 def _check_value(value: Json, path: Path) -> None:
     """Raise NotEnforceable if ``value`` is nested too deeply or has half of a surrogate pair.
 
-    ``path`` is its place in the whole schema.
+    ``path`` has the keys and indices that lead to it from the root of the schema.
     """
     if len(path) > 2 * MAX_DEPTH:
         raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep")
@@ -107,10 +107,10 @@ def _check_value(value: Json, path: Path) -> None:
 def _prepared(schema: Json, path: Path, may_close: bool = True) -> Json:
     """Return a copy of ``schema`` with the changes that the module's docstring lists.
 
-    ``schema`` is a part of the whole schema, and ``path`` its place there, for error messages. Only
-    with ``may_close``, an object is closed to properties that it does not declare; ``may_close`` is
-    False if another schema may add properties to the same object. Raises NotEnforceable if
-    llguidance would enforce a keyword wrongly.
+    ``schema`` is a part of the whole schema. ``path`` has the keys and indices that lead to it from
+    the root, for error messages. Only with ``may_close``, an object is closed to properties that it
+    does not declare; ``may_close`` is False if another schema may add properties to the same
+    object. Raises NotEnforceable if llguidance would enforce a keyword wrongly.
     """
     if not isinstance(schema, dict):
         return schema
@@ -200,7 +200,7 @@ def _has_large_number(value: Json) -> bool:
 
 
 def _paths_of(schema: Json, keyword: str, path: Path = ()) -> Iterator[Path]:
-    """Yield the paths of all occurrences of ``keyword`` in ``schema``."""
+    """Yield the path of each occurrence of ``keyword`` in ``schema``, which itself has ``path``."""
     if isinstance(schema, dict):
         if keyword in schema and path[-1:] not in (("properties",), ("patternProperties",)):
             yield (*path, keyword)

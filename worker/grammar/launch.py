@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Largest CPU time of a compilation and of a mask, in seconds."""
+    """Maximum CPU time, in seconds, of a compilation and of the computation of a mask."""
 
     compile_s: float
     mask_s: float

@@ -75,8 +75,9 @@ class Matcher:
     def is_ready(self) -> bool:
         """Return whether ``mask`` returns or raises at once, or soon enough to wait for it.
 
-        The latter is so whenever the grammar processes have little work. While a token is being
-        sampled, the mask of the token after it is not available.
+        It is worth waiting while all grammar processes together have little work. Otherwise the
+        result is True only if the mask or an error has arrived; while a token is being sampled, the
+        mask of the token after it cannot have arrived.
         """
         if not self._channel.is_busy:
             return True
@@ -106,9 +107,9 @@ class Matcher:
         return num_allowed
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the sampled ``tokens``.
+        """Advance by the sampled ``tokens``, and request the mask of the token after them.
 
-        If this fails, the next call of ``mask`` raises the error.
+        No error is raised here; the next call of ``mask`` raises it.
         """
         with suppress(EverliftError):
             self._mask_of_next(time.monotonic())

@@ -26,7 +26,7 @@ Request = dict[str, Any]
 class Reply(NamedTuple):
     """Reply to a request about ``matcher``, which took the CPU time ``cpu_s`` in seconds.
 
-    ``body`` is the result, or the cause if ``is_refusal``.
+    ``body`` is the result, or with ``is_refusal`` the cause in UTF-8.
     """
 
     is_refusal: bool

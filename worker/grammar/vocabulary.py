@@ -65,7 +65,7 @@ class _Vocabulary:
         self.special_token_ids = [len(tokens)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return no tokens, because llguidance tokenizes only forced text and none is forced."""
+        """Return no tokens: llguidance tokenizes only forced text, and the worker forces none."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""Sampling kernel: temperature, filters and one uniform number, as in worker.runner.draw.
+"""Sampling kernel: applies the temperature and filters that worker.runner.draw defines.
 
 A program samples one row, which it reads a few times. Each of its lanes keeps a sum of its own. The
 lanes are added up only after the whole row, because all threads must wait for each other to do so.
@@ -40,8 +40,8 @@ def draw_rows(
 
     For each row, ``filters`` fp64 [rows, 4] has temperature, top_k, top_p and min_p, where an
     infinite top_k or top_p keeps all tokens. ``keys`` int64 [rows, 2] has the bits of seed and
-    choice, and ``positions`` int64 [rows] the token's position in the output. A token is NOT_FINITE
-    or NOTHING_LEFT if the row cannot be sampled.
+    choice, and ``positions`` int64 [rows] the token's position in the output. A token is the
+    negative marker NOT_FINITE if a logit is NaN or +inf, and NOTHING_LEFT if all are -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride
@@ -150,8 +150,8 @@ def _crossing(
 ):
     """Return the bits of the smallest weight w such that the weights above w stay below ``limit``.
 
-    ``limit`` bounds the number of the weights above w, or with OF_MASS their sum. Weights with bits
-    below ``floor`` are ignored.
+    ``limit`` bounds the number of the weights greater than w, or with OF_MASS their sum. Weights
+    with bits below ``floor`` are ignored.
     """
     prefix = tl.full([], 0, tl.int32)
     above = tl.full([], 0.0, tl.float64)

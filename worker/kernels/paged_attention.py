@@ -191,7 +191,10 @@ def merge_splits(
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge the sums and states of ``attend_tiles`` into ``out``; one program per (token, head)."""
+    """Merge the ``sums`` and ``states`` that attend_tiles wrote; write the attention to ``out``.
+
+    There is one program per (token, head).
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     tile = token // TOKENS
     row = tl.load(tile_rows + tile)

@@ -17,7 +17,7 @@ def kernels_work(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str:
-    """Return the cause, for a message, if Triton kernels do not work on ``device``, else "".
+    """Return the cause, for a message, if Triton kernels fail on ``device``, else the empty text.
 
     One kernel is tried. The cause of a failure is logged once.
     """

@@ -1,6 +1,6 @@
 """Pointwise operations of a layer on a CPU, in C++ (pointwise.cpp).
 
-torch needs several operations for each of them, and every operation wakes the threads anew.
+torch needs several calls for each of them, and every call wakes the threads of the pool again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALONE = 1 << 14
 
 
 class CompiledPointwise(TorchPointwise):
-    """Pointwise operations for tensors of one dtype on the CPU."""
+    """Pointwise operations in C++, for tensors of type ``dtype`` on a CPU."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype

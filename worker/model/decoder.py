@@ -134,7 +134,8 @@ class Mlp:
 class Residual:
     """Residual branch of a layer: norm, computation, optional second norm, constant factor.
 
-    ``norms`` names the norm before the computation and, if there are two, the norm after it.
+    ``norms`` has the tensor name of the norm before the computation and, if there are two, that of
+    the norm after it.
     """
 
     def __init__(self, norms: tuple[str, ...], spec: ModelSpec, place: Placement) -> None:
@@ -174,9 +175,10 @@ class Layer:
     def __call__(
         self, hidden: Tensor, added: Tensor | None, angle: Angle, attention: StepAttention
     ) -> Tensor:
-        """Compute both branches, and return the MLP's result, which is not yet added to ``hidden``.
+        """Compute attention and MLP, and return the MLP's result, not yet added to ``hidden``.
 
-        ``added`` is the previous layer's result; see Residual.
+        ``added`` is the MLP's result of the previous layer, or None for the first layer. It and the
+        attention's result are added to ``hidden`` in place.
         """
         attend = partial(self.attention, angle=angle, attention=attention)
         added = self.around_attention(hidden, added, attend)
@@ -197,11 +199,11 @@ class Stack(Protocol):
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """Return hidden states; see Decoder.forward."""
+        """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return the logits before the spec's divisor and softcap. See Decoder.logits."""
+        """Return what Decoder.logits returns, but without the spec's logits divisor and softcap."""
         ...
 
 
@@ -209,7 +211,8 @@ class Stack(Protocol):
 class LayerByLayer:
     """Reference Stack, which runs the layers one by one from Python.
 
-    ``tables`` are the distinct rotary tables; ``table_of_layer`` has the table index of each layer.
+    ``tables`` are the distinct rotary tables. ``table_of_layer`` has, for each layer, the index of
+    its table in ``tables``.
     """
 
     embedding: VocabTable
@@ -301,9 +304,9 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def untie(self) -> None:
-        """Give the head a table of its own, instead of the one that it shares with the embedding.
+        """Give the head weights of its own, instead of those that it shares with the embedding.
 
-        Must be called before parameters are filled.
+        Must be called before parameters are filled, because the new weights are empty.
         """
         self.tied = None
         self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
@@ -312,7 +315,7 @@ class Decoder:
     def pack(self, packing: Packing) -> None:
         """Convert the weights, which must be filled, to the layout of ``packing``.
 
-        ``pieces`` is unusable afterwards.
+        The weights cannot be filled again afterwards, so ``pieces`` must no longer be called.
         """
         parts = self.layer_by_layer
         for layer in parts.layers:
@@ -323,7 +326,7 @@ class Decoder:
             parts.embedding.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of checkpoint tensors that this rank holds."""
+        """Yield the slices of checkpoint tensors that this rank needs, and where each is stored."""
         parts = self.layer_by_layer
         yield from parts.embedding.pieces()
         for layer in parts.layers:
@@ -351,8 +354,8 @@ def _column_parts(
 ) -> tuple[Part, ...]:
     """Return the parts of a column layer: separate linears, or slices of the linear ``fused``.
 
-    Without ``fused`` the linears are separate. ``parts`` has the whole size and this rank's share
-    of each part, by name.
+    The linears are separate if ``fused`` is None. ``parts`` maps each part's name to its number of
+    output features on all ranks and this rank's share of them.
     """
     if fused is None:
         return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
@@ -370,5 +373,5 @@ def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionFor
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Return ``value`` rounded to ``dtype``, as a model in half precision was trained with it."""
+    """Return ``value`` rounded to ``dtype``, since the model was trained with the rounded one."""
     return torch.tensor(value, dtype=dtype).item()

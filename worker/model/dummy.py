@@ -29,7 +29,10 @@ _SMALL = 0.02
 
 
 def fill(decoder: Decoder, progress: Progress = untold) -> int:
-    """Fill all parameters of ``decoder`` with pseudo-random values; return their size in bytes."""
+    """Fill all parameters of ``decoder`` with pseudo-random values; return their size in bytes.
+
+    ``progress`` is called with the number of bytes filled so far and their total.
+    """
     pieces = list(decoder.pieces())
     filler = Filler(pieces, progress)
     for piece in pieces:
@@ -42,7 +45,8 @@ def fill(decoder: Decoder, progress: Progress = untold) -> int:
 def _stream(piece: Piece) -> Tensor:
     """Return the PERIOD uniformly distributed values of a tensor.
 
-    A matrix has the variance 1 / inputs, so that a product has about the magnitude of its input.
+    The values of a matrix have the variance 1 / (number of input features), so that a product has
+    about the magnitude of its input.
     """
     if len(piece.shape) > 1:
         return _uniform(piece.name, 0.0, piece.shape[-1] ** -0.5)

@@ -190,9 +190,10 @@ def _gemma_layers(config: HfConfig, ropes: dict[str, Rope], full_every: int) -> 
 
 
 def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
-    """Return the ropes by kind of layer, from ``rope_parameters`` or older keys.
+    """Return the ropes of full-attention and of sliding-window layers, by the kind's name.
 
-    In older files ``rope_scaling`` applies to full-attention layers only, and
+    They are read from ``rope_parameters`` or, in older files, from other keys. There
+    ``rope_scaling`` applies to full-attention layers only, and
     ``rope_local_base_freq`` is the theta of the sliding-window layers.
     """
     head_dim = _head_dim(config)

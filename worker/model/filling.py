@@ -1,8 +1,9 @@
 """Filling of parameters from stored tensors of any type, with a small buffer for each thread.
 
-A parameter of the stored type in CPU memory is read directly, unless short unwanted parts of rows
-are read with it. Otherwise a few rows at a time are read into the buffer and copied from there,
-which converts their type. Memory never holds a second copy of a whole tensor.
+A parameter in CPU memory which has the stored type is usually read from the file directly. All
+other parameters are read a few rows at a time into the buffer and copied from there, which converts
+their type. The buffer is also used if only parts of rows are needed but whole rows are read,
+because skipping short gaps would take longer. Memory never holds a second copy of a whole tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _GAP_BYTES = 16 << 10
 
 
 def read_exactly(descriptor: int, into: memoryview, place: int) -> bool:
-    """Fill ``into`` with a file's bytes from offset ``place`` on.
+    """Fill ``into`` with a file's bytes from offset ``place`` on, and return True.
 
     Return False if the file ends before ``into`` is full.
     """
@@ -46,10 +47,10 @@ class _Buffer(threading.local):
 
 
 class Filler:
-    """Writer of stored tensors into the parameters that ``pieces`` name.
+    """Filler of the parameters that ``pieces`` contain, from the tensors of a checkpoint.
 
     Its methods may be called by several threads. ``progress`` is called with the number of bytes
-    filled so far and their total.
+    filled so far and the total of all pieces.
     """
 
     def __init__(self, pieces: Iterable[Piece], progress: Progress) -> None:
@@ -62,7 +63,7 @@ class Filler:
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
         """Fill ``piece.into`` from a stored tensor with elements of type ``dtype``.
 
-        ``read`` reads runs of the stored tensor's elements.
+        ``read`` reads given runs of the stored tensor's elements into a flat tensor.
         """
         bounds = bounds_of(piece.slices, piece.shape)
         inner = _read_of_a_row(bounds[1:], piece.shape[1:], dtype.itemsize)

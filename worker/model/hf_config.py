@@ -19,7 +19,8 @@ class HfConfig:
     """JSON object ``values`` of a config; ``where`` names it in error messages.
 
     The typed getters raise UnsupportedModel if a value is not of the requested type. They also
-    raise it for a missing key or null, unless a default is documented or given as ``otherwise``.
+    raise it for a missing key or null, unless their docstring names another result or
+    ``otherwise`` is not None.
     """
 
     def __init__(self, values: Json, where: str) -> None:
@@ -45,7 +46,7 @@ class HfConfig:
         return HfConfig(content, path.name)
 
     def over(self, defaults: Json) -> HfConfig:
-        """Return a copy in which keys that are missing have their values in ``defaults``."""
+        """Return a copy that also has the items of ``defaults`` whose keys are missing here."""
         return HfConfig(defaults | self._values, self._where)
 
     def replaced(self, values: Json) -> HfConfig:

@@ -72,9 +72,9 @@ def rope_type(parameters: HfConfig) -> str:
 def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float) -> Rope:
     """Return the rope that ``parameters``, a section of ``config``, describes.
 
-    The rope may rotate only a part of each head's ``head_dim`` features. ``theta`` applies unless
-    ``parameters`` has its own. Raises UnsupportedModel if a value is malformed, the type of scaling
-    is unsupported, or the number of rotated features is odd.
+    The rope may rotate only a part of each head's ``head_dim`` features. ``theta`` is the base of
+    the frequencies unless ``parameters`` has one. Raises UnsupportedModel if a value is malformed,
+    the type of scaling is unsupported, or the number of rotated features is odd.
     """
     share = config.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * parameters.number("partial_rotary_factor", share))
@@ -113,7 +113,7 @@ def _yarn(rope: _Written) -> YarnScaling:
 
 
 def _yarn_attention(rope: _Written) -> float:
-    """Return the default attention_factor of yarn scaling (arXiv 2309.00071, sec. 3.4)."""
+    """Return yarn's attention_factor for a config that has none (arXiv 2309.00071, sec. 3.4)."""
     written = rope.parameters
     if written.get("mscale") and written.get("mscale_all_dim"):
         every = _mscale(rope.factor, written.number("mscale_all_dim"))

@@ -48,8 +48,8 @@ class Placement:
 class Piece:
     """Slice of a checkpoint tensor, and the parameter, or part of it, that the slice is read into.
 
-    ``tensor[slices]`` is read into ``into``. ``name`` and ``shape`` are those of the whole tensor,
-    which may have several pieces.
+    The slice ``slices`` of the tensor is read into ``into``. ``name`` and ``shape`` describe the
+    whole tensor, of which a rank may need several pieces.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Part:
     """Linear of the checkpoint, possibly a slice of a fused one, and this rank's share of it.
 
     ``size`` is the number of the checkpoint's features in the split dimension: output features in a
-    column layer, input features in a row layer. ``share`` has this rank's features among them.
+    column layer, input features in a row layer. ``share`` has the range that this rank holds.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Part:
 
 
 class ColumnLinear:
-    """Linears of the same input as one product; the outputs of ``parts`` are concatenated."""
+    """Linears with the same input, as one product that concatenates the outputs of ``parts``."""
 
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
@@ -154,10 +154,10 @@ class VocabTable:
         self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the rows [T, width] of the tokens ``ids`` [T], on every rank. A collective.
+        """Return the rows [T, width] of the tokens ``ids`` [T], on every rank.
 
-        A rank contributes its own rows, and zeros for the others; the sum over the ranks has every
-        row.
+        A collective: all ranks must call it. A rank contributes its own rows, and zeros for the
+        others; the sum over the ranks has every row.
         """
         if self.group.size == 1:
             return self.weight.rows(ids).to(self._dtype)
@@ -169,7 +169,7 @@ class VocabTable:
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return fp32 logits [n, vocab_size] of ``hidden`` [n, width] on rank 0, None elsewhere.
 
-        A collective.
+        A collective: all ranks must call it.
         """
         if self.group.size == 1:
             return self.weight.multiply_to_fp32(hidden)
@@ -178,8 +178,8 @@ class VocabTable:
     def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return all ranks' ``logits`` as fp32 [n, vocab_size] on rank 0, None elsewhere.
 
-        A collective. ``logits`` [n, share_width] are this rank's. The ranks exchange them as
-        ``dtype``.
+        A collective: all ranks must call it. ``logits`` [n, share_width] are the logits of the
+        tokens that this rank holds; the ranks exchange them in the type ``dtype``.
         """
         if self.group.size == 1:
             return logits
@@ -202,7 +202,7 @@ class VocabTable:
 
 
 class RmsNorm:
-    """RMS norm with its weight; see Pointwise.norm."""
+    """RMS norm with the weight that the checkpoint stores as ``{name}.weight``."""
 
     def __init__(self, name: str, width: int, eps: float, add_one: bool, place: Placement) -> None:
         self._name = name

@@ -87,19 +87,19 @@ class Matrix:
         return self.form.multiply(x, bias)
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
-        """See Form.multiply_to_fp32."""
+        """Return ``x`` [T, inputs] @ weight.T as fp32 [T, outputs]; see Form.multiply_to_fp32."""
         return self.form.multiply_to_fp32(x)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See Form.rows."""
+        """Return the rows ``ids`` [T] of the weight as float [T, inputs]; see Form.rows."""
         return self.form.rows(ids)
 
 
 def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
     """Return whether two products differ only by the order of fp32 sums and the final rounding.
 
-    ``inputs`` is the number of terms of each sum. A ``product`` that is not finite does not agree
-    with an ``expected`` one that is.
+    ``inputs`` is the number of terms of each sum. The result is False if ``product`` has a value
+    that is not finite where that of ``expected`` is finite.
     """
     rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
     furthest = (product.float() - expected.float()).abs().max()

@@ -42,8 +42,8 @@ def bound_caches() -> None:
 def padded_rows(num_rows: int) -> int:
     """Return the number of rows to which a product of ``num_rows`` rows is padded.
 
-    Above 32 rows the padding adds at most an eighth. Up to 4 rows, as in small decode batches,
-    there is no padding.
+    Above 32 rows the padding adds at most an eighth of ``num_rows``. Up to 4 rows there is no
+    padding, so that small decode batches stay fast.
     """
     step = max(_LEAST_STEP, 1 << max(0, (num_rows - 1).bit_length() - 4))
     return num_rows if num_rows <= _LEAST_STEP else -(-num_rows // step) * step
@@ -73,8 +73,8 @@ class OneDnn:
 class OneDnnPacking:
     """Packing of weights by oneDNN.
 
-    The first weight of each shape is tried. Weights of the shape are packed only if the trial's
-    products agreed with torch's own linear.
+    With the first weight of each shape, products are compared with those of torch's own linear.
+    Weights of a shape are packed only if they agreed.
     """
 
     keeps_rows = packs_embeddings = False
@@ -83,7 +83,7 @@ class OneDnnPacking:
         self._is_right: dict[torch.Size, bool] = {}
 
     def pack(self, weight: Tensor) -> OneDnn | None:
-        """Return the packed weight, or None if the trial of its shape failed.
+        """Return the packed weight, or None if oneDNN fails for a weight of this shape.
 
         The first failure of a shape is logged.
         """

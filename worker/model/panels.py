@@ -38,8 +38,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class Panels:
     """Weight [outputs, inputs] in panels.
 
-    ``panels`` has the elements of the weight; its sizes are those of the weight, rounded up to
-    whole panels and 32-bit words. An int8 weight has ``scales`` [outputs].
+    ``panels`` has the elements of the weight; its number of outputs is rounded up to whole panels,
+    its number of inputs to whole 32-bit words. An int8 weight has ``scales`` [outputs].
     """
 
     def __init__(

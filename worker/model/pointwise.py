@@ -26,10 +26,11 @@ class Pointwise(Protocol):
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
     ) -> Tensor:
-        """Return x / rms(x) * weight over the last dimension, or * (1 + weight) with ``add_one``.
+        """Return x / rms(x) * weight, where rms is taken over the last dimension.
 
-        The sum 1 + weight is computed in fp32, because weights near 0 would lose digits in half
-        precision. ``added``, of the shape of ``x``, is first added to ``x`` in place.
+        With ``add_one`` the factor is 1 + weight instead of weight. This sum is computed in fp32,
+        because weights near 0 would lose digits in half precision. ``added``, of the shape of
+        ``x``, is first added to ``x`` in place.
         """
         ...
 
@@ -41,7 +42,7 @@ class Pointwise(Protocol):
         ...
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
-        """Return the result of rope.rotate, which may overwrite ``heads``."""
+        """Return ``heads`` [T, heads, head_dim] rotated by ``angle``; may overwrite ``heads``."""
         ...
 
     def rotate_and_write(

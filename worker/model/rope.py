@@ -61,7 +61,8 @@ def rotate(heads: Tensor, angle: Angle) -> Tensor:
 def inverse_frequencies(rope: Rope, length: int) -> Tensor:
     """Return the rotation of each pair in radians per position, fp32 [dim / 2].
 
-    ``length`` is the length of the longest sequence, as in RotaryTable.
+    ``length`` is the length in tokens of the longest sequence that is served. It decides which of a
+    LongRopeScaling's factors apply.
     """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents

@@ -25,9 +25,9 @@ def bounds_of(slices: Sequence[slice], shape: Sequence[int]) -> tuple[range, ...
 
 
 def runs(shape: Sequence[int], bounds: Sequence[range]) -> Iterator[Run]:
-    """Yield the contiguous runs of the slice ``bounds`` of a tensor of ``shape``, in order.
+    """Yield the contiguous runs of a slice of a row-major tensor of ``shape``, in memory order.
 
-    The tensor has at least one dimension.
+    ``bounds`` are the indices that the slice selects in each dimension; there is at least one.
     """
     row = math.prod(shape[1:])
     if all(len(bound) == size for bound, size in zip(bounds[1:], shape[1:], strict=True)):
@@ -70,7 +70,7 @@ class Share:
 class HeadShare:
     """Query heads and KV heads of one rank.
 
-    ``query`` has equally many slots for each KV head, and they are in the order of the KV heads.
+    The slots of ``query`` are in the order of the KV heads, with equally many for each KV head.
     """
 
     query: Share
@@ -78,16 +78,16 @@ class HeadShare:
 
 
 def tail_padded(size: int, parts: int, part: int) -> Share:
-    """Return share ``part`` of ``size`` items in ``parts`` shares of equal width.
+    """Return the share with index ``part`` if ``size`` items are split into ``parts`` shares.
 
-    The last shares hold fewer items, or none, and are padded.
+    All shares have equal width; the last ones hold fewer items, or none, and are padded.
     """
     width = -(-size // parts)
     return Share(min(part * width, size), min((part + 1) * width, size), width)
 
 
 def share_heads(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> HeadShare:
-    """Return the heads of rank ``rank``.
+    """Return the query heads and KV heads of rank ``rank``.
 
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head and divide its query
     heads among themselves.

@@ -92,7 +92,8 @@ class Rope:
 class LayerSpec:
     """Properties in which the layers of a model may differ.
 
-    A token attends to the last ``window`` tokens up to itself, or to all of them if it is None.
+    A token attends to the last ``window`` tokens including itself. Without a ``window`` it attends
+    to itself and all tokens before it.
     """
 
     rope: Rope
@@ -101,10 +102,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of the checkpoint's tensors, which begin with ``{model}.`` or are ``{head}.weight``.
+    """Naming of a checkpoint's tensors: names begin with ``{model}.`` or are ``{head}.weight``.
 
-    With ``fused``, linears with the same input are stored as one tensor. Tensors whose names begin
-    with one of ``unread`` are ignored.
+    With ``fused``, linears with the same input (query, key and value; gate and up) are stored as
+    one tensor. Tensors whose names begin with one of ``unread`` are ignored.
     """
 
     model: str = "model"

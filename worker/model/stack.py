@@ -1,7 +1,7 @@
 """Compiled decoder for CPUs: tokens to hidden states in one call, logits in another (stack.cpp).
 
 If the layers run one by one, every operation is a call from Python, and the other threads idle
-between the calls. When a single sequence decodes, this takes a third of the time. On a single rank
+between the calls: for a third of the time when a single sequence decodes. On a single rank
 the compiled decoder also ends after the last layer's attention for tokens whose hidden states are
 not requested, such as most tokens of a prompt.
 """
@@ -107,10 +107,13 @@ class _Space(ctypes.Structure):
 
 
 class CompiledStack:
-    """Stack (decoder.py) that computes the same as ``plain``, with the parameters of ``plain``."""
+    """Stack (decoder.py) in C++, which computes the same as ``plain`` and uses its parameters."""
 
     def __init__(self, library: ctypes.CDLL, plain: LayerByLayer, kernel: Kernel | None) -> None:
-        """Create the stack; ``kernel`` is the attention kernel with the library's block layout."""
+        """Create the stack; ``kernel`` is the attention kernel with the library's block layout.
+
+        Hidden states of steps whose attention does not use ``kernel`` are computed by ``plain``.
+        """
         self._kernel = kernel
         self._hidden = library.hidden_states
         self._hidden.argtypes = (
@@ -157,7 +160,7 @@ class CompiledStack:
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """Return hidden states as Decoder.forward does.
+        """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward.
 
         Raises IndexError for an invalid token or position, and RuntimeError if a rank is lost.
         """

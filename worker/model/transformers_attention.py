@@ -45,7 +45,7 @@ class Call:
 
 class Attend(Protocol):
     def __call__(self, call: Call) -> Tensor:
-        """Return the attention output [T, heads, e] of the layer."""
+        """Return the attention output [T, heads, e] of the layer's ``call``."""
         ...
 
 
@@ -73,7 +73,7 @@ class PagedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayers:
-    """Attention layers of a model by module; ``head_dim`` is the width of the widest head."""
+    """Attention layers of a model by their module; ``head_dim`` is the width of the widest head."""
 
     by_module: Mapping[nn.Module, PagedLayer]
     kv_heads: int
@@ -86,7 +86,7 @@ class PagedLayers:
 
 
 class PagedAttend:
-    """Attend that writes to the paged KV cache and attends over it, for one step.
+    """Attend of one step: writes keys and values to the paged KV cache and attends over it.
 
     Heads that are narrower than those of the KV cache are padded with zeros, which change no score.
     With latent attention much of the cache is padding, because values are narrower than keys.

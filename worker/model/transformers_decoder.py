@@ -55,7 +55,7 @@ class TransformersDecoder:
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """See worker.model.decoder.Decoder.forward."""
+        """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward."""
         with answered_by(PagedAttend(self.layers, attention)):
             out = self._trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
@@ -70,7 +70,7 @@ class TransformersDecoder:
     def by_own_attention(self, tokens: Tensor) -> Output:
         """Return the model's result for one whole sequence, computed with its own attention.
 
-        ``tokens`` [T] are those of the sequence.
+        ``tokens`` [T] are all tokens of the sequence, from position 0 on.
         """
         hidden: list[Tensor] = []
         listening = self._trunk.register_forward_hook(

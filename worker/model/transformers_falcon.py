@@ -29,7 +29,10 @@ class _InterfacedAttention(FalconAttention):
     num_kv_heads: int
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
-        """Return the output for ``hidden_states`` [1, T, hidden], as FalconAttention does."""
+        """Return the output [1, T, hidden] for ``hidden_states`` [1, T, hidden], and None.
+
+        With another attention than SURVEY and PAGED, the result is that of FalconAttention.
+        """
         if self.config._attn_implementation not in (SURVEY, PAGED):
             return super().forward(hidden_states, **given)
         split = self._split_heads(self.query_key_value(hidden_states))

@@ -47,9 +47,9 @@ def load_decoder(
 ) -> TransformersDecoder:
     """Return the decoder of the model in ``directory``; with ``dummy`` its weights are random.
 
-    A Probe has verified the decoder in a batch with a sequence of ``max_model_len`` tokens, or of
-    the model's own maximum if ``max_model_len`` is None or larger. ``attention_over`` returns the
-    attention backend of a KV cache. Raises UnsupportedModel if the model does not run with paged
+    Before that, a Probe verifies its results in a batch with a sequence of ``max_model_len`` tokens
+    (at most the model's own maximum, which is also the default). ``attention_over`` creates the
+    attention backend over a KV cache. Raises UnsupportedModel if the model does not run with paged
     attention on one rank, and BadCheckpoint if its weights cannot be loaded.
     """
     with _refusing(directory) as architecture:
@@ -61,7 +61,7 @@ def load_decoder(
 def check_config(directory: Path, num_ranks: int) -> None:
     """Raise UnsupportedModel if a model's config shows that it cannot run on ``num_ranks`` ranks.
 
-    The model is not built, so that other obstacles are not found.
+    The model is not built, so obstacles that the config does not show are not found.
     """
     with _refusing(directory) as architecture:
         _known_config(directory, architecture, num_ranks)

@@ -48,8 +48,8 @@ _SEEDS = (1, 2, 3)
 class _Step:
     """Step of the probe.
 
-    The last of ``rows`` is that of the prompt. ``positions`` [T] are those of all tokens of the
-    step.
+    The last of ``rows`` has the tokens of the prompt. ``positions`` [T] has the position of every
+    token of the step, including those of the other sequence.
     """
 
     rows: Rows
@@ -59,7 +59,7 @@ class _Step:
 class Probe:
     """Trial of paged attention in ``decoder``, with a small KV cache of its own.
 
-    ``attention_over`` returns the attention backend of a KV cache.
+    ``attention_over`` creates the attention backend over a KV cache.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Unservable(ValueError):
-    """Raised if a transformers model cannot be served; the message is the cause, without a name."""
+    """Raised if a transformers model cannot be served; the message does not name the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,8 @@ def _window_said_by(mask: Tensor | None) -> int | None:
 def window_of(sees: MaskFunction) -> int | None:
     """Return the window of a causal mask: the number of tokens that a token sees, including itself.
 
-    None means no window. ``sees`` is the mask. Raises Unservable if it has another form.
+    Returns None if a token sees all tokens before it. ``sees`` is the mask. Raises Unservable if
+    the mask is not causal or has gaps.
     """
     query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
     first = torch.tensor(0)

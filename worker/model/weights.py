@@ -3,8 +3,8 @@
 Only the rank's slices of a tensor are read, each once, together with small gaps between them. All
 files are checked by their headers before the first tensor is filled. Several threads fill tensors,
 in the order of the files, because a single one would mostly wait for storage or for the copy to the
-device. Files are not mapped into memory, because the pages of a mapped file that were read count as
-the process's own memory until the file is closed.
+device. Files are read instead of mapped into memory, because the kernel counts all pages read from
+a mapped file as memory of the process until the file is closed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def load(
 ) -> int:
     """Fill every parameter of ``decoder`` from a checkpoint, and return their size in bytes.
 
-    ``num_readers`` threads read the files. Raises BadCheckpoint if the files are malformed or do
+    ``num_readers`` threads read the files. ``progress`` is called with the number of bytes filled
+    so far and their total. Raises BadCheckpoint if the files are malformed or do
     not match the decoder.
     """
     tensors = _tensors(Path(directory))

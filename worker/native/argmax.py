@@ -27,7 +27,7 @@ class Argmax(Protocol):
         """Return the largest logit of each row of ``logits`` fp32 [n, vocab], and its token.
 
         The results are fp32 [n] and int64 [n]. Of equal logits the first token is returned. Instead
-        of a token there is NOT_FINITE or NOTHING_LEFT if the row has no finite largest logit.
+        of a token there is NOT_FINITE if a logit is NaN or +inf, and NOTHING_LEFT if all are -inf.
         """
         ...
 

@@ -126,7 +126,7 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 def shipped_level() -> Level | None:
     """Return the level whose shipped libraries this machine uses.
 
-    Returns None if no libraries are shipped or the CPU supports no level.
+    Returns None if no libraries are shipped or this CPU supports none of LEVELS.
     """
     if not _SHIPPED.is_dir():
         return None
@@ -169,7 +169,7 @@ def instructions() -> str:
 
 
 def why_no_code() -> str:
-    """Return the cause, for a message, if no compiled code can be used, else ""."""
+    """Return the cause, for a message, if no compiled code can be used, else the empty text."""
     if shipped_level() is not None or _compiler() is not None:
         return ""
     return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"

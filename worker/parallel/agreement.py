@@ -1,7 +1,9 @@
-"""Encoding of the rows' results as integers, which rank 0 sends to the other ranks. Pure.
+"""Encoding of the results of a step as integers, which rank 0 sends to the other ranks. Pure.
 
-Without drafts and scored prompts, each sampling row is one number: its token, or a negative marker
-if it failed. With them, each row that samples or scores is a line of numbers:
+A row is the part of one sequence in the step. If the step has no draft tokens and no prompts whose
+log probabilities are requested, each row that samples is encoded as one number: its token, or a
+negative marker if it failed. Otherwise each row that samples, or computes such log probabilities,
+is a line of numbers:
 
     [sampled tokens ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
 """
@@ -29,13 +31,13 @@ def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
 def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
     """Return the results that ``lines`` encode.
 
-    They lack log probabilities and the causes of errors, which only rank 0 reports.
+    Log probabilities and the causes of errors are missing, because only rank 0 reports them.
     """
     return [_result(line) for line in lines]
 
 
 def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
-    """Return the results of sampling rows that are encoded as one number each."""
+    """Return the results of rows that are encoded as one number each: a token, or a failure."""
     return [RowResult((token,)) if token >= 0 else _failed() for token in tokens]
 
 

@@ -1,9 +1,10 @@
 """Collective operations of the ranks of one host, over memory that they share (collectives.cpp).
 
 The ranks test at the start whether they share memory: rank 0 creates a file in shared memory, and
-every rank reports what it reads from the file. The reports are exchanged through the store of the
-rendezvous. The file's name is removed as soon as all ranks have opened it, so that nothing is left
-behind however they end. This module does not depend on torch: tensors are passed as addresses.
+every rank reports what it reads from the file. They exchange the reports through a key-value store
+that rank 0 hosts. The file's name is removed as soon as all ranks have opened it, so that nothing
+is left behind however they end. This module does not depend on torch: tensors are passed as
+addresses.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _LATE = -1
 
 
 class Store(Protocol):
-    """Key-value store of the rendezvous, such as torch's TCPStore. ``get`` waits for the key."""
+    """Key-value store that all ranks can reach, such as torch's TCPStore.
+
+    ``get`` waits until the key is set.
+    """
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -54,10 +58,10 @@ class Collectives:
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """Map the shared memory; ``timeout`` is that of each call.
+        """Map the shared memory; ``timeout`` limits the wait for other ranks in each call.
 
-        ``file`` is its file descriptor, which this object owns from now on. Raises OSError if the
-        file cannot be mapped or locked.
+        ``file`` is the file descriptor of the shared memory, which this object owns from now on.
+        Raises OSError if the file cannot be mapped or locked.
         """
         timeout_ns = int(timeout.total_seconds() * 1e9)
         self._library = library
@@ -74,14 +78,14 @@ class Collectives:
         self._call(self._library.collectives_all_reduce, address, count, kind)
 
     def broadcast(self, address: int, num_bytes: int) -> None:
-        """Replace ``num_bytes`` bytes at ``address`` by those of rank 0."""
+        """Copy ``num_bytes`` bytes at ``address`` of rank 0 to ``address`` of every other rank."""
         self._call(self._library.collectives_broadcast, address, num_bytes)
 
     def gather(self, address: int, num_bytes: int, width: int, out: int) -> None:
-        """Copy the ranks' rows of ``width`` bytes side by side to ``out`` of rank 0.
+        """Copy rows of all ranks, ``width`` bytes each, to the address ``out`` of rank 0.
 
-        Each rank has ``num_bytes`` bytes of rows at ``address``. ``out`` is an address, used on
-        rank 0 only.
+        Each rank has ``num_bytes`` bytes of rows at ``address``. At ``out``, row i of rank 0 is
+        followed by row i of rank 1, and so on. ``out`` is used on rank 0 only.
         """
         self._call(self._library.collectives_gather, address, num_bytes, width, out)
 
@@ -90,7 +94,10 @@ class Collectives:
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:
-        """Leave the group, after which calls of the other ranks raise. May be called again."""
+        """Leave the group; calls of the other ranks then raise RuntimeError.
+
+        May be called again.
+        """
         if self._memory is not None:
             self._library.collectives_close(self._memory)
             self._memory = None
@@ -109,8 +116,8 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives 
     """Set up the shared memory with the other ranks, and return this rank's Collectives.
 
     The result is None on every rank if one of them cannot load the compiled library or shares no
-    memory with the others. ``rank`` is one of ``size``; ``timeout`` is that of each collective.
-    Raises what the store raises.
+    memory with the others. ``size`` is the number of ranks; ``timeout`` limits the wait for other
+    ranks in each collective. Errors of ``store`` are not caught.
     """
     library = _library()
     if not _unanimous(store, "host", rank, size, _host() if library is not None else ""):
@@ -142,7 +149,7 @@ def _unanimous(store: Store, subject: str, rank: int, size: int, word: str) -> b
 
 
 def _host() -> str:
-    """Return an id of this boot of the machine; empty if unknown."""
+    """Return an id of this machine and its last boot; empty if unknown."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -5,7 +5,8 @@
     other CPUs                                     gloo
     one GPU for several ranks, only for tests      shared memory or gloo, through the host
 
-Messages that concern only the hosts, such as ``agree``, use shared memory or gloo in all cases.
+Messages that are not in device memory, such as those of ``agree``, use shared memory or gloo in
+all cases.
 
 Rank 0 creates a store and gives its address to the others; each rank then joins the group through
 the store. This module does not use torch.distributed's process-wide default group, so a process may
@@ -47,7 +48,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
 class Group:
     """Group of ranks, as one rank uses it.
 
-    This base class is the group of a single rank, in which each collective is the identity. Every
+    This base class is the group of a single rank, whose collectives return their arguments. Every
     rank must call the same collectives in the same order, with tensors of the same shape and dtype.
     If a rank is lost, collectives raise RuntimeError, and the group cannot be used any more.
     """
@@ -69,22 +70,28 @@ class Group:
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """Return the ranks' shards concatenated in the last dimension on rank 0, None elsewhere."""
+        """Collect the shards of all ranks on rank 0.
+
+        Return them concatenated in the last dimension on rank 0, and None on the other ranks.
+        """
         return shard
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Replace ``tensor`` by that of rank 0, and return it."""
+        """Replace the content of ``tensor`` by that of rank 0's tensor, and return ``tensor``."""
         return tensor
 
     def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        """Take part in a ``gather_to_first`` whose result is not used.
+        """Take part in the other ranks' ``gather_to_first``, when the result is not needed.
 
-        Rank 0 receives the shards in ``room``, which must be contiguous and as large as all of
-        them.
+        Rank 0 receives the shards in ``room``, which must be contiguous and as large as all shards
+        together.
         """
 
     def agree(self, well: bool) -> bool:
-        """Return whether ``well`` is true on all ranks. Waits for their calls, not for devices."""
+        """Return whether ``well`` is true on all ranks.
+
+        Waits until all ranks have called it, but not for work of their devices.
+        """
         return well
 
     def barrier(self) -> None:
@@ -197,7 +204,7 @@ class _CollectiveGroup(Group):
 
 
 class _NcclGroup(_CollectiveGroup):
-    """Group over ProcessGroupNCCL, with the group ``host`` for messages between hosts.
+    """Group over torch's ProcessGroupNCCL; ``agree`` uses the group ``host``, in host memory.
 
     CUDA graphs that captured its collectives must be deleted before it is closed, because NCCL
     would wait for them forever.
@@ -276,7 +283,7 @@ def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
 
 
 def join_store(address: str) -> TCPStore:
-    """Connect to the store at ``address``."""
+    """Connect to rank 0's store at ``address``, host:port, and return the connection."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), timeout=TIMEOUT)
 
@@ -286,8 +293,8 @@ def init_group(
 ) -> Group:
     """Join as ``rank`` of ``size`` ranks, and return the group when all ranks have joined.
 
-    ``device`` holds this rank's tensors. ``host`` is this rank's own address; None stands for the
-    one from which it reaches the store.
+    ``device`` holds this rank's tensors. ``host`` is the address at which this rank listens for the
+    others; None stands for the address from which it reaches the store.
     """
     if size == 1:
         return Group.single()

@@ -29,8 +29,9 @@ _PARTING_S = 0.4
 class LivenessMonitor:
     """Monitor of this rank's steps and of the other ranks.
 
-    If a step is overdue or a rank is lost, it calls ``end`` with a message that says so, perhaps
-    repeatedly. ``log`` is None for a worker of a single rank.
+    If a step takes longer than ``watchdog`` allows or a rank is lost, it calls ``end`` with a
+    message that says so, perhaps repeatedly. ``log`` is this rank's end of the step log, or None
+    for a worker of a single rank.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class LivenessMonitor:
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to check and, on ranks above 0, to send heartbeats.
+        """Start to check periodically and, on ranks above 0, to send heartbeats.
 
-        Rank 0 expects no heartbeat of a rank before the first one has arrived.
+        Rank 0 considers a rank frozen only after it has received a first heartbeat from it. Must be
+        called in the event loop.
         """
         loop = asyncio.get_running_loop()
         if isinstance(self._log, StepLogWriter):

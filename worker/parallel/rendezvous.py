@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of one worker, at one address that rank 0 gives out.
 
-    model     the address is that of                         the ranks then have
-    real      a TCPStore with the step log's address         a process group and the step log
+    model     what listens at the address                    what connects the ranks then
+    real      a TCPStore, which has the step log's address   a process group and the step log
     fake      the step log                                   the step log
 
 Modules that import torch are imported only where they are needed, because the fake model runs
@@ -26,22 +26,22 @@ _STEP_LOG_KEY = "everlift/step_log"
 class RankLinks:
     """Links of a rank to the others: a group for tensors, and the step log of rank 0.
 
-    A fake model has no group, and a worker of a single rank has neither.
+    With a fake model ``group`` is None; in a worker of a single rank both are None.
     """
 
     group: Group | None = None
     log: StepLogWriter | StepLogReader | None = None
 
     def interrupt(self) -> None:
-        """Break the step log's connections, which ends the other ranks.
+        """Break the connections of the step log, if any, which makes the other ranks end.
 
-        A read or write of the step log that waits in another thread raises ChannelBroken.
+        A read or write of the step log that waits in another thread then raises ChannelBroken.
         """
         if self.log is not None:
             self.log.interrupt()
 
     def close(self) -> None:
-        """Close the step log; the group belongs to the runner."""
+        """Close the step log, if any; the group is closed by the runner."""
         if self.log is not None:
             self.log.close()
 
@@ -65,8 +65,8 @@ class MeetingPoint:
     def gather(self) -> RankLinks:
         """Wait for all ranks, and return the links to them.
 
-        Raises ChannelBroken if they do not connect within ``join_timeout``, if one has another
-        model, or if ``close`` is called meanwhile.
+        Raises ChannelBroken if they do not connect within the setting ``join_timeout``, if one has
+        another model, or if ``close`` is called meanwhile.
         """
         try:
             log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
@@ -83,14 +83,15 @@ class MeetingPoint:
         return RankLinks(group, log)
 
     def close(self) -> None:
-        """Stop admitting ranks."""
+        """Close the listener, so that no more ranks can connect."""
         self._listener.close()
 
 
 def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> RankLinks:
-    """Connect ``rank``, above 0, to the meeting point at ``address``, and return its links.
+    """Connect ``rank``, which is above 0, to rank 0 at ``address``; return the rank's links.
 
-    Raises ChannelBroken if the step log of rank 0 cannot be reached.
+    ``address`` is the address of rank 0's MeetingPoint. ``fingerprint`` identifies the model's
+    files. Raises ChannelBroken if the step log of rank 0 cannot be reached.
     """
     if config.is_fake:
         return RankLinks(log=StepLogReader.connect(address, rank, fingerprint))

@@ -21,8 +21,8 @@ from worker.parallel.group import Group
 class Exchanged:
     """Tensors that the ranks of a model exchange, all of ``dtype``.
 
-    A forward pass sums hidden states [T, ``hidden_size``] over the ranks ``num_sums`` times. For
-    logits [n, ...] each rank contributes a shard [n, ``vocab_share``].
+    A forward pass of T tokens sums hidden states [T, ``hidden_size``] over the ranks ``num_sums``
+    times. For the logits of n hidden states each rank sends a shard [n, ``vocab_share``] to rank 0.
     """
 
     num_sums: int
@@ -33,7 +33,10 @@ class Exchanged:
 
 class Collective(Protocol):
     def attend(self, group: Group, room: Tensor) -> None:
-        """Take part in the collective, with tensors in ``room``, a uint8 tensor of any content."""
+        """Take part in the collective, with ``room`` as the memory of this rank's tensors.
+
+        ``room`` is a uint8 tensor, whose content is undefined before and after.
+        """
         ...
 
 
@@ -69,10 +72,11 @@ class Tell:
 
 
 class StandIn:
-    """Substitute of one rank, with memory that is large enough for each collective of a step.
+    """Substitute for one rank's part of steps; it holds memory that suffices for any collective.
 
-    ``most_tokens`` is the most tokens of a step, ``most_logits`` the most rows of logits, and
-    ``most_told`` the most integers that rank 0 broadcasts as the results of a step.
+    ``most_tokens`` is the maximum number of tokens of a step, ``most_logits`` that of hidden states
+    whose logits are computed, and ``most_told`` that of integers that rank 0 broadcasts as the
+    results of a step.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class StandIn:
         return [Sum((num_tokens, each.hidden_size), each.dtype)] * each.num_sums
 
     def logits(self, number: int) -> Collective:
-        """Return the collective of the logits of ``number`` hidden states."""
+        """Return the collective that gathers the logits of ``number`` hidden states."""
         return Gather((number, self._exchanged.vocab_share), self._exchanged.dtype)
 
 

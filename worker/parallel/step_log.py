@@ -1,7 +1,8 @@
-"""Log of rank 0 for the other ranks, over a TCP connection to each.
+"""Step log, which rank 0 sends to the other ranks, over a TCP connection to each.
 
-An entry has the input of one step, so that every rank makes the same plan. Reading the log is not a
-collective, so no timeout of collectives passes while the worker is idle.
+An entry contains the input of one step (such as sequences to start or abort), so that every rank
+makes the same plan. Waiting for an entry is not a collective, so an idle worker runs into no
+timeout of collectives.
 
     rank r -> rank 0    StepLogHello, once; then heartbeats, whether or not its engine is in a step
     rank 0 -> rank r    StepLog, one per step
@@ -38,13 +39,14 @@ _HELLO_S = 5.0
 
 
 class ChannelBroken(Exception):
-    """Raised if two ranks cannot connect or their connection is lost; neither can continue."""
+    """Raised if ranks cannot connect, or a connection between them is lost; none can continue."""
 
 
 class StepLogListener:
     """Listener of rank 0 for the other ranks, which need its ``address`` to connect.
 
-    ``fingerprint`` identifies the model's files and must be the same on all ranks.
+    The address contains a secret token. ``fingerprint`` identifies the model's files and must be
+    the same on all ranks.
     """
 
     def __init__(self, host: str, fingerprint: str) -> None:
@@ -57,8 +59,8 @@ class StepLogListener:
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
         """Wait until ranks 1 to ``ranks`` - 1 have connected, and return the writer to them.
 
-        Raises ChannelBroken if they do not connect in time, if one has another model, or after
-        ``close``.
+        Raises ChannelBroken if they do not connect within ``timeout_s``, if one has another model,
+        or if the listener is closed.
         """
         deadline = time.monotonic() + timeout_s
         lines: dict[int, socket.socket] = {}
@@ -74,7 +76,7 @@ class StepLogListener:
         return StepLogWriter([lines[rank] for rank in sorted(lines)])
 
     def close(self) -> None:
-        """Close the listener; ``accept`` in another thread raises ChannelBroken."""
+        """Close the listener; an ``accept`` that waits in another thread raises ChannelBroken."""
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -113,16 +115,16 @@ class StepLogWriter:
         self._lines = lines
 
     def descriptors(self) -> list[int]:
-        """Return the file descriptors of the connections, by rank.
+        """Return the file descriptors of the open connections, in the order of ranks from 1.
 
         A descriptor becomes readable when its rank sends a heartbeat or is gone.
         """
         return [line.fileno() for line in self._lines if line.fileno() >= 0]
 
     def read_beats(self, rank: int) -> bool:
-        """Read the heartbeats that have arrived, and return whether the rank is still connected.
+        """Read the heartbeats of a rank that have arrived; return whether it is still connected.
 
-        Never waits.
+        Returns at once, also if none has arrived.
         """
         try:
             return bool(self._lines[rank - 1].recv(_MANY_BEATS, socket.MSG_DONTWAIT))
@@ -132,7 +134,7 @@ class StepLogWriter:
             return False
 
     def write(self, entry: session_pb2.StepLog) -> None:
-        """Send an entry to all ranks. Raises ChannelBroken if a rank is gone."""
+        """Send an entry to all other ranks. Raises ChannelBroken if a connection is lost."""
         for rank, line in enumerate(self._lines, 1):
             try:
                 _send(line, entry.SerializeToString())
@@ -140,9 +142,9 @@ class StepLogWriter:
                 raise ChannelBroken(f"rank {rank} is gone: {error}") from error
 
     def interrupt(self) -> None:
-        """Break the connections, which ends the other ranks.
+        """Break the connections, which makes the other ranks end.
 
-        A ``write`` that waits in another thread raises ChannelBroken.
+        A ``write`` that waits in another thread then raises ChannelBroken.
         """
         for line in self._lines:
             with suppress(OSError):
@@ -154,7 +156,7 @@ class StepLogWriter:
 
 
 class StepLogReader:
-    """Iterable over rank 0's entries, on ``rank``, which is above 0."""
+    """End of the connection at ``rank``, which is above 0: iterates over rank 0's entries."""
 
     def __init__(self, line: socket.socket, rank: int) -> None:
         self.rank = rank
@@ -163,7 +165,11 @@ class StepLogReader:
 
     @classmethod
     def connect(cls, address: str, rank: int, fingerprint: str) -> Self:
-        """Connect to the listener at ``address``. Raises ChannelBroken if that is impossible."""
+        """Connect to rank 0's listener at ``address``, and return the reader.
+
+        ``fingerprint`` identifies the model's files. Raises ChannelBroken if the listener cannot be
+        reached.
+        """
         place, _, token = address.rpartition("/")
         host, _, port = place.rpartition(":")
         hello = session_pb2.StepLogHello(token=token, rank=rank, fingerprint=fingerprint)
@@ -178,7 +184,7 @@ class StepLogReader:
         return cls(line, rank)
 
     def __iter__(self) -> Iterator[session_pb2.StepLog]:
-        """Yield the entries. Raises ChannelBroken at the end of the connection."""
+        """Yield the entries as they arrive. Raises ChannelBroken when the connection ends."""
         while True:
             try:
                 data = _receive(self._line)
@@ -191,14 +197,14 @@ class StepLogReader:
     def beat(self) -> None:
         """Send a heartbeat to rank 0.
 
-        May be called while another thread reads. Never waits; a broken connection is noticed by the
-        thread that reads it.
+        May be called while another thread reads. Never waits, and ignores a broken connection,
+        which the reading thread notices.
         """
         with suppress(OSError):
             self._line.send(_BEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
-        """Return whether rank 0 has closed the connection, and no stop entry has been read.
+        """Return whether rank 0 has closed the connection before a stop entry has been read here.
 
         Entries that arrived before, even a stop entry, may still be unread. May be called while
         another thread reads; never waits.

@@ -5,8 +5,9 @@
     predicted = max(time of the slowest of the last 64 steps,
                     n * time per token of the step with the most tokens so far)
 
-The first 8 steps of a process are slow for other reasons, and nothing is known for a prediction.
-For them the timeout is ten times as long, plus one timeout for each 50 tokens.
+``timeout`` is the setting ``step_timeout``. In the first 8 steps of a process the timeout is ten
+times as long, plus one timeout for each 50 tokens of the step, because these steps are slow for
+other reasons and there are no earlier steps from which to predict.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _REMEMBERED = 64
 
 
 class WakingTime:
-    """Clock that counts only the time in which its user was running and called ``update``.
+    """Clock that counts only the time in which its user runs and regularly calls ``update``.
 
     It prevents false alarms when the machine is overloaded, or when the process was stopped and
     continues.
     """
 
     def __init__(self, most_s: float) -> None:
-        """Create the clock; between two updates it counts at most ``most_s`` seconds."""
+        """Create the clock; at most ``most_s`` seconds are counted between two updates."""
         self._most_s = most_s
         self._looked: float | None = None
         self._now = 0.0
@@ -81,8 +82,8 @@ class _Running:
 class Watchdog:
     """Watchdog over the steps of one engine.
 
-    ``begin_step`` and ``end_step`` are called in the engine's thread, with seconds of one clock.
-    ``overdue`` is called periodically in another thread, with the time of a WakingTime.
+    ``begin_step`` and ``end_step`` are called in the engine's thread, with times in seconds on any
+    one clock. ``overdue`` is called periodically in another thread, with a time of a WakingTime.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ KvShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Loaded model of a rank, with the shape that a token has in its KV cache."""
+    """Loaded model of a rank, and the shape of the keys and of the values of one token."""
 
     model: Model
     vocab_size: int
@@ -43,8 +43,9 @@ class Loaded:
 class Assembly:
     """Loaded model with a KV cache and the other parts of a runner.
 
-    ``last_tokens`` is None on a CPU, where steps are not launched ahead. ``stand_in`` is None for a
-    single rank.
+    ``last_tokens`` has the last sampled tokens on the device; it is None on a CPU, where a step is
+    launched only after the previous one has ended. ``stand_in`` takes part in the collectives of a
+    step that this rank cannot compute; it is None for a single rank.
     """
 
     config: WorkerConfig

@@ -43,8 +43,9 @@ log = logs.get_logger(__name__)
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
     """Load the rank's share of ``config.model``, allocate its KV cache, and return its runner.
 
-    Raises ModelUnavailable, UnsupportedModel or BadCheckpoint, and ValueError if the device does
-    not exist or has too little memory. Sets torch's number of threads for the process.
+    Raises ModelUnavailable if the model's files cannot be obtained, UnsupportedModel,
+    BadCheckpoint, and ValueError if the device does not exist or has too little memory. Sets
+    torch's number of threads for the process.
     """
     use_threads(config.num_threads)
     bound_caches()
@@ -105,10 +106,10 @@ def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
 
 
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
-    """Return the model's spec for our own decoder; None if transformers' modules must run it.
+    """Return the spec for Everlift's decoder; None if transformers' modules must run the model.
 
-    Only the model's configuration is read. Raises UnsupportedModel if according to it neither can
-    run the model.
+    Only the model's configuration is read. Raises UnsupportedModel if, according to it, neither of
+    them can run the model.
     """
     try:
         spec = read_spec(directory)
@@ -191,7 +192,7 @@ def make_fast(
     """Pack the loaded weights of ``decoder`` for a CPU, and choose the fastest code for its layers.
 
     The weights are packed as dtype ``packed``, or in their own dtype if that is None. They cannot
-    be loaded again afterwards. ``dtype`` is that of inputs and outputs.
+    be loaded again afterwards. ``dtype`` is the type of inputs and outputs.
     """
     packed = packed or decoder.layer_by_layer.head.weight.dtype
     decoder.pack(choose_packing(dtype, packed))

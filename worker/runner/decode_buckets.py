@@ -2,13 +2,13 @@
 
 A step that only decodes is padded to the smallest bucket with at least as many rows, so that few
 sizes are captured. All its inputs are in one int32 array, so that one copy transfers them to the
-device:
+device. ``width`` is the number of blocks per row in ``tables``:
 
     width [1] | tokens, slots, positions, counts: [bucket] each | tables [n, width] | parcel
 
 Each part begins at a multiple of 16 bytes. The parcel (worker.device.upload) contains the sampling
-parameters. Padding rows have no tokens (``counts`` 0) and the position -1, so that nothing is
-written to the cache or read from it for them.
+parameters of the rows. Padding rows have no tokens (``counts`` 0) and the position -1, so that
+nothing is written to the cache or read from it for them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
-    """Return the smallest bucket for ``rows``, or None.
+    """Return the smallest bucket with at least as many rows as ``rows``.
 
-    None means that some row does not decode, or that there are more rows than in the largest
-    bucket.
+    Returns None if a row does not decode, or if there are more rows than in the largest bucket.
     """
     decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
     index = bisect_left(buckets, len(rows))
@@ -54,7 +53,7 @@ def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
 
 
 class Parts(NamedTuple):
-    """Slices of the parts in the input array; ``tables`` extends to its end."""
+    """Slices of the parts in the input array; ``tables`` is the slice up to the array's end."""
 
     width: slice
     tokens: slice
@@ -74,7 +73,7 @@ class Parts(NamedTuple):
 def room_for(bucket: int, width: int) -> int:
     """Return the length of the input array without a parcel, in int32 integers.
 
-    The tables have ``width`` blocks per row.
+    The array is for ``bucket`` rows, whose tables have ``width`` blocks each.
     """
     return int(Parts.of(bucket).tables.start) + _aligned(bucket * width)
 

@@ -61,7 +61,7 @@ def _capture_stream() -> torch.cuda.Stream:
 
 class Trunk(Protocol):
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """Return hidden states as ``worker.runner.runner.Model.forward`` does."""
+        """Return the hidden states [T, hidden] of ``tokens`` [T] at ``positions`` [T]."""
         ...
 
 

@@ -40,7 +40,10 @@ _CANDIDATES = 256
 
 
 class DrawTable:
-    """Table of the sampling parameters by slot."""
+    """Sampling parameters of the sequence in each slot.
+
+    A slot is the number that a sequence has while it is in the batch.
+    """
 
     def __init__(self) -> None:
         self._filters = np.zeros((0, 4))
@@ -58,8 +61,8 @@ class DrawTable:
     def draws(self, slots: Ints, positions: Ints) -> Draws:
         """Return the sampling parameters of n tokens.
 
-        ``slots`` [n] are the slots of their sequences, and ``positions`` [n] their positions in the
-        output.
+        ``slots`` [n] are the slots of the tokens' sequences, and ``positions`` [n] the positions of
+        the tokens in the output.
         """
         return Draws(self._filters[slots], self._keys[slots], positions)
 
@@ -68,7 +71,7 @@ class Draw(Protocol):
     def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
         """Return the function that samples tokens with the parameters ``draws``.
 
-        ``parcel`` may carry the parameters to the device.
+        The parameters may be added to ``parcel``, which is copied to the device as a whole.
         """
         ...
 
@@ -85,9 +88,10 @@ def choose_draw(device: torch.device) -> Draw:
 
 
 def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
-    """Return tokens int64 [n] sampled in torch from ``logits`` fp32 [n, vocab]; see DrawFrom.
+    """Return tokens int64 [n] sampled in torch from ``logits`` fp32 [n, vocab].
 
-    ``largest`` finds the tokens of greedy rows.
+    A token is NOT_FINITE if a logit is NaN or +inf, NOTHING_LEFT if all are -inf. ``largest`` finds
+    the tokens of greedy rows.
     """
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
@@ -120,9 +124,9 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
     """Return the smallest of each row's ``weights`` [n, vocab] that its filters keep, [n, 1].
 
-    ``filters`` are those of Draws. Only the largest weights of each row are examined first. If the
-    smallest of them is not kept, neither are all smaller weights. The other rows are examined again
-    with all their weights.
+    ``filters`` [n, 4] are temperature, top_k, top_p and min_p. Only the largest weights of each row
+    are examined first. If the smallest of them is not kept, neither are all smaller weights. The
+    other rows are examined again with all their weights.
     """
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -139,8 +143,8 @@ def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
 def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
     """Return the smallest kept weight of ``top`` [n, w], and whether it is final for the whole row.
 
-    ``top`` has each row's largest weights in descending order, ``total`` [n, 1] the sum of all. The
-    results are [n, 1] and bool [n].
+    ``top`` has each row's largest weights in descending order, ``total`` [n, 1] the sum of all its
+    weights. The results are [n, 1] and bool [n].
     """
     width = top.shape[1]
     top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])

@@ -15,10 +15,10 @@ _BLOCK, _WARPS = 8192, 16
 
 
 def draw_by_kernel(draws: Draws, parcel: Parcel) -> DrawFrom:
-    """Return the function that samples with the Triton kernel; implements Draw.
+    """Return the function that samples with the Triton kernel and the parameters ``draws``.
 
-    The kernel rounds sums differently from torch, so that a uniform number at the edge between two
-    tokens may select the other one.
+    The kernel rounds sums differently from torch. If the uniform number is at the edge between two
+    tokens, it may therefore select another one than torch does.
     """
     columns = (draws.filters, draws.keys.view(np.int64), draws.positions)
     sent = [parcel.add(column) for column in columns]

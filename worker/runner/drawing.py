@@ -1,4 +1,4 @@
-"""Sampled tokens of a step on their way from the device to the host."""
+"""Sampled tokens of a step that are being computed on the device or copied to the host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ class LastTokens:
     def write(self, slots: Tensor, tokens: Tensor) -> None:
         """Store the sampled ``tokens`` int64 [n] of ``slots`` int64 [n].
 
-        A negative marker, of a row that could not be sampled, becomes token 0, because everything
-        computed after it is discarded.
+        A negative marker, which stands for a row that could not be sampled, is stored as token 0,
+        because everything computed after it is discarded.
         """
         self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
 
     def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Return ``tokens`` int64 [T] with UNKNOWN replaced by the last token of ``slots`` [T]."""
+        """Return ``tokens`` int64 [T]; if one is UNKNOWN, the last token of its slot replaces it.
+
+        ``slots`` [T] has the slot of each token.
+        """
         return torch.where(tokens < 0, self._tokens[slots], tokens)
 
 
@@ -44,10 +47,11 @@ class Drawn(Protocol):
 class Drawing:
     """Sampling in progress on this rank.
 
-    ``tokens`` int64 are on the device, one per row of logits; those of request i begin at
-    ``firsts[i]``. ``rows`` has, by index, the requests that have drafts or need more than their
-    tokens, such as log probabilities or a grammar. ``logprobs`` are the log probabilities to
-    report. ``take_in`` is called with each of ``rows`` and its result.
+    ``tokens`` int64 are the sampled tokens on the device, one per row of logits; those of sampling
+    request i begin at index ``firsts[i]``. ``rows`` has, by index of the request, the rows that
+    have drafts, log probabilities, penalties or a grammar. ``logprobs`` are the log probabilities
+    to report, or None. Once the results exist, ``take_in`` is called with pairs of each of ``rows``
+    and its result.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Drawing:
 
 
 class Hearing:
-    """Tokens that rank 0 sampled for rows without drafts, on their way to this rank's host.
+    """Tokens that rank 0 sampled for rows without drafts, being copied to this rank's host.
 
     ``tokens`` int64 [n] are on this rank's device, one per sampling request.
     """

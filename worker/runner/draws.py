@@ -16,8 +16,8 @@ class Draws(NamedTuple):
     """Sampling parameters of n tokens, as columns.
 
     ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p; top_k and top_p are inf if
-    they keep all tokens. ``keys`` uint64 [n, 2] are seed and choice. ``positions`` [n] are the
-    tokens' positions in the output.
+    they keep all tokens. ``keys`` uint64 [n, 2] are the seed and the index of the choice in its
+    request. ``positions`` [n] are the tokens' positions in the output.
     """
 
     filters: NDArray[np.float64]

@@ -1,7 +1,7 @@
 """Tokens that occurred in a sequence, and the penalties on their logits.
 
     repetition   every token of prompt and output: logit / penalty, or logit * penalty if negative
-    frequency    every token of the output: logit - penalty * number of its occurrences there
+    frequency    every token of the output: logit - penalty * (occurrences in the output)
     presence     every token of the output: logit - penalty
 
 Definitions and order are those of transformers, vLLM and OpenAI's API. Two tables on the device
@@ -47,10 +47,10 @@ class _Cell(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Row of logits to penalise for the first ``length`` entries of its slot.
+    """Row of logits, with index ``row``, and the entries of its slot whose tokens it penalises.
 
-    ``drafted`` are the indices of the entries of the drafts before it, each of which counts as one
-    occurrence.
+    These are the slot's first ``length`` entries. ``drafted`` are the indices of the entries of the
+    drafts before the row; each adds one occurrence.
     """
 
     row: int
@@ -61,7 +61,7 @@ class _Site(NamedTuple):
 
 
 class Histories:
-    """Token histories of all slots whose sampling has penalties."""
+    """Tokens that occurred in the sequences with penalties, by slot (number in the batch)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class Histories:
         self._counts = torch.zeros(0, 0, dtype=torch.float32, device=device)
 
     def admit(self, admission: Admission) -> None:
-        """Assign the slot to a sequence, and record its known tokens if it has penalties."""
+        """Assign the slot to a sequence; store the sequence's tokens so far if it has penalties."""
         slot = admission.slot
         self.release(slot)
         if not admission.sampling.has_penalties:
@@ -87,7 +87,7 @@ class Histories:
         self._places.pop(slot, None)
 
     def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Record sampled tokens, given as pairs of a slot with penalties and its tokens."""
+        """Store sampled tokens, given as pairs of a slot with penalties and the slot's tokens."""
         cells = [cell for slot, tokens in drawn for cell in self._append(slot, tokens)]
         if cells:
             slots, places = self._write(cells)
@@ -124,10 +124,10 @@ class Histories:
         flat[at] = _penalised(flat.index_select(0, at), times, *penalties)
 
     def _times(self, place: Tensor, again: list[int]) -> Tensor:
-        """Return how often the token of each entry occurred in the output, fp32 [n].
+        """Return how often the token of each of n table entries occurred in the output, fp32 [n].
 
-        ``place`` [n] are indices of entries in the flattened tables. ``again`` are indices in
-        ``place``; each adds one occurrence, that of a draft.
+        ``place`` [n] are the indices of the entries in the flattened tables. ``again`` are indices
+        in ``place``, one for each draft before the row of logits; each adds one occurrence.
         """
         times = self._counts.flatten().index_select(0, place)
         return times.index_add_(0, self._upload(again), times.new_ones(len(again)))

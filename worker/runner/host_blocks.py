@@ -44,9 +44,9 @@ class HostBlocks:
 
 
 def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
-    """Return the number of blocks of each piece.
+    """Return the number of blocks of each piece of memory; their sum is ``num_blocks``.
 
-    A piece has as many blocks as fit into a power of two of bytes, and at least one.
+    A piece has as many blocks as fit into some power of two of bytes, and at least one.
     """
     sizes = []
     while num_blocks:

@@ -17,12 +17,12 @@ from worker.runner.host_blocks import HostBlocks
 
 
 class HostCache(Protocol):
-    """Host blocks for copies of a KVCache's blocks; ``BlockCopy.place`` is a host block.
+    """Host memory for copies of a KVCache's blocks; ``BlockCopy.place`` is a host block's index.
 
-    Copies are ordered with the device's computation: a copy has the content that earlier
-    computation left, and later computation finds what was copied. No method waits for the end of
-    its copies. The copies of one call have different blocks and different host blocks. A host block
-    is loaded only after it was saved.
+    Copies are ordered with the device's computation: a copy has the content that computation
+    launched before it wrote, and computation launched after it reads the copied content. No method
+    waits for the end of its copies. The copies of one call have different blocks and different host
+    blocks. A host block is loaded only after it was saved.
     """
 
     @property
@@ -38,7 +38,7 @@ class HostCache(Protocol):
 
 
 class PlainHostCache:
-    """HostCache of a CPU, which copies synchronously."""
+    """HostCache of a KV cache on a CPU; its methods return once the blocks are copied."""
 
     def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self._device = cache.tensor

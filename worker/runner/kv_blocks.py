@@ -37,8 +37,9 @@ _EVERYTHING = SamplingParams(
 def largest_steps(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
 ) -> tuple[Plan, Plan]:
-    """Return the plans of the two largest steps: prompts of all sequences, decodes with drafts.
+    """Return the plans of the two largest steps: one of prompts, and one of decodes with drafts.
 
+    Both have rows of ``max_num_seqs`` sequences.
     All their rows write to the same blocks, from block 0 on.
     """
     num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
@@ -71,11 +72,11 @@ def profile_run(
     capture: Callable[[], object],
     scratch_bytes: int,
 ) -> MemoryUse:
-    """Run ``plans``, and return the memory that they use without their KV cache.
+    """Run ``plans``, and return the memory that they use except for the KV cache.
 
-    ``scratch_bytes`` is the size of that cache. The weights must be loaded. ``capture`` captures
-    the decode steps and returns an object that owns the graphs. All ranks must do this at the same
-    time. Raises ValueError if there is too little memory for the steps.
+    The ``runner`` has a small KV cache of ``scratch_bytes`` bytes. The weights must be loaded.
+    ``capture`` captures the decode steps and returns an object that owns the graphs. All ranks must
+    do this at the same time. Raises ValueError if there is too little memory for the steps.
     """
     memory.release()
     _execute(runner, plans)
@@ -110,8 +111,8 @@ def _taken(memory: DeviceMemory, capture: Callable[[], object]) -> int:
 def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.device) -> MemoryUse:
     """Return the memory use of the rank with the least memory left for its KV cache.
 
-    A collective, with the same result on all ranks. ``use`` is this rank's, and ``utilization`` as
-    in MemoryUse.left.
+    A collective: all ranks must call it, and it returns the same result on all. ``use`` is this
+    rank's memory use, and ``utilization`` the fraction of a GPU's memory that may be used.
     """
     gathered = group.gather_to_first(torch.tensor(use, device=device))
     chosen = use
@@ -128,7 +129,7 @@ _MOST_BLOCKS = 1 << 18
 
 
 class MemoryUse(NamedTuple):
-    """Memory of one GPU, in bytes.
+    """Memory of one GPU in bytes: the total, and the parts that are not KV cache.
 
     ``outside`` is used by other processes, and by this one apart from its tensors: CUDA itself,
     code, buffers of collectives. ``step`` is used by the weights and the largest step, ``graphs``
@@ -187,9 +188,10 @@ log = logs.get_logger(__name__)
 
 
 def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
-    """Return the number of KV blocks, equal on all ranks. A collective.
+    """Return the number of KV blocks, which is equal on all ranks.
 
-    Raises ValueError if there is too little memory or the configured size is less than one block.
+    A collective: all ranks must call it. Raises ValueError if there is too little memory or the
+    configured size is less than one block.
     """
     told = told_blocks(config, loaded.kv_shape, place)
     if told is not None:
@@ -200,7 +202,7 @@ def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
 
 
 def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
-    """Return the configured number of blocks; None if a memory profile of the GPU decides.
+    """Return the configured number of KV blocks of a rank; None if it must be measured on a GPU.
 
     Raises ValueError if the configured size is less than one block.
     """

@@ -19,9 +19,9 @@ from worker.device.upload import upload
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """Return the scores float64 [n, 2 + 2 * num_top] of ``tokens`` int64 [n], as a table.
+    """Return the log probabilities of ``tokens`` int64 [n], float64 [n, 2 + 2 * num_top].
 
-    Each row has the columns that the module's docstring lists. ``logits`` are fp32 [n, vocab]. If
+    The columns are those of the table in the module's docstring. ``logits`` are fp32 [n, vocab]. If
     the vocabulary is smaller than ``num_top``, there are fewer alternatives. The log probability is
     NaN if a row's logits are not finite, and -inf for a token whose logit is -inf.
     """
@@ -47,10 +47,10 @@ def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
 
 
 class ArrivingScores:
-    """Scores that are being copied to the host.
+    """Log probabilities that are being copied to the host.
 
-    ``num_top`` has an entry for each row of ``table``, in order: from the index of a row of the
-    step's logits to the number of alternatives to report.
+    ``table`` is a result of ``score``. ``num_top`` has one item for each row of it, in order: the
+    key is the index of a row of the step's logits, the value the number of alternatives to report.
     """
 
     def __init__(self, table: Tensor, num_top: Mapping[int, int]) -> None:
@@ -80,10 +80,10 @@ class KeptLogits:
         self._logits = logits[self._index]
 
     def logprobs(self, tokens: Tensor) -> ArrivingScores:
-        """Return the scores of the tokens that were sampled from the kept rows.
+        """Start to copy the log probabilities of the tokens sampled from the kept rows to the host.
 
         ``tokens`` [n] has the sampled token of every row of the step's logits. If that is a
-        negative marker, the score is meaningless.
+        negative marker, its log probabilities are meaningless.
         """
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))

@@ -24,14 +24,15 @@ SCORED_AT_ONCE = 64
 
 class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return logits as ``worker.runner.runner.Model.logits`` does."""
+        """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, else None."""
         ...
 
 
 class _Scored(NamedTuple):
-    """Prompt token to score, in the row with index ``row``.
+    """Prompt token whose log probability is requested, in the step's row with index ``row``.
 
-    ``at`` is the index of the token before it among the step's tokens.
+    ``at`` is the index of the token before it among the step's tokens, and ``num_top`` the number
+    of alternatives to report.
     """
 
     row: int
@@ -41,9 +42,9 @@ class _Scored(NamedTuple):
 
 
 class PromptScores:
-    """Log probabilities of prompt tokens that are being copied to the host.
+    """Log probabilities of a step's prompt tokens, which are being copied to the host.
 
-    Ranks other than 0 have none.
+    They are empty on ranks other than 0.
     """
 
     def __init__(self, wanted: Sequence[_Scored], tables: Iterable[Tensor]) -> None:
@@ -51,7 +52,7 @@ class PromptScores:
         self._arriving = [Arriving(table) for table in tables]
 
     def wait(self) -> dict[int, list[TokenLogprobs]]:
-        """Wait for the copy; return the log probabilities by index of the row.
+        """Wait for the copy; return the log probabilities by index of the step's row.
 
         The result is empty on ranks other than 0.
         """
@@ -69,10 +70,11 @@ NO_SCORES = PromptScores((), ())
 def score_prompts(
     rows: Rows, slots: Mapping[int, Admission], hidden: Tensor, head: Head
 ) -> PromptScores:
-    """Start to score the prompt tokens of the rows that request it. A collective.
+    """Start to compute the log probabilities of prompt tokens, for the rows that request them.
 
-    They are scored in pieces, because all their logits may be larger than the model. ``slots`` has
-    the sequences by slot. ``hidden`` [T, hidden] are the hidden states of all tokens of the step.
+    A collective: all ranks must call it. A few tokens are computed at a time, because the logits of
+    all may be larger than the model. ``slots`` has the step's sequences by slot. ``hidden`` [T,
+    hidden] are the hidden states of all tokens of the step.
     """
     pieces = pieces_scored(rows, slots)
     wanted = [*chain.from_iterable(pieces)]
@@ -82,7 +84,7 @@ def score_prompts(
 
 
 def pieces_scored(rows: Rows, slots: Mapping[int, Admission]) -> list[list[_Scored]]:
-    """Return the prompt tokens to score, in pieces whose logits are computed together."""
+    """Return the prompt tokens to score, in lists whose logits are computed together."""
     wanted = list(_wanted(rows, slots))
     return [wanted[i : i + SCORED_AT_ONCE] for i in range(0, len(wanted), SCORED_AT_ONCE)]
 

@@ -77,16 +77,17 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, else None.
 
-        The caller may change them; they are valid until the next call. A collective.
+        The caller may change them; they are valid until the next call. A collective: all ranks must
+        call it.
         """
         ...
 
 
 class Wanted(NamedTuple):
-    """Sampling that a step needs, for ``num_asks`` sequences.
+    """Sampling requests of a step: one for each of ``num_asks`` sequences.
 
-    ``slots`` returns their slots, int64 [num_asks] on the device. ``prepared`` is None on ranks
-    that do not sample.
+    ``slots`` returns the sequences' slots, int64 [num_asks] on the device. ``prepared`` is None on
+    ranks other than 0, which do not sample.
     """
 
     num_asks: int
@@ -95,7 +96,7 @@ class Wanted(NamedTuple):
 
 
 class TorchRunner:
-    """Runner of one rank (worker.engine.plan) with its model's share, KV cache and group.
+    """Runner (worker.engine.plan) of one rank, with the rank's share of the model and its KV cache.
 
     The ranks' collectives follow from the plan alone. Only rank 0 has logits, so it samples and
     broadcasts the result; rounding thus cannot make the ranks differ. Tokens are broadcast from
@@ -202,8 +203,8 @@ class TorchRunner:
         """Start to sample from ``hidden`` on the device, without waiting for the results.
 
         ``hidden`` has the hidden states of the tokens after which tokens are sampled. ``wanted`` is
-        None if no row samples. Returns None on ranks that receive the results only in ``conclude``,
-        which is so with drafts or scored prompts.
+        None if no row samples. With drafts or scored prompts, returns None on ranks other than 0,
+        because they receive the results in ``conclude``.
         """
         if wanted is None:
             # This empty result is awaited too. Otherwise the host would launch all chunks of a long
@@ -258,7 +259,10 @@ class TorchRunner:
         return hidden[sites_there()], scores
 
     def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
-        """Run the model, which fills the KV cache; return hidden states of ``sites`` or of all."""
+        """Run the model, which fills the KV cache, and return hidden states.
+
+        They are those of the tokens with indices ``sites``, or of all tokens if that is None.
+        """
         attention = self._attention.prepare(rows, parcel)
         tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
         are_all = sites is None or len(sites) == rows.num_tokens
@@ -316,9 +320,10 @@ class TorchRunner:
     # memory
 
     def _together(self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]) -> _T:
-        """Run ``part`` of a step on all ranks and return its result.
+        """Run ``part`` of a step, which all ranks run at the same time, and return its result.
 
-        ``collectives`` returns all collectives of the part, in order, for the stand-in. Raises
+        ``collectives`` returns all collectives of the part, in order; if this rank has too little
+        memory, its stand-in takes part in those that are left. Raises
         TooLittleMemory on all ranks if one has too little memory for the part, and DeviceLost if
         this rank's device refuses further work.
         """
@@ -371,7 +376,7 @@ class TorchRunner:
 
 
 class TorchStep:
-    """Launched step of ``rows``, with ``hidden`` states to sample from and prompt ``scores``."""
+    """Launched step; ``hidden`` are the states to sample from, ``scores`` those of its prompts."""
 
     def __init__(
         self,

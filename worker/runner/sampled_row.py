@@ -19,10 +19,11 @@ NOT_FINITE_CAUSE = "the model's logits are not finite numbers"
 
 @dataclass(frozen=True, slots=True)
 class SampledSlot:
-    """Slot of one sequence, with its sampling parameters.
+    """Slot (number in the batch) of one sequence, with the sequence's sampling parameters.
 
     ``bias`` has token ids and the values to add to their logits. ``stop_ids`` are the stop tokens
-    that min_tokens forbids at first. With an ``error`` nothing can be sampled.
+    that may not be sampled while the output has fewer than min_tokens. ``mask`` is the sequence's
+    state in its grammar. With an ``error`` nothing can be sampled.
     """
 
     number: int
@@ -62,7 +63,10 @@ class SampledRow:
 
     @property
     def sites(self) -> range:
-        """Return this row's indices in the step's logits: one, and one more after each draft."""
+        """Return the indices of this row's logits among the step's rows of logits.
+
+        There is one for the next token, and one more after each draft.
+        """
         return range(self.first, self.first + 1 + len(self.drafts))
 
     @property
@@ -80,9 +84,10 @@ class SampledRow:
         return edited or bool(self.banned_sites)
 
     def fill_mask(self, into: Tensor, began: float) -> None:
-        """Write the grammar's masks to ``into`` int32 [1 + len(drafts), words]; see TokenMask.mask.
+        """Write the grammar's masks to ``into``, and store the number of drafts that it allows.
 
-        If the grammar raises an error, it is stored as the row's ``error``.
+        ``into`` is int32 [1 + len(drafts), words]; see TokenMask.mask. If the grammar raises an
+        error, it is stored as the row's ``error``.
         """
         assert self.slot.mask is not None
         try:
@@ -93,8 +98,9 @@ class SampledRow:
     def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
         """Return the row's result, and advance its grammar by the tokens that it keeps.
 
-        ``drawn`` has the sampled token of every row of the step's logits, ``logprobs`` the log
-        probabilities to report, by row of logits.
+        ``drawn`` has the sampled token of every row of the step's logits. ``logprobs`` has the log
+        probabilities to report, by index of the row of logits. The result is an error if this row
+        has one or no token can be sampled.
         """
         if self.error is not None:
             return RowResult(error=self.error)
@@ -116,7 +122,7 @@ class SampledRow:
 
 
 def plain_results(drawn: Sequence[int]) -> list[RowResult]:
-    """Return the results of plain rows without drafts.
+    """Return the results of rows without drafts, from their sampled tokens alone.
 
     ``drawn`` has one sampled token or negative marker per row; a marker becomes an error.
     """
@@ -130,7 +136,8 @@ def plain_results(drawn: Sequence[int]) -> list[RowResult]:
 def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:
     """Return the tokens of ``drawn`` up to the first that differs from its draft or is a stop.
 
-    They also end before a negative marker: the next step samples that position without drafts.
+    The result also ends before a negative marker; the next step samples that position without
+    drafts.
     """
     kept: list[int] = []
     for token, draft in zip_longest(drawn, drafts):

@@ -46,7 +46,7 @@ from worker.runner.token_mask import CompiledGrammar, TokenMask, forbidden, mask
 
 
 class Ask(NamedTuple):
-    """Request to sample the output token at ``position``, and one after each accepted draft."""
+    """Request to sample a slot's output token at ``position``, and one more per accepted draft."""
 
     slot: int
     position: int
@@ -55,7 +55,7 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """Sampling requests of a step, as columns [n].
+    """Sampling requests of a step, of n sequences, as columns [n].
 
     ``drafts`` has the draft tokens of the requests that have any, by index of the request.
     """
@@ -80,9 +80,9 @@ class Asks:
 
 
 class Prepared(NamedTuple):
-    """Prepared sampling requests; the rows of logits of request i begin at ``firsts[i]``.
+    """Sampling requests, with data that can be prepared before the logits exist.
 
-    ``draw`` is the sampling function.
+    The rows of logits of request i begin at ``firsts[i]``. ``draw`` samples tokens from logits.
     """
 
     asks: Asks
@@ -144,15 +144,16 @@ class Sampler:
         return self.launch(logits, self.prepare(asks, Parcel(self._device))).results()
 
     def prepare(self, asks: Asks, parcel: Parcel) -> Prepared:
-        """Prepare sampling before the logits exist; ``parcel`` carries its data to the device."""
+        """Prepare sampling before the logits exist; data for the device is added to ``parcel``."""
         num_sites = asks.num_sites
         firsts = num_sites.cumsum() - num_sites
         return Prepared(asks, firsts, self._draw(self._draws(asks, firsts, num_sites), parcel))
 
     def launch(self, logits: Tensor, prepared: Prepared) -> Drawing:
-        """Begin to sample from ``logits``, as in ``sample``, without waiting for the device.
+        """Begin to sample from ``logits``, without waiting for the device.
 
-        The results must be read before the next call.
+        ``logits`` have the rows that ``sample`` documents, and are changed in place. The results
+        must be read before the next call.
         """
         asks, firsts, draw = prepared
         rows = self._rows(asks, firsts)
@@ -190,8 +191,8 @@ class Sampler:
     def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
         """Apply bias, grammar masks, min_tokens and penalties to the logits of ``rows``, in place.
 
-        Returns bool [n], True where logits of ``rows`` were not finite before; None without
-        ``rows``.
+        Returns bool [n], True for rows of logits that were not finite before; None if ``rows`` is
+        empty.
         """
         if not rows:
             return None

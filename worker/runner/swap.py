@@ -75,7 +75,7 @@ def build_host_cache(
 def num_staged(config: WorkerConfig) -> int:
     """Return the number of blocks that swapping needs on a GPU in addition to the KV cache.
 
-    The result is 0 without swapping.
+    The result is 0 unless ``config.preemption`` is "swap".
     """
     return _STAGED if config.preemption == "swap" else 0
 
@@ -94,9 +94,9 @@ def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:
 def measure(
     cache: KVCache, host: HostCache, forward: Callable[[], object], num_tokens: int
 ) -> SwapCost:
-    """Measure the time to copy a block to the host and back, and the time to compute one.
+    """Measure the time to copy a block to the host and back, and the time to recompute one.
 
-    ``forward`` computes ``num_tokens`` tokens.
+    The latter is derived from the time of ``forward``, which computes ``num_tokens`` tokens.
     """
     count = min(_BLOCKS, cache.num_blocks, host.num_blocks)
     copies = [BlockCopy(block, block) for block in range(count)]

@@ -20,7 +20,7 @@ class TokenMask(Protocol):
     """State of one sequence in its grammar."""
 
     def is_ready(self) -> bool:
-        """Return whether ``mask`` without drafts returns at once, or soon enough to wait for it."""
+        """Return whether ``mask`` without drafts returns so soon that a step should wait for it."""
         ...
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:

@@ -1,7 +1,8 @@
-"""The worker as a Ray Serve deployment: a replica that owns a placement group and hosts no rank.
+"""The worker as a Ray Serve deployment: a replica that starts and watches the worker's ranks.
 
-Every rank is an actor in one bundle of the replica's placement group. Serve schedules the replica,
-checks its health, and starts a new one when a rank has ended. No token passes through Serve.
+The ranks do not run in the replica's process: every rank is an actor in one bundle of the replica's
+placement group. Serve schedules the replica, checks its health, and starts a new one when a rank
+has ended. No token passes through Serve.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _STARTS_S = 5.0
 
 
 class Refused(RuntimeError):
-    """Raised if the router refuses the worker, because it does not match the existing ones."""
+    """Raised if the router refuses the worker, because it does not match the existing workers."""
 
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
@@ -66,8 +67,8 @@ class WorkerDeployment:
         """Apply the settings that change at run time; the first call also starts the ranks.
 
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
-        ValueError for an unknown log level, Refused by the router, and any error that ends a
-        starting rank.
+        ValueError for an unknown log level, Refused if the router refuses the worker, and RayError
+        if a rank fails while it starts.
         """
         level = user_config["log_level"]
         logs.set_level(level)
@@ -94,9 +95,9 @@ class WorkerDeployment:
         self._announcing = asyncio.create_task(self._announce_when_alone())
 
     async def _end_with(self, number: int, rank: Any) -> None:
-        """End the replica when a rank has ended.
+        """Wait until ``rank``, the actor of rank ``number``, has ended; then exit the process.
 
-        The process exits, which Serve notices sooner than three failed health checks.
+        Serve notices that the process has exited sooner than three failed health checks.
         """
         try:
             await rank.wait.remote()
@@ -129,10 +130,11 @@ class WorkerDeployment:
             log.info("start not reported", cause=str(error))
 
     async def _join(self) -> None:
-        """Announce the worker until a router accepts it.
+        """Announce the worker repeatedly until a router accepts it.
 
-        Loading may have taken minutes, so the worker does not give up if the ledger is unavailable
-        for a moment. Raises Refused.
+        Loading may have taken minutes, so the worker does not give up if a router, or the ledger in
+        which it registers workers, is unavailable for a moment. Raises Refused if the router
+        refuses the worker.
         """
         while not await self._is_announced():
             await asyncio.sleep(_ANNOUNCE_S)
@@ -167,7 +169,7 @@ class WorkerDeployment:
         await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Return a coroutine that stops the worker; None if it did not start or was stopped.
+        """Return a coroutine that stops the worker; None if it never started or was stopped before.
 
         Serve calls this, and awaits the result, when it stops the replica.
         """
@@ -177,7 +179,7 @@ class WorkerDeployment:
 
 
 def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
-    """Return the actor class of ``rank``, bound to its bundle of the placement group.
+    """Return the actor class for ``rank``; its actor runs in that bundle of the placement group.
 
     The actor's environment variables ``env`` are set before torch is imported.
     """

@@ -33,11 +33,13 @@ class EngineThread:
     """Thread of the engine, which starts at once.
 
     ``meet`` connects this rank with the others and returns the links, which become ``ties``; the
-    owner must close them after the end. ``report`` and ``announce`` (``LeadingLoop``) are called in
-    the thread. ``startup`` records the durations of the parts of the start.
+    creator of this object must close them after the thread has ended. ``inbox`` has the orders to
+    the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
+    ``startup`` records the durations of the parts of the start.
 
-    The future ``ready`` receives the engine before its first step, and ``ended`` None or the error
-    when the thread ends. An error before the engine is ready is set on both.
+    The result of the future ``ready`` is the engine, set before its first step. The future
+    ``ended`` is done when the thread ends, with None or the error that ended it. An error before
+    the engine is ready is set on both.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class EngineThread:
     def stop(self) -> None:
         """Make the thread end after the current step, without waiting for that.
 
-        A rank above 0 breaks its connection to rank 0, so that ``ended`` receives ChannelBroken.
+        On a rank above 0 this breaks the connection to rank 0, so that the error ChannelBroken is
+        set on ``ended``.
         """
         self._inbox.stop()
         if isinstance(self.ties.log, StepLogReader):
@@ -118,7 +121,7 @@ class EngineThread:
 
 
 def _close(runner: Runner) -> None:
-    """Close the runner; errors are only logged, to keep the error that ended the loop."""
+    """Close the runner; errors are only logged, so that they do not hide why the loop ended."""
     try:
         runner.close()
     except Exception as error:

@@ -20,9 +20,9 @@ _WAKER = 'sleep "$0"; kill -CONT "$1"'
 
 
 def strike(fault: chaos_pb2.Fault) -> None:
-    """Kill or pause this process, as ``fault`` says; return when it continues after a pause.
+    """Kill or pause this process, depending on the kind of ``fault``.
 
-    Does nothing for other kinds of faults.
+    After a pause of ``fault.seconds`` it returns. Does nothing for other kinds of faults.
     """
     if fault.kind == chaos_pb2.FAULT_KIND_KILL:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -38,7 +38,7 @@ def _pause(seconds: float) -> None:
 
 
 class Slowness:
-    """Slow-down of steps by a fault. Points in time are on the engine's clock, in seconds."""
+    """Slow-down of steps by a fault; ``now`` is the time on the engine's clock, in seconds."""
 
     def __init__(self) -> None:
         self._factor = 1.0
@@ -48,14 +48,20 @@ class Slowness:
         self._factor, self._until = fault.factor, now + fault.seconds
 
     def extra_s(self, took_s: float, now: float) -> float:
-        """Return the seconds to sleep at ``now``, after a step that took ``took_s`` seconds."""
+        """Return the seconds to sleep after a step that took ``took_s``.
+
+        The result is 0 if no slow-down is active at ``now``, and at most the rest of its duration.
+        """
         if now >= self._until:
             return 0.0
         return min(max(0.0, self._factor - 1) * took_s, self._until - now)
 
 
 class Wire:
-    """Simulated network partitions between this worker and its routers, in one event loop."""
+    """Simulated network partitions between this worker and its routers.
+
+    Use it in a single event loop.
+    """
 
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
@@ -80,7 +86,7 @@ class Wire:
             cut.mended.set()
 
     async def whole(self, router_id: str) -> None:
-        """Wait until no partition separates this worker from the router."""
+        """Wait until no partition separates this worker from the router with this id."""
         while (cut := self._cut_from(router_id)) is not None:
             await cut.mended.wait()
 

@@ -1,7 +1,8 @@
 """Fingerprint of a model, computed without reading its weights.
 
-It is the SHA-256 over all files, sorted by name: the content of configuration and tokenizer files,
-and size and header (names, types and shapes) of weight files, in safetensors or GGUF.
+It is a SHA-256 over the files of the model, sorted by name. Of configuration and tokenizer files it
+covers the content; of weight files, in safetensors or GGUF, the size and the header, which has the
+names, types and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _WEIGHTS_SUFFIX = ".safetensors"
 def model_fingerprint(directory: Path) -> str:
     """Return the fingerprint of the model in ``directory``, in hexadecimal.
 
-    Raises ValueError if there is no model, BadCheckpoint or BadGguf for invalid weights.
+    Raises ValueError if ``directory`` has no config.json, and BadCheckpoint or BadGguf if the
+    header of a weight file is invalid.
     """
     if not (directory / "config.json").is_file():
         raise ValueError(f"no model at {str(directory)!r}: config.json is missing there")

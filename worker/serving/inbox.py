@@ -1,6 +1,7 @@
-"""Orders of the sessions to the engine, passed from the event loop's thread to the engine's.
+"""Orders to the engine, passed from the event loop's thread to the engine's thread.
 
-An order is a sequence to start, an abort, a fault, a new policy, a drain or the stop.
+An order is a sequence to start, an abort, a fault to inject, a new batching policy, a drain or the
+stop. Most come from routers, through their sessions.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Orders:
-    """Orders that arrived since the engine's last step.
+    """Orders that arrived since the engine's last step; false if there are none.
 
-    The engine applies a changed ``policy`` first, then ``starts``, then ``aborts``. With ``drain``,
-    all remaining sequences are returned to their routers. With ``stop``, the engine ends instead of
-    running a step.
+    The engine applies ``policy`` first (None: unchanged), then ``starts``, then ``aborts``. If
+    ``drain``, all remaining sequences are returned to their routers. If ``stop``, the engine ends
+    instead of running a step.
     """
 
     starts: list[Sequence] = field(default_factory=list)
@@ -58,7 +59,10 @@ class Inbox:
             self._changed.notify()
 
     def set_policy(self, policy: EnginePolicy) -> None:
-        """Set the policy; of several calls before a step, the last one counts."""
+        """Order a change of the batching policy.
+
+        If it is called several times before the next step, only the last call has an effect.
+        """
         with self._changed:
             self._orders.policy = policy
             self._changed.notify()
@@ -74,9 +78,9 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, timeout_s: float | None) -> Orders:
-        """Return the collected orders and remove them; they are false if there are none.
+        """Wait until there is an order; return all collected orders and remove them.
 
-        Wait up to ``timeout_s`` seconds for the first order, without a limit if it is None.
+        After ``timeout_s`` seconds (None: no limit) without an order, return Orders that are false.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._orders), timeout_s)

@@ -2,9 +2,9 @@
 
 A turn of the loop is
 
-    rank 0         take orders, write the log entry, apply them, run a step, report
-    other ranks    read the log entry, compare its digest of rank 0's previous plan with their own,
-                   apply the orders in it, run a step
+    rank 0         take orders, write them to the step log, apply them, run a step, report
+    other ranks    read the entry of the step log, compare its digest of rank 0's previous plan with
+                   their own, apply the orders in it, run a step
 
 If steps are launched ahead, all ranks launch and commit them in the same order, because that
 follows from the log and the plans.
@@ -40,11 +40,11 @@ _PREFILL_S = 0.1
 
 
 class RanksDisagree(Exception):
-    """Raised if this rank's plan differs from rank 0's; their KV caches would diverge."""
+    """Raised on a rank above 0 if its plan differs from rank 0's: results would be wrong."""
 
 
 class StepLog(Protocol):
-    """Log from which the other ranks read rank 0's orders."""
+    """Log of the orders to the engine, which rank 0 writes and the other ranks read."""
 
     def write(self, entry: session_pb2.StepLog) -> None: ...
 
@@ -53,12 +53,15 @@ class StepLog(Protocol):
 class Report:
     """Report of one turn of the loop.
 
-    ``started`` are the sequences that the engine received in this turn; ``load`` includes them.
-    ``occupants`` is None if it was reported recently. ``busy_s`` is the time in seconds spent in
-    steps since the engine started, ``step_times`` the time in their parts. ``breakdowns`` are of
-    some sequences, including all that ended or were returned. ``decoding`` is the breakdown of an
-    average sequence that decoded all the time. ``prefilling`` has the progress of prefills, and is
-    empty if that was reported recently.
+    ``started`` are the keys of sequences that the engine received in this turn; ``load`` includes
+    them. ``outcomes`` are new tokens and ends of sequences. ``occupants`` are the sequences in the
+    batch slots, or None if they were reported recently. ``busy_s`` is the time in seconds spent in
+    steps since the engine started, and ``step_times`` the time spent in each part of them.
+
+    ``breakdowns`` are the time breakdowns of some sequences, including all that ended or were
+    returned to their routers. ``decoding`` is the time breakdown of an average sequence that
+    decoded all the time. ``prefilling`` has the progress of prefills, and is empty if that was
+    reported recently.
     """
 
     started: tuple[SequenceKey, ...]
@@ -76,8 +79,9 @@ class Report:
 class FirstSteps:
     """Sequences whose first step at this worker is about to run.
 
-    ``outcomes`` contain the updates about their admission, and no tokens. ``to_confirm`` are the
-    keys of the sequences whose routers must confirm the update before the step runs.
+    ``outcomes`` has one for each sequence, which reports its admission and contains no tokens.
+    ``to_confirm`` are the keys of the sequences whose routers must confirm this before the step
+    runs.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -85,10 +89,12 @@ class FirstSteps:
 
 
 class LeadingLoop:
-    """Loop of rank 0; ``report`` is called after each turn, in this thread, and must not block.
+    """Loop of rank 0, which runs in the thread that calls ``run``.
 
-    ``announce`` is called in this thread before a step that admits sequences for the first time,
-    and delays that step until it returns. ``log`` is None for a worker of a single rank.
+    In that thread ``report`` is called after each turn; it must not block. ``announce`` is called
+    before a step that admits sequences for the first time, and delays that step until it returns.
+    ``log`` is None for a worker of a single rank. ``clock`` returns seconds, and ``sleep`` is
+    called with seconds.
     """
 
     def __init__(
@@ -117,12 +123,20 @@ class LeadingLoop:
         self._prefills_told = 0.0
 
     def run(self) -> None:
-        """Run turns until the stop order. Raises EngineBroken, ChannelBroken if a rank is lost."""
+        """Run turns until the stop order.
+
+        Raises EngineBroken if a step failed and no other can run, and ChannelBroken if a rank is
+        lost.
+        """
         while self.turn(self._next_orders()):
             pass
 
     def turn(self, orders: Orders) -> bool:
-        """Run one turn; return False if ``orders`` has the stop order. Raises as ``run`` does."""
+        """Run one turn; return False, without a step, if ``orders`` has the stop order, else True.
+
+        Raises EngineBroken if a step failed and no other can run, and ChannelBroken if a rank is
+        lost.
+        """
         digest = self._engine.digest() if self._log is not None else b""
         settled, leaving = self._give_back(orders) if orders.drain else ([], [])
         held, now = self._engine.unready_slots(), self._clock()
@@ -176,10 +190,10 @@ class LeadingLoop:
         return self._inbox.wait(timeout_s=None)
 
     def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
-        """Add an abort of every sequence to ``orders``, which have a drain.
+        """Carry out a drain: add an abort of every sequence to ``orders``.
 
-        The other ranks only receive aborts. Return the outcomes of the step in flight, which is
-        committed first, and the sequences to return to their routers.
+        The other ranks need no more than these aborts. Return the outcomes of the step in flight,
+        which is committed first, and the sequences to return to their routers.
         """
         settled = self._engine.commit_in_flight()
         leaving = [
@@ -238,10 +252,11 @@ def follow(
     rank: int = 1,
     strike: Callable[[chaos_pb2.Fault], None] = strike,
 ) -> None:
-    """Run the loop of ``rank``, which is above 0, until the log's stop entry.
+    """Run the loop of ``rank``, which is above 0, until an entry of the log has the stop order.
 
-    ``strike`` is called with faults for this rank. Raises RanksDisagree, EngineBroken, and
-    ChannelBroken if rank 0 is lost.
+    ``strike`` is called with each fault to inject into this rank. Raises RanksDisagree if a plan
+    differs from rank 0's, EngineBroken if a step failed and no other can run, and ChannelBroken if
+    rank 0 is lost.
     """
     for entry in log:
         if entry.stop:

@@ -1,7 +1,7 @@
-"""Outgoing messages to one router, which are collected until the next frame. Pure.
+"""Outgoing messages to one router, collected until they are sent together as one frame. Pure.
 
 Messages are merged instead of queued: a slow router receives the tokens of many steps as one
-Progress per sequence, and only the newest state.
+Progress message per sequence, and only the newest state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _MAX_ACCEPTED = 65_536
 
 
 class Outbox:
-    """Outbox of a router; ``notify`` is called if a message is to be sent in a frame at once.
+    """Outbox of messages to a router.
 
-    An outbox is true if it has progress of sequences or acknowledgements to send.
+    It calls ``notify`` to request that a frame is sent at once. An outbox is true if it has
+    progress of sequences, or acknowledgements of their starts, to send.
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
@@ -39,7 +40,7 @@ class Outbox:
         return bool(self._progress or self._accepted)
 
     def push(self, outcome: Outcome) -> None:
-        """Add an outcome and request a frame.
+        """Add an outcome to the next frame, and request that it is sent at once.
 
         Outcomes of one sequence must be added in the order of their offsets.
         """
@@ -47,7 +48,10 @@ class Outbox:
         self.notify()
 
     def add(self, outcome: Outcome) -> None:
-        """Add an outcome to the next frame, without requesting one."""
+        """Add an outcome to the next frame, without requesting that it is sent at once.
+
+        Outcomes of one sequence must be added in the order of their offsets.
+        """
         epoch, choice = key = outcome.key
         progress = self._progress.get(key)
         if progress is None:
@@ -74,7 +78,7 @@ class Outbox:
             progress.prefilled_tokens = outcome.prefilled_tokens
 
     def breakdown(self, told: SequenceBreakdown) -> None:
-        """Add a breakdown to the next frame."""
+        """Add the time breakdown of a sequence to the next frame, in place of an older one."""
         self._breakdowns[told.key] = told.breakdown
 
     def accept(self, epoch: int) -> None:
@@ -92,7 +96,10 @@ class Outbox:
             self._frame.progress.remove(progress)
 
     def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
-        """Return one frame with ``state`` and everything unsent, and empty the outbox."""
+        """Return a frame with ``state`` and all unsent messages, and empty the outbox.
+
+        The occupants of the batch slots are added to ``state``.
+        """
         state.running.extend(
             inference_pb2.RunningSequence(
                 request_id=o.request_id, slot=o.slot, prefilling=o.prefilling

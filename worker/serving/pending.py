@@ -6,9 +6,10 @@ from worker.engine.outcome import SequenceKey
 
 
 class Pending:
-    """Pending sequences, and the sum ``num_tokens`` of their known tokens.
+    """Pending sequences, and the sum ``num_tokens`` of their tokens: prompts and outputs so far.
 
-    The sum is maintained, because every frame reports it and there may be thousands of sequences.
+    The sum is updated with each change, because every message to a router reports it and there may
+    be thousands of sequences.
     """
 
     def __init__(self) -> None:

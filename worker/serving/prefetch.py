@@ -15,9 +15,10 @@ _CHUNK_BYTES = 8 << 20
 def begin(model: str, revision: str, rank: int, ranks: int) -> None:
     """Start a thread that asks the kernel to read this rank's part of every weight file.
 
-    ``ranks`` is the number of ranks. Each reads a part, because the ranks of a node share the page
-    cache. Files that fill more than half of the memory are not read. Unreadable files are ignored;
-    the loader reports them.
+    ``model`` and ``revision`` are the settings of the worker. ``ranks`` is the number of ranks;
+    each reads a part, because the ranks of a node share the page cache. Nothing is read if the
+    files together exceed half of the memory. Missing or unreadable files are ignored; the loader
+    reports them.
     """
     if not hasattr(os, "posix_fadvise"):
         return

@@ -49,11 +49,14 @@ log = logs.get_logger(__name__)
 
 
 class RankFailed(Exception):
-    """Raised if a rank ended without having been stopped, so that its worker is lost."""
+    """Raised if a rank ended although it was not stopped, so that its worker is lost."""
 
 
 class Server(Protocol):
-    """Server of rank 0, to which routers connect; ``deliver`` is called after every turn."""
+    """Server of rank 0, to which routers connect.
+
+    ``deliver`` is called after every turn of the engine's loop.
+    """
 
     @property
     def address(self) -> str: ...
@@ -66,9 +69,10 @@ class Server(Protocol):
     def deliver(self, report: Report) -> None: ...
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Notify the routers of the sequences whose first step is about to run.
+        """Notify routers of those of their sequences whose first step is about to run.
 
-        Call ``confirmed`` when all routers that must confirm have done so or are disconnected.
+        Call ``confirmed`` when all routers that must confirm have done so or are disconnected; see
+        ``Sessions.announce``.
         """
         ...
 
@@ -92,10 +96,12 @@ class Rank:
         serve: Callable[[WorkerConfig, Sessions], Server] = SessionServer,
         ray_cluster: str = "",
     ) -> None:
-        """Create the rank.
+        """Create the rank, which starts nothing yet.
 
         ``serve`` creates rank 0's server; ``ray_cluster`` is the session name of the Ray cluster.
-        Raises ValueError for a configuration that cannot run.
+        Raises ModelUnavailable if a local model is not found. Raises ValueError if
+        no model is configured, its files are invalid or its revision is not a commit, if ``rank``
+        is out of range, or if ``rendezvous`` is missing.
         """
         if not config.model:
             raise ValueError('model must be set, to a directory or "fake"')
@@ -131,24 +137,28 @@ class Rank:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no router is connected; in that case perhaps none knows this worker."""
+        """True if no router is connected; in that case perhaps none knows this worker."""
         return self._server is None or self._server.is_alone
 
     @property
     def is_stuck(self) -> bool:
-        """Return, after ``stop``, whether the engine's thread is in a step that may never end."""
+        """True if the engine's thread was started and runs; if so after ``stop``, it is stuck."""
         return self._thread is not None and not self._thread_is_over.is_set()
 
     async def open(self) -> str:
-        """Open the rendezvous on rank 0; return its address, which the other ranks need."""
+        """Open the rendezvous on rank 0, and return its address.
+
+        The other ranks need the address to connect.
+        """
         self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
         return self._meeting_point.address
 
     async def fetch(self) -> None:
-        """Download the missing files of a hub's model to this machine. Raises ModelUnavailable.
+        """Download the model's files to this machine, if they are missing.
 
-        ``start`` does this too. But ranks wait for each other only for a limited time, so ranks on
-        several machines must all have fetched before any of them is started.
+        ``start`` does this too. But ranks wait for each other only for a limited time, so if they
+        run on several machines, all must have fetched before any is started. Raises
+        ModelUnavailable if the model cannot be downloaded.
         """
         config = self._config
         with told("model downloading") as progress:
@@ -211,7 +221,10 @@ class Rank:
         return thread
 
     async def wait(self) -> None:
-        """Wait until this rank or rank 0 was stopped. Raises RankFailed if it ended otherwise."""
+        """Wait until this rank has ended, because it or rank 0 was stopped.
+
+        Raises RankFailed if it ended otherwise.
+        """
         await self._ended.wait()
         if self._error is not None:
             raise RankFailed(str(self._error)) from self._error
@@ -219,8 +232,9 @@ class Rank:
     async def drain(self) -> None:
         """Start no more sequences, and wait until the routers have received every token.
 
-        The wait is limited by ``drain_timeout``. Rank 0 drains for all ranks. The others wait for
-        its end, for up to twice that time, because their own end would interrupt it.
+        The wait is limited by the setting ``drain_timeout``. Rank 0 drains for all ranks. The
+        others only wait until rank 0 has ended, for up to twice that time, because their own end
+        would interrupt it.
         """
         self._ready_file.remove()
         if self._rank:
@@ -229,9 +243,10 @@ class Rank:
             await self._server.drain()
 
     def reclaim(self) -> None:
-        """Drain without waiting, because the machine is about to be reclaimed.
+        """Return all sequences to their routers and start no more: the machine is being reclaimed.
 
-        Routers stay connected. Only the call on rank 0 drains, for all ranks.
+        Returns at once. Routers stay connected. The call on rank 0 has this effect for all ranks;
+        on other ranks only the ready file is removed.
         """
         log.warning("instance reclaimed", worker_id=self.worker_id, rank=self._rank)
         self._is_reclaimed = True
@@ -240,7 +255,10 @@ class Rank:
             self._sessions.drain()
 
     async def stop(self) -> None:
-        """End the rank, and with it the worker. May be called at any time, and repeatedly."""
+        """End the rank, and with it the worker; wait up to ``drain_timeout`` for its thread.
+
+        May be called at any time, and repeatedly.
+        """
         self._is_stopping = True
         self._ready_file.remove()
         self._stop_watching()
@@ -303,7 +321,7 @@ class Rank:
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
     def _announce(self, first: FirstSteps) -> None:
-        """Notify routers of sequences' first step, in the engine's thread and before that step.
+        """Notify routers of sequences whose first step is about to run, from the engine's thread.
 
         Wait up to ``CONFIRM_S`` seconds until the routers have confirmed the sequences for which
         that is required: those that lost a worker since their last new token.
@@ -326,7 +344,7 @@ class Rank:
             self._thread.ties.interrupt()
 
     def _end(self, error: BaseException | None) -> None:
-        """Record the end of the rank, whose thread has ended or must end."""
+        """Record that the rank has ended, or must end, with ``error`` or because it was stopped."""
         if self._ended.is_set():
             return
         self._stop_watching()

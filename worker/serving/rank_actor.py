@@ -1,4 +1,4 @@
-"""Rank as a Ray actor.
+"""Ray actor that runs one rank of a worker.
 
 This module does not import Ray Serve, because that takes a second and no rank needs it.
 """
@@ -21,7 +21,10 @@ log = logs.get_logger(__name__)
 
 
 class RankActor:
-    """Actor of one rank, reachable at its node's address."""
+    """Ray actor of one rank, which listens at the address of its node.
+
+    Its methods call those of ``Rank``; ``stop`` drains the rank first.
+    """
 
     def __init__(
         self, config: WorkerConfig, rank: int, rendezvous: str, log_level: str, log_dir: Path
@@ -57,7 +60,7 @@ class RankActor:
         await self._rank.wait()
 
     async def is_alone(self) -> bool:
-        """Return whether no router has a session; in that case perhaps none knows this worker."""
+        """Return whether no router is connected; if so, perhaps none knows this worker."""
         return self._rank.is_alone
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Notice at a URL that this machine will be reclaimed.
+"""Polling of a URL for the notice that this machine will be reclaimed, as by a cloud provider.
 
-The worker then drains, as after a signal (everlift.notice): routers get their sequences back and
-send no more, and the process runs until it is stopped.
+After the notice the worker drains, as after a signal (everlift.notice): its sequences are returned
+to their routers, routers send no more, and the process runs until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """gRPC server of the sessions: one stream per router, handled in the event loop's thread.
 
-    engine's thread --report--> deliver --> outbox --cut, if stream is free--> frame
+    engine's thread --report--> deliver --> outbox --cut, when the stream is free--> frame
 
-A write to a slow router delays only the next frame to the same router. Frames are sent at least
-every ``heartbeat`` seconds, whatever the engine does.
+A frame is one message. A write to a slow router delays only the next frame to the same router.
+Frames are sent at least every ``heartbeat`` seconds (a setting), whatever the engine does.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     ) -> None:
         """Create the server.
 
-        A ``transport`` replaces gRPC and its TLS. Raises SettingsError for invalid TLS files,
-        OSError if the port is taken.
+        ``transport`` replaces gRPC over TCP with the configured TLS. Raises SettingsError for
+        invalid TLS files, and OSError if the port is taken.
         """
         self._config = config
         self._sessions = sessions
@@ -72,11 +72,11 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no router has a stream open."""
+        """True if no router has a stream open."""
         return not self._open
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
-        """Start serving; the first frame to every router contains ``info``."""
+        """Start to accept routers; the first frame to each of them contains ``info``."""
         self._info = info
         await self._server.start()
 
@@ -93,9 +93,9 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
-        """Return all sequences to the routers, and end the sessions when they have received them.
+        """Return all sequences to the routers, and end the sessions when that is done.
 
-        The wait is limited by ``drain_timeout``.
+        The whole wait is limited by the setting ``drain_timeout``.
         """
         self._sessions.drain()
         with suppress(TimeoutError):
@@ -138,7 +138,11 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> session_pb2.RouterFrame:
-        """Return the first frame; abort the call if it lacks a router id or this cluster's id."""
+        """Read and return the first frame of a router.
+
+        The call is aborted if the frame has no router id, or if this worker has a cluster id and
+        the frame does not have the same one.
+        """
         try:
             first = await anext(frames, session_pb2.RouterFrame())
         except DecodeError:
@@ -162,7 +166,10 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> None:
-        """Handle ``first`` and all further frames; any error ends only this session."""
+        """Handle ``first`` and all further frames of a router, then end its session.
+
+        An error sets the status of the call, is not raised, and ends no other session.
+        """
         try:
             self._receive(session, first)
             async for frame in frames:

@@ -44,11 +44,11 @@ class Engine(Protocol):
 
 
 class Compiled(Protocol):
-    """Compiled grammar, for ``Admission.grammar``."""
+    """Compiled grammar, as the runner needs it to sample (``Admission.grammar``)."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids that end the model's outputs."""
+        """Ids of the tokens that end an output of the model."""
         ...
 
 
@@ -64,9 +64,9 @@ class Grammars(Protocol):
 class Session:
     """Session with one router, over one stream; ``notify`` wakes the stream's writer.
 
-    If ``is_over``, the stream's writer sends the remaining messages and ends. ``confirms_late``
-    means that the router did not confirm a first step in time (``Sessions.announce``); until it
-    confirms one, no step waits for it.
+    If ``is_over``, the writer sends the remaining messages and ends. ``confirms_late`` means that
+    the router did not confirm in time that a sequence may take its first step here
+    (``Sessions.announce``); no step waits for this router again until a confirmation arrives.
     """
 
     def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
@@ -83,7 +83,8 @@ class Session:
 class Claim:
     """Session that started an epoch, and the unfinished choices of that epoch.
 
-    An epoch is the number of one attempt at a request, which is one stay at a worker.
+    An epoch is the number of one attempt at a request: each time the request is sent to a worker is
+    one attempt.
     """
 
     def __init__(self, session: Session) -> None:
@@ -92,7 +93,11 @@ class Claim:
 
 
 class Sessions:
-    """Sessions of all routers that are connected to this worker."""
+    """Sessions of all routers that are connected to this worker.
+
+    ``load`` is the engine's load at the start; reports replace it. ``engine`` receives the routers'
+    orders, and ``grammars`` compiles the grammars of their requests.
+    """
 
     def __init__(self, limits: Limits, load: Load, engine: Engine, grammars: Grammars) -> None:
         self._limits = limits
@@ -119,16 +124,17 @@ class Sessions:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether this worker has no request of any router."""
+        """True if this worker has no unfinished request of any router."""
         return not self._claims
 
     # connections of routers
 
     def join(self, router_id: str, notify: Callable[[], None]) -> Session:
-        """Open a session for a router's stream, and end an older one of the same router.
+        """Open and return a session for a router's stream; end an older one of the same router.
 
-        Epochs that are running, whichever router started them, are acknowledged to this router,
-        because it may be the leader, which waits for that.
+        ``notify`` is called when a frame is to be sent at once. Every epoch that runs here is
+        acknowledged to this router, whichever router started it, because this router may be the
+        leader (the one that assigns requests to workers), which waits for the acknowledgement.
         """
         if (older := self._sessions.get(router_id)) is not None:
             self.end_session(older)
@@ -139,9 +145,9 @@ class Sessions:
         return session
 
     def end_session(self, session: Session) -> None:
-        """End a session and abort its sequences, whose blocks stay in the prefix cache.
+        """End a session, and abort the sequences that its router started.
 
-        Does nothing for a session that has ended.
+        Their full KV blocks stay in the prefix cache. Does nothing if the session has ended before.
         """
         if self._sessions.get(session.router_id) is not session:
             return
@@ -153,14 +159,18 @@ class Sessions:
         log.info("session closed", router_id=session.router_id, aborted=len(epochs))
 
     def end_all(self) -> None:
-        """End every session after its remaining messages are sent."""
+        """Make every session end when its remaining messages are sent; do not wait for that."""
         for session in self._sessions.values():
             session.close()
 
     # incoming frames
 
     def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
-        """Handle a frame; ``now`` is the time on the engine's clock, in seconds."""
+        """Handle a frame of the session's router.
+
+        ``now`` is the time on the engine's clock, in seconds. A start that is refused raises
+        nothing: the refusal is put into the outbox.
+        """
         if frame.HasField("engine_policy"):
             self._set_policy(frame.engine_policy)
         for start in frame.starts:
@@ -284,7 +294,10 @@ class Sessions:
     # outgoing results
 
     def deliver(self, report: Report) -> None:
-        """Put the results in ``report``, of a turn of the engine's loop, into routers' outboxes."""
+        """Put the results of one turn of the engine's loop into the outboxes of the routers.
+
+        Results of sequences that were aborted meanwhile are discarded.
+        """
         self._load, self._busy_s = report.load, report.busy_s
         self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
@@ -306,11 +319,12 @@ class Sessions:
                 session.outbox.notify()
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Put updates that sequences begin to run here into the outboxes of their routers.
+        """Tell the routers which of their sequences are about to take their first step here.
 
-        They are sent with the next frame; only updates that must be confirmed request one at once.
-        ``confirmed`` is called when the routers have confirmed these. Aborted sequences, and
-        routers that were late to confirm the last time, are not waited for.
+        Each update is put into the outbox of the sequence's router, and sent with the next frame.
+        An update that must be confirmed is sent at once, and ``confirmed`` is called when all of
+        these are confirmed, or at once if there are none. Sequences that are aborted, and routers
+        that did not confirm in time before, are not waited for.
         """
         for session in self._unconfirmed.values():
             session.confirms_late = True
@@ -352,7 +366,7 @@ class Sessions:
         return True
 
     def cut(self, session: Session) -> session_pb2.WorkerFrame:
-        """Return the session's next frame, and empty its outbox."""
+        """Return the session's next frame, with the worker's current state; empty its outbox."""
         return session.outbox.cut(self._state())
 
     def _state(self) -> session_pb2.WorkerState:

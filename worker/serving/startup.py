@@ -10,7 +10,10 @@ from pathlib import Path
 
 
 class Startup:
-    """Durations of the parts of a start: ``seconds`` by name, in the order in which they ended."""
+    """Durations of the parts of a start: ``seconds`` maps the name of a part to its duration.
+
+    ``part`` returns a context manager that measures one; the mapping is in the order of their ends.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,22 +37,22 @@ def process_age_s() -> float:
 
 
 class ReadyFile:
-    """File that shows that this rank serves, named after its process id.
+    """File in ``directory`` that shows that this rank serves; its name is the process id.
 
     A probe can thus distinguish a rank that was killed from one that serves: ``kill -0`` fails for
-    the former. If ``directory`` is empty, there is no file.
+    the process id of the former. If ``directory`` is an empty string, no file is created.
     """
 
     def __init__(self, directory: str) -> None:
         self._path = Path(directory, str(os.getpid())) if directory else None
 
     def create(self) -> None:
-        """Create the file, and its directory. Raises OSError."""
+        """Create the file, and its directory if missing. Raises OSError if that is impossible."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
 
     def remove(self) -> None:
-        """Remove the file if it exists. Raises OSError."""
+        """Remove the file if it exists. Raises OSError if it cannot be removed."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -40,8 +40,8 @@ class LedgerRequests:
     """Workload of the ``limit`` newest finished requests in the configured ledger, by arrival.
 
     The ledger is read on first use of ``records`` or ``weights``. This raises ForecastFailed if
-    there are no such requests, SettingsError if the tenants' limits cannot be read, and the errors
-    of connecting.
+    there are no such requests, and SettingsError if the tenants' limits cannot be read. It raises
+    ClusterFailed, LedgerSetupError or LedgerUnavailable if the ledger cannot be used.
     """
 
     def __init__(self, config: Config, limit: int) -> None:

@@ -94,7 +94,8 @@ class Requests:
     def weights(self) -> Mapping[str, float]:
         """Fair-share weights of the requests' tenants; a tenant that is missing has weight 1.
 
-        Raises the same errors as ``arrivals``.
+        Without ``ledger`` there are none. Otherwise the first use reads the ledger, with the errors
+        that LedgerRequests states.
         """
         return {} if self.ledger is None else self.ledger.weights
 
@@ -102,7 +103,8 @@ class Requests:
         """Yield the requests in order of arrival; only those of the ledger are held in memory.
 
         If ``load`` is set, the rate is that share of the estimated capacity of ``workers``. Raises
-        ForecastFailed, WorkloadFailed, and the errors of connecting to the ledger.
+        WorkloadFailed for an unknown workload or an invalid trace. If ``ledger`` is set, its
+        errors may be raised, too (see LedgerRequests).
         """
         duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
         return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
@@ -110,7 +112,7 @@ class Requests:
     def average_rate(self) -> float:
         """Return the mean number of requests per second, after reading all of them.
 
-        Raises the same errors as ``arrivals``.
+        Errors of ``arrivals``, such as WorkloadFailed, are raised here.
         """
         number, last = 0, 0.0
         for arrival in self.arrivals(()):

@@ -19,9 +19,10 @@ def routers(
 ) -> Mapping[str, RouterConfig]:
     """Return the router settings of each policy that the command line names, by its name.
 
-    Each of ``policies`` may have several names, separated by commas. A name is an order of the
-    queue, which router settings may follow after spaces, such as ``fifo fair_share=true``. Raises
-    ForecastFailed for other settings, and SettingsError.
+    Each of ``policies`` may have several names, separated by commas. A name is a value of the
+    setting ``router.order``, ``ltr`` or ``vtc``. Router settings may follow it after spaces, such
+    as ``fifo fair_share=true``. Raises ForecastFailed for settings that are not the router's, and
+    SettingsError for an unknown order or an invalid setting.
     """
     names = [name.strip() for each in policies for name in each.split(",")]
     return {name: _router(name, file, assignments) for name in names}

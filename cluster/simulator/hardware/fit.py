@@ -33,12 +33,12 @@ class Fit:
 
 
 def fitted(steps: Sequence[Step]) -> Fit:
-    """Return the roofline with the least squares of relative errors over the measured ``steps``.
+    """Return the roofline whose sum of squared relative errors over ``steps`` is smallest.
 
     No coefficient is negative. A roofline is linear in its coefficients except at the ridge: the
-    number of tokens above which the products take longer than the read of the weights. Each
-    midpoint between two measured numbers of tokens, and both ends, are therefore tried as the ridge
-    of a linear fit.
+    number of tokens above which the matrix products take longer than the read of the weights. A
+    linear fit is therefore made for each possible ridge: each midpoint between two measured numbers
+    of tokens, and a ridge below and above all of them.
     """
     numbers = sorted({step.size.num_tokens for step in steps})
     places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]
@@ -65,7 +65,7 @@ def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
 
 
 def _least_squares(features: _Floats) -> list[float]:
-    """Return non-negative coefficients for which each row of ``features`` sums to about 1.
+    """Return non-negative coefficients whose product with each row of ``features`` is about 1.
 
     While a coefficient is negative, the most negative one is set to 0 and the others are fitted
     again.

@@ -72,7 +72,7 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
 
     Each rank has an equal part of the weights and the KV cache. Twice per layer a ring all-reduce
     over the n ranks sends 2 (n - 1) / n of the bytes of the hidden states. Raises ForecastFailed if
-    the model does not fit.
+    the model does not fit into the memory of these GPUs.
     """
     name = gpu.name if tensor_parallel == 1 else f"{gpu.name}x{tensor_parallel}"
     num_blocks = _num_blocks(gpu, model, tensor_parallel)

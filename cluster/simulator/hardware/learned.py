@@ -47,10 +47,10 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
 
 
 def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
-    """Return the most common kind of worker, or the most common one on ``device``.
+    """Return the most common kind of worker; with ``device``, the most common one on this device.
 
-    ``kinds`` begin with the most common one. Raises ForecastFailed if there is none, or if the
-    kinds run on several devices and ``device`` is None.
+    ``kinds`` begin with the most common one. Raises ForecastFailed if there is no such kind, or if
+    ``device`` is None and the kinds run on different devices.
     """
     found = [kind for kind in kinds if device in (None, kind.device)]
     if not found:

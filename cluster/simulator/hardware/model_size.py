@@ -81,7 +81,10 @@ class ModelSize:
 
     @property
     def pair_flops(self) -> float:
-        """Operations of attention per pair of tokens: products with the key and with the value."""
+        """Operations of attention per pair of a token and a token that it attends to.
+
+        These are the products with the key and with the value.
+        """
         return 4 * self.num_layers * self.num_heads * self.head_size
 
     @property

@@ -93,13 +93,14 @@ class Conversations:
     """Conversations, in which each prompt extends the previous one.
 
     A prompt is a sequence of part names; two prompts that begin with the same names share a prefix.
-    With probability ``share`` a prompt extends the longest open conversation that is not longer
-    than the prompt. Otherwise it begins a new conversation, which replaces a random one if
-    ``_OPEN`` are open. The lengths of prompts are therefore the same as without conversations.
+    With probability ``share`` a prompt extends the longest known conversation that is not longer
+    than the prompt. Otherwise, or if there is none, it begins a new conversation. At most ``_OPEN``
+    conversations are known; a further one replaces a random one. A prompt has the requested length
+    in either case.
     """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:
-        """Begin without open conversations; ``names`` yields the names of new parts."""
+        """Begin without conversations; ``names`` yields the names of new parts."""
         self._share = share
         self._names = names
         self._rng = rng

@@ -28,8 +28,9 @@ CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
 class Workload:
     """Synthetic workload; ``traffic`` has the rate of the original trace.
 
-    ``continued`` is the probability that a prompt extends an earlier one. ``tenants`` and
-    ``classes`` (priorities) map names to weights, by which each request gets one at random.
+    ``continued`` is the probability that a prompt extends an earlier one. Each request gets a
+    random tenant and a random priority class; ``tenants`` and ``classes`` have their relative
+    frequencies.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Workload:
             )
 
     def _conversations(self, seed: int) -> Mapping[str, Conversations]:
-        """Return the conversations of each tenant; tenants share no prefix."""
+        """Return new conversations by tenant, so that tenants share no prefix."""
         names, rng = count(crc32(self.name.encode()) << 32), self._random(seed, "prefixes")
         return {tenant: Conversations(self.continued, names, rng) for tenant in self.tenants}
 

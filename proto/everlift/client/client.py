@@ -226,10 +226,10 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
-        """Return the breakdown of a request's time, up to now if the request is still running.
+        """Return how long a request spent in each phase, such as queue and decode, up to now.
 
-        The spans follow each other and add up to the total time. Raises UnknownRequest if the
-        cluster does not know the request.
+        The time of an ended request counts up to its end. The spans follow each other and add up to
+        the total time. Raises UnknownRequest if the cluster does not know the request.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -355,11 +355,11 @@ class AsyncClient:
     ) -> admin_pb2.SetPolicyResponse:
         """Change the policies of queue and engines in the whole cluster, until the next change.
 
-        The parameters are the routers' settings of the same names, and ``engine_policy`` is
-        worker.scheduling.policy. A setting that is None stays the same, and a setting that
-        ``reset`` names returns to its configured value. The answer contains all settings now in
-        effect. Raises InvalidRequest for an invalid value, and Forbidden if the API key does not
-        permit the call.
+        Each parameter overrides the routers' setting of the same name (router.NAME), and
+        ``engine_policy`` overrides worker.scheduling.policy. A setting that is None stays the same,
+        and a setting that ``reset`` names returns to its configured value. The answer contains all
+        settings now in effect. Raises InvalidRequest for an invalid value, and Forbidden if the API
+        key does not permit the call.
 
         >>> policy = await client.set_policy(order="deadline", ageing_factor=0.1)
         >>> policy.order, policy.max_queued, list(policy.overridden)

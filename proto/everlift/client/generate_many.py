@@ -33,10 +33,11 @@ _DONE = None
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one request of a ManyStream that has ended.
+    """Result of an ended request of a ManyStream.
 
-    ``finish_reasons`` are by choice. ``error`` is the error with which the request failed, or None.
-    All output before an error has been received; ``usage`` and ``timing`` may then be None.
+    ``finish_reasons`` are by the index of the choice. ``error`` is the error with which the request
+    failed, or None. All output before an error has been received; ``usage`` and ``timing`` may then
+    be None.
     """
 
     finish_reasons: Mapping[int, FinishReason]
@@ -91,8 +92,8 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     ) -> None:
         """Create the stream of the requests ``messages``.
 
-        ``retries`` creates the Retries of a call of many requests, or of a request that continues
-        in a call of its own. ``timeout_s`` counts from the first attempt to send a request.
+        ``retries`` returns new rules of retrying for one call, which carries many requests or
+        continues a single one. ``timeout_s`` counts from the first attempt to send a request.
         ``metadata`` is sent with the requests.
         """
         asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
@@ -122,7 +123,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
     @property
     def outcomes(self) -> dict[int, Outcome]:
-        """Outcomes of the requests that have ended, by the index of the prompt.
+        """Results of the requests that have ended, by the index of the prompt.
 
         >>> stream = client.generate_many(["one two", ""])
         >>> texts = await stream.texts()

@@ -1,4 +1,4 @@
-"""Reader of one request up to its end, even if connections or routers are lost."""
+"""Reader of the output of one request, even if connections or routers are lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEADY_S = 1.0
 
 
 class Reading:
-    """Reader that calls Generate until the request is accepted, and then Attach until its end."""
+    """Reader of a request's output: calls Generate until it is accepted, and then Attach."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class Reading:
     async def recover(self, error: EverliftError) -> None:
         """Wait until the request may be tried again after ``error``.
 
-        Raises the final EverliftError if it may not.
+        If it must not be tried again, closes the reader and raises the EverliftError with which the
+        stream ends.
         """
         refused = is_refusal(error)
         # A refusal after a long wait in the queue is not a success.

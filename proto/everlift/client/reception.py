@@ -43,10 +43,11 @@ class Reception:
         from_offsets: Sequence[int] = (),
         received: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Create the reception of a request's output from ``from_offsets`` on.
+        """Create the state of a client that has received a part of the request's output, or none.
 
-        The offsets are by choice, and 0 for choices that the list lacks. Alternatively,
-        ``received`` contains the tokens of each choice that were received before.
+        ``from_offsets`` has, for each choice, the offset of the first token to receive; it is 0 for
+        choices that the list lacks. Alternatively, ``received`` has, for each choice, the tokens
+        that were received before, and the offset is their number.
         """
         self.request_id = request_id
         self.finish_reasons: dict[int, FinishReason] = {}
@@ -89,10 +90,11 @@ class Reception:
         )
 
     def accept(self, piece: pb.GenerateResponse) -> Chunk | None:
-        """Record ``piece``, and return its tokens and text, or None if none of these is new.
+        """Record ``piece``, a message of the stream, and return its tokens and text as a Chunk.
 
-        Raises DataLoss if tokens before the piece are missing. Raises Unreachable if the piece
-        begins with received tokens but adds to them; the caller must then attach again.
+        Returns None if the message has no tokens and no text, or if nothing in it is new. Raises
+        DataLoss if tokens before the message are missing. Raises Unreachable if the message
+        contains both received tokens and something new; the caller must then attach again.
         """
         self.is_accepted = True
         # After another Attach, the router repeats the end of each choice.

@@ -21,9 +21,10 @@ _MANY = 32
 
 @dataclass(slots=True)
 class Backoff:
-    """Doubling delays with jitter, for ``limit_s`` seconds since the first failure in a row.
+    """Doubling delays with jitter between the attempts of a call.
 
-    ``random`` returns numbers from 0 to 1.
+    A row of failures lasts until ``reset``, and is retried for ``limit_s`` seconds from its first
+    failure on. ``random`` returns numbers from 0 to 1.
     """
 
     limit_s: float
@@ -36,10 +37,11 @@ class Backoff:
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Return the seconds to wait after a failure at ``now``, or None if ``limit_s`` is over.
+        """Return the seconds to wait after a failure at ``now``, or None if no retry is left.
 
-        The delay is not shorter than ``at_least`` seconds. Jitter is added to ``at_least``, so that
-        many clients that received the same value do not retry at the same moment.
+        No retry is left if the wait would end after the ``limit_s`` seconds. The delay is not
+        shorter than ``at_least`` seconds. Jitter is added to ``at_least``, so that many clients
+        that received the same value do not retry at the same moment.
         """
         if not self._failures:
             self._since = now
@@ -129,7 +131,7 @@ _LONGEST_TURN_S = 5.0
 
 
 class RetryBudget:
-    """Waits between the attempts of one call, which end at the deadline of the call."""
+    """Schedule of the attempts of one call, which end at the deadline of the call at the latest."""
 
     def __init__(self, routers: Routers, retries: Retries, deadline: Deadline) -> None:
         self._routers = routers
@@ -150,9 +152,9 @@ class RetryBudget:
     async def wait(self, error: EverliftError, router: str) -> None:
         """Wait until the next attempt is due, after ``error`` of the router at ``router``.
 
-        Raises ``error`` if it must not be retried or the client is closed. If the attempt would be
-        after the deadline, raises ``error`` for a refusal, and DeadlineExceeded if the router was
-        unavailable.
+        If the router was unavailable, the next router becomes the current one. Raises ``error`` if
+        it must not be retried or the client is closed. If the attempt would be after the deadline,
+        raises ``error`` for a refusal, and DeadlineExceeded if the router was unavailable.
         """
         delay = self._retries.delay(error, now())
         if delay is None or self._routers.is_closed:
@@ -169,8 +171,8 @@ class RetryBudget:
     def cut_off(self, late: DeadlineExceeded) -> EverliftError:
         """Return the error to raise for a call whose last attempt ended at the deadline.
 
-        ``late`` is the error of that attempt. It is returned if the attempt was the only one, and
-        otherwise an error that reports why the attempt before it failed.
+        ``late`` is the error of that attempt, and is returned if there was no other attempt.
+        Otherwise, the returned error reports why the attempt before it failed.
         """
         return late if self._passed is None else _too_late(self._passed)
 

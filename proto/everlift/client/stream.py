@@ -73,7 +73,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def finish_reasons(self) -> dict[int, FinishReason]:
-        """Finish reasons of the choices that have ended, by choice.
+        """Finish reasons of the choices that have ended, by the index of the choice.
 
         >>> stream = client.generate("one two three", n=2)
         >>> await stream.texts(), stream.finish_reasons.keys()
@@ -132,7 +132,7 @@ class Stream(AsyncIterator[Chunk]):
         return (await self.texts())[0]
 
     async def texts(self) -> list[str]:
-        """Return the rest of the text of each choice.
+        """Return the rest of the text of each choice, in the order of the choices.
 
         >>> await client.generate("one two three", n=2).texts()
         ['one two three', 'one two three']

@@ -27,8 +27,9 @@ class Refuse:
 class _Place:
     """Base class of the faults at a position in a choice's output.
 
-    ``offset`` is that of a token, or the number of the choice's tokens for the end of the choice;
-    a fault at a larger offset never occurs. ``index`` is that of the request in a GenerateMany.
+    ``offset`` is the offset of a token, or the number of the choice's tokens for the end of the
+    choice; a fault at a larger offset never occurs. ``choice`` is the index of the choice, and
+    ``index`` the index of the request in a GenerateMany.
     """
 
     offset: int
@@ -78,9 +79,10 @@ STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
 
 
 class Script:
-    """Faults of the streaming calls, in order.
+    """Faults of the next calls to a fake router, in order.
 
-    A call is healthy if its entry is None, or if no entries are left.
+    Each streaming call takes the next one of ``faults``. The call is healthy if that is None, or if
+    no faults are left. A Refuse that names a call remains the next fault until that call.
     """
 
     def __init__(self, faults: Iterable[Fault | None]) -> None:

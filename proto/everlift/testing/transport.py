@@ -29,7 +29,7 @@ _WINDOW = 16
 class FakeTransport:
     """Transport that connects every address to its own ``router``, a FakeRouter in this process.
 
-    The parameters are those of FakeRouter.
+    ``answer``, ``faults`` and ``api_key`` are passed to the FakeRouter, which describes them.
 
     >>> transport = FakeTransport(faults=[Break(1)])
     >>> async with AsyncClient("fake", transport=transport) as client:

@@ -39,8 +39,8 @@ class AdminServer:
     ) -> None:
         """Create the server.
 
-        ``view`` returns the leader's view of a worker by its id, or None if this router does not
-        have it.
+        ``view`` returns this router's view of the worker with an id, or None if the worker is not
+        connected.
         """
         self._sessions = sessions
         self._runtime_policy = runtime_policy

@@ -40,8 +40,8 @@ class Call:
     """gRPC call whose caller is authenticated and has the required scope.
 
     ``came`` is the time at which the call arrived (``event_loop.now()``). Names in ``headers`` are
-    in lower case. ``told`` is the initial metadata, which the client receives even if the call
-    fails.
+    in lower case. Handlers add to ``told``, the initial metadata that the client receives even if
+    the call fails.
     """
 
     caller: Caller
@@ -99,8 +99,8 @@ def _is_well_formed(data: bytes) -> bool:
 class Handlers:
     """Factory of gRPC handlers whose callers are authenticated by ``authenticator``.
 
-    Each method wraps a function ``handler``, which receives messages as bytes. A caller needs one
-    of the ``scopes``.
+    Each method wraps a function ``handler``, which receives messages as bytes. A caller whose key
+    has none of the ``scopes`` (permissions) is rejected.
     """
 
     def __init__(self, authenticator: Authenticator) -> None:
@@ -155,9 +155,9 @@ class Handlers:
     def pieces(
         self, handler: Callable[[bytes, Call], Awaitable[Opened]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that streams the pieces of the request that ``handler`` opens.
+        """Return a handler that streams the output of the request that ``handler`` opens.
 
-        Entries that ``handler`` adds to ``Call.told`` are sent before the first piece.
+        What ``handler`` adds to ``Call.told`` is sent as initial metadata before the first message.
         """
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -221,7 +221,7 @@ def _headers(context: Context) -> Mapping[str, str]:
 
 
 async def _only(messages: AsyncIterator[bytes]) -> bytes:
-    """Return the only message of a call.
+    """Return the first message of a call that has a single one.
 
     Raises InvalidRequest if there is none. gRPC's own handlers of single messages would leave such
     a call without an answer.

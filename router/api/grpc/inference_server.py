@@ -31,7 +31,7 @@ _MOST_BYTES = 10
 def count(data: bytes, most: int) -> int:
     """Return the number of top-level fields of an encoded protobuf message, without parsing it.
 
-    Counting stops at the first invalid field, and at ``most`` + 1 fields.
+    Counting stops at the first invalid field, and at ``most`` + 1 fields, which means "too many".
     """
     at = found = 0
     while at < len(data) and found <= most:

@@ -32,15 +32,15 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Carrier(Protocol):
-    """Interface of a connection, as its calls use it."""
+    """Interface of a connection that its calls use."""
 
     @property
     def limits(self) -> Limits: ...
 
     def hold(self, size: int) -> None:
-        """Add ``size``, which may be negative, to the connection's bytes of incomplete messages.
+        """Add ``size`` bytes to the buffered bytes of incomplete messages on the connection.
 
-        Raises RateLimited if the connection then has too many.
+        ``size`` is negative if bytes are released. Raises RateLimited if there are then too many.
         """
         ...
 
@@ -49,7 +49,7 @@ class Carrier(Protocol):
         ...
 
     def mark(self, call: Call) -> None:
-        """Schedule sending, because the call has something to send."""
+        """Schedule a write to the client, because the call has data to send."""
         ...
 
     def leave(self) -> None:
@@ -58,7 +58,7 @@ class Carrier(Protocol):
 
 
 class Source(Protocol):
-    """Source of answers, read as fast as the client accepts them."""
+    """Source of answers, which a call polls as fast as the client accepts them."""
 
     #: callback for when there may be another answer; set by the call
     on_more: Callable[[], None]
@@ -67,16 +67,16 @@ class Source(Protocol):
     def is_over(self) -> bool: ...
 
     def poll(self) -> Any | None:
-        """Return the next answer; None if there is none yet."""
+        """Return the next answer; None if there is none yet. May raise the call's error."""
         ...
 
 
 class Call:
     """gRPC call of a client, which is also the context that its handler receives.
 
-    It has the part of grpc.aio's ServicerContext that handlers of a router need. Answers are
-    queued. The connection sends them (``pump``) in the next iteration of the event loop, so that
-    everything that is written in one iteration leaves together.
+    It has the methods of grpc.aio's ServicerContext that handlers of a router need. Answers are
+    queued. The connection sends them by calling ``pump`` in the next iteration of the event loop,
+    so that all answers of one iteration are written together.
     """
 
     def __init__(self, connection: Carrier, stream_id: int, head: Head, max_bytes: int) -> None:
@@ -162,10 +162,10 @@ class Call:
         self._hold()
 
     def _fail(self, error: EverliftError) -> None:
-        """Reject all further input of the call.
+        """Drop all further input of the call, because of ``error``.
 
-        A handler that waits for a message receives the error after the complete messages. Any other
-        handler might never read again, so its call is ended.
+        If the handler is waiting for a message, the error is raised there, after the messages that
+        are complete. Any other handler might never read again, so its call is ended with the error.
         """
         self._failure = error
         self._drop()
@@ -176,7 +176,7 @@ class Call:
             self._stop()
 
     def half_close(self) -> None:
-        """Note that the client sends no more messages."""
+        """Record that the client sends no more messages."""
         self._has_all = True
         self._came.set()
 
@@ -261,7 +261,7 @@ class Call:
         raise grpc.aio.AbortError
 
     async def write(self, answer: Any) -> None:
-        """Queue an answer, and wait while too many bytes are unsent.
+        """Queue an answer, and then wait while too many queued bytes are unsent.
 
         Raises CancelledError if the call has ended.
         """
@@ -275,8 +275,8 @@ class Call:
     async def write_from(self, source: Source) -> None:
         """Send all answers of ``source``, and read it only as fast as the client accepts them.
 
-        Returns when the last answer is queued. Raises the error that ``source`` raises, and
-        CancelledError if the call has ended.
+        Returns when the last answer is queued. If ``source`` raises an error, it is raised here.
+        Raises CancelledError if the call has ended.
         """
         self._check_open()
         self._drawn, self._source = self._loop.create_future(), source
@@ -355,7 +355,7 @@ class Call:
             self._connection.mark(self)
 
     def close(self) -> None:
-        """Release the call's resources; the connection sends nothing more for it."""
+        """Release the call's resources; the connection sends no more data of the call."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._is_closed = True
@@ -377,7 +377,7 @@ class Call:
 
     @property
     def is_held_up(self) -> bool:
-        """Return whether flow control holds back queued data."""
+        """Return whether queued data waits because the client's flow-control window is full."""
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:
@@ -422,9 +422,10 @@ class Call:
 
 
 def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
-    """Return the function of ``handler``.
+    """Return the function that ``handler`` wraps.
 
-    A gRPC handler stores it in one of four attributes, depending on which sides are streams.
+    A gRPC handler has four attributes for it, of which one is set: it depends on which of the two
+    sides send a stream.
     """
     kinds = (
         *(handler.unary_unary, handler.unary_stream),

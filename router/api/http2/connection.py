@@ -47,7 +47,7 @@ _UNKNOWN_HEAD = Head("", (), None, "identity")
 
 
 class Host(Protocol):
-    """Interface of the server, as its connections use it."""
+    """Interface of the server that its connections use."""
 
     def joined(self, connection: Connection) -> bool:
         """Register the connection; return False if the server has too many."""
@@ -56,7 +56,7 @@ class Host(Protocol):
     def connection_closed(self, connection: Connection) -> None: ...
 
     def start_call(self, call: Call, head: Head) -> None:
-        """Run the handler of the call's method, or refuse the call if there is none."""
+        """Run the handler of the call's method, or end the call with an error if there is none."""
         ...
 
 
@@ -176,17 +176,17 @@ class Connection(asyncio.Protocol):
             self.acknowledge(event.stream_id, 0)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """Acknowledge ``size`` bytes that were read or dropped.
+        """Return ``size`` read or dropped bytes to the client's flow-control windows.
 
-        If the stream has ended, only the connection's window is opened.
+        If the stream has ended, only the connection's window is increased.
         """
         self._http2.acknowledge_received_data(size, stream_id)
         self._flush_soon()
 
     def hold(self, size: int) -> None:
-        """Add ``size``, which may be negative, to the bytes of incomplete messages.
+        """Add ``size`` bytes to the buffered bytes of incomplete messages on this connection.
 
-        Raises RateLimited if they exceed the limit.
+        ``size`` is negative if bytes are released. Raises RateLimited if there are then too many.
         """
         self._unfinished_bytes += size
         most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes

@@ -27,7 +27,7 @@ def check_encoding(name: str) -> str:
 
 
 def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
-    """Return the message with its gRPC prefix, compressed by ``encoding`` if it is long enough."""
+    """Return the message with its gRPC prefix; long ones are compressed by ``encoding``."""
     if encoding == IDENTITY or len(message) < _WORTHWHILE_BYTES:
         return _HEAD.pack(0, len(message)) + message
     compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
@@ -55,8 +55,8 @@ class MessageReader:
     def feed(self, data: bytes) -> list[bytes]:
         """Return the messages that ``data`` completes, without their framing and decompressed.
 
-        Raises MessageTooLarge, and InvalidRequest for invalid compression. After an error the
-        boundaries of messages are unknown, so that no more data can be parsed.
+        The list is empty if no message is complete. Raises MessageTooLarge if a message exceeds the
+        limit, and InvalidRequest for invalid compression. No data can be parsed after an error.
         """
         buffer = self._buffer
         buffer += data

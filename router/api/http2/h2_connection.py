@@ -1,4 +1,4 @@
-"""Connection of h2 with a fast path for sending data, and with stricter limits."""
+"""HTTP/2 connection: h2's, with a fast path for sending data and with stricter limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Frames(FrameBuffer):
 
 
 class Http2(H2Connection):
-    """Connection of h2 with a low cost for each new stream and each data frame.
+    """Variant of h2's connection with a low cost for each new stream and each data frame.
 
     h2 itself iterates over all streams when a new one is opened, and creates objects for each
     frame.

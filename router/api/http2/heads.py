@@ -63,7 +63,7 @@ class KnownBlocks(Decoder):
         self._known: dict[bytes, list[HeaderTuple]] = {}
 
     def decode(self, data: bytes, raw: bool = False) -> Iterable[HeaderTuple]:
-        """Decode a header block. Raises HPACKError."""
+        """Decode a header block. Raises HPACKError if it is invalid."""
         if (known := self._known.get(data)) is not None:
             return known
         headers = list(super().decode(data, raw))
@@ -83,7 +83,8 @@ def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> He
     """Parse the headers of a call.
 
     Raises NotGrpc for another HTTP method or content type, InvalidRequest for a malformed header,
-    MetadataTooLarge, and Unimplemented for an unknown encoding.
+    MetadataTooLarge if the headers have more than ``max_metadata_bytes``, and Unimplemented for an
+    unknown compression.
     """
     pseudo: dict[str, str] = {}
     own = {"grpc-encoding": IDENTITY}
@@ -131,7 +132,7 @@ def _timeout(value: str | None) -> float | None:
 
 
 def opening(metadata: Metadata, encoding: str) -> Headers:
-    """Return the headers that precede the first answer."""
+    """Return the response headers, which precede the first answer, with initial metadata."""
     headers = [*_OPENING, *_written(metadata)]
     if encoding != IDENTITY:
         headers.append((b"grpc-encoding", encoding.encode()))
@@ -139,7 +140,7 @@ def opening(metadata: Metadata, encoding: str) -> Headers:
 
 
 def closing(code: int, details: str, metadata: Metadata) -> Headers:
-    """Return the trailers that follow the last answer."""
+    """Return the trailers after the last answer: gRPC status code, details and metadata."""
     headers = [(b"grpc-status", b"%d" % code)]
     if details:
         headers.append((b"grpc-message", quote(details, safe=_READABLE).encode()))

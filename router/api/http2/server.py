@@ -1,9 +1,9 @@
 """gRPC server for a router's clients.
 
-It has the part of grpc.aio.Server's interface that a router uses, and runs the same handlers.
-Everything that is sent on a connection in one iteration of the event loop leaves in one write. A
-message of a stream therefore costs 0.4 times as much CPU as with grpc.aio, where each message is an
-operation that another thread reports back (README.md has the figures).
+It has the methods of grpc.aio.Server that a router uses, and runs the same handlers. All data that
+is sent on a connection in one iteration of the event loop is written at once. A message of a stream
+therefore costs 0.4 times as much CPU as with grpc.aio, where each message is an operation that
+another thread reports back (README.md has the figures).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Server:
     async def stop(self, grace: float | None) -> None:
         """Refuse new calls, give open calls ``grace`` seconds to end, and close all connections.
 
-        Calls that are still open then are ended with UNAVAILABLE. None means no grace.
+        Calls that are still open after that time end with UNAVAILABLE. With None they end at once.
         """
         for listening in self._listening:
             listening.close()

@@ -25,7 +25,7 @@ class _Tensor:
 
     @property
     def data_type(self) -> pb.DataType.ValueType:
-        """Return the datatype as the enum value of a model configuration."""
+        """Return the datatype as an enum value of the message ModelConfig."""
         return pb.DataType.Value(f"TYPE_{self.datatype.replace('BYTES', 'STRING')}")
 
 

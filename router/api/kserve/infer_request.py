@@ -18,9 +18,9 @@ _TOKEN_DATATYPES = ("INT32", "INT64", "UINT32")
 
 
 def read(request: pb.ModelInferRequest) -> Wanted:
-    """Return the submission that a request describes, and the form of its answer.
+    """Return the request to submit, and how the client wants its answer.
 
-    Raises InvalidRequest.
+    Raises InvalidRequest if a parameter or tensor of the message is invalid.
     """
     prompts: list[Tensor] = []
     wanted = parameters.wanted(_given(request, prompts))

@@ -1,7 +1,8 @@
 """Output of a request as tensors. Pure.
 
-A response has the new output of one or several choices. If the number of values differs by choice,
-a tensor lists the values choice by choice; ``num_output_tokens`` has the number for each choice.
+A response has the new output of one or several choices of a request, in the order of their
+indices. Tensors of token ids and of log probabilities have the values of all these choices, one
+choice after another; the tensor ``num_output_tokens`` has the number of tokens of each choice.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Part:
 
 
 class Answer:
-    """Combined output of one or more pieces of a request's stream.
+    """Combined output of one or more messages of a request's stream.
 
-    ``num_input_tokens`` is the number of prompt tokens, which only the last piece contains; None
-    before.
+    ``num_input_tokens`` is the number of prompt tokens. It is None until the last message of the
+    stream, which contains it.
     """
 
     def __init__(self, *pieces: wire.GenerateResponse) -> None:
@@ -64,12 +65,12 @@ class Answer:
 
     @property
     def is_final(self) -> bool:
-        """Return whether the answer includes the last piece of the request."""
+        """Return whether the answer includes the last message of the request's stream."""
         return self.num_input_tokens is not None
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing to send, as for the first piece of a stream."""
+        """Return whether the answer has neither output nor an end to send to the client."""
         return not self.is_final and not any(
             part.token_ids or any(part.text) or part.finish_reason for part in self.parts
         )
@@ -120,7 +121,7 @@ def _finish_reasons(answer: Answer) -> Sequence[Scalar]:
 
 
 def _stop_reasons(answer: Answer) -> Sequence[Scalar]:
-    """Return each choice's stop string or stop token id as JSON, null if neither ended it."""
+    """Return as JSON, for each choice, the stop string or token id that ended it, or null."""
     return [json.dumps(part.stop_reason).encode() for part in answer.parts]
 
 

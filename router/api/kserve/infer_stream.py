@@ -15,10 +15,10 @@ Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 
 
 class InferStream:
-    """Execution of the requests of one stream.
+    """Execution of the requests of one stream, up to ``max_at_once`` of them at the same time.
 
-    ``answer`` is called with the bytes of each message, and yields its answers. It reports errors
-    as answers, and never raises.
+    ``answer`` is called with the bytes of each message, and yields the answers to it. It must
+    report errors as answers, and must not raise.
     """
 
     def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
@@ -31,9 +31,10 @@ class InferStream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def answers(self, messages: AsyncIterator[bytes]) -> Answers:
-        """Yield the answers to all messages; the answers to one message are in order.
+        """Yield the answers to all messages.
 
-        Unfinished requests are cancelled when the generator is closed.
+        Answers to the same message are in order; those to different messages are mixed. Unfinished
+        requests are cancelled when the generator is closed.
         """
         reading = asyncio.create_task(self._read(messages))
         ending = asyncio.create_task(self._end(reading))

@@ -42,10 +42,11 @@ _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
 
 @dataclass(slots=True)
 class Wanted:
-    """Submission, and the form of its answer.
+    """Request to submit (``generate``), and how the client wants its answer.
 
-    ``is_streamed`` is None if not given. ``outputs`` names the requested tensors; empty means all
-    of them. ``has_empty_final``: the client asks for an empty response at the end.
+    ``is_streamed`` is None if the client did not set it. ``outputs`` has the names of the requested
+    tensors; empty means all of them. ``has_empty_final``: the client wants an empty response after
+    the last output.
     """
 
     generate: wire.GenerateRequest = field(default_factory=wire.GenerateRequest)
@@ -59,7 +60,7 @@ Setter = Callable[[Wanted, str, Values], None]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Parameter with its equivalent ``names``.
+    """Description of a request parameter, which may be sent under any of ``names``.
 
     ``datatype`` is the datatype of its input tensor, ``most`` the maximum number of values. ``set``
     writes the values into a ``Wanted``; it raises InvalidRequest if they are invalid.
@@ -72,12 +73,12 @@ class Parameter:
 
     @property
     def dims(self) -> int:
-        """Return the size of its tensor, which has one dimension; -1 means any size."""
+        """Return the size of its input tensor's only dimension: 1, or -1 for any size."""
         return 1 if self.most == 1 else -1
 
 
 def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
-    """Return the submission, and the form of its answer, that parameters describe.
+    """Return the request to submit, and how the client wants its answer.
 
     ``given`` has pairs of a parameter's name and its values. Raises InvalidRequest for an unknown
     or repeated parameter, and for invalid values.
@@ -93,7 +94,7 @@ def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
 
 
 def check_count(name: str, count: int) -> None:
-    """Check the number of values of the parameter ``name`` before any value is read.
+    """Check that ``count`` values are allowed for the parameter ``name``.
 
     Raises InvalidRequest if the parameter is unknown or does not take so many.
     """
@@ -201,9 +202,9 @@ def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
 
 
 def _counted(field: str) -> Setter:
-    """Return a setter that writes a number to an integer field of the request.
+    """Return a function that writes a number to the integer field ``field`` of a request.
 
-    The setter checks the range of the field.
+    The function raises an error if the number is outside the field's range.
     """
 
     def put(wanted: Wanted, name: str, values: Values) -> None:

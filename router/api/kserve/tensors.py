@@ -61,11 +61,11 @@ class Tensor:
 def inputs(
     request: pb.ModelInferRequest, check_count: Callable[[str, int], None]
 ) -> Iterator[Tensor]:
-    """Yield the input tensors of a request, each of which is decoded when it is reached.
+    """Yield the input tensors of a request; each is decoded when the iterator reaches it.
 
-    ``check_count`` is called with the name and the number of elements of a tensor before the
-    elements are created, because a request has room for millions of small elements. Raises
-    InvalidRequest, and the errors of ``check_count``.
+    Before that, ``check_count`` is called with the tensor's name and number of elements, because a
+    request has room for millions of small elements. An error that it raises ends the iteration.
+    Raises InvalidRequest if a tensor is malformed.
     """
     num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)
     if num_inputs > MAX_TENSORS:

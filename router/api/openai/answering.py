@@ -41,7 +41,7 @@ _EVENTS = "text/event-stream"
 
 class Answer(StreamedAnswer, Protocol):
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield a whole answer as JSON, in parts that each take little time to encode.
+        """Yield the JSON of a complete answer in parts, each of which takes little time to encode.
 
         ``choices`` are in the order of their indices.
         """
@@ -174,9 +174,9 @@ class Answering:
 
     @contextmanager
     def _telling_refusals(self) -> Iterator[None]:
-        """Context manager that counts an error as a rejected submission and raises it again.
+        """Context manager that counts an error in the metrics as a rejected submission.
 
-        It is used while no request has been submitted yet.
+        The error is raised again. It is used before any request is submitted.
         """
         try:
             yield
@@ -213,7 +213,7 @@ def _named(call: Call) -> str:
 
 
 def _reads_events(call: Call) -> bool:
-    """Return whether the client parses all lines of server-sent events, not only ``data``."""
+    """Return whether the client parses all fields of server-sent events, not only ``data``."""
     return _LAST_EVENT_ID in call.headers or _EVENTS in call.headers.get("accept", "").lower()
 
 

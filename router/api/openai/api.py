@@ -45,7 +45,7 @@ class Api:
         max_body_bytes: int,
         more: Iterable[Path] = (),
     ) -> None:
-        """Create the API; ``more`` are paths in addition to its own."""
+        """Create the API; ``more`` are additional paths, for example those of the console."""
         self._authenticator = authenticator
         self._answering = answering
         self._texts = texts

@@ -46,7 +46,7 @@ def parse(data: bytes) -> Json:
 def _may_be_odd(data: bytes) -> bool:
     """Return whether the body may have a number with many digits or a three-digit exponent.
 
-    Each number is checked only in this case, because a body may contain millions of numbers.
+    Only then is each number checked, because a body may contain millions of numbers.
     """
     kinds = data.translate(_KINDS, b"+")
     return b"0" * (_MAX_DIGITS + 1) in kinds or b"0e000" in kinds

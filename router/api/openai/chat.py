@@ -92,7 +92,8 @@ class ChatChunk(TypedDict):
 class ChatAnswer:
     """Writer of chat completions.
 
-    ``parser`` is called with the index of a choice, and returns the parser of its text.
+    ``parser`` is called with the index of a choice, and returns a parser that separates its text
+    from tool calls.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ChatAnswer:
         return None if chunk is None else encode(chunk)
 
     def chunk(self, news: News, usage: Usage | None = None) -> ChatChunk | None:
-        """Return a chunk with the new output; None if there is nothing to send.
+        """Return a chunk with the new output as a dict; None if there is nothing to send.
 
         The chunk has the token counts so far if ``usage`` is given.
         """
@@ -137,7 +138,7 @@ class ChatAnswer:
         return self._chunk([choice], None if usage is None else usage_so_far(usage))
 
     def _deltas(self, news: News) -> list[Delta]:
-        """Parse the new text, and return the deltas that the client does not have yet."""
+        """Parse the new text, and return the parts of the message that the client lacks."""
         if (parser := self._parsers.get(news.choice)) is None:
             parser = self._parsers[news.choice] = self._parser(news.choice)
         if news.known_text:
@@ -149,7 +150,7 @@ class ChatAnswer:
         return self._chunk([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield a whole chat completion as JSON, in parts that each take little time to encode."""
+        """Yield the JSON of a complete answer in parts, each of which is encoded quickly."""
         begin, end = around(self._completion(usage), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 
@@ -224,9 +225,9 @@ def _message(deltas: Sequence[Delta]) -> Message:
 
 
 def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
-    """Return the delta of a message, with one entry for each tool call.
+    """Merge parts of a message into one, with a single element for each tool call.
 
-    langchain would take a second entry in the same chunk for another call.
+    langchain would take a second element in the same chunk for another call.
     """
     message: MessageDelta = {}
     calls: dict[int, CallDelta] = {}

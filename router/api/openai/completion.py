@@ -37,8 +37,8 @@ class Completion(TypedDict):
 class CompletionAnswer:
     """Writer of completions.
 
-    ``echoes`` has the text of the prompt for each choice if the prompt precedes the output; else it
-    is empty.
+    ``echoes`` has a prompt text for each choice, which precedes the choice's output (OpenAI's
+    ``echo``). It is empty if prompts are not returned.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CompletionAnswer:
         return around(self._completion([_choice(choice, "")], None), "text", "")
 
     def chunk(self, news: News, usage: Usage | None = None) -> Completion | None:
-        """Return a chunk with the new output; None if there is nothing to send.
+        """Return a chunk with the new output as a dict; None if there is nothing to send.
 
         The chunk has the token counts so far if ``usage`` is given.
         """
@@ -91,7 +91,7 @@ class CompletionAnswer:
         return self._completion([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield a whole completion as JSON, in parts that each take little time to encode."""
+        """Yield the JSON of a complete answer in parts, each of which is encoded quickly."""
         begin, end = around(self._completion([], usage_body(usage)), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 

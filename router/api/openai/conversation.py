@@ -20,8 +20,8 @@ from router.requests.tokenizer import ServedModel
 class Conversation:
     """Prompt of a chat, and the tools that its output may call.
 
-    ``grammar`` constrains the output, unless it is None. ``form`` is the format in which the model
-    writes tool calls, if it is known.
+    ``prompt`` has token ids. ``grammar`` constrains the output, unless it is None. ``form`` is the
+    format in which the model writes tool calls; None if it is unknown.
     """
 
     prompt: tuple[int, ...]
@@ -30,7 +30,10 @@ class Conversation:
     form: ToolFormat | None
 
     def parser(self, name: str, choice: int) -> Parser:
-        """Return a parser of the text of choice number ``choice``; ``name`` is the request's id."""
+        """Return a parser that separates the output text of a choice from its tool calls.
+
+        ``name`` is the request's id, and ``choice`` the index of the choice.
+        """
         return self.tools.parser(self.form, name, choice)
 
 
@@ -42,7 +45,7 @@ class Conversations:
         self._template = template
 
     async def of(self, fields: ChatFields) -> Conversation:
-        """Return the conversation of a chat request.
+        """Return the rendered prompt and the tools of a chat request.
 
         Raises NoChatTemplate, and InvalidRequest if its messages or tools are invalid.
         """

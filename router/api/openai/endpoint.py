@@ -47,9 +47,9 @@ class Call:
     ``came`` is the time at which its request line and headers were read (``event_loop.now()``).
     Names in ``headers`` are in lower case.
 
-    ``params`` has the client's names of fields, by their names in everlift.messages, for error
-    messages. ``told`` are headers that are added to the response, even if it is an error. A handler
-    sets both as soon as it knows them.
+    ``params`` maps names of fields in everlift.messages to the client's names, for error messages.
+    ``told`` are headers that are added to the response, even if it is an error. A handler sets both
+    as soon as it knows them.
     """
 
     request: Request
@@ -61,7 +61,7 @@ class Call:
     told: dict[str, str] = field(default_factory=dict)
 
     async def fields(self, kind: type[F]) -> F:
-        """Return the fields of the body. Raises InvalidRequest if it is invalid."""
+        """Return the body, parsed and checked as ``kind``. Raises InvalidRequest if invalid."""
         fields = parse(kind, await self.json())
         # Errors up to here already use the names in the body.
         self.params = fields.params
@@ -110,7 +110,7 @@ ANY_METHOD = "*"
 class Endpoint:
     """ASGI application that answers requests with ``method``, which may be ANY_METHOD.
 
-    A caller needs one of the ``scopes``; without scopes anyone may call it.
+    The caller's key must have one of the ``scopes``; if there are none, anyone may call it.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class Gone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``, or cancel it when the client disconnects.
+    """Return the result of ``work``, unless the client disconnects first.
 
-    The request's body must have been read. Raises Gone if the client disconnects first.
+    In that case ``work`` is cancelled and Gone is raised. The request's body must have been read.
     """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:

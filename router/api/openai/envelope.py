@@ -1,4 +1,4 @@
-"""Common members of all answers with generated text. Pure."""
+"""Members that all answers with generated text have in common. Pure."""
 
 from __future__ import annotations
 

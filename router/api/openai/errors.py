@@ -46,8 +46,8 @@ class ErrorBody(TypedDict):
 class StreamedErrorDetail(ErrorDetail):
     """Error in a stream whose response headers were already sent.
 
-    It therefore has no HTTP status and no headers of its own. ``retry_after`` is in seconds.
-    ``resume`` has the headers with which the same POST continues the stream.
+    It therefore has neither an HTTP status nor headers. ``retry_after`` is in seconds. ``resume``
+    has the headers with which the same POST continues the stream.
     """
 
     retry_after: float | None
@@ -62,7 +62,7 @@ class StreamedErrorBody(TypedDict):
 def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
     """Return the body of an error response.
 
-    ``params`` has the client's names of fields, by their names in everlift.messages.
+    ``params`` maps names of fields in everlift.messages to the client's names.
     """
     status = error.http_status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
@@ -81,8 +81,8 @@ def streamed(
 ) -> StreamedErrorBody:
     """Return the body of the last event of a stream that failed with ``error``.
 
-    ``params`` is as in ``described``. ``resume`` has the headers with which a POST continues the
-    stream.
+    ``params`` maps names of fields in everlift.messages to the client's names. ``resume`` has the
+    headers with which the same POST continues the stream.
     """
     plain = described(error, params)["error"]
     detail: StreamedErrorDetail = {
@@ -101,7 +101,10 @@ def streamed(
 
 
 def _should_retry(error: EverliftError) -> bool:
-    """Return whether OpenAI's clients retry, by the status and the header x-should-retry."""
+    """Return whether OpenAI's clients retry after this error in an HTTP response.
+
+    They decide by the status and the header x-should-retry.
+    """
     status = error.http_status
     return (status in _RETRIED or status >= 500) and not isinstance(error, _FINAL)
 

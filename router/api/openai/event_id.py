@@ -1,11 +1,11 @@
-"""Ids of events, which state the client's position so that any router can resume a stream. Pure.
+"""Ids of server-sent events, from which any router can resume a client's stream. Pure.
 
     REQUEST/3.14.8f02c1d4a9b6e730,5.22.01a7d95cc43f8be2.e
 
-An id contains the request's name and, for each choice, the number of tokens and of characters that
-the client has, and the digest of these tokens (everlift.hashes). A final ``e`` means that the
-client also has the end of the choice. The text after a token depends only on the tokens up to it,
-so that the number of tokens identifies the text.
+An id states how much output the client has after the event. It contains the request's name and, for
+each choice, the numbers of tokens and characters and the digest of these tokens (everlift.hashes).
+A final ``e`` means that the client also has the end of the choice. The text depends only on the
+tokens, so that the number of tokens identifies the text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EventId:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse an event id. Raises InvalidRequest."""
+        """Parse an event id. Raises InvalidRequest if it is malformed."""
         name, _, rest = text.partition("/")
         matches = [_POSITION.fullmatch(part) for part in rest.split(",")]
         positions = [

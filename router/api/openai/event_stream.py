@@ -37,7 +37,7 @@ _HEADERS = (
 
 
 class StreamedAnswer(Protocol):
-    """Writer of the chunks of one kind of answer."""
+    """Writer of the chunks of a streamed answer: a completion or a chat completion."""
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
         """Return the chunk with the new output as JSON; None if there is nothing to send.
@@ -62,12 +62,12 @@ class KeepAlive:
 
 
 class Events:
-    """Server-sent events of one answer, which are polled; the owner must close the object.
+    """Server-sent events of one answer, which are polled; the creator must close the object.
 
-    With ``has_usage`` or ``explains`` a last chunk has the token counts and, if requested, the time
-    breakdown. With ``has_continuous_usage`` each chunk has the token counts so far. With
-    ``has_ids`` each event has an id line, which states the position in the stream. Clients that
-    only know ``data`` lines would take the id line for the beginning of their JSON.
+    With ``has_usage`` or ``explains`` a last chunk has the token counts and, if the requests asked
+    for it, the times of their phases. With ``has_continuous_usage`` each chunk has the token counts
+    so far. With ``has_ids`` each event has an id line, which states the position in the stream.
+    Clients that only know ``data`` lines would take the id line for the beginning of their JSON.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Events:
         return None
 
     def event(self, data: str) -> bytes:
-        """Return an event with ``data`` and the current position."""
+        """Return an event with ``data`` and, if enabled, an id with the current position."""
         where = f"id: {self._transcript.event_id}\n" if self._has_ids else ""
         return f"{where}data: {data}\n\n".encode()
 
@@ -154,7 +154,7 @@ class EventStream:
     ) -> None:
         """Create a response that sends ``first``, which may be empty, and then the ``rest``.
 
-        ``params`` has the client's names of fields, for error messages.
+        ``params`` maps names of fields to the client's names, for error messages.
         """
         self._first = first
         self._rest = rest
@@ -167,8 +167,8 @@ class EventStream:
     ) -> Self:
         """Wait for the first event, and return the response.
 
-        The wait lasts at most one keep-alive interval, or has no limit if that is 0. Raises the
-        error of a request that fails by then.
+        It waits for at most one keep-alive interval, or without a limit if that is 0. Raises the
+        error of a request that fails in this time.
         """
         first = b""
         try:

@@ -1,4 +1,4 @@
-"""Handler of ``/v1/requests/{request_id}/explanation``, a request's time breakdown."""
+"""Handler of ``/v1/requests/{request_id}/explanation``: times of a request by phase."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Fields of request bodies: OpenAI's, and Everlift's additions. Pure.
 
-Ranges are those of everlift.messages, which apply to every protocol; other limits are checked
+The ranges of numbers are defined in everlift.messages for every protocol; other limits are checked
 there. Only the first error is reported, because pydantic creates an object for each error and a
-body may have millions.
+body may have millions of errors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_PROMPTS = 128
 
 @dataclass(frozen=True, slots=True)
 class InRange:
-    """Annotation that limits a field to the range of ``field`` of everlift.messages."""
+    """Annotation that limits a number to the range that everlift.messages has for ``field``."""
 
     field: str
 
@@ -82,9 +82,9 @@ class Fields(BaseModel):
 
     @property
     def params(self) -> Mapping[str, str]:
-        """Return this body's names of fields, by their names in everlift.messages.
+        """Map names of fields in everlift.messages to the names in this body.
 
-        Only names that differ are listed.
+        Only names that differ are included.
         """
         return self.PARAMS
 
@@ -93,8 +93,8 @@ class Fields(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         """Remove known fields that are null, because null means absent.
 
-        At most one member more than the number of known fields is read: an object with more members
-        has an unknown one among them. Raises Unsupported.
+        At most one member more than the number of known fields is read; among so many, at least one
+        is unknown. Raises Unsupported if a field is set that the server does not support.
         """
         if not isinstance(given, dict):
             return given
@@ -304,7 +304,7 @@ def parse(kind: type[F], body: Object) -> F:
 def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) -> InvalidRequest:
     """Return the error for the first invalid field.
 
-    An unknown field takes precedence, because it may be a misspelt name of a missing one.
+    An unknown field takes precedence over others, because it may be a misspelt required one.
     """
     first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
     is_missing = first["type"] == "missing"

@@ -26,10 +26,11 @@ _REFUSALS = (QueueFull, QueueTimeout, DeadlineUnmeetable)
 
 
 class Generation:
-    """Merged output of one call's requests.
+    """Merged output of the requests of one call.
 
-    ``poll`` returns the next piece that can be read; the requests take turns. ``on_more`` is called
-    when there may be another piece. A reader that stops before the end must close the object.
+    A piece is one message of a request's stream. ``poll`` returns the next available one; the
+    requests take turns. ``on_more`` is called when there may be another one. A reader that stops
+    before the end must close the object.
     """
 
     def __init__(self, opened: Sequence[Opened], prompt_tokens: int, forget: _Forget) -> None:
@@ -60,10 +61,10 @@ class Generation:
     ) -> Self:
         """Submit ``messages``, each of which has an id, and open their output.
 
-        ``journals`` record the times of the requests, in the same order. Raises what
-        Inference.generate raises. All streams of the call are then closed. Requests that the call
-        created are erased if the client named them, so that it can send all of them again with the
-        same ids.
+        ``journals`` record the times of the requests, in the same order. If one request cannot be
+        submitted, its error (see Inference.generate) is raised and all streams of the call are
+        closed. Requests that the call created are then erased if the client chose their ids, so
+        that it can send all of them again with the same ids.
         """
         openings = [
             inference.generate(caller, message, headers, journal)
@@ -82,8 +83,8 @@ class Generation:
     ) -> Self:
         """Attach to the requests that ``messages`` submitted earlier, from their first tokens.
 
-        ``had_output``: the client has output of an earlier stream. Raises what Inference.attach
-        raises.
+        ``had_output``: the client has output of an earlier stream. If one request cannot be opened,
+        its error (see Inference.attach) is raised and all streams of the call are closed.
         """
         openings = [
             inference.attach(
@@ -128,14 +129,14 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last pieces of all requests were read."""
+        """Return whether all output of all requests was read."""
         return not self._num_left
 
     def poll(self) -> Numbered | None:
-        """Return the next piece that can be read and the index of its request, or None.
+        """Return the index of a request and its next message; None if none is available yet.
 
-        Raises the error of a failed request. If the leader rejects a request, closing the object
-        erases all requests that the call created and the client named.
+        Raises the error of a failed request. If the leader has rejected a request, closing the
+        object erases all requests that the call created and whose ids the client chose.
         """
         while self._ready:
             index = next(iter(self._ready))
@@ -155,7 +156,10 @@ class Generation:
         return None
 
     async def pieces(self) -> AsyncIterator[Numbered]:
-        """Yield all pieces until all requests have ended. Raises the error of a failed request."""
+        """Yield request indices and messages until all requests have ended.
+
+        Raises the error of a failed request.
+        """
         came = asyncio.Event()
         self.on_more = came.set
         while True:

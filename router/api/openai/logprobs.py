@@ -1,9 +1,9 @@
 """Log probabilities in the format of OpenAI's API. Pure.
 
-Each sampled token of the text has an entry, in order. Tokens that add nothing to the text have
-none: special tokens, and tokens after the position at which a stop string or a stop token cut the
-text. The bytes of all entries together are the text in UTF-8, except that invalid byte sequences,
-which are U+FFFD in the text, are unchanged.
+The list has an element for each sampled token of the text, in order. Tokens that add nothing to the
+text have none: special tokens, and tokens after the position at which a stop string or a stop token
+cut the text. The bytes of all elements together are the text in UTF-8, except that invalid byte
+sequences, which are U+FFFD in the text, are unchanged.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class CompletionLogprobs(TypedDict):
 class Placed(NamedTuple):
     """Sampled token with its position in the text.
 
-    ``data`` are the bytes that it adds to the text; ``offset`` is the index of the character that
-    its first byte belongs to. ``before`` are the bytes of that character that come from earlier
-    tokens. The text before the index ``end`` contains all bytes of the token. ``is_first``: it is
-    the first token that adds to the text.
+    ``data`` has the bytes that it adds to the text; its first byte belongs to the character with
+    the index ``offset``. ``before`` has the bytes of that character that come from earlier tokens.
+    The text up to the character index ``end``, exclusive, contains all bytes of the token.
+    ``is_first``: no earlier token adds to the text.
     """
 
     token: int
@@ -129,7 +129,7 @@ def _num_begun(data: bytes) -> int:
 
 
 def placed(alignment: Alignment, news: News) -> list[Placed]:
-    """Return the tokens whose positions ``news`` determines, without those that the client has."""
+    """Return the new tokens whose positions are known with ``news``; skip what the client has."""
     known, tokens, scores = news.num_known, news.tokens, news.logprobs
     alignment.add(tokens[:known], scores[:known], news.known_text, is_end=False)
     is_end = news.finish_reason is not None
@@ -159,7 +159,10 @@ def of_chat(vocabulary: Vocabulary, placed: Iterable[Placed]) -> ChatLogprobs:
 def written_of_chat(
     vocabulary: Vocabulary, choice: Collected, begin: str, end: str
 ) -> Iterator[str]:
-    """Yield ``of_chat`` of a whole choice as JSON between ``begin`` and ``end``, in parts."""
+    """Yield parts of ``begin``, the JSON of a complete choice's log probabilities, and ``end``.
+
+    The JSON has the form that ``of_chat`` returns.
+    """
     before, behind = around(of_chat(vocabulary, ()), "content", [])
     written = (
         [text]
@@ -187,13 +190,16 @@ def of_completion(vocabulary: Vocabulary, placed: Iterable[Placed]) -> Completio
 def written_of_completion(
     vocabulary: Vocabulary, choice: Collected, begin: str, end: str
 ) -> Iterator[str]:
-    """Yield ``of_completion`` of a whole choice as JSON between ``begin`` and ``end``, in parts."""
+    """Yield parts of ``begin``, the JSON of a complete choice's log probabilities, and ``end``.
+
+    The JSON has the form that ``of_completion`` returns.
+    """
     scores: list[str] = []
     tops: list[str] = []
     offsets: list[str] = []
 
     def tokens() -> Iterator[list[str]]:
-        """Yield the tokens, and collect the other lists, which are written after them."""
+        """Yield the JSON of the tokens' strings, and collect the lists that are written later."""
         for part in _parts(vocabulary, choice):
             shown = of_completion(vocabulary, part)
             if not shown["tokens"]:
@@ -210,7 +216,7 @@ def written_of_completion(
 
 
 def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
-    """Yield the tokens of a whole choice with their positions, in parts of limited size."""
+    """Yield the tokens of a complete choice with their positions, in lists of limited size."""
     alignment = Alignment(vocabulary)
     tokens, scores = choice.tokens, choice.logprobs
     # All tokens of a request have the same number of alternatives.
@@ -223,7 +229,7 @@ def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
 
 
 def _members(values: Sequence[object]) -> str:
-    """Return the members of a JSON array as JSON, without the brackets."""
+    """Return ``values`` as a JSON array without its brackets."""
     return encode(values)[1:-1]
 
 
@@ -232,10 +238,10 @@ def _alternatives(scores: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
 
 
 def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
-    """Return log probabilities by the tokens' strings: the alternatives, and the sampled token.
+    """Map the strings of a position's alternative and sampled tokens to log probabilities.
 
-    The sampled token comes last if it is not an alternative. A token with the same string as
-    another one has its id as its key.
+    The sampled token is last if it is not an alternative. A token with the same string as another
+    one has the key ``token_id:ID``.
     """
     shown: dict[str, float] = {}
     sampled = _key(vocabulary, placed.token, placed.is_first)
@@ -249,7 +255,7 @@ def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
 
 
 def _key(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
-    """Return a token's string in the format of completions; invalid UTF-8 is written as bytes."""
+    """Return a token's string for completions; if it is not UTF-8, ``bytes:`` and its bytes."""
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         return vocabulary.token_string(token) or _name(token)
@@ -267,7 +273,7 @@ _PRINTED = [
 
 
 def _top(vocabulary: Vocabulary, token: int, logprob: float, is_first: bool) -> TopLogprob:
-    """Return a token in the format of chats; invalid bytes are U+FFFD in its string."""
+    """Return a token's element for chats; invalid bytes are U+FFFD in its string."""
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         string = vocabulary.token_string(token) or _name(token)
@@ -281,5 +287,5 @@ def _name(token: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """Return the log probability, or the least value for a smaller one or NaN."""
+    """Return ``logprob``, but at least ``_LEAST``, which also replaces NaN."""
     return logprob if logprob > _LEAST else _LEAST

@@ -27,7 +27,10 @@ _MAX_WHOLE_LOGPROBS = 1 << 20
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
-    """Return a request for each prompt. Raises InvalidRequest, OutOfRange, Unsupported."""
+    """Return a request for each prompt.
+
+    Raises InvalidRequest, OutOfRange or Unsupported if a field is invalid.
+    """
     prompts = fields.prompts
     if len(prompts) > MAX_PROMPTS:
         raise TooManyRequests(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")
@@ -59,8 +62,8 @@ def of_chat(
 ) -> pb.GenerateRequest:
     """Return the request for a chat whose rendered conversation is ``prompt``.
 
-    ``tools`` is the grammar of tool calls, if the output must be a tool call. It replaces the
-    grammar of response_format. Raises InvalidRequest.
+    ``tools`` is the grammar of tool calls if the output must be a tool call, else None. It replaces
+    the grammar of response_format. Raises InvalidRequest if a field is invalid.
     """
     message = _message(fields)
     if fields.max_completion_tokens is not None:
@@ -83,8 +86,8 @@ def of_chat(
 def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
     """Check that an answer that is not streamed does not become too large.
 
-    Raises OutOfRange if it could have too many log probabilities. ``context`` is the maximum length
-    of a sequence in tokens.
+    Raises OutOfRange if the answer could contain too many log probabilities. ``context`` is the
+    maximum length of a sequence in tokens.
     """
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
     if num_logprobs > _MAX_WHOLE_LOGPROBS:
@@ -142,7 +145,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """Return the bias by token id; in JSON the ids are strings. Raises InvalidRequest."""
+    """Return ``bias`` with numbers as keys. Raises InvalidRequest if a key is no token id."""
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32):
             raise InvalidRequest("a key of logit_bias is no token id", field="logit_bias")

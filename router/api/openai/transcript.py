@@ -16,10 +16,10 @@ _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "
 
 
 class News(NamedTuple):
-    """New output of a choice: the text and the tokens that one piece of the stream adds.
+    """New output of a choice: the text and the tokens that one message of the stream adds.
 
-    ``known_text`` and the first ``num_known`` of ``tokens`` are output that the client had before
-    its connection was lost; ``text`` is new. ``is_begin``: the client has nothing of the choice
+    After a reconnection, ``known_text`` and the first ``num_known`` of ``tokens`` are output that
+    the client had before; ``text`` is new. ``is_begin``: the client has no output of the choice
     yet.
     """
 
@@ -38,9 +38,9 @@ class News(NamedTuple):
 class Usage:
     """Token counts of one answer, summed over all of its requests.
 
-    ``completion_tokens`` counts the output that was read so far. ``cached_tokens`` are prompt
-    tokens that were found in the prefix cache; a request's part is added when its stream states its
-    usage.
+    ``completion_tokens`` is the number of output tokens that were read so far. ``cached_tokens`` is
+    the number of prompt tokens that were found in the prefix cache. It includes a request from the
+    message on that reports the request's usage.
     """
 
     prompt_tokens: int = 0
@@ -49,16 +49,16 @@ class Usage:
 
 
 class Transcript:
-    """Output that a client has received, of one or more requests with several choices each.
+    """Record of how much output a client has, of one or more requests with several choices each.
 
     Choices are numbered over all requests; those of the first request come first. ``resumed`` has
-    the client's position in each choice; output continues exactly after it.
+    the position in each choice up to which the client has the output; empty means the beginning.
     """
 
     def __init__(
         self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
     ) -> None:
-        """Create the transcript; ``name`` is the request's name, as in EventId."""
+        """Create the record; ``name`` is the request's name, which is written into event ids."""
         self.usage = Usage()
         #: time breakdown, if requested; of several requests, that of the last one to end
         self.spans: Sequence[pb.Span] = ()
@@ -99,10 +99,11 @@ class Transcript:
         return self._resumed != (BEGIN,) * self.num_choices
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
-        """Process the next piece of a request, and return what it adds to its choice.
+        """Process the next message of a request's stream, and return what it adds to its choice.
 
-        Returns None if the client already has the end of the choice. Raises DataLoss if the client
-        has different tokens, or more tokens than the choice has.
+        ``request`` is the index of the request. Returns None if the client already has the end of
+        the choice. Raises DataLoss if the client has different tokens, or more tokens than the
+        choice has.
         """
         choice = request * self._choices_each + piece.choice
         self.usage.completion_tokens += len(piece.token_ids)
@@ -175,7 +176,7 @@ def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
 
 @dataclass(slots=True)
 class Collected:
-    """Whole choice, collected from its pieces."""
+    """Complete choice, collected from the messages of its stream."""
 
     parts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

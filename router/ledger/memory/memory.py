@@ -1,7 +1,7 @@
-"""Ledger in the memory of one process: the same contract, but its data ends with the process. Pure.
+"""Ledger in the memory of one process. Pure.
 
-It is the reference for the contract, and serves simulations and tests. It has no scripts and no
-shards.
+It behaves as ``base.py`` specifies, but its data ends with the process. It is the reference for
+that behaviour, and serves simulations and tests. It has no scripts and no shards.
 """
 
 from __future__ import annotations
@@ -406,7 +406,10 @@ class MemoryLedger:
 
     @property
     def term(self) -> int:
-        """Term of the present or the last leader; a dispatch under another term is refused."""
+        """Number that identifies the present or last leadership.
+
+        A dispatch under another number is refused.
+        """
         return self._term
 
     async def lead(
@@ -531,7 +534,7 @@ class MemoryLedger:
 
 
 class MemoryAudit:
-    """Audit of the memory ledger; ``owned`` has the ids of unfinished requests by gateway."""
+    """Audit of the memory ledger; ``owned`` has the ids of unfinished requests by router id."""
 
     def __init__(self, records: Mapping[str, Record], owned: Mapping[str, Collection[str]]) -> None:
         self._records = records

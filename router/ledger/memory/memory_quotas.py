@@ -1,6 +1,6 @@
 """Token buckets and concurrency limits of tenants in the memory of one process. Pure.
 
-They behave like charge.lua, settle.lua and hold.lua.
+They behave like the Redis ledger's scripts charge.lua, settle.lua and hold.lua.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Record of a request in a MemoryLedger: its entry, choices and events. Pure.
 
-A record applies moves without checks; memory.py checks them first.
+A record applies every change without checks; memory.py checks first whether it is permitted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Choice:
     finish_reason: FinishReason | None = None
 
     def store(self, item: Append, max_tokens: int) -> Appended:
-        """Store the tokens that are new, and the end of the choice; return OK, GAP or LIMIT.
+        """Store the tokens of ``item`` that are new, and the end of the choice; return OK.
 
-        For GAP and LIMIT nothing is stored.
+        Nothing is stored if tokens before the item's offset are missing (GAP is returned), or if
+        the choice would have more than ``max_tokens`` tokens (LIMIT).
         """
         known = len(self.tokens) - item.offset
         if known < 0:
@@ -61,15 +62,19 @@ class Choice:
         self.finish_reason = self.finish_reason or finish_reason
 
     def is_repeated(self, item: Append) -> bool:
-        """Return whether ``item`` repeats the append that ended this choice."""
+        """Return whether ``item`` repeats the append that ended this choice.
+
+        It does if it has the same finish reason, and no tokens after the stored ones.
+        """
         last = item.offset + len(item.tokens)
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)
 
     def agrees(self, told: StoredChoice, finish_reason: FinishReason | None) -> bool:
-        """Return whether a gateway's copy of the choice is consistent with this one.
+        """Return whether a router's copy of the choice is consistent with this one.
 
-        ``told`` and ``finish_reason`` are the copy. Common tokens and ends must be equal, and
-        neither copy may have tokens after the other's end.
+        ``told`` has the copy's tokens from offset 0, ``finish_reason`` its end (None: not ended).
+        Tokens and ends that both have must be equal, and neither may have tokens after the other's
+        end.
         """
         known, other = len(self.tokens), len(told.tokens)
         if tuple(self.tokens[:other]) != told.tokens[:known]:
@@ -79,9 +84,9 @@ class Choice:
         return (not finish_reason or known <= other) and (not self.finish_reason or other <= known)
 
     def stored(self, offset: int) -> StoredChoice:
-        """Return the tokens from ``offset`` on.
+        """Return the tokens from ``offset`` on, with their log probabilities.
 
-        Raises OffsetOutOfRange for a negative offset or one beyond the tokens.
+        Raises OffsetOutOfRange if ``offset`` is negative or beyond the tokens.
         """
         if not 0 <= offset <= len(self.tokens):
             raise OffsetOutOfRange(f"offset {offset} is not stored")
@@ -101,7 +106,10 @@ class Record:
 
     @classmethod
     def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
-        """Return a new record, on which the caller then applies the move ``open``."""
+        """Return the record of a queued request without tokens, events or counted state changes.
+
+        The caller then records its creation with ``move``.
+        """
         entry = Entry(
             request.request_id,
             State.QUEUED,
@@ -117,7 +125,7 @@ class Record:
         return all(choice.finish_reason for choice in self.choices)
 
     def update(self, **changes: Any) -> None:
-        """Set fields of the entry, and update its token counts and finish reasons."""
+        """Set the entry's fields in ``changes``, and update its token counts and finish reasons."""
         self.entry = replace(
             self.entry,
             num_tokens=tuple(len(choice.tokens) for choice in self.choices),
@@ -126,9 +134,10 @@ class Record:
         )
 
     def move(self, now: float, name: str, detail: str, **changes: Any) -> None:
-        """Set fields of the entry, count one move, and add its event.
+        """Record a state change: set the entry's fields in ``changes``, count it, and add an event.
 
-        ``now`` is ledger time in seconds; ``name`` and ``detail`` are those of Event.
+        ``now`` is ledger time in seconds; ``name`` and ``detail`` are the fields ``move`` and
+        ``detail`` of the event.
         """
         self.update(moves=self.entry.moves + 1, **changes)
         self.events.append(Event(now, name, detail))
@@ -148,11 +157,16 @@ class Record:
         return its.state.is_final and is_same
 
     def explain(self, explanation: bytes) -> None:
-        """Replace the explanation unless the new one is empty."""
+        """Replace the explanation (report on where the time went), unless the new one is empty."""
         self.explanation = explanation or self.explanation
 
     def judge(self, told: Stored) -> Reasserted:
-        """Compare a gateway's copy with this record; return OK if ``learn`` may merge it."""
+        """Compare the copy that a router sent with this record.
+
+        Returns OK if ``learn`` may merge the copy. Otherwise returns DIVERGED if the two contradict
+        each other, ENDED if only this record is final, or TAKEN if another router owns the request
+        and the copy counts no more state changes.
+        """
         if told.request.body_hash != self.request.body_hash or not self._agrees(told):
             return Reasserted.DIVERGED
         if self.entry.state.is_final:
@@ -168,10 +182,10 @@ class Record:
         return all(choice.agrees(its, reason) for choice, its, reason in triples)
 
     def learn(self, told: Stored, now: float) -> None:
-        """Merge a gateway's copy for which ``judge`` returned OK, at ledger time ``now``.
+        """Merge the copy that a router sent, for which ``judge`` returned OK.
 
-        Missing tokens and ends are added. State, owner and the other fields of the entry are
-        replaced if the copy has more moves.
+        ``now`` is ledger time in seconds. Missing tokens and ends are added. State, owner and the
+        other fields of the entry are replaced if the copy counts more state changes (``moves``).
         """
         before = self.entry.moves
         if told.entry.moves > before:
@@ -194,9 +208,11 @@ class Record:
         self.update()
 
     def stored(self, offsets: Sequence[int], now: float) -> Stored:
-        """Return the request with each choice from its offset on; an omitted offset is 0.
+        """Return the request with the tokens of each choice from its offset on.
 
-        Raises OffsetOutOfRange.
+        ``offsets`` has one offset per choice; missing ones at its end are 0. Raises
+        OffsetOutOfRange for an offset that is negative or beyond a choice's tokens, and for more
+        offsets than choices.
         """
         if len(offsets) > len(self.choices):
             raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")

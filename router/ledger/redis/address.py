@@ -2,7 +2,7 @@
 
     unix://[user:password@]/path
     redis://[user:password@]host[:port][/db]                        one server
-    redis+sentinel://[user:password@]host[:port],host.../service[/db]   the primary of the service
+    redis+sentinel://[user:password@]host[:port],host.../service[/db]   the service's primary
     redis+cluster://[user:password@]host[:port],host...             nodes of a cluster
 
 ``rediss`` instead of ``redis`` selects TLS. User and password are percent-encoded.
@@ -45,10 +45,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of the ledger: of one server, of sentinels, of cluster nodes, or of a Unix socket.
+    """Address of the ledger: one server, sentinels, or nodes of a cluster.
 
-    ``hosts`` are (host, port) pairs; ``path`` is that of the socket. ``service`` is the name by
-    which the sentinels know the primary.
+    ``hosts`` are (host, port) pairs. A server on a Unix socket has no hosts; ``path`` is the path
+    of the socket, otherwise empty. ``service`` is the name by which the sentinels know the primary;
+    empty without sentinels. ``db`` is the number of the database.
     """
 
     kind: Kind
@@ -62,7 +63,7 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Return the address that a ledger's url contains.
+    """Return the address of the ledger's servers that ``url`` contains.
 
     Raises ValueError for an invalid url; the message omits the url, because that may contain a
     password.

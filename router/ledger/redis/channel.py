@@ -1,8 +1,9 @@
-"""Channel to a ledger's server, shared by many calls, and TLS with one context for all connections.
+"""Channel to a ledger's server: one connection that many calls share, with or without TLS.
 
-The TLS context is created again when its files change. redis-py would create one per connection,
-which takes tens of milliseconds of the event loop, because it loads the system's certificate
-authorities. It would also trust these authorities in addition to the configured one.
+All connections share one TLS context, which is created again when its files change. redis-py would
+create one per connection, which takes tens of milliseconds of the event loop, because it loads the
+system's certificate authorities. It would also trust these authorities in addition to the
+configured one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 
 
 def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
-    """Return a reloaded TLS context that verifies the servers' certificates and host names.
+    """Return the TLS context for connections to the ledger.
 
+    It is reloaded when its files change, and verifies the servers' certificates and host names.
     Raises LedgerSetupError if a certificate or key file is unusable.
     """
     try:
@@ -63,8 +65,9 @@ _LATE_S = 0.1
 class Channel:
     """Connection to a server, shared by concurrent calls, whose commands are pipelined.
 
-    ``make`` returns an unconnected connection. A connection that owes an answer, and receives
-    nothing for ``timeout_s`` seconds, is abandoned. The next call opens a new one.
+    ``make`` returns an unconnected connection. If answers are outstanding and nothing is received
+    for ``timeout_s`` seconds, the connection is closed and the waiting calls fail. The next call
+    opens a new one.
     """
 
     def __init__(self, make: Callable[[], AbstractConnection], timeout_s: float) -> None:
@@ -74,9 +77,11 @@ class Channel:
         self._connecting: asyncio.Task[_Wire] | None = None
 
     async def send(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Send commands and return their answers; an error reply is an exception in the list.
+        """Send commands and return their answers, in order.
 
-        Raises RedisError when the server cannot be reached; the commands may then have run or not.
+        An error reply is an exception in the list. Raises RedisError when the server cannot be
+        reached, or the connection fails before all answers have arrived; the commands may then have
+        run or not.
         """
         wire = self._wire
         if wire is None or wire.is_over:
@@ -107,7 +112,7 @@ class Channel:
             self._wire = None
 
     def drop(self) -> None:
-        """Fail the calls in flight and use a new connection from now on."""
+        """Close the connection, fail the calls in flight, and use a new connection from now on."""
         if self._wire is not None:
             self._wire.fail(ConnectionError("another server is asked by now"))
             self._wire = None

@@ -1,4 +1,4 @@
-"""Encoding of the scripts' arguments, and decoding of their answers. Pure."""
+"""Encoding of the arguments of the ledger's Lua scripts, and decoding of their answers. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def has_logprobs(request: Request) -> bool:
-    """Return whether keys for log probabilities have to be created for the request."""
+    """Return whether the request asks for log probabilities, of its prompt or its output.
+
+    If so, the ledger creates keys for them.
+    """
     return (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
 
 
@@ -56,7 +59,7 @@ def _record(num_top: int) -> struct.Struct:
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return the log probabilities as bytes, one binary record per token.
+    """Return the log probabilities as bytes: one binary record per token, in order.
 
     Raises struct.error if a token has another number of alternatives than the first one.
     """
@@ -83,7 +86,7 @@ def microseconds(seconds: float) -> int:
 
 
 def optional(number: int | None) -> int | str:
-    """Return the number as an argument of a script; an empty string for None."""
+    """Return the number as a script's argument: itself, or an empty string for None."""
     return "" if number is None else number
 
 
@@ -100,7 +103,7 @@ def _tally(text: bytes) -> Tally:
 
 
 def appends(items: Sequence[Append]) -> bytes:
-    """Encode the items in msgpack, as the only argument of append.lua."""
+    """Return the items encoded in msgpack, as append.lua reads them from a single argument."""
     fields: list[str | int | bytes] = []
     for item in items:
         fields += _append_fields(item)
@@ -129,9 +132,9 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
 
 
 def appended(answer: Sequence[Any], count: int) -> list[Appended]:
-    """Parse append.lua's answer; return the results of all ``count`` items.
+    """Return the result of each of the ``count`` items that a call of append.lua stored.
 
-    The answer contains only the results that are not OK.
+    ``answer`` is the script's answer, which contains only the results that are not OK.
     """
     words = [Appended.OK] * count
     for number, word in zip(answer[::2], answer[1::2], strict=True):
@@ -140,7 +143,7 @@ def appended(answer: Sequence[Any], count: int) -> list[Appended]:
 
 
 def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:
-    """Return the arguments of reassert.lua that follow the request id.
+    """Return the arguments of reassert.lua, which restores ``stored``, after the request id.
 
     ``retention_ms`` and ``unfinished_ms`` are the times to live of a final and of an unfinished
     request.
@@ -182,7 +185,7 @@ def _entry_fields(entry: Entry) -> list[str | int]:
 
 
 def entry(request_id: str, fields: Sequence[Any]) -> Entry:
-    """Parse the answer of the function ``entry`` in common.lua."""
+    """Return the entry of a request from ``fields``, the result of ``entry`` in common.lua."""
     texts, num_tokens = fields[:_NUM_TEXTS], fields[_NUM_TEXTS:]
     finishes, state, gateway, arrived, worker, epoch, attempts, losses, *others = texts
     slug, message, moves, tally = others
@@ -205,7 +208,11 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    """Parse the answer of the function ``continuation`` in common.lua, without its first word."""
+    """Return a request from the answer of the function ``continuation`` in common.lua.
+
+    ``answer`` is without its first word. ``offsets`` are the offsets that were requested, one per
+    choice; missing ones at the end are 0.
+    """
     fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
     request = Request.from_bytes(data)
     sampling = request.sampling
@@ -225,13 +232,16 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
 
 
 def event(text: bytes) -> Event:
-    """Parse an item of the list of a request's events in Redis (key ``e:<request id>``)."""
+    """Return an event of a request from its text in the Redis list ``e:<request id>``."""
     time, move, detail = text.decode().split(" ", 2)
     return Event(int(time) / 1e6, move, detail)
 
 
 def membership(answer: Sequence[bytes]) -> Membership:
-    """Parse the answer of beat.lua."""
+    """Return the state of the cluster from the answer of beat.lua.
+
+    The fields about the servers (``generation``, ``memory_used``, ``unfit``) have their defaults.
+    """
     now, leader, address, term, workers_version, policy_version = answer
     return Membership(
         now=seconds(now),
@@ -244,7 +254,7 @@ def membership(answer: Sequence[bytes]) -> Membership:
 
 
 def part(answer: Sequence[Any]) -> Part:
-    """Parse the answer of list.lua."""
+    """Return the rows of one shard from the answer of list.lua."""
     is_end, *rows = answer
     return Part([_row(*row) for row in rows], is_end=is_end == 1)
 
@@ -255,7 +265,7 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
 
 
 def policy(answer: Sequence[bytes]) -> ClusterPolicy:
-    """Parse the answer of set_policy.lua: the policy in effect."""
+    """Return the run-time policy in effect from the answer of set_policy.lua."""
     texts = [text.decode() for text in answer]
     values = dict(zip(texts[::2], texts[1::2], strict=True))
     version = int(values.pop("version", "0"))

@@ -56,31 +56,34 @@ class Command:
 
 class Connections(Protocol):
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands and return their answers; an error reply is an exception in the list.
+        """Send commands and return their answers, in order.
 
-        The commands for one server are sent together, over one connection, in their order. Raises
-        RedisError or RedisClusterException when a server cannot be reached; the commands may then
-        have run or not.
+        An error reply is an exception in the list. The commands for one server are sent together,
+        over one connection, in their order. Raises RedisError or RedisClusterException when a
+        server cannot be reached; the commands may then have run or not.
         """
         ...
 
     async def call(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands as ``send`` does; they may share a connection with other calls.
+        """Send commands, possibly on a connection that other calls share; return their answers.
 
-        The commands must not make the server wait, for example for a replica as WAIT does.
+        The answers are in the order of the commands; an error reply is an exception in the list.
+        The commands must not make the server wait, for example for a replica as WAIT does. Raises
+        RedisError or RedisClusterException when a server cannot be reached; the commands may then
+        have run or not.
         """
         ...
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
         """Return one of ``keys`` for each server that is responsible for any of them.
 
-        If the address is that of sentinels, they are asked for the primary again. Raises as
-        ``send`` does.
+        With sentinels, they are asked for the primary again. Raises RedisError or
+        RedisClusterException when a server cannot be reached.
         """
         ...
 
     async def look_again(self) -> None:
-        """Look up the servers of all keys again, after a failure that suggests a change."""
+        """Find out again which server stores which keys, after a failure that suggests a change."""
         ...
 
     async def close(self) -> None: ...
@@ -131,8 +134,8 @@ class _OneServer:
 class _SentinelPrimary(_OneServer):
     """Connections to the primary; each new connection first asks the sentinels for its address.
 
-    A primary that the sentinels have deposed may not know this for ten seconds. It then accepts
-    writes that will be lost. So the sentinels are also asked at every heartbeat.
+    The sentinels may have replaced a primary that does not know this for ten seconds. It then
+    accepts writes that will be lost. So the sentinels are also asked at every heartbeat.
     """
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:

@@ -1,4 +1,4 @@
-"""Audit of a ledger in Redis or Valkey, with SCAN and the script audit.lua."""
+"""Audit of a ledger in Redis or Valkey: its keys are found with SCAN, and examined by audit.lua."""
 
 from __future__ import annotations
 

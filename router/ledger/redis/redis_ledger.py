@@ -1,6 +1,7 @@
-"""Ledger in Redis or Valkey: each move is one Lua script, and each request is on one shard.
+"""Ledger in Redis or Valkey: each state change is one Lua script, each request on one shard.
 
-``common.lua`` describes the keys, ``base.py`` the behaviour.
+A shard is a part of the requests whose keys are on the same server. ``common.lua`` describes the
+keys, ``base.py`` the behaviour.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class RedisLedger:
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
         """Run a script for a request; return the first word of its answer, and the rest.
 
-        Raises UnknownRequest, ForgottenRequest.
+        Raises UnknownRequest if the request does not exist, ForgottenRequest if it was erased
+        recently.
         """
         shard = self._shards.of(request_id)
         settles = script in _SETTLING
@@ -546,7 +548,10 @@ class RedisLedger:
         return self._cluster_id
 
     async def time(self) -> float:
-        """Return the clock of the (first) server, in seconds since 1970."""
+        """Return the clock of the server, in seconds since 1970.
+
+        With several servers, the first one is asked.
+        """
         answers = await self._shards.ask_each_server("time", "TIME")
         seconds, microseconds = answers[0]
         return float(seconds) + float(microseconds) / 1e6
@@ -562,8 +567,8 @@ class RedisLedger:
     async def process_id(self) -> int:
         """Return the process id of the server.
 
-        Raises LedgerUnavailable. Raises InvalidRequest unless the url is that of a Unix socket,
-        because the server may run on another machine.
+        Raises InvalidRequest unless the ledger's url is a Unix socket, because a server with
+        another url may run on another machine. Raises LedgerUnavailable.
         """
         if not self._is_local:
             raise InvalidRequest("the ledger's server is reached over a network: it is not ours")

@@ -1,4 +1,4 @@
-"""Lua scripts of the ledger's moves: ``common.lua``, followed by one file per move. Pure."""
+"""Lua scripts of the ledger's operations: each is ``common.lua`` and a file of its own. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Lua script; ``sha`` is the hash by which EVALSHA names ``source``."""
+    """Lua script; ``sha`` is the SHA-1 of ``source`` in hex, by which EVALSHA calls it."""
 
     name: str
     source: str
@@ -21,7 +21,10 @@ class Script:
 
 
 def script(name: str, common: str, own: str) -> Script:
-    """Return the script whose source is ``common`` followed by ``own``."""
+    """Return the script whose source sets MAX_EVENTS, followed by ``common`` and ``own``.
+
+    Both are Lua code: the functions that all scripts share, and the script itself.
+    """
     source = f"local MAX_EVENTS = {MAX_EVENTS}\n{common}{own}"
     # Redis identifies scripts by SHA-1; security does not depend on it.
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())

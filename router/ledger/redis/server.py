@@ -1,4 +1,4 @@
-"""Checks of a Redis or Valkey server and its INFO. Pure."""
+"""Checks of a Redis or Valkey server by the answer of its command INFO. Pure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _FSYNCS = {
 
 
 def check_server(info: Info, *, is_cluster: bool = False) -> str:
-    """Check that the server can be used; return its name and version as text.
+    """Check the version and settings of a server; return its name and version as text.
 
-    Raises LedgerSetupError if it cannot. Raises LedgerUnavailable while the server loads its data,
-    because until then it reports that it does not persist data.
+    ``is_cluster`` tells whether the ledger's url is for a cluster. Raises LedgerSetupError if the
+    server cannot be used. Raises LedgerUnavailable while the server loads its data, because until
+    then it reports that it does not persist data.
     """
     if info.get("loading"):
         raise LedgerUnavailable("the ledger's server is loading its data")
@@ -55,7 +56,7 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
 def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
     """Raise LedgerSetupError if the server guarantees less durability than ``demanded``.
 
-    ``appendfsync`` is the server's setting; None if unknown, which is accepted.
+    ``appendfsync`` is the server's setting of that name; None if it is unknown, which is accepted.
     """
     if demanded == "memory":
         return
@@ -79,8 +80,9 @@ def knows_waitaof(info: Info) -> bool:
 def generation(infos: Sequence[Info]) -> str:
     """Return an id that changes with a restart or failover of any server.
 
-    A restart changes ``run_id``, and so does a failover to another server. If a failover is undone
-    between two calls, only ``master_replid`` has changed.
+    ``infos`` has one answer of INFO per server. A restart changes ``run_id``, and so does a
+    failover to another server. If a failover is undone between two calls, only ``master_replid``
+    has changed.
     """
     lives = sorted(f"{info.get('run_id')} {info.get('master_replid')}" for info in infos)
     return hashlib.blake2b("\n".join(lives).encode(), digest_size=8).hexdigest()
@@ -89,7 +91,8 @@ def generation(infos: Sequence[Info]) -> str:
 def memory_used(infos: Sequence[Info]) -> float:
     """Return the used share of the fullest server's memory limit; 0 if no server has a limit.
 
-    Memory is counted as the server counts it when it decides whether it is full.
+    ``infos`` has one answer of INFO per server. Memory is counted as the server counts it when it
+    decides whether it is full.
     """
     return max(map(_memory_used, infos), default=0.0)
 
@@ -104,8 +107,8 @@ def _memory_used(info: Info) -> float:
 def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
     """Raise LedgerSetupError if the ledger was created with another schema or number of shards.
 
-    ``schema`` and ``shards`` are those of the ledger; they must equal this version's and the
-    configured ones.
+    ``schema`` and ``shards`` are read from the ledger. They must equal SCHEMA and
+    ``config.shards``.
     """
     if schema != SCHEMA:
         raise LedgerSetupError(

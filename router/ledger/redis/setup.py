@@ -29,9 +29,9 @@ log = logs.get_logger(__name__)
 async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
     """Check servers and layout; return the server's name and version, and the cluster's id.
 
-    If there are several servers, name and version are those of the first one. Raises
-    LedgerSetupError for an unusable server or layout, LedgerUnavailable if a server does not
-    answer.
+    The layout (key schema, number of shards, cluster id) is written if the ledger is new. If there
+    are several servers, name and version are of the first one. Raises LedgerSetupError for an
+    unusable server or layout, LedgerUnavailable if a server does not answer.
     """
     try:
         server = await check_servers(shards, config)
@@ -46,7 +46,7 @@ async def check_servers(shards: Shards, config: LedgerConfig) -> str:
     """Check every server; return the name and version of the first one as text.
 
     Also sets ``shards.knows_waitaof``. Raises LedgerSetupError for an unusable server,
-    LedgerUnavailable.
+    LedgerUnavailable if a server does not answer.
     """
     is_cluster = parse(config.url).kind is Kind.CLUSTER
     infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
@@ -84,9 +84,9 @@ async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
 
 
 def layout(config: LedgerConfig, cluster_id: str) -> list[Command]:
-    """Return commands that write the ledger's schema, number of shards and cluster id.
+    """Return commands that store the key schema, number of shards and cluster id in the ledger.
 
-    A field that exists already is not changed.
+    They do not change a field that exists already.
     """
     key = _layout_key(config)
     fields: dict[str, str | int] = {

@@ -69,14 +69,15 @@ _FAILURES = (RedisError, RedisClusterException)
 
 
 class NotReplicated(RedisError):
-    """Raised if no replica confirmed a write in time."""
+    """Raised if no replica confirmed a write in time; the call is retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a script; ``settles`` if the promise of the durability class applies to its write.
+    """Call of a script on one shard, with its arguments.
 
-    Under durability class ``replicated``, such a call succeeds only when a replica has the write.
+    ``settles`` marks a write that opens or ends a request, or is as important. Under durability
+    class ``replicated``, a call with such a write succeeds only when a replica has it.
     """
 
     script: Script
@@ -88,12 +89,12 @@ class Call:
 
 
 def root(key_prefix: str, shard: int) -> str:
-    """Return the prefix of all keys of a shard."""
+    """Return the prefix of all keys of the shard with this number."""
     return f"{key_prefix}:{SCHEMA}:{{{shard}}}:"
 
 
 class Shards:
-    """Shards of the ledger, on which scripts run.
+    """Shards of the ledger (parts of its keys, each on one server), on which scripts run.
 
     A call whose answer is lost is retried, so a script may run twice.
     """
@@ -125,11 +126,17 @@ class Shards:
         settles: bool = False,
         key: str = "",
     ) -> Any:
-        """Run a script and return its answer. Raises LedgerUnavailable."""
+        """Run a script on a shard, and return its answer.
+
+        ``settles`` and ``key`` are fields of Call. Raises LedgerUnavailable.
+        """
         return (await self.run_all([Call(script, shard, arguments, settles, key)]))[0]
 
     async def run_all(self, calls: Sequence[Call]) -> list[Any]:
-        """Run scripts in one round trip and return their answers. Raises LedgerUnavailable."""
+        """Run scripts in one round trip, and return their answers in the order of ``calls``.
+
+        Raises LedgerUnavailable if any of them fails.
+        """
         if not calls:
             return []
         return await self.attempt(calls[0].script.name, lambda: self._run(calls))
@@ -139,9 +146,9 @@ class Shards:
     ) -> tuple[Any, list[Info]]:
         """Run a script; return its answer, and sections of INFO of every server.
 
-        All takes one round trip. The commands ``more`` run too, and it is ignored if a full server
-        refuses them. The answer and the INFO of its server are from the same run of the server.
-        Raises LedgerUnavailable.
+        The commands ``more`` are run too; their answers are not returned. If a full server refuses
+        one of them, this is ignored. All takes one round trip, so the script's answer and the INFO
+        of its server are from the same run of the server. Raises LedgerUnavailable.
         """
         info = ("INFO", *sections)
 
@@ -153,16 +160,17 @@ class Shards:
         return await self.attempt(call.script.name, run)
 
     async def ask(self, name: str, *commands: Command) -> list[Any]:
-        """Run commands and return their answers; ``name`` is for the error.
+        """Run commands and return their answers, in order; ``name`` names the call in errors.
 
-        Raises LedgerUnavailable.
+        Raises LedgerUnavailable, also if a server answers a command with an error.
         """
         return await self.attempt(name, lambda: self._answered(commands))
 
     async def ask_each_server(self, name: str, *arguments: Argument) -> list[Any]:
-        """Run a command on each server that has a shard; return the answers, None if refused.
+        """Run one command on each server that has a shard; return one answer per server.
 
-        ``name`` is for errors. Raises LedgerUnavailable.
+        The answer is None if the server refused the command. ``name`` names the call in errors.
+        Raises LedgerUnavailable.
         """
 
         async def ask() -> list[Any]:
@@ -189,10 +197,10 @@ class Shards:
         self._disturbance_s = delay_s
 
     async def attempt(self, name: str, do: Callable[[], Awaitable[T]]) -> T:
-        """Call ``do`` until it succeeds, and return its result; ``name`` is for errors.
+        """Call ``do`` until it succeeds, and return its result; ``name`` names the call in errors.
 
-        Raises LedgerUnavailable, whose cause is the last failure, when ``do`` fails permanently or
-        the timeout has passed.
+        Raises LedgerUnavailable if ``do`` fails in a way that a retry cannot mend, or if the
+        timeout has passed. The cause of the exception is the last failure.
         """
         failure: Exception | None = None
         failures = 0
@@ -302,9 +310,9 @@ class Shards:
 
 
 def kind(error: BaseException) -> str:
-    """Return a short name of a failure, to be shown to users.
+    """Return a short name for a failure, to be shown to users.
 
-    Of a server's message only the first word is used, because the rest may contain arguments.
+    Only the first word of a server's message is used, because the rest may contain arguments.
     """
     if isinstance(error, NotReplicated):
         return "not replicated"

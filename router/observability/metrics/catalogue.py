@@ -47,8 +47,9 @@ _OTHERS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 10_000.0, 100_000.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Description of a metric; ``name`` is that of its samples, without a histogram's suffixes.
+    """Description of a metric; ``name`` is the name of its samples.
 
+    A histogram's samples have suffixes, which the name does not include.
     ``buckets`` are upper bounds in the metric's unit, without the infinite one.
     """
 

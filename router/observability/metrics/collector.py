@@ -94,7 +94,7 @@ class StateCollector:
 
 
 def family(name: str) -> Family:
-    """Return the metric family of this name in the catalogue, without samples."""
+    """Return a new metric family, without samples, for the counter or gauge of this name."""
     metric = CATALOGUE[name]
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return kind(metric.name, metric.help, labels=metric.labels)

@@ -61,7 +61,10 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def expose(self, accept: str) -> tuple[str, bytes]:
-        """Return the content type and the encoded text of all metrics, for this Accept header."""
+        """Return the content type and the encoded text of all metrics.
+
+        ``accept`` is the value of the HTTP header Accept, which selects the encoding.
+        """
         encode, content_type = encoder(accept)
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 
@@ -112,7 +115,7 @@ class MetricsServer:
 
 
 class _Collected:
-    """Metrics as collected at one moment.
+    """Snapshot of all metrics, collected when the object is created.
 
     Samples of the creation times of counters and histograms are left out. The library adds them as
     gauges, which the catalogue does not have.
@@ -128,7 +131,10 @@ class _Collected:
 
 
 def encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """Return the encoder of metrics for this Accept header, and its content type."""
+    """Return the encoder of metrics for this Accept header, and the content type of its result.
+
+    An invalid header selects the default encoding.
+    """
     try:
         return choose_encoder(accept)
     except TypeError:

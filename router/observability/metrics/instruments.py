@@ -84,9 +84,9 @@ class Instruments:
         self._prompt_tokens.inc(prompt_tokens)
 
     def ended(self, outcome: str) -> None:
-        """Count a request with this outcome: "ok", or the slug of its error.
+        """Count an ended request; ``outcome`` is "ok", or the short name (slug) of its error.
 
-        An unknown slug counts as internal.
+        An unknown slug counts as "internal".
         """
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
 

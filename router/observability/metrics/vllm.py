@@ -82,7 +82,10 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 
 
 class VllmCollector:
-    """Prometheus collector of metrics under vLLM's names; ``model`` is the label model_name."""
+    """Prometheus collector of metrics under vLLM's names.
+
+    ``model`` is the value of the label model_name.
+    """
 
     def __init__(
         self,

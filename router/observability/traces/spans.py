@@ -1,6 +1,6 @@
-"""Trace of a request: its moves in the ledger, and the times that its router recorded. Pure.
+"""Trace of a request: its state changes in the ledger, and its times in its router. Pure.
 
-    <operation> <model>                    from the call to the last move
+    <operation> <model>                    from the call to the last state change
       everlift.accept                      tokenised, written into the ledger
       everlift.queue                       for each time in the admission queue
       everlift.attempt                     for each worker that had it
@@ -34,8 +34,8 @@ _PROVIDER = "everlift"
 class Span:
     """Span of a trace; times are in seconds since 1970.
 
-    ``error`` is an error slug, or empty without an error. ``events`` are pairs of a time and a
-    name.
+    ``error`` is the short name (slug) of an error, or empty without an error. ``events`` are pairs
+    of a time and a name.
     """
 
     name: str
@@ -58,7 +58,8 @@ def request_spans(
 ) -> list[Span]:
     """Return the spans of a traced request that has ended, with the root span last.
 
-    ``entry`` and ``events`` are the ledger's, and ``journal`` is that of the request's last router.
+    ``entry`` and ``events`` are those of the request in the ledger. ``journal`` has the times that
+    its last router recorded.
     """
     assert request.trace is not None
     seen = {attempt.number: attempt for attempt in journal}
@@ -87,7 +88,10 @@ def request_spans(
 def refusal_span(
     trace: TraceContext, start: float, end: float, slug: str, x_request_id: str
 ) -> Span:
-    """Return the span of a rejected request, without any of the request's content."""
+    """Return the span of a rejected request, without any of the request's content.
+
+    ``slug`` is the short name of the error.
+    """
     attributes = {**_x_request_id(x_request_id), **_OURS, "error.type": slug}
     return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
 

@@ -23,7 +23,7 @@ class Traces:
 
     A request that arrives with a trace context is traced if the context's sampled flag is set. Of
     the other requests, the fraction ``sample`` is traced. ``draw`` returns random numbers from 0 to
-    1. Without an exporter, no trace is begun.
+    1. Without an exporter, no request is traced.
     """
 
     def __init__(

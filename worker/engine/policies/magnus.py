@@ -15,13 +15,13 @@ from worker.engine.slot_table import SlotTable
 class Magnus(Policy):
     """Policy of closed batches of sequences with similar predicted output lengths.
 
-    A closed batch gets no further sequences. When all its sequences have ended, the waiting batch
-    with the highest response ratio is next:
+    Once a batch runs, it gets no further sequences. When all its sequences have ended, the waiting
+    batch with the highest response ratio is next:
 
         (seconds waited + estimated serving seconds) / estimated serving seconds
 
-    Only the first waiting batch of each band of lengths (``SimilarBatches``) is compared, however
-    many sequences wait.
+    Only the longest-waiting batch of each band, a range of predicted output lengths
+    (``SimilarBatches``), is compared, however many sequences wait.
     """
 
     follows_time = True

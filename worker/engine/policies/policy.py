@@ -8,8 +8,8 @@ that are not in the batch, and decides
     decodes     which decodes cannot wait for prefills, and which can
     prefills    in which order the sequences in the batch are prefilled
 
-Its decisions depend only on the calls and on ``now``, which rank 0 sends to the other ranks, so
-that all ranks make the same plans.
+Its decisions depend only on the calls of its methods and on ``now``, a time that rank 0 sends to
+the other ranks, so that all ranks make the same plans.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Waiting(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens of all waiting sequences."""
+        """Total number of tokens, of prompts and outputs so far, of all waiting sequences."""
         ...
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence that is new or ``is_preempted``."""
+        """Add a sequence: a new one or, if it ``is_preempted``, one that was in the batch."""
         ...
 
     def remove(self, sequence: Sequence) -> None: ...
@@ -58,34 +58,35 @@ class Policy(ABC):
 
     @abstractmethod
     def head(self, num_running: int) -> Sequence | None:
-        """Return the sequence to admit next, or None if none is to be admitted now.
+        """Return the waiting sequence to admit next; None if none is to be admitted now.
 
-        ``num_running`` sequences are in the batch. The result stays in ``waiting`` until it is
-        admitted. While there is no room for it, no other sequence is admitted.
+        ``num_running`` is the number of sequences in the batch. The result stays in ``waiting``
+        until the scheduler admits it. While there is no room for it, no other one is admitted.
         """
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:
-        """Record that a step begins at ``now``.
+        """Record that a step begins at ``now``, in seconds.
 
-        ``slot_table`` holds the results of the previous steps.
+        ``slot_table`` has the state of the batch after the previous step.
         """
         return
 
     def precedes(self, head: Sequence, running: Sequence) -> bool:
-        """Return whether to admit ``head`` before more of ``running`` is prefilled.
+        """Return whether to admit ``head`` before more of ``running``'s prompt is prefilled.
 
-        ``running`` is in the batch already.
+        ``head`` is the result of the method ``head``, and ``running`` a sequence in the batch.
         """
         return False
 
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Divide ``slots`` into those that decode before prefill, and those that decode after it.
+        """Divide ``slots`` into those that decode before prefills, and those that decode after.
 
-        ``slots`` are all slots that may decode, in the order of arrival. The second part decodes
-        only if prefill leaves token budget. Both results have the most urgent slots first.
+        ``slots`` are all slots that may decode, in the order of arrival. The slots of the second
+        result decode only with the token budget that prefills leave. In both results the most
+        urgent slots come first.
         """
         return slots, slots[:0]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
-        """Return ``sequences``, which are in the order of arrival, in the order to prefill them."""
+        """Return ``sequences``, given in the order of arrival, in the order to prefill them."""
         return sequences

@@ -26,11 +26,11 @@ class BatchSize(NamedTuple):
 class ServingTime:
     """Nearest-neighbour regression of the time of a batch, as in Magnus (arXiv 2406.04785).
 
-    The estimate is the mean time per predicted token in the nearest of the last batches, times the
-    predicted tokens of the batch. Distances are relative, so that none of the three numbers of a
-    BatchSize outweighs the others because of its unit.
+    The estimate is the longest predicted output of the batch, times the mean time per token of the
+    longest predicted output in the three nearest of the last 64 batches. Distances are relative, so
+    that none of the three numbers of a BatchSize outweighs the others because of its unit.
 
-    There is no logarithm and no root, so that all ranks get the same bits.
+    No logarithm and no root is computed, so that all ranks get the same bits.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ServingTime:
     def estimate(self, size: BatchSize) -> float:
         """Return the estimated seconds of a batch of ``size``.
 
-        Before the first batch is recorded, that is one second per token of output.
+        Before the first batch is recorded, it is one second per token of ``size.output``.
         """
         nearest = nsmallest(_NEAREST, self._batches, key=lambda batch: _distance(size, batch[0]))
         if not nearest:
@@ -62,10 +62,10 @@ _STEPS = 16
 
 
 class LongestStep:
-    """Longest of the last 16 steps of an engine.
+    """Duration of the longest of the last 16 steps of an engine.
 
-    Steps with prefill take several times as long as others, so a mean says little about the next
-    step.
+    The maximum is used because steps with prefill take several times as long as others, so that a
+    mean says little about the next step.
     """
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ class LongestStep:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the longest step; 0 before the first step."""
+        """Duration of the longest step, in seconds; 0 before the end of the first step."""
         return max(self._steps, default=0.0)
 
     def begin_step(self, now: float, is_busy: bool) -> None:
-        """Record that a step begins at ``now``.
+        """Record that a step begins at ``now``, which ends the previous one.
 
-        If the engine ``is_busy``, the time since the previous step began is that step's duration;
-        otherwise it includes idle time and is ignored.
+        If ``is_busy`` is false, the engine may have been idle since the previous step, so the
+        previous step's duration is unknown and not recorded.
         """
         if is_busy and self._began is not None:
             self._steps.append(max(0.0, now - self._began))

@@ -15,7 +15,7 @@ from worker.engine.waiting import WaitingLine
 
 
 class WaitingBatch:
-    """Waiting sequences of one priority class and one band of predicted output lengths."""
+    """Batch of waiting sequences with equal ``priority`` and similar predicted output lengths."""
 
     def __init__(self) -> None:
         #: start of the first step after the batch was opened; inf before that step
@@ -31,7 +31,7 @@ class WaitingBatch:
 
     @property
     def order(self) -> int:
-        """Return the arrival order (``Sequence.order``) of the first sequence of the batch."""
+        """Number of the batch's first sequence in the order of arrival (``Sequence.order``)."""
         return next(iter(self._sequences))
 
     @property
@@ -42,8 +42,8 @@ class WaitingBatch:
     def has_room(self, sequence: Sequence, limits: Limits) -> bool:
         """Return whether the batch may take ``sequence``.
 
-        It must stay within the batch slots and, as far as its KV blocks are predicted, within the
-        KV cache. An empty batch may take any sequence.
+        With it the batch must not exceed the number of batch slots, and its predicted number of KV
+        blocks must not exceed the KV cache. An empty batch may take any sequence.
         """
         num_blocks = self._num_blocks + _expected_blocks(sequence)
         has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
@@ -59,7 +59,7 @@ class WaitingBatch:
 
 
 class SimilarBatches:
-    """Waiting batches by priority class and band of predicted output lengths.
+    """Waiting batches, grouped by priority and by band: a range of predicted output lengths.
 
         band      |     16..21         |   22..29   | ...
         batches   |  full, full, open  |    open    |
@@ -67,13 +67,14 @@ class SimilarBatches:
     New sequences join the last batch of their band if it is open, which means not full. A batch is
     full if it has ``max_num_seqs`` sequences, or if it is predicted to fill the KV cache.
 
-    The slot of a sequence that ends before the longest of its batch stays empty meanwhile. The
-    shortest length of a band is at least 1 - ``batch_waste`` of its longest. As far as the
-    predictions are right, a slot is therefore empty for at most ``batch_waste`` of the batch's
-    decode steps. (Magnus compares a request with every waiting batch; a band is found in O(log n).)
+    When a sequence ends, its slot stays empty until the longest sequence of its batch ends. The
+    shortest length of a band is at least the fraction 1 - ``batch_waste`` of its longest length. If
+    the predictions are right, a slot is therefore empty for at most the fraction ``batch_waste`` of
+    the batch's decode steps. (Magnus compares a request with every waiting batch; here the band is
+    found in O(log n).)
 
-    The queue also holds those sequences of the running batch that have no slot, because they are
-    not admitted yet or were preempted.
+    The queue also holds those sequences of the running batch (its members) that have no slot,
+    because they are not admitted yet or were preempted.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -123,15 +124,15 @@ class SimilarBatches:
         self._opened.clear()
 
     def admit(self, batch: WaitingBatch) -> None:
-        """Make ``batch`` the running batch."""
+        """Make ``batch``, one of the waiting batches, the running batch."""
         for sequence in list(batch):
             self.remove(sequence)
             self._members.push(sequence)
 
     def heads(self) -> list[WaitingBatch]:
-        """Return the longest-waiting batch of each band that has one.
+        """Return the longest-waiting batch of each band, among batches of the highest priority.
 
-        Only bands of the highest priority class that has waiting batches are considered.
+        Bands without a waiting batch of that priority are left out.
         """
         for key, batches in [*self._bands.items()]:
             while batches and not batches[0]:
@@ -155,9 +156,10 @@ class SimilarBatches:
 
 
 def band_begins(waste: float, longest: int) -> list[int]:
-    """Return the shortest length of each band; the bands cover the lengths 1 to ``longest``.
+    """Return the shortest length of each band, in ascending order.
 
-    No length of a band is less than 1 - ``waste`` of the longest one of the band.
+    The bands cover the lengths 1 to ``longest``. No length of a band is less than the fraction
+    1 - ``waste`` of the band's longest length.
     """
     begins = [1]
     while begins[-1] <= longest:

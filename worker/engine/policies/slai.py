@@ -4,9 +4,9 @@ A step's budget goes, in this order, to
 
     decodes whose deadline is near  ->  prefills, the shortest first  ->  the other decodes
 
-A token's deadline is ``tbt_target`` after the previous token. It is near if the step after this one
-is expected to end later. A decode whose deadline is not near is deferred while prefills use the
-whole budget, and no longer.
+The deadline of a token is ``tbt_target`` seconds after the previous token of its sequence. It is
+near if the step after this one is expected to end after it. A decode whose deadline is not near is
+deferred only as long as prefills use the whole budget.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from worker.engine.waiting import WaitingLine
 
 
 class Slai(Policy):
-    """Policy that defers decodes in favour of prefill until their deadline is near.
+    """Policy that defers decodes in favour of prefills until their deadlines are near.
 
-    While the budget suffices for all near deadlines, no decode is deferred beyond its deadline. A
-    token is then late by less than two steps, and on time if these take no longer than the longest
-    of the steps before them.
+    If the budget suffices for all decodes with near deadlines, no decode is deferred beyond its
+    deadline. A token is then late by less than two steps, and on time if these two steps take no
+    longer than the longest of the last steps.
 
-    A sequence that waits for prefill counts as ``ageing_tokens`` shorter for each later arrival. A
-    sequence with n tokens to compute is therefore overtaken by fewer than n / ageing_tokens later
-    ones of its priority class. A sequence that has output already counts as having none to compute,
-    because its client waits for the next token.
+    Prefills are sorted by the tokens that they have left to compute, the fewest first, but a
+    sequence counts as ``ageing_tokens`` shorter for each later arrival. A sequence with n tokens to
+    compute is therefore overtaken by fewer than n / ageing_tokens later ones of the same priority.
+    A sequence that has output already counts as having no tokens to compute, because its client
+    waits for the next token.
     """
 
     follows_time = True

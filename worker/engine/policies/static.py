@@ -11,10 +11,10 @@ from worker.engine.waiting import WaitingLine
 
 
 class Continuous(Policy):
-    """Policy of continuous batching in the order of arrival.
+    """Policy of continuous batching: sequences are admitted by priority, then by arrival.
 
-    A step computes every decode, then chunks of prompts of sequences in the batch, then those of
-    newly admitted sequences.
+    The token budget of a step goes to all decodes first, then to the prompts of sequences in the
+    batch, then to newly admitted sequences.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,8 @@ class Continuous(Policy):
 class ClosedBatch:
     """Queue of the sequences without a slot: those of the closed batch, and later arrivals.
 
-    A closed batch gets no further sequences; the next one begins when all its sequences have ended.
+    The closed batch (its sequences are the members) is the batch that runs. It gets no further
+    sequences; the next one begins when all its sequences have ended.
     """
 
     def __init__(self) -> None:
@@ -61,18 +62,22 @@ class ClosedBatch:
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """Make the first ``size`` later arrivals the closed batch, or all if they are fewer."""
+        """Make up to ``size`` of the first later arrivals members of the closed batch.
+
+        It has ``size`` members without a slot afterwards, or fewer if too few sequences wait.
+        """
         while len(self._members) < size and (head := self._later.head()) is not None:
             self._later.remove(head)
             self._members.push(head)
 
 
 class Static(Policy):
-    """Policy of static batching, the baseline before continuous batching.
+    """Policy of static batching, a baseline: no sequence joins a batch that runs.
 
     When all sequences of a batch have ended, the first ``size`` waiting sequences, or all if they
-    are fewer, become the next batch. Sequences of the batch for which there is no room are admitted
-    when others of it have ended. Nothing is padded, and prompts are prefilled in chunks.
+    are fewer, become the next batch. If too few KV blocks are free for some of them, they are
+    admitted when others of the batch have ended. Nothing is padded, and prompts are prefilled in
+    chunks.
     """
 
     def __init__(self, size: int) -> None:

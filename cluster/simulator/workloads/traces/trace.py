@@ -20,9 +20,9 @@ from cluster.simulator.workloads.traces.row import CSV, Format, Row, mooncake
 class Trace:
     """Recorded requests of ``file``, whose first line determines its format.
 
-    Only requests from ``begin_s`` to before ``end_s`` are used, the window, in seconds after the
-    file's first request. They arrive ``speed`` times as fast as recorded. Raises WorkloadFailed for
-    an invalid window or speed.
+    Only the requests of a window are used: from ``begin_s`` to before ``end_s``, in seconds after
+    the file's first request. They arrive ``speed`` times as fast as recorded. Raises WorkloadFailed
+    for an invalid window or speed.
     """
 
     file: Path
