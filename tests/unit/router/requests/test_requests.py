@@ -448,7 +448,7 @@ async def test_frozen_gateway_does_not_restore_a_forgotten_request(
     other = Gateway(ledger, "other")
     await other.requests.forget("r")
     gateway.make(epoch, 2, "cd")
-    with pytest.raises(Cancelled, match="forgotten"):
+    with pytest.raises(Cancelled, match="erased"):
         await gateway.read(live)
     assert gateway.workers.aborted == [(epoch, ())]
     assert not ledger._records

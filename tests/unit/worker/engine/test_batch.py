@@ -69,7 +69,7 @@ def test_batch_line_accepts_openai_format(tmp_path: Path) -> None:
     ("line", "cause"),
     [
         ("{", "not JSON"),
-        ("[1]", "no JSON object"),
+        ("[1]", "not a JSON object"),
         ("[" * 10_000, "recursion"),
         ({"id": "i"}, "the prompt must be text or a list"),
         ({"id": "i", "prompt": 5}, "the prompt must be text or a list"),
@@ -83,9 +83,9 @@ def test_batch_line_accepts_openai_format(tmp_path: Path) -> None:
         ({"id": "i", "prompt": "x", "regex": "a", "ebnf": "b"}, "only one of"),
         ({"id": "i", "prompt": "x", "request_id": "no id"}, "request_id"),
         ({"custom_id": "i", "body": {"messages": []}}, "need the url /v1/chat/completions"),
-        ({"custom_id": "i", "body": "x"}, "no JSON object"),
+        ({"custom_id": "i", "body": "x"}, "not a JSON object"),
         ({"custom_id": "i", "url": "/v1/embeddings", "body": {}}, "url must be /v1/completions or"),
-        ({"custom_id": "i", "url": "/v1/chat/completions"}, "no JSON object"),
+        ({"custom_id": "i", "url": "/v1/chat/completions"}, "not a JSON object"),
         (
             {"custom_id": "i", "url": "/v1/chat/completions", "body": {"stream": True}},
             "no option 'stream'",
