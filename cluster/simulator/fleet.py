@@ -20,7 +20,7 @@ from cluster.simulator.worker import SimulatedWorker
 
 
 class Router(Protocol):
-    """Receiver of the workers' messages and of changes in the fleet."""
+    """Interface of the simulated router that workers report to, and that learns of lost workers."""
 
     def worker_up(self, worker: SimulatedWorker) -> None: ...
 

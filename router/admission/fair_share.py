@@ -249,7 +249,8 @@ class FairShare:
     def handover_ended(self) -> None:
         """Record that this leader knows all requests that were queued under the previous one.
 
-        From now on, the counter of a tenant that had no queued request is raised when one arrives.
+        From now on, a tenant without queued requests does not save up service while it is idle: its
+        counter is raised when its next request arrives.
         """
         self._lifts = True
 

@@ -162,8 +162,9 @@ def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
 class HighestResponseRatio:
     """Order by response ratio (highest response ratio next, arXiv 2406.04785).
 
-    If a request of w tokens has waited t seconds, a later one of v tokens bypasses it only after it
-    has waited t * v / w seconds itself, and never if v > w. Without predictions the order is fifo.
+    If an earlier request of w tokens has waited t seconds, a later one of v tokens bypasses it only
+    once the later one has waited t * v / w seconds, and never if v > w. Without predicted lengths
+    the order is fifo.
     """
 
     @property

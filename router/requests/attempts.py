@@ -604,7 +604,7 @@ def _has_logprobs(live: LiveRequest, progress: session_pb2.Progress) -> bool:
 
 
 def _has_tops(logprobs: Sequence[pb.TokenLogprobs], wanted: int | None) -> bool:
-    """Return whether each token has exactly ``wanted`` alternatives."""
+    """Return whether each token has ``wanted`` alternatives, which no token has for None."""
     return all(len(it.top_ids) == len(it.top_logprobs) == wanted for it in logprobs)
 
 

@@ -1,4 +1,4 @@
-"""Updates of stored time breakdowns by the time after a request's last token.
+"""Updates of stored time breakdowns: they add the time after a request's last token.
 
 The explanation (time breakdown) that the ledger stores with a request's end lacks the time in which
 the end is stored and delivered to the client. This time is reported later, and only if it is a

@@ -333,8 +333,8 @@ class LiveRequest:
     ) -> Self:
         """Return a new request in phase WAITING.
 
-        If ``entry`` already includes the first dispatch, the returned request has the entry before
-        it, and ``begin_attempt`` has to record the dispatch.
+        If ``entry`` already includes the first dispatch, the returned request has the entry as it
+        was before that dispatch. The caller then has to record the dispatch with ``begin_attempt``.
         """
         if entry.state is State.RUNNING:
             entry = replace(

@@ -225,7 +225,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
     @abstractmethod
     def poll(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now, or None.
+        """Return the next piece; None if none can be read yet, or after the last one.
 
         Raises the error with which the request fails.
         """

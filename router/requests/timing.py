@@ -14,7 +14,8 @@ report does not cover is the time of the messages in both directions. Times are 
 in seconds.
 
 Of an attempt's tokens, only the first one is recorded. The number of tokens is read from the
-outputs, and the time until which the worker was heard from the worker's stream.
+outputs. The time at which the worker was last heard from is read from the worker's stream. At
+"left", the sequence has left the worker's batch.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class _Planner:
     def plan(self, prompts: Prompts, layer: Tensor, query: Tensor, form: AttentionForm) -> Any:
         """Plan the attention of ``prompts`` in ``form``, and return the function that computes it.
 
-        The function's arguments are ``query`` and ``layer``. ``query`` [tokens, heads, head_dim]
-        are the prompts' queries, and ``layer`` is the view of one layer that KVCache.layer returns.
+        The plan takes only shapes and types from ``layer`` and ``query``. The function's arguments
+        are the ``query`` [tokens, heads, head_dim] and the ``layer`` (from KVCache.layer).
         A plan is copied to the device from host memory that the next plan overwrites. This method
         therefore first waits until the previous plan has been copied.
         """

@@ -99,7 +99,8 @@ class Feature(NamedTuple):
 class PromptKernels:
     """Third-party ``backend`` for prompts, which is used until it fails.
 
-    ``features`` are the combinations for which a trial found its results correct.
+    ``features`` are the combinations of window and softcap for which a trial run of the backend
+    gave correct results.
     """
 
     def __init__(self, backend: PromptBackend, features: Set[Feature]) -> None:

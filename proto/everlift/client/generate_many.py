@@ -92,9 +92,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     ) -> None:
         """Create the stream of the requests ``messages``.
 
-        ``retries`` returns new rules of retrying for one call, which carries many requests or
-        continues a single one. ``timeout_s`` counts from the first attempt to send a request.
-        ``metadata`` is sent with the requests.
+        ``retries`` returns the retry state of a new call; a call carries many requests or resumes a
+        single one. ``timeout_s`` applies to each request, from the first attempt to send it. At
+        most ``concurrency`` requests run at a time. ``metadata`` is sent with every call.
         """
         asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
         self._request_ids = tuple(each.message.request_id for each in asked)

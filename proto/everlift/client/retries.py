@@ -66,7 +66,7 @@ class Deadline:
     def remaining(self, now: float) -> float | None:
         """Return the seconds from ``now`` to the deadline, at least 0; None without a deadline.
 
-        The first use of this method starts the time.
+        The first call sets the deadline: its time plus the timeout.
         """
         if self.timeout_s is None:
             return None
@@ -145,7 +145,7 @@ class RetryBudget:
     def remaining(self) -> float | None:
         """Return the seconds to the deadline, or None if there is no deadline.
 
-        The first use of this method starts the time.
+        The first call sets the deadline: its time plus the timeout.
         """
         return self._deadline.remaining(now())
 
