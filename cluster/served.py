@@ -75,7 +75,7 @@ def first_request(config: Config, served: Served) -> str:
     if config.model == str(DEMO_MODEL):
         return 'everlift generate "count from 17 to 30:" --temperature 0'
     if served.has_template:
-        return "everlift chat"
+        return "everlift chat --temperature 0"
     return 'everlift generate "Once upon a time" --max-tokens 32'
 
 
@@ -86,6 +86,10 @@ def curl(config: Config, served: Served, url: str) -> str:
     body: dict[str, object] = {"prompt": text, "max_tokens": 32}
     if served.has_template:
         body = {"messages": [{"role": "user", "content": text}]}
+        if config.model != str(DEMO_MODEL):
+            # At temperature 1 a small model may write nonsense up to the end of its context.
+            question = {"role": "user", "content": "What is the capital of France?"}
+            body = {"messages": [question], "max_tokens": 100, "temperature": 0}
     path = "chat/completions" if served.has_template else "completions"
     header = "-H 'content-type: application/json'"
     return f"curl -s {url}/v1/{path}{key} {header} -d '{json.dumps(body)}'"

@@ -97,7 +97,7 @@ def test_up_suggests_a_request_that_fits_the_model(tmp_path: Path) -> None:
     chat, text = Served(1024, 1024, True), Served(1024, 1024, False)
     other = Config(model=str(tmp_path))
     assert first_request(Config(), chat).startswith('everlift generate "count from')
-    assert first_request(other, chat) == "everlift chat"
+    assert first_request(other, chat) == "everlift chat --temperature 0"
     assert first_request(other, text).startswith("everlift generate")
     assert "/v1/chat/completions" in curl(other, chat, "http://here")
     assert "/v1/completions" in curl(other, text, "http://here")
