@@ -49,7 +49,7 @@ $(VENV)/.installed: $(call unless_current,$(VENV),$(MADE_OF))
 	    --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
 	  echo "no CPU build of torch $(TORCH) found: taking the package index's own"
 	$(BIN)/pip install -q -e '.[dev]' -c constraints.txt
-	@$(BIN)/everlift download smollm2 >/dev/null || echo "make demo needs this model: run it again where it can be had"
+	@$(BIN)/everlift download smollm2 >/dev/null || echo "smollm2, which make demo needs, was not downloaded: run $(BIN)/everlift download smollm2"
 	@cat $(MADE_OF) | cksum > $@
 
 $(PROTO_VENV)/.installed: $(call unless_current,$(PROTO_VENV),$(PROTO_MADE_OF))
@@ -77,7 +77,7 @@ $(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEE
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (14 minutes on 2 cores with AVX-512)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (15 minutes on 2 cores with AVX-512)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))

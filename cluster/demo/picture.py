@@ -12,6 +12,9 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+#: Greys in matplotlib's palette tab20. Grey is the colour of requests that did not move.
+_GREYS = (14, 15)
+
 
 @dataclass
 class Stay:
@@ -65,7 +68,8 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
         len(workers), 1, sharex=True, squeeze=False, figsize=(12, 2.2 + 2.4 * len(workers))
     )
     moved = sorted(occupancy.moved())
-    colours = {r: pyplot.get_cmap("tab20")(i % 20) for i, r in enumerate(moved)}
+    palette = [pyplot.get_cmap("tab20")(i) for i in range(20) if i not in _GREYS]
+    colours = {r: palette[i % len(palette)] for i, r in enumerate(moved)}
     for panel, worker_id in zip(panels[:, 0], workers, strict=True):
         _draw_worker(panel, worker_id, occupancy, colours)
         panel.axvline(killed_at, color="crimson", linestyle="--", linewidth=1)

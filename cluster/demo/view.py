@@ -18,9 +18,10 @@ def show(status: pb.GetStatusResponse, load: Load, rates: Rates, now: float, not
     first = load.transcripts[0]
     text = Text(first.task.shown, style="bold")
     text.append(first.text[-_SHOWN_CHARACTERS:], style="green" if first.is_identical else "default")
+    # A small terminal shows only the first lines.
     return Group(
-        status_view.show(status, rates, now),
+        Text(note, style="yellow"),
         Text(f"requests done {load.completed} of {len(load.transcripts)}"),
         Panel(text, title="one of the streams, as its client sees it", title_align="left"),
-        Text(note, style="yellow"),
+        status_view.show(status, rates, now),
     )

@@ -21,8 +21,7 @@ from cluster.doctor.finding import Finding, broken, doubtful, fine
 from cluster.threads import threads_per_rank
 from everlift import model_files
 from everlift.errors import EverliftError
-from everlift.gguf_directory import is_gguf
-from everlift.gguf_header import read_gguf_header
+from everlift.gguf_header import is_gguf, read_gguf_header
 from everlift.hub import is_hub_id
 from everlift.model_files import ModelUnavailable
 from worker.config import FAKE
@@ -237,8 +236,9 @@ def _loaded_bytes(file: Path) -> int:
 def _model(config: Config) -> Finding:
     from router.requests.tokenizer import ServedModel
     from worker.model.spec import UnsupportedModel
+    from worker.model.weights import stored_dtype
 
-    mend = "set model to a directory with all files of a model"
+    mend = "set model to one whose files are complete"
     try:
         if is_hub_id(config.model, config.model_revision):
             return fine("model", f"{config.model}: fetched from the hub when a worker starts")
@@ -250,6 +250,9 @@ def _model(config: Config) -> Finding:
         if missing := _missing_weights(config):
             return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
         is_tried = _try_architecture(config)
+        if config.model != FAKE and config.worker.reads_weights:
+            # It reads the headers of the weights, which may be damaged or truncated.
+            stored_dtype(_directory(config))
     except UnsupportedModel as error:
         return broken(
             "model", f"{config.model}: {error}", "see worker/model/README.md for what runs"

@@ -43,7 +43,7 @@ def explain(
 ) -> None:
     """Show where the time of a request went."""
     if bool(request_id) == newest:
-        raise InvalidRequest("explain needs a request id or --last, not both")
+        raise InvalidRequest("give either a request id or --last")
     if png is not None:
         picture_file.check("--png", png)
     explanation = asyncio.run(_explanation(address, request_id))

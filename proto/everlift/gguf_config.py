@@ -7,11 +7,13 @@ are constants in the code of llama.cpp and in this module.
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
 
-from everlift.gguf_header import BadGguf, GgufHeader, GgufTensor
+from everlift.gguf_header import BadGguf, GgufHeader, GgufTensor, shown
 
 Json = dict[str, Any]
 
@@ -19,6 +21,13 @@ _F32 = 0
 _REQUIRED = object()
 #: llama.cpp's name for RoPE without scaling.
 _NO_SCALING = "none"
+_MAX_INTEGER = (1 << 31) - 1
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
+#: Names of the end tokens: of the text, of a turn and of a message.
+_END_TOKENS = ("eos", "eot", "eom")
+_KEYS = "blk.0.attn_k.weight"
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 class UnsupportedGguf(ValueError):
@@ -38,10 +47,16 @@ def generation_config_of(header: GgufHeader) -> Json:
     """Return the content of a generation_config.json with the model's end tokens.
 
     The dict has the key ``eos_token_id`` with a list of ids, or no key if the GGUF file names none.
+    Raises BadGguf if the file has no vocabulary, or names a token that is not in it.
     """
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = (header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-    found = list(dict.fromkeys(token for token in ids if type(token) is int))
+    tokens = header.metadata.get(_TOKENS)
+    if not isinstance(tokens, list) or not tokens:
+        raise BadGguf(f"{header.path} has no usable tokenizer: {_TOKENS} is missing or empty")
+    for key, token in header.metadata.items():
+        if _TOKEN_ID.fullmatch(key) and not (type(token) is int and 0 <= token < len(tokens)):
+            raise BadGguf(f"{header.path}: {key} is {token!r}, not one of {len(tokens)} tokens")
+    ids = (header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_TOKENS)
+    found = list(dict.fromkeys(token for token in ids if token is not None))
     return {"eos_token_id": found} if found else {}
 
 
@@ -54,10 +69,10 @@ class _Model:
     def config(self) -> Json:
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedGguf(
-                f"{self._header.path} has architecture {self.architecture}; supported in GGUF "
-                f"files: {', '.join(_ARCHITECTURES)}"
+                f"{self._header.path} has architecture {shown(self.architecture)}; supported in "
+                f"GGUF files: {', '.join(_ARCHITECTURES)}"
             )
-        if self.get("expert_count", 0):
+        if self.value("expert_count", 0):
             raise UnsupportedGguf(
                 f"{self._header.path} is a mixture of experts; GGUF files of these are not "
                 "supported: use the model's safetensors"
@@ -75,7 +90,7 @@ class _Model:
             raise BadGguf(f"{self._header.path} lacks the key {self.architecture}.{key}")
         return value
 
-    def get(self, key: str, otherwise: Any = _REQUIRED) -> Any:
+    def value(self, key: str, otherwise: Any = _REQUIRED) -> Any:
         """Return the metadata value of ``key``, or ``otherwise`` if the file lacks the key.
 
         ``key`` is without the architecture's name. If the value is a list with one item per layer,
@@ -87,32 +102,101 @@ class _Model:
             return value
         if len(set(value)) != 1:
             raise UnsupportedGguf(
-                f"{self._header.path}: {self.architecture}.{key} differs between layers, which is "
-                "not supported"
+                f"{self._header.path}: {self.architecture}.{key} is not the same for all layers, "
+                "which is not supported"
             )
         return value[0]
+
+    def integer(self, key: str, otherwise: Any = _REQUIRED) -> Any:
+        """Return the positive integer that ``value`` returns, or ``otherwise``.
+
+        Raises the errors of ``value``, and BadGguf for anything but a positive integer.
+        """
+        value = self.value(key, otherwise)
+        if value is not otherwise and not (type(value) is int and 0 < value <= _MAX_INTEGER):
+            raise self._wrong(key, "a positive integer")
+        return value
+
+    def number(self, key: str, otherwise: Any = _REQUIRED) -> Any:
+        """Return the positive number that ``value`` returns, or ``otherwise``.
+
+        Raises the errors of ``value``, and BadGguf for anything but a finite positive number.
+        """
+        value = self.value(key, otherwise)
+        if value is not otherwise and not (
+            type(value) in (int, float) and 0 < value and math.isfinite(value)
+        ):
+            raise self._wrong(key, "a positive number")
+        return value
 
     def has(self, tensor: str) -> bool:
         return tensor in self._tensors
 
+    @property
+    def heads(self) -> int:
+        return int(self.integer("attention.head_count"))
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.integer("attention.key_length", self._hidden_size // self.heads))
+
+    @property
+    def _hidden_size(self) -> int:
+        return int(self.integer("embedding_length"))
+
     def _common(self) -> Json:
-        heads, hidden = self.get("attention.head_count"), self.get("embedding_length")
-        if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0):
-            raise BadGguf(f"{self._header.path}: head_count and embedding_length are not right")
+        self._check_shapes()
         return {
-            "hidden_size": hidden,
-            "intermediate_size": self.get("feed_forward_length"),
-            "num_hidden_layers": self.get("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self.get("attention.head_count_kv", heads),
-            "head_dim": self.get("attention.key_length", hidden // heads),
-            "rms_norm_eps": self.get("attention.layer_norm_rms_epsilon"),
-            "max_position_embeddings": self.get("context_length"),
-            "rope_theta": self.get("rope.freq_base", 10000.0),
+            "hidden_size": self._hidden_size,
+            "intermediate_size": self.integer("feed_forward_length"),
+            "num_hidden_layers": self.integer("block_count"),
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.integer("attention.head_count_kv", self.heads),
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self.integer("context_length"),
+            "rope_theta": self.number("rope.freq_base", 10000.0),
             "tie_word_embeddings": not self.has("output.weight"),
             "vocab_size": self._tensor("token_embd.weight").shape[0],
             **generation_config_of(self._header),
         }
+
+    def _check_shapes(self) -> None:
+        """Compare the sizes in the metadata with the shapes of tensors.
+
+        A model is allocated by its configuration before its tensors are read. A wrong size would
+        therefore allocate any amount of memory. Raises BadGguf.
+        """
+        layers = {match[1] for name in self._tensors if (match := _LAYER.match(name))}
+        if len(layers) != self.integer("block_count"):
+            raise self._wrong("block_count", f"{len(layers)}, the number of layers in the file")
+        columns = {
+            "embedding_length": ("token_embd.weight", self._hidden_size),
+            "feed_forward_length": ("blk.0.ffn_down.weight", self.integer("feed_forward_length")),
+            "attention.head_count": ("blk.0.attn_output.weight", self.heads * self.head_dim),
+        }
+        for key, (name, size) in columns.items():
+            shape = self._tensor(name).shape
+            if len(shape) != 2 or shape[1] != size:
+                raise self._wrong(key, f"what {name} of shape {shape} requires")
+        num_kv_heads = self.integer("attention.head_count_kv", self.heads)
+        key_rows = num_kv_heads * self.head_dim
+        if self.has(_KEYS) and self._tensor(_KEYS).shape[0] != key_rows:
+            raise self._wrong("attention.head_count_kv", f"what {_KEYS} requires")
+        tokens, rows = (
+            self._header.metadata.get(_TOKENS),
+            self._tensor("token_embd.weight").shape[0],
+        )
+        if isinstance(tokens, list) and len(tokens) > rows:
+            raise BadGguf(
+                f"{self._header.path} has {len(tokens)} tokens, but only {rows} embeddings"
+            )
+
+    def _wrong(self, key: str, wanted: str) -> BadGguf:
+        value = self.written(key, None)
+        return BadGguf(
+            f"{self._header.path}: {self.architecture}.{key} is {shown(value)}, not {wanted}"
+        )
 
     def rope_scaling(self) -> Json:
         """Return a dict with the key ``rope_scaling``, or {} if RoPE is not scaled.
@@ -126,16 +210,16 @@ class _Model:
             return self._scaling(
                 "longrope", short_factor=factors, long_factor=factors, attention_factor=1.0
             )
-        kind = self.get("rope.scaling.type", _NO_SCALING)
+        kind = self.value("rope.scaling.type", _NO_SCALING)
         if kind == _NO_SCALING:
             return {}
         if kind not in ("linear", "yarn"):
             raise UnsupportedGguf(
-                f"{self._header.path} has rope scaling {kind}; supported here: linear, yarn"
+                f"{self._header.path} has rope scaling {shown(kind)}; supported here: linear, yarn"
             )
-        context = self.get("rope.scaling.original_context_length", None)
+        context = self.integer("rope.scaling.original_context_length", None)
         written = {} if context is None else {"original_max_position_embeddings": context}
-        return self._scaling(kind, factor=self.get("rope.scaling.factor"), **written)
+        return self._scaling(kind, factor=self.number("rope.scaling.factor"), **written)
 
     def long_rope(self) -> Json:
         """Return a dict with Phi-3's key ``rope_scaling``, or {} if RoPE is not scaled.
@@ -145,9 +229,11 @@ class _Model:
         """
         if not self.has("rope_factors_long.weight"):
             return {}
-        written = {"attention_factor": self.get("rope.scaling.attn_factor", None)}
+        written = {"attention_factor": self.number("rope.scaling.attn_factor", None)}
         return {
-            "original_max_position_embeddings": self.get("rope.scaling.original_context_length"),
+            "original_max_position_embeddings": self.integer(
+                "rope.scaling.original_context_length"
+            ),
             **self._scaling(
                 "longrope",
                 short_factor=self._numbers("rope_factors_short.weight"),
@@ -161,9 +247,8 @@ class _Model:
 
         The factor is the fraction of a head's dimensions that RoPE rotates.
         """
-        head_dim = self._common()["head_dim"]
-        dim = self.get("rope.dimension_count", head_dim)
-        return {} if dim == head_dim else {"partial_rotary_factor": dim / head_dim}
+        dim = self.integer("rope.dimension_count", self.head_dim)
+        return {} if dim == self.head_dim else {"partial_rotary_factor": dim / self.head_dim}
 
     @staticmethod
     def _scaling(kind: str, **parameters: Any) -> Json:
@@ -226,7 +311,7 @@ def _phi3(model: _Model) -> Json:
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         "hidden_act": "silu",
-        "sliding_window": model.get("attention.sliding_window", None) or None,
+        "sliding_window": model.value("attention.sliding_window", None) or None,
         **model.partial_rotary(),
         **model.long_rope(),
     }
@@ -236,9 +321,9 @@ def _gemma2(model: _Model) -> Json:
     return {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
-        "sliding_window": model.get("attention.sliding_window", 4096),
-        "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": model.get("final_logit_softcapping", 30.0),
+        "sliding_window": model.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": model.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": model.number("final_logit_softcapping", 30.0),
         # Gemma 2 27B has 46 layers.
         **_gemma(model, layers_scaled_by_width=46),
     }
@@ -248,10 +333,10 @@ def _gemma3(model: _Model) -> Json:
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "sliding_window": model.get("attention.sliding_window", 1024),
+        "sliding_window": model.integer("attention.sliding_window", 1024),
         **_sliding_pattern(model),
-        "rope_local_base_freq": model.get("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": model.get("final_logit_softcapping", None) or None,
+        "rope_local_base_freq": model.number("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": model.value("final_logit_softcapping", None) or None,
         # Gemma 3 27B has 62 layers.
         **_gemma(model, layers_scaled_by_width=62),
         **model.rope_scaling(),
@@ -277,13 +362,11 @@ def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
     A model with ``layers_scaled_by_width`` layers is the 27B variant, which scales queries by the
     model's width per head.
     """
-    width, heads = model.get("embedding_length"), model.get("attention.head_count")
-    is_scaled_by_width = model.get("block_count") == layers_scaled_by_width
+    is_scaled_by_width = model.integer("block_count") == layers_scaled_by_width
+    width = model.integer("embedding_length")
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": (
-            width // heads if is_scaled_by_width else model.get("attention.key_length", 256)
-        ),
+        "query_pre_attn_scalar": (width // model.heads if is_scaled_by_width else model.head_dim),
     }
 
 

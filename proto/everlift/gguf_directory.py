@@ -37,10 +37,6 @@ class GgufUnusable(ValueError):
     """
 
 
-def is_gguf(model: str) -> bool:
-    return model.endswith(SUFFIX)
-
-
 def cache_directory() -> Path:
     """Return Everlift's directory in the user's cache, whether or not it exists."""
     home = os.environ.get("XDG_CACHE_HOME")
@@ -54,6 +50,8 @@ def directory_of(path: Path) -> Path:
     and OSError if it cannot be read or the cache cannot be written.
     """
     path = path.resolve()
+    if not path.is_file():
+        raise GgufUnusable(f"{path} is not a file")
     directory = cache_directory() / "gguf" / f"{path.stem}-{_key(path)}"
     if not directory.is_dir():
         _make(path, directory)

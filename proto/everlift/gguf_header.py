@@ -46,7 +46,19 @@ _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_ELEMENTS = 8_000_000
 _MAX_DIMENSIONS = 4
+_MAX_SHOWN = 80
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a file's name, or a path, has the suffix of GGUF files."""
+    return name.lower().endswith(SUFFIX)
+
+
+def shown(value: object) -> str:
+    """Return a value of a header for a message: escaped, and at most _MAX_SHOWN characters."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class BadGguf(ValueError):
@@ -156,13 +168,13 @@ def _read(path: Path, reader: _Reader) -> GgufHeader:
     for _ in range(num_keys):
         name = reader.string()
         if name in metadata:
-            raise _Malformed(f"has the key {name!r} twice")
+            raise _Malformed(f"has the key {shown(name)} twice")
         metadata[name] = reader.value(reader.number(_U32))
     entries: dict[str, GgufTensor] = {}
     for _ in range(num_tensors):
         entry = _entry(reader)
         if entry.name in entries:
-            raise _Malformed(f"has the tensor {entry.name!r} twice")
+            raise _Malformed(f"has the tensor {shown(entry.name)} twice")
         entries[entry.name] = entry
     size = _padded(reader.place, metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
     tensors = (GgufTensor(t.name, t.shape, t.type, size + t.start) for t in entries.values())
@@ -172,14 +184,14 @@ def _read(path: Path, reader: _Reader) -> GgufHeader:
 def _entry(reader: _Reader) -> GgufTensor:
     name, num_dimensions = reader.string(), reader.number(_U32)
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-        raise _Malformed(f"has the tensor {name!r} with {num_dimensions} dimensions")
+        raise _Malformed(f"has the tensor {shown(name)} with {num_dimensions} dimensions")
     shape = tuple(reader.number(_U64) for _ in range(num_dimensions))[::-1]
     if not 0 < math.prod(shape) < 1 << 63:
-        raise _Malformed(f"has the tensor {name!r} with the impossible shape {shape}")
+        raise _Malformed(f"has the tensor {shown(name)} with the impossible shape {shape}")
     return GgufTensor(name, shape, reader.number(_U32), reader.number(_U64))
 
 
 def _padded(place: int, alignment: object) -> int:
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise _Malformed(f"has the alignment {alignment!r}, which is no power of two")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise _Malformed(f"has the alignment {shown(alignment)}, which is not a power of two")
     return -(-place // alignment) * alignment

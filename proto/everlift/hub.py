@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from everlift.gguf_header import is_gguf
+
 _HUB_ID = re.compile(r"[a-z0-9_][a-z0-9_.-]*/[a-z0-9_][a-z0-9_.-]*", re.ASCII | re.IGNORECASE)
-_GGUF = ".gguf"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(model: str, revision: str = "") -> bool:
-    if not _HUB_ID.fullmatch(model) or model.endswith(_GGUF):
+    if not _HUB_ID.fullmatch(model) or is_gguf(model):
         return False
     return bool(revision) or not Path(model).is_dir()
 
@@ -24,7 +25,10 @@ def is_commit(revision: str) -> bool:
 
 
 def name_for_clients(model: str, revision: str = "") -> str:
-    return model if is_hub_id(model, revision) else Path(model).resolve().name.removesuffix(_GGUF)
+    if is_hub_id(model, revision):
+        return model
+    name = Path(model).resolve().name
+    return Path(name).stem if is_gguf(name) else name
 
 
 _DENIED = (401, 403)

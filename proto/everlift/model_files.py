@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everlift.gguf_directory import LINK, GgufUnusable, directory_of, is_gguf
+from everlift.gguf_directory import LINK, GgufUnusable, directory_of
+from everlift.gguf_header import is_gguf
 from everlift.hub import explain, is_commit, is_hub_id
 from everlift.packaged_models import PACKAGED_MODELS
 from everlift.progress import Progress, untold
@@ -119,10 +120,10 @@ def _of_gguf(model: str, path: Path) -> Path:
             )
     try:
         return directory_of(path)
-    except FileNotFoundError:
-        raise ModelUnavailable(f"no model at {model!r}: no such file") from None
-    except (GgufUnusable, OSError) as error:
-        raise ModelUnavailable(f"no model of {model!r}: {error}") from None
+    except GgufUnusable as error:
+        raise ModelUnavailable(str(error)) from None
+    except OSError as error:
+        raise ModelUnavailable(f"the cache of {model!r} cannot be written: {error}") from None
 
 
 def weight_files(directory: Path) -> list[Path]:

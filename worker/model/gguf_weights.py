@@ -55,8 +55,8 @@ _FAMILY_LAYER_NAMES = {
 #: Tensors that everlift.gguf_config has already converted to entries of the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _INTERLEAVED = re.compile(r"\.attn_[qk]\.")
-#: Types that are not quantised, with their names in safetensors.
-_PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+#: Types that are not quantised; safetensors uses the same names.
+_PLAIN = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
     Raises BadCheckpoint if the file is malformed or truncated, or has an unsupported architecture
     or type.
     """
+    path = path.resolve()
     try:
         header = read_gguf_header(path)
         config = config_of(header)
@@ -90,7 +91,7 @@ def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
         raise BadCheckpoint(str(error)) from None
     architecture = config["model_type"].removesuffix("_text")
     tensors = [
-        _stored(header, tensor, architecture, config)
+        _stored(header, tensor, architecture, config["head_dim"])
         for tensor in header.tensors
         if tensor.name not in _IN_CONFIG
     ]
@@ -142,26 +143,26 @@ def _read(descriptor: int, count: int, place: int, tensor: StoredTensor) -> nump
 
 
 def _stored(
-    header: GgufHeader, tensor: GgufTensor, architecture: str, config: dict[str, object]
+    header: GgufHeader, tensor: GgufTensor, architecture: str, head_dim: int
 ) -> GgufStoredTensor:
     kind = _type_of(header.path, tensor)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if tensor.shape[-1] % block:
         raise BadCheckpoint(
-            f"{header.path}: {tensor.name} has rows of {tensor.shape[-1]} elements, which are no "
-            f"whole blocks of {kind.name}"
+            f"{header.path}: {tensor.name} has rows of {tensor.shape[-1]} elements, not a "
+            f"multiple of the block size of {kind.name}"
         )
     size = math.prod(tensor.shape)
     row = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     is_interleaved = architecture == "llama" and bool(_INTERLEAVED.search(tensor.name))
-    unit = int(str(config["head_dim"])) * row if is_interleaved else block
+    unit = head_dim * row if is_interleaved else block
     if is_interleaved and (size % unit or unit // row % 2):
-        raise BadCheckpoint(f"{header.path}: {tensor.name} has no whole heads")
+        raise BadCheckpoint(f"{header.path}: {tensor.name} does not consist of whole heads")
     is_norm = tensor.name.endswith("norm.weight")
     return GgufStoredTensor(
         name=_name_of(tensor.name, architecture),
         path=header.path,
-        dtype=_PLAIN.get(kind.name, "F32"),
+        dtype=kind.name if kind.name in _PLAIN else "F32",
         shape=tensor.shape,
         start=tensor.start,
         end=tensor.start + size // block * block_bytes,

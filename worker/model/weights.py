@@ -161,7 +161,8 @@ def _check_forms(wanted: _Wanted, tensors: Iterable[StoredTensor]) -> None:
         for piece in wanted.get(tensor.name, ()):
             if tensor.shape != piece.shape:
                 raise BadCheckpoint(
-                    f"{piece.name} has shape {tensor.shape}; the config makes it {piece.shape}"
+                    f"{piece.name} has shape {tensor.shape}; "
+                    f"the configuration requires {piece.shape}"
                 )
             if tensor.dtype not in _DTYPES:
                 raise BadCheckpoint(

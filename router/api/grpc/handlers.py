@@ -29,7 +29,6 @@ from router.requests.stream import Closable, Source
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
 
-
 #: Seconds by which a request's timeout is shorter than its call's deadline, so that the error with
 #: its cause arrives before the client gives up.
 _TO_ANSWER_S = 0.05

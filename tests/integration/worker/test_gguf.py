@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from everlift.chat_templates import Templates
 from everlift.gguf_config import UnsupportedGguf
-from everlift.gguf_directory import LINK, directory_of, write
+from everlift.gguf_directory import LINK, GgufUnusable, directory_of, write
 from everlift.gguf_header import BadGguf, read_gguf_header
 from everlift.model_files import ModelUnavailable, fetch, locate, weight_files
 from router.requests.tokenizer import ServedModel
@@ -121,12 +122,13 @@ def test_k_quants_are_dequantised_like_the_gguf_library(kind: Type, tmp_path: Pa
     _add_sizes(writer)
     data = numpy.frombuffer(stored, numpy.uint8).reshape(rows, -1)
     writer.add_tensor("token_embd.weight", data, raw_dtype=kind)
+    _add_layer(writer)
     _close(writer)
     if kind is Type.Q8_K:
         with pytest.raises(BadCheckpoint, match="Q8_K"):
             read_gguf_tensors(tmp_path / "k.gguf")
         return
-    (tensor,) = read_gguf_tensors(tmp_path / "k.gguf")
+    tensor = next(it for it in read_gguf_tensors(tmp_path / "k.gguf") if "embed" in it.name)
     assert tensor.shape == (rows, columns)
     wanted = torch.tensor(gguf.dequantize(data, kind)).flatten()
     parts = [Run(0, 7), Run(columns - 3, 300), Run(5 * columns + 1, columns - 1)]
@@ -144,6 +146,13 @@ def _add_sizes(writer: gguf.GGUFWriter) -> None:
     writer.add_feed_forward_length(512)
     writer.add_head_count(8)
     writer.add_layer_norm_rms_eps(1e-5)
+
+
+def _add_layer(writer: gguf.GGUFWriter) -> None:
+    """What the sizes of the metadata are compared with, and a vocabulary."""
+    for name in ("attn_output", "ffn_down"):
+        writer.add_tensor(f"blk.0.{name}.weight", numpy.zeros((512, 512), numpy.float32))
+    writer.add_token_list(["a"])
 
 
 def _close(writer: gguf.GGUFWriter) -> None:
@@ -185,7 +194,7 @@ def test_unsupported_gguf_architecture_is_rejected_by_name(tmp_path: Path) -> No
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     _close(writer)
     with pytest.raises(
-        ModelUnavailable, match="architecture mamba; supported in GGUF files: gemma2"
+        ModelUnavailable, match="architecture 'mamba'; supported in GGUF files: gemma2"
     ):
         locate(str(tmp_path / "m.gguf"), weights=True)
 
@@ -310,13 +319,53 @@ def test_gguf_file_without_tokenizer_is_rejected(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
     _add_sizes(writer)
     writer.add_tensor("token_embd.weight", numpy.zeros((6, 512), numpy.float32))
+    _add_layer(writer)
     _close(writer)
     with pytest.raises(ModelUnavailable, match="no usable tokenizer"):
         locate(str(tmp_path / "m.gguf"), weights=True)
 
 
 def test_missing_gguf_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match="no such file"):
+    with pytest.raises(ModelUnavailable, match="is not a file"):
         locate(str(tmp_path / "m.gguf"), weights=True)
-    with pytest.raises(FileNotFoundError):
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(GgufUnusable, match="is not a file"):
         directory_of(tmp_path / "m.gguf")
+
+
+CONTRADICTIONS = {
+    "block_count": (2**32 - 1, 2, 0),
+    "embedding_length": (2**31 - 1, 63, 0),
+    "feed_forward_length": (2**32 - 1, 97),
+    "attention.head_count": (2**32 - 1, 5, 0),
+    "attention.head_count_kv": (2**32 - 1, 1, 0),
+    "attention.key_length": (2**32 - 1, 15, 0),
+    "context_length": (0, 2**32 - 1),
+}
+
+
+@pytest.mark.parametrize("key", CONTRADICTIONS)
+def test_sizes_that_contradict_the_tensors_are_refused(key: str, path: Path) -> None:
+    data, name = bytearray(path.read_bytes()), f"llama.{key}".encode()
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4
+    for value in CONTRADICTIONS[key]:
+        struct.pack_into("<I", data, at, value)
+        path.write_bytes(data)
+        with pytest.raises(BadCheckpoint, match=r"plain\.gguf: llama\."):
+            read_gguf_tensors(path)
+
+
+def test_end_token_beyond_the_vocabulary_is_refused(path: Path) -> None:
+    data, name = bytearray(path.read_bytes()), b"tokenizer.ggml.eos_token_id"
+    struct.pack_into("<I", data, data.index(name) + len(name) + 4, VOCAB)
+    path.write_bytes(data)
+    with pytest.raises(BadGguf, match="eos_token_id is"):
+        write(path, path.parent)
+
+
+def test_terminal_escapes_of_the_file_are_shown_escaped(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.GGUF", "a\x1b[31mb" + 5000 * "c")
+    _close(writer)
+    with pytest.raises(ModelUnavailable) as caught:
+        locate(str(tmp_path / "m.GGUF"), weights=True)
+    assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 400

@@ -207,7 +207,7 @@ def test_load_ties_stored_head_equal_to_embedding(
     [
         (
             torch.zeros(3, 48),
-            r"lm_head\.weight has shape \(3, 48\); the config makes it \(211, 48\)",
+            r"lm_head\.weight has shape \(3, 48\); the configuration requires \(211, 48\)",
         ),
         (torch.zeros(211, 48, dtype=torch.int8), r"lm_head\.weight is I8; supported: F32"),
     ],
@@ -227,7 +227,7 @@ def test_load_rejects_malformed_stored_head(head: Tensor, words: str, tmp_path: 
         ({"model__norm__bias": torch.zeros(48)}, r"does not: model\.norm\.bias"),
         (
             {"model__norm__weight": torch.zeros(47)},
-            r"model\.norm\.weight has shape \(47,\); the config makes it \(48,\)",
+            r"model\.norm\.weight has shape \(47,\); the configuration requires \(48,\)",
         ),
         (
             {"model__norm__weight": torch.zeros(48, dtype=torch.int8)},
