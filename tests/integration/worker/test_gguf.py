@@ -15,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.quantization_config import GgufConfig
 
 from everlift.chat_templates import Templates
 from everlift.gguf_config import UnsupportedGguf
@@ -104,7 +105,11 @@ def test_gguf_logits_match_transformers_with_the_same_file(name: str, tmp_path: 
     kind = MODELS[name]
     path = write_gguf(tmp_path / "m.gguf", kind, random_model(kind))
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+        tmp_path,
+        gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
     )
     ours = logits(directory_for(path))
     for got, wanted in zip(ours, expected_logits(theirs, kind), strict=True):
