@@ -99,7 +99,9 @@ class HuggingFaceTokenizer:
     def _bytes_of(self, token_id: int, token: str, *, is_first: bool) -> bytes:
         if self._is_byte_level:
             return byte_level(token)
-        if self._has_byte_pieces and (piece := byte_piece(token)) is not None:
+        piece = byte_piece(token) if self._has_byte_pieces else None
+        # Decoders strip a space at the beginning of a text, also one that is written as a byte.
+        if piece is not None and not (is_first and piece == b" "):
             return piece
         first = self.decode([token_id])
         # Decoders treat the first token of a text differently from later tokens.

@@ -58,6 +58,12 @@ def test_sentencepiece_text_keeps_its_spaces(text: str) -> None:
     assert pushed(SENTENCEPIECE, ids)[0] == SENTENCEPIECE.decode(ids) == text
 
 
+def test_text_loses_a_leading_space_written_as_a_byte() -> None:
+    ids = [*byte_ids(SENTENCEPIECE, b" "), *SENTENCEPIECE.encode("a")]
+    for length in (1, 2):
+        assert pushed(SENTENCEPIECE, ids[:length])[0] == SENTENCEPIECE.decode(ids[:length])
+
+
 @pytest.mark.parametrize("kind", ALL)
 @given(data=st.data())
 def test_incremental_text_of_valid_tokens_equals_decode(kind: str, data: st.DataObject) -> None:
