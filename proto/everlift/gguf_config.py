@@ -22,7 +22,10 @@ _REQUIRED = object()
 #: llama.cpp's name for RoPE without scaling.
 _NO_SCALING = "none"
 _MAX_INTEGER = (1 << 31) - 1
-_TOKENS = "tokenizer.ggml.tokens"
+_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
+_MERGES, _SCORES = "tokenizer.ggml.merges", "tokenizer.ggml.scores"
+#: Kinds of tokenizers that transformers builds from a GGUF file: SentencePiece, BPE and Unigram.
+_TOKENIZERS = ("llama", "gpt2", "t5")
 _TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 #: Names of the end tokens: of the text, of a turn and of a message.
 _END_TOKENS = ("eos", "eot", "eom")
@@ -50,14 +53,47 @@ def generation_config_of(header: GgufHeader) -> Json:
     Raises BadGguf if the file has no vocabulary, or names a token that is not in it.
     """
     tokens = header.metadata.get(_TOKENS)
-    if not isinstance(tokens, list) or not tokens:
-        raise BadGguf(f"{header.path} has no usable tokenizer: {_TOKENS} is missing or empty")
+    if not _is_list_of(str, tokens) or not tokens:
+        raise _bad_tokenizer(header, f"{_TOKENS} is not a list of tokens")
     for key, token in header.metadata.items():
         if _TOKEN_ID.fullmatch(key) and not (type(token) is int and 0 <= token < len(tokens)):
             raise BadGguf(f"{header.path}: {key} is {token!r}, not one of {len(tokens)} tokens")
     ids = (header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_TOKENS)
     found = list(dict.fromkeys(token for token in ids if token is not None))
     return {"eos_token_id": found} if found else {}
+
+
+def check_tokenizer(header: GgufHeader) -> None:
+    """Raise BadGguf unless the file contains all that its kind of tokenizer is built from.
+
+    All kinds need a vocabulary. BPE needs merges, Unigram needs scores, and SentencePiece needs
+    either; without merges, they are derived from the scores.
+    """
+    kind, tokens, merges, scores = map(header.metadata.get, (_TOKENIZER, _TOKENS, _MERGES, _SCORES))
+    if kind not in _TOKENIZERS:
+        raise _bad_tokenizer(
+            header, f"{_TOKENIZER} is {shown(kind)}; supported: {', '.join(_TOKENIZERS)}"
+        )
+    if not _is_list_of(str, tokens) or not tokens:
+        raise _bad_tokenizer(header, f"{_TOKENS} is not a list of tokens")
+    if merges is not None and not (
+        _is_list_of(str, merges) and all(merge.count(" ") == 1 for merge in merges)
+    ):
+        raise _bad_tokenizer(header, f"{_MERGES} is not a list of pairs of tokens")
+    if scores is not None and not (_is_list_of(float, scores) and len(scores) == len(tokens)):
+        raise _bad_tokenizer(header, f"{_SCORES} is not a list of one number for each token")
+    if merges is None and (kind == "gpt2" or scores is None):
+        raise _bad_tokenizer(header, f"{_MERGES if kind == 'gpt2' else _SCORES} is missing")
+    if scores is None and kind == "t5":
+        raise _bad_tokenizer(header, f"{_SCORES} is missing")
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _bad_tokenizer(header: GgufHeader, cause: str) -> BadGguf:
+    return BadGguf(f"{header.path} has no usable tokenizer: {cause}")
 
 
 class _Model:

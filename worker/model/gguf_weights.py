@@ -90,19 +90,18 @@ def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
     except (BadGguf, UnsupportedGguf) as error:
         raise BadCheckpoint(str(error)) from None
     architecture = config["model_type"].removesuffix("_text")
-    tensors = [
-        _stored(header, tensor, architecture, config["head_dim"])
-        for tensor in header.tensors
+    stored = [
+        (tensor.name, _stored(header, tensor, architecture, config["head_dim"]))
+        for tensor in sorted(header.tensors, key=lambda tensor: tensor.start)
         if tensor.name not in _IN_CONFIG
     ]
-    cut = [tensor.name for tensor in tensors if tensor.end > file_size]
+    cut = [name for name, tensor in stored if tensor.end > file_size]
     if cut:
         raise BadCheckpoint(f"{path} is truncated: it ends before or within {some(cut)}")
-    tensors.sort(key=lambda tensor: tensor.start)
-    for one, following in pairwise(tensors):
-        if following.start < one.end:
-            raise BadCheckpoint(f"{path}: {one.name} and {following.name} overlap")
-    return tensors
+    for (name, tensor), (following_name, following) in pairwise(stored):
+        if following.start < tensor.end:
+            raise BadCheckpoint(f"{path}: {name} and {following_name} overlap")
+    return [tensor for _, tensor in stored]
 
 
 def gguf_reading(descriptor: int, tensor: GgufStoredTensor) -> Read:

@@ -36,8 +36,10 @@ class HfConfig:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            gguf_file = next(path.parent.glob("*.gguf"), None)
             raise UnsupportedModel(
                 f"{path.parent} is no Hugging Face model: no {path.name}"
+                + (f"; for the GGUF file in it, set the model to {gguf_file}" if gguf_file else "")
             ) from None
         except ValueError as error:
             raise UnsupportedModel(f"{path} is not JSON: {error}") from None

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
 from everlift.chat_templates import Templates
-from everlift.gguf_config import UnsupportedGguf
+from everlift.gguf_config import UnsupportedGguf, check_tokenizer
 from everlift.gguf_directory import LINK, GgufUnusable, directory_of, write
-from everlift.gguf_header import BadGguf, read_gguf_header
+from everlift.gguf_header import BadGguf, GgufHeader, read_gguf_header
 from everlift.model_files import ModelUnavailable, fetch, locate, weight_files
 from router.requests.tokenizer import ServedModel
 from tests.support.worker.decoder_steps import SteppedDecoder
@@ -326,8 +326,34 @@ def test_gguf_file_without_tokenizer_is_rejected(tmp_path: Path) -> None:
     writer.add_tensor("token_embd.weight", numpy.zeros((6, 512), numpy.float32))
     _add_layer(writer)
     _close(writer)
-    with pytest.raises(ModelUnavailable, match="no usable tokenizer"):
+    with pytest.raises(
+        ModelUnavailable, match=r"no usable tokenizer: tokenizer.ggml.model is None"
+    ):
         locate(str(tmp_path / "m.gguf"), weights=True)
+
+
+TOKENIZERS: dict[str, dict[str, object]] = {
+    "model is 'rwkv'": {"model": "rwkv"},
+    "tokens is not a list of tokens": {"tokens": [1, 2]},
+    "merges is not a list of pairs": {"merges": ["a b", "ab"]},
+    "scores is not a list of one": {"scores": [0.5]},
+    "merges is missing": {"merges": None},
+    "scores is missing": {"model": "llama", "merges": None},
+}
+
+
+@pytest.mark.parametrize("cause", TOKENIZERS)
+def test_unusable_tokenizer_is_refused_with_its_cause(cause: str) -> None:
+    good: dict[str, object] = {"model": "gpt2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    check_tokenizer(_header(good))
+    check_tokenizer(_header(good | {"model": "llama", "merges": None, "scores": [0.0, 1.0, 2.0]}))
+    with pytest.raises(BadGguf, match=rf"no usable tokenizer: tokenizer\.ggml\.{cause}"):
+        check_tokenizer(_header(good | TOKENIZERS[cause]))
+
+
+def _header(tokenizer: dict[str, object]) -> GgufHeader:
+    metadata = {f"tokenizer.ggml.{k}": v for k, v in tokenizer.items() if v is not None}
+    return GgufHeader(Path("m.gguf"), metadata, (), 0)
 
 
 def test_missing_gguf_file_is_reported(tmp_path: Path) -> None:
