@@ -56,7 +56,10 @@ def is_gguf(name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value of a header for a message: escaped, and at most _MAX_SHOWN characters."""
+    """Return the text that stands for a value of a header in an error message.
+
+    It is the value's ``repr``; "..." replaces what exceeds _MAX_SHOWN characters.
+    """
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

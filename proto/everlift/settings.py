@@ -175,7 +175,10 @@ class _Problems:
         self._lines: list[str] = []
 
     def add(self, path: str, error: Exception) -> None:
-        """Add a line for ``error``, whose message begins with ``path``."""
+        """Add the message of ``error``, which is about the setting with the dotted path ``path``.
+
+        The text that ``where`` returns for ``path`` precedes the message in its line.
+        """
         self._lines.append(f"{self._where(path)}{error}")
 
     @property

@@ -111,7 +111,10 @@ class Decodes:
         self._offsets -= len(slots)
 
     def place(self, slots: Ints, positions: Ints) -> None:
-        """Set the positions [n] of ``slots`` [n], noted slots that must just have been drained."""
+        """Set the positions [n] of ``slots`` [n], which accepted drafts have moved further.
+
+        All slots must be noted, and must have been drained since the last ``add``.
+        """
         offsets = positions + 1 - self._num_steps
         self._offsets += int(offsets.sum() - self._notes[slots, _OFFSET].sum())
         self._notes[slots, _OFFSET] = offsets

@@ -66,7 +66,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def expect(self, matcher: int) -> None:
-        """Add a request about ``matcher``, which the caller will send later, to the backlog."""
+        """Announce a request about ``matcher`` that the caller will pass to ``send`` later.
+
+        From now on, the backlog includes the predicted CPU time of the request.
+        """
         self._account.asked(matcher)
 
     def send(self, request: Request) -> None:

@@ -26,7 +26,7 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """Capture as CUDA graphs, which share one pool of memory."""
+    """Implementation of Capture with CUDA graphs; all its graphs share one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None

@@ -37,11 +37,12 @@ class Backoff:
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Return the seconds to wait after a failure at ``now``, or None if no retry is left.
+        """Count a failure at ``now``, and return the seconds to wait before the next attempt.
 
-        No retry is left if the wait would end after the ``limit_s`` seconds. The delay is not
-        shorter than ``at_least`` seconds. Jitter is added to ``at_least``, so that many clients
-        that received the same value do not retry at the same moment.
+        Return None if the wait would end more than ``limit_s`` seconds after the first failure of
+        the row. The delay is not shorter than ``at_least`` seconds. Jitter is added to
+        ``at_least``, so that many clients that received the same value do not retry at the same
+        moment. ``now`` is in seconds, of the same clock in all calls.
         """
         if not self._failures:
             self._since = now
@@ -102,7 +103,11 @@ class Retries:
         self._refused.reset()
 
     def delay(self, error: EverliftError, now: float) -> float | None:
-        """Return the seconds to wait after ``error``, or None if there must be no retry."""
+        """Count the failure with ``error`` at ``now``; return the seconds to wait before a retry.
+
+        Return None if the error must not be retried, or if the time for its retries is over. The
+        delay is not shorter than the error's ``retry_after_s``. ``now`` is in seconds.
+        """
         at_least = error.retry_after_s or 0.0
         if is_unavailable(error):
             return self._unavailable.delay(now, at_least)
