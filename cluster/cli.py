@@ -283,7 +283,22 @@ def forget(request_id: RequestId, address: Address = None) -> None:
     asyncio.run(_forget(address, request_id))
 
 
-@app.command(rich_help_panel=_LOOK, epilog="**Example:** `everlift status --watch`")
+@app.command(
+    rich_help_panel=_LOOK,
+    epilog="""
+**Columns** since the worker's start
+
+- **budget:** largest number of tokens in a step (a setting)
+- **busy:** share of the batch slots that were in use
+- **hits:** share of prompt tokens found in the prefix cache
+- **drafts:** share of draft tokens that were accepted
+- **KV empty:** share of the used KV blocks that is empty, now
+- **recomputed:** tokens computed again, for example after preemption
+- **swapped:** KV blocks copied to host memory / back
+
+**Example:** `everlift status --watch`
+""",
+)
 def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     address: Address = None,

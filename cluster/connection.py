@@ -63,7 +63,7 @@ async def _probe(routers: Sequence[str], key: str | None) -> None:
             await client.status()
         except Unreachable as error:
             place, reason = ", ".join(routers), refusal(str(error))
-            advice = reason or "start one with `everlift up`"
+            advice = reason or "start one with `everlift up`, or set --address"
             raise Unreachable(f"no cluster answers at {place}: {advice}") from None
         except Unauthenticated as error:
             raise Unauthenticated(f"{error}; commands show what is in {API_KEY_VARIABLE}") from None

@@ -103,7 +103,7 @@ def _counters(status: pb.GetStatusResponse) -> Text:
         f"queue {status.queued}   running {status.running}   completed {status.completed}   "
         f"failed {status.failed}   migrated {status.migrated}   "
         f"output tokens {status.output_tokens}\n"
-        f"preempted {status.preempted}   moved {status.moved}   "
+        f"preempted {status.preempted}   resumed elsewhere {status.moved}   "
         f"recomputed tokens {status.recomputed_tokens}   false alarms {status.false_alarms}\n"
         f"ledger {_ledger(status.ledger)}"
         f"{_http(status.http_address)}"

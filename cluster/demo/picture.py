@@ -48,7 +48,7 @@ class Occupancy:
         for key in self._open.keys() - running.keys():
             del self._open[key]
 
-    def moved(self) -> set[str]:
+    def migrated(self) -> set[str]:
         """Return the ids of the requests that were seen on more than one worker."""
         homes: dict[str, set[str]] = {}
         for stay in self.stays:
@@ -59,7 +59,7 @@ class Occupancy:
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
     """Draw the slots over time to ``path``: a panel per worker, a row per slot, a bar per stay.
 
-    A request that moved has the same colour in all panels; the others are grey. A dashed line marks
+    A migrated request has the same colour in all panels; the others are grey. A dashed line marks
     ``killed_at``, the seconds since the load began when the worker ``killed`` was killed.
     """
     workers = list(dict.fromkeys(stay.worker_id for stay in occupancy.stays))
@@ -67,15 +67,15 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
     figure, panels = pyplot.subplots(
         len(workers), 1, sharex=True, squeeze=False, figsize=(12, 2.2 + 2.4 * len(workers))
     )
-    moved = sorted(occupancy.moved())
+    migrated = sorted(occupancy.migrated())
     palette = [pyplot.get_cmap("tab20")(i) for i in range(20) if i not in _GREYS]
-    colours = {r: palette[i % len(palette)] for i, r in enumerate(moved)}
+    colours = {r: palette[i % len(palette)] for i, r in enumerate(migrated)}
     for panel, worker_id in zip(panels[:, 0], workers, strict=True):
         _draw_worker(panel, worker_id, occupancy, colours)
         panel.axvline(killed_at, color="crimson", linestyle="--", linewidth=1)
     panels[0, 0].set_title(
         f"Batch slots over time. Worker {killed[:8]} was killed at the dashed line; the "
-        f"{len(moved)} coloured requests moved to another worker.",
+        f"{len(migrated)} coloured requests were migrated.",
         fontsize=10,
     )
     panels[-1, 0].set_xlim(left=0.0)

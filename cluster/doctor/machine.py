@@ -180,7 +180,7 @@ def _threads(config: Config) -> Finding:
     cores = _cores()
     ranks = config.most_workers * config.worker.tensor_parallel
     threads = ranks * threads_per_rank(config, cores)
-    says = f"{ranks} ranks with {threads} threads on {cores} cores"
+    says = f"{threads} threads for all ranks, {cores} cores"
     if threads > cores:
         return doubtful("threads", says, "fewer workers here, or worker.num_threads")
     return fine("threads", says)
@@ -192,7 +192,7 @@ def _memory(config: Config) -> Finding:
     a_worker = worker.cpu_kv_cache_mib + swap_mib + _RANK_MIB * worker.tensor_parallel
     needed = config.most_workers * (a_worker + _weights_mib(config))
     available = _available_mib()
-    says = f"{needed} MiB for {config.most_workers} workers at most, {available} MiB are free"
+    says = f"{needed} MiB at most for all workers, {available} MiB are free"
     if needed > available:
         return doubtful("memory", says, "fewer workers here, or less worker.kv_cache_mib")
     return fine("memory", says)

@@ -359,7 +359,9 @@ async def test_cli_prints_a_router_error_in_one_line() -> None:
 )
 async def test_cli_without_a_cluster_suggests_everlift_up(command: str) -> None:
     said = await failure(*command.split(), "--address", "127.0.0.1:1")
-    assert said == "no cluster answers at 127.0.0.1:1: start one with `everlift up`"
+    assert (
+        said == "no cluster answers at 127.0.0.1:1: start one with `everlift up`, or set --address"
+    )
 
 
 async def test_chaos_run_needs_a_key_with_its_scope() -> None:
