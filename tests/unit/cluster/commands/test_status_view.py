@@ -91,7 +91,7 @@ def test_status_shows_counters_below_the_table() -> None:
     shown = text(show(STATUS))
     assert "model demo   leader leader-o" in shown
     assert "queue 7   running 3   completed 11   failed 0   migrated 2" in shown
-    assert "preempted 4   moved 3   recomputed tokens 99   false alarms 1" in shown
+    assert "preempted 4   resumed elsewhere 3   recomputed tokens 99   false alarms 1" in shown
     assert "leader none" in text(show(pb.GetStatusResponse()))
 
 
