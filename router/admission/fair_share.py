@@ -195,11 +195,11 @@ class FairShare:
             del self._work[key]
 
     def work_before(self, ordered: Ordered) -> int:
-        """Return the tokens of queued work that probably leave before the new request ``ordered``.
+        """Estimate the queued work, in tokens, that leaves before the new request ``ordered``.
 
-        Only its class counts: the work that its tenant has queued there and, for each other tenant
-        with queued requests there, that number divided by the tenant's weight. Return 0 if its
-        tenant has no queued request.
+        Only work of the request's class counts: the work W that its tenant has queued, plus
+        W / weight for each other tenant with queued requests. ``weight`` is that of the request's
+        tenant; all others are assumed to have weight 1. Return 0 if its tenant has none queued.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)

@@ -233,8 +233,9 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
 def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
     """Return the ids of the workers whose steps take over ``factor`` times as long as the others'.
 
-    ``paces`` has the estimators by worker id. The cost is O(workers) for each size class, and again
-    for each candidate.
+    ``paces`` has the estimators by worker id. A slow worker's mean step is longer than the median
+    of all workers, and its ``is_slower`` is true. The function takes O(workers) for each size class
+    of steps, and again for each worker that a cheap bound does not exclude.
     """
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
     if len(seconds) < 2:

@@ -1,6 +1,7 @@
 """Start parameters and messages of a renderer process, which renders chats. Pure.
 
-A message is a frame, a JSON object, after its length in 4 bytes.
+A message is the length in bytes of a frame, as a big-endian integer of 4 bytes, followed by the
+frame, a JSON object in UTF-8.
 """
 
 from __future__ import annotations

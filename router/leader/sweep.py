@@ -49,7 +49,10 @@ class Sweep:
         self._after = 0.0
 
     async def run(self) -> None:
-        """Search after each heartbeat interval, until cancelled."""
+        """Find and assign requests of dead routers at every heartbeat interval, until cancelled.
+
+        Nothing is done during ``hold_off`` or while ``heirs`` returns no router.
+        """
         while True:
             await asyncio.sleep(self._config.heartbeat)
             if now() > self._after and self._heirs():

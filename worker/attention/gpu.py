@@ -113,10 +113,10 @@ class GpuAttention:
     def _sent(
         self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
-        """Add the wanted tile sets to ``parcel``; return a function for each that returns it.
+        """Add the data of the wanted tile sets to ``parcel``; return a getter of each TileSet.
 
-        There are at most two: the kernel is launched separately for rows with few tokens and for
-        the other rows.
+        ``counts`` and ``span`` are those of ``_tile_sets``. There are at most two tile sets: the
+        kernel is launched separately for rows with few new tokens and for the other rows.
         """
         is_ours = np.ones(len(counts), np.bool_)
         if span is not None and not wanted.is_for_all:

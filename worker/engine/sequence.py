@@ -268,7 +268,8 @@ class Sequence:
     def admitted(self, now: float) -> None:
         """Record in ``news`` that the sequence was admitted to the batch at ``now``.
 
-        For the first admission that is the time that it waited, for a later one that it resumed.
+        The first admission sets ``waited_s`` and ``cached_tokens``. An admission after a preemption
+        sets ``residence`` to RESUMED.
         """
         if self.is_preempted:
             self.is_preempted = False

@@ -72,11 +72,11 @@ class Tell:
 
 
 class StandIn:
-    """Substitute for one rank's part of steps; it holds memory that suffices for any collective.
+    """Substitute that takes part in the collectives of a step if its rank has too little memory.
 
-    ``most_tokens`` is the maximum number of tokens of a step, ``most_logits`` that of hidden states
-    whose logits are computed, and ``most_told`` that of integers that rank 0 broadcasts as the
-    results of a step.
+    It allocates a buffer for the largest collective at creation. The buffer's size follows from the
+    maximum number of tokens of a step (``most_tokens``), of hidden states whose logits are computed
+    (``most_logits``), and of integers that rank 0 broadcasts as a step's results (``most_told``).
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class StandIn:
         self._room = torch.zeros(most, dtype=torch.uint8, device=device)
 
     def attend(self, collectives: Sequence[Collective]) -> None:
+        """Take part in ``collectives``, in order, with undefined data."""
         for collective in collectives:
             collective.attend(self._group, self._room)
 

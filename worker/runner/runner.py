@@ -376,7 +376,12 @@ class TorchRunner:
 
 
 class TorchStep:
-    """Launched step; ``hidden`` are the states to sample from, ``scores`` those of its prompts."""
+    """Launched step of a TorchRunner.
+
+    ``hidden`` [n, hidden] are the hidden states of the tokens after which tokens are sampled.
+    ``scores`` are the log probabilities of the step's prompt tokens. ``wanted`` is None if no row
+    samples.
+    """
 
     def __init__(
         self,

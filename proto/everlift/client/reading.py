@@ -1,4 +1,4 @@
-"""Reader of the output of one request, even if connections or routers are lost."""
+"""Reader of one request's output, which continues at the next router if a connection is lost."""
 
 from __future__ import annotations
 

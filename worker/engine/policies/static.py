@@ -50,7 +50,7 @@ class ClosedBatch:
         return self._members.num_tokens + self._later.num_tokens
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence; a preempted one belongs to the closed batch."""
+        """Add a preempted sequence to the closed batch, and any other to the later arrivals."""
         line = self._members if sequence.is_preempted else self._later
         line.push(sequence)
 
@@ -62,9 +62,9 @@ class ClosedBatch:
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """Make up to ``size`` of the first later arrivals members of the closed batch.
+        """Move the first later arrivals to the closed batch until ``size`` of its members wait.
 
-        It has ``size`` members without a slot afterwards, or fewer if too few sequences wait.
+        Fewer wait afterwards if there are too few later arrivals.
         """
         while len(self._members) < size and (head := self._later.head()) is not None:
             self._later.remove(head)
