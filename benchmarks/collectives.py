@@ -92,13 +92,13 @@ def alone(model: str, pipe: Connection) -> None:
 
 
 def join(way: str, address: str, number: int) -> Group:
-    meet = collectives.meet
+    original = collectives.init_collectives
     if way == "gloo":
-        collectives.meet = lambda *_: None
+        collectives.init_collectives = lambda *_: None
     try:
         return init_group(join_store(address), number, 2, torch.device("cpu"))
     finally:
-        collectives.meet = meet
+        collectives.init_collectives = original
 
 
 def requests(pipe: Connection) -> Iterator[Any]:

@@ -34,7 +34,7 @@ from typing import Any, cast
 from starlette.routing import Route, Router
 
 from benchmarks import report
-from everlift.request_id import qualified
+from everlift.request_id import qualify
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
 from router.admission.scheduler import cluster_load
@@ -46,7 +46,7 @@ from router.config import RouterConfig
 from router.console.actions import Actions
 from router.console.console import FRAME_S, Console
 from router.console.counts import Peers
-from router.console.slot_grid import MOST_LANES, Lanes
+from router.console.slot_grid import MAX_LANES, Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from router.ledger.base import LoadReport
@@ -84,7 +84,7 @@ class Queue:
     def _come(self, number: int) -> None:
         for _ in range(number):
             self._came += 1
-            name = qualified(f"tenant-{self._rng.randrange(TENANTS)}", f"request-{self._came}")
+            name = qualify(f"tenant-{self._rng.randrange(TENANTS)}", f"request-{self._came}")
             priority = self._rng.randrange(CLASSES)
             self._leader.enqueue(name, priority=priority, arrived=float(self._came))
             self._waiting.append(name)
@@ -140,14 +140,14 @@ class BusyCluster:
 def of_router(num_workers: int) -> dict[str, float]:
     busy = BusyCluster(num_workers)
     snapshot = busy.cluster.snapshot()
-    lanes = [each.info.worker_id for each in busy.cluster.links[:MOST_LANES]]
+    lanes = [each.info.worker_id for each in busy.cluster.links[:MAX_LANES]]
     viewer = Viewer(snapshot, ANYONE, Lanes(lanes))
     took: dict[str, list[float]] = {
         name: [] for name in ("load_ms", "look_ms", "encode_ms", "frame_ms")
     }
     sizes: list[int] = []
     for number in range(_FRAMES):
-        busy.pass_on(MOST_LANES)
+        busy.pass_on(MAX_LANES)
         now = number * FRAME_S
         snapshot.load = timed(took["load_ms"], busy.load)
         sections = timed(took["look_ms"], lambda now=now: snapshot.update(now))
@@ -209,7 +209,7 @@ async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
 
 async def _passing(busy: BusyCluster) -> None:
     while True:
-        busy.pass_on(MOST_LANES)
+        busy.pass_on(MAX_LANES)
         await asyncio.sleep(FRAME_S)
 
 
@@ -220,7 +220,7 @@ async def _watch(url: str, seconds: float) -> dict[str, float]:
         await page.wait_for_function("document.querySelectorAll('#grid .cell').length > 0")
         await page.evaluate(
             "document.querySelectorAll('#grid .cell').forEach((it, place) => "
-            f"place < {MOST_LANES} && it.click())"
+            f"place < {MAX_LANES} && it.click())"
         )
         await page.wait_for_timeout(3000)
         session = await page.context.new_cdp_session(page)
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.write(
         args.out,
         packages=("starlette", "uvicorn", "playwright"),
-        settings={"slots": SLOTS, "lanes": MOST_LANES, "frame_s": FRAME_S},
+        settings={"slots": SLOTS, "lanes": MAX_LANES, "frame_s": FRAME_S},
         raw={"router": routers, "page": page},
         ratios={
             "share_of_a_core": spent_ms / 1e3 / FRAME_S,

@@ -153,7 +153,7 @@ class RouterProcess:
 def _serve(config: RouterConfig, ledger: LedgerConfig, pipe: Connection) -> None:
     async def run() -> None:
         router = await Router.start(config, await connect(ledger))
-        heap.settle()
+        heap.freeze_heap()
         pipe.send((router.address, router.internal_address))
         await asyncio.to_thread(pipe.poll, None)
         await router.stop()

@@ -133,7 +133,7 @@ class EarlyQueue:
 
     def _has(self, name: str) -> int:
         worker = self._placement.workers[name]
-        return worker.load.num_running + worker.ahead
+        return worker.load.num_running + worker.num_ahead
 
     def _shorter_of_two(self, workers: list[str]) -> str:
         return self._shortest(self._dice.sample(workers, min(2, len(workers))))

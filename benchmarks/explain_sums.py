@@ -32,7 +32,7 @@ from router.api.service import IDEMPOTENCY_KEY
 from router.auth.caller import ANYONE
 from router.event_loop import now
 from router.requests.attempts import RunningRequests
-from router.requests.explanation import kept
+from router.requests.explanation import stored_explanation
 from router.requests.request import LiveRequest
 from router.requests.timing import Journal, UnreadTime
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
@@ -52,17 +52,17 @@ _RECORDING = {
         "__init__",
         "accepted",
         "dispatched",
-        "joined",
+        "set_newcomers",
         "breakdown",
         "progress",
-        "left",
-        "queued_again",
+        "end_attempt",
+        "requeued",
         "readable",
         "ended",
         "delivered",
     ),
-    UnreadTime: ("__init__", "mark_late", "mark_caught_up"),
-    LiveRequest: ("_look_at_unread", "packed_explanation"),
+    UnreadTime: ("__init__", "mark_unread", "mark_caught_up"),
+    LiveRequest: ("_mark_all_unread", "packed_explanation"),
     RunningRequests: ("neighbours", "occupants", "newcomers"),
 }
 
@@ -162,7 +162,7 @@ async def _asked(
 
 async def _kept_s(parts: Cluster, request_id: str) -> float:
     stored = await parts.ledger.read(request_id)
-    return _sum(kept(stored, await parts.ledger.events(request_id)))
+    return _sum(stored_explanation(stored, await parts.ledger.events(request_id)))
 
 
 async def _over_http(parts: Cluster, rim: Rim, message: pb.GenerateRequest) -> float:

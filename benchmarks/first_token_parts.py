@@ -30,9 +30,9 @@ def main() -> None:
         from worker.engine.sequence import Sequence
     with startup.part("tokenizer"):
         ServedModel.load(str(directory))
-    with startup.part("torch"), heap.growing():
+    with startup.part("torch"), heap.pause_gc():
         import torch  # noqa: F401
-    with startup.part("modules on torch"), heap.growing():
+    with startup.part("modules on torch"), heap.pause_gc():
         from worker.parallel.group import Group
         from worker.runner.build import build_runner
     config = WorkerConfig(model=str(directory), num_threads=threads)

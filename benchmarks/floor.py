@@ -102,7 +102,7 @@ def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
         assert await ledger.lead("floor", "nowhere:1", term, _LEASE_S)
         transport, transport_address = await _listen(_Transport(pace_s))
         filed, ledger_address = await _listen(_Filed(ledger, term))
-        heap.settle()
+        heap.freeze_heap()
         pipe.send((transport_address, ledger_address))
         await asyncio.to_thread(pipe.poll, None)
         await transport.stop(None)

@@ -115,7 +115,7 @@ class Bench:
         self._output = output
         self._inbox = Inbox()
         self._sessions = Sessions(self._limits, self._engine.load(), self._inbox, NoGrammars())
-        self.session = self._sessions.join("router", lambda: None)
+        self.session = self._sessions.open_session("router", lambda: None)
         self._present = running + waiting
         self._arrived = 0
         self._started: list[EngineSequence] = []
@@ -157,7 +157,7 @@ class Bench:
         if self.breakdowns is not None:
             news = replace(news, decoding=self.breakdowns.decoding)
         self._sessions.deliver(news)
-        self._sessions.cut(self.session).SerializeToString()
+        self._sessions.take_frame(self.session).SerializeToString()
         delivered = time.perf_counter()
         self._take_in([self._output] * (self._present - load.num_running - load.num_waiting))
         return {

@@ -95,7 +95,7 @@ class Gateway:
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None: ...
 
-    def adopt_soon(self, request_id: str) -> None: ...
+    def schedule_adoption(self, request_id: str) -> None: ...
 
     def stale(self, request_id: str) -> None: ...
 
@@ -171,9 +171,9 @@ async def be_fleet(url: str, total: int) -> None:
     for gateway in gateways:
         leader = Leader(CONFIG, gateway.router_id, "nowhere:1", ledger)
         asyncio.create_task(gateway.join(leader, "nowhere:1", ledger).run())  # noqa: RUF006
-    while not all(gateway.line._telling is not None for gateway in gateways):
+    while not all(gateway.line._sender is not None for gateway in gateways):
         await asyncio.sleep(0.01)
-    while any(gateway.line._telling for gateway in gateways):
+    while any(gateway.line._sender for gateway in gateways):
         await asyncio.sleep(0.01)
     say(told=total)
     stalls = Stalls()

@@ -11,16 +11,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callable[[int], None]]:
+def bar(
+    description: str, total: int, done: int = 0, *, shown: bool
+) -> Iterator[Callable[[int], None]]:
     """Context manager: show a progress bar on standard error, and yield its advance function.
 
     The caller calls that function once for each finished prompt, with the number of the prompt's
-    output tokens. ``what`` is the text of the bar. ``total`` is the number of all prompts, of which
-    ``done`` were finished before. If ``shown`` is false, there is no bar and the function does
-    nothing.
+    output tokens. ``description`` is the text of the bar. ``total`` is the number of all prompts,
+    of which ``done`` were finished before. If ``shown`` is false, there is no bar and the function
+    does nothing.
     """
     if not shown:
-        yield _unseen
+        yield _no_op
         return
     # Imported here because most programs show no bar.
     from rich import progress as rich
@@ -34,7 +36,7 @@ def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callab
         rich.TimeRemainingColumn(),
     )
     with rich.Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total, completed=done, tokens=0)
+        task = progress.add_task(description, total=total, completed=done, tokens=0)
         tokens = 0
 
         def advance(more: int) -> None:
@@ -45,7 +47,7 @@ def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callab
         yield advance
 
 
-def _unseen(tokens: int) -> None:
+def _no_op(tokens: int) -> None:
     pass
 
 

@@ -54,7 +54,7 @@ from router.console.rates import Rates
 from router.ledger.config import URL_VARIABLE, LedgerSetupError
 
 _REFRESH_S = 0.5
-_LOOK_S = 0.1
+_POLL_S = 0.1
 #: Errors that the caller can act on. Any other error is a bug and is shown with its traceback.
 _EXPLAINED = (
     EverliftError,
@@ -93,8 +93,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         typer.echo(f"everlift {version('everlift')}")
         raise typer.Exit
 
@@ -165,8 +165,8 @@ def up(
     """Serve on this machine until Ctrl-C."""
     from cluster.commands import up
 
-    worker = _given(tensor_parallel=tensor_parallel, load_format=load_format)
-    options = _given(
+    worker = _without_none(tensor_parallel=tensor_parallel, load_format=load_format)
+    options = _without_none(
         model=model,
         model_revision=model_revision,
         num_workers=workers,
@@ -220,7 +220,7 @@ def doctor(
         typer.echo(json.dumps(doctoring.as_json(findings), indent=2))
     else:
         doctoring.show(findings, Console(highlight=False))
-    if doctoring.is_ill(findings):
+    if doctoring.has_errors(findings):
         raise typer.Exit(1)
 
 
@@ -236,8 +236,8 @@ def ledger(
     from cluster.commands import ledger
 
     loaded = configuration.load(config, os.environ, assignments or ())
-    where = ledger.parse(listen)
-    asyncio.run(ledger.serve(loaded, where, Console(highlight=False, markup=False)))
+    listen_address = ledger.parse(listen)
+    asyncio.run(ledger.serve(loaded, listen_address, Console(highlight=False, markup=False)))
 
 
 app.command(epilog=download.EXAMPLES, rich_help_panel=_SERVE)(download.download)
@@ -412,7 +412,7 @@ async def _drain(address: str | None, worker: str, wait: bool) -> None:
         typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
         if wait:
             while await _has_work(client, answer.worker_id):
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
             typer.echo(f"{answer.worker_id} is empty")
 
 
@@ -447,7 +447,7 @@ async def _watch(address: str | None) -> None:
                 await asyncio.sleep(_REFRESH_S)
 
 
-def _given(**options: object) -> dict[str, object]:
+def _without_none(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 

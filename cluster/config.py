@@ -162,11 +162,11 @@ def load(
     environ: Mapping[str, str],
     assignments: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
-    beneath: Mapping[str, object] | None = None,
+    base: Mapping[str, object] | None = None,
 ) -> Config:
     """Return the configuration that several sources of settings define together.
 
-    The sources are, each overriding those before it: the defaults, the nested mapping ``beneath``,
+    The sources are, each overriding those before it: the defaults, the nested mapping ``base``,
     the YAML ``file``, the EVERLIFT_ variables of ``environ``, ``assignments`` such as
     "router.port=0", and the nested mapping ``options``. Raises SettingsError, which lists all
     invalid settings, and for each one in ``file`` its line.
@@ -178,11 +178,11 @@ def load(
         options or {},
     )
 
-    def where(path: str) -> str:
+    def location(path: str) -> str:
         is_of_file = path in lines and not any(_has(layer, path) for layer in above)
         return f"{file}:{lines[path]}: " if is_of_file else ""
 
-    return settings.load(Config, beneath or {}, content, *above, where=where)
+    return settings.load(Config, base or {}, content, *above, location_of=location)
 
 
 def _has(layer: Mapping[str, object], path: str) -> bool:

@@ -19,7 +19,7 @@ from everlift import AsyncClient, Forbidden, Tls, Unauthenticated, Unreachable
 from everlift.channels import refusal
 from everlift.client.retries import RETRY_S
 from everlift.errors import SettingsError
-from everlift.settings import explained
+from everlift.settings import to_settings_error
 from router.config import RouterConfig
 from router.ledger.config import EMBEDDED, LedgerConfig
 from router.ledger.embedded.embedded import running_url
@@ -51,9 +51,9 @@ async def connected(
     Raises Unreachable if no router answers, Unauthenticated if the API key is missing or unknown,
     and SettingsError for invalid settings in the environment. The messages say what to do.
     """
-    routers, shown = addresses(address), key or api_key()
-    await _probe(routers, shown)
-    async with AsyncClient(routers, tls=tls(), api_key=shown, retry_s=retry_s) as client:
+    routers, used_key = addresses(address), key or api_key()
+    await _probe(routers, used_key)
+    async with AsyncClient(routers, tls=tls(), api_key=used_key, retry_s=retry_s) as client:
         yield client
 
 
@@ -82,23 +82,23 @@ def tls() -> Tls | None:
 
     Raises SettingsError if only one of certificate and key is named.
     """
-    said = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
+    files = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
     try:
-        return Tls(**said) if any(said.values()) else None
+        return Tls(**files) if any(files.values()) else None
     except ValueError:
         raise SettingsError(
             f"{TLS_VARIABLES['cert']} must be set together with {TLS_VARIABLES['key']}"
         ) from None
 
 
-def addresses(given: str | None) -> list[str]:
-    """Return the router addresses in ``given``, which are separated by commas.
+def addresses(text: str | None) -> list[str]:
+    """Return the router addresses in ``text``, which are separated by commas.
 
-    Without ``given``, these are the addresses of the cluster that runs on this machine, or a
+    Without ``text``, these are the addresses of the cluster that runs on this machine, or a
     router's default address if none runs. Raises SettingsError for an invalid environment.
     """
-    if given:
-        return [address.strip() for address in given.split(",")]
+    if text:
+        return [address.strip() for address in text.split(",")]
     defaults = RouterConfig()
     state_dir = configuration.load(None, os.environ).state_dir
     return endpoint.find(state_dir) or [f"{defaults.host}:{defaults.port}"]
@@ -114,7 +114,7 @@ def with_ledger(config: Config, url: str | None) -> Config:
     try:
         return replace(config, ledger=replace(config.ledger, url=url))
     except ValidationError as error:
-        raise SettingsError(f"--ledger: {explained(LedgerConfig, error)}") from None
+        raise SettingsError(f"--ledger: {to_settings_error(LedgerConfig, error)}") from None
 
 
 @asynccontextmanager

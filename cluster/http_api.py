@@ -12,7 +12,7 @@ import aiohttp
 from cluster.connection import addresses, api_key, tls
 from cluster.errors import ClusterFailed
 from cluster.sse import DONE, Events
-from everlift.address import joined
+from everlift.address import join_host_port
 from everlift.certificates import client_context
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, Unreachable, from_slug
@@ -83,7 +83,7 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
     context = client_context(credentials).current() if credentials is not None else None
     scheme = "http" if context is None else "https"
     async with aiohttp.ClientSession(
-        f"{scheme}://{joined(host.strip('[]'), int(port))}/",
+        f"{scheme}://{join_host_port(host.strip('[]'), int(port))}/",
         headers={"authorization": f"Bearer {key}"} if key else {},
         connector=aiohttp.TCPConnector(limit=0, ssl=context if context is not None else True),
         timeout=aiohttp.ClientTimeout(total=None),

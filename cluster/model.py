@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from everlift import logs, model_files
-from everlift.progress import told
+from everlift.progress import show_progress
 from worker.config import FAKE
 
 log = logs.get_logger(__name__)
@@ -38,7 +38,7 @@ async def fetched(config: Config) -> Config:
     serve.
     """
     config = await pinned(config)
-    with told(f"downloading {config.model}") as progress:
+    with show_progress(f"downloading {config.model}") as progress:
         await model_files.fetch(
             config.model,
             config.model_revision,

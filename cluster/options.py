@@ -131,7 +131,7 @@ def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
     "@FILE" of json_schema or ebnf is replaced by the content of FILE. Raises InvalidRequest for an
     invalid value or a file that is not text, and OSError for a file that cannot be read.
     """
-    given = {name: value for name, value in values.items() if _is_given(value)}
+    given = {name: value for name, value in values.items() if _is_set(value)}
     for name in ("json_schema", "ebnf"):
         if name in given:
             given[name] = _read(given[name])
@@ -140,7 +140,7 @@ def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
     return cast(GenerateOptions, given)
 
 
-def _is_given(value: object) -> bool:
+def _is_set(value: object) -> bool:
     return value is not None and value is not False and value != []
 
 

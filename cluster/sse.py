@@ -15,11 +15,11 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
 
     def of(self, data: bytes) -> Iterator[bytes]:
         """Add received bytes, and yield the data of each event that they complete."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()

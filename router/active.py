@@ -20,13 +20,13 @@ from router.requests.tokenizer import ServedModel
 
 log = logs.get_logger(__name__)
 
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 #: Seconds after which load balancers have noticed that another cluster's routers are ready.
 _NOTICED_S = 10.0
 
 
 class Connections(Protocol):
-    def hang_up(self) -> None:
+    def close_when_idle(self) -> None:
         """Close each connection as soon as its calls in progress have ended."""
 
 
@@ -48,7 +48,7 @@ class ActiveModel:
                 self.note(await self._ledger.is_active(), now())
             except LedgerUnavailable as error:
                 log.warning("active model unknown", cause=str(error))
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     def note(self, is_active: bool, now: float) -> None:
         """Set the model's ``is_active`` and ``is_switching``, by the ledger's answer ``is_active``.
@@ -66,4 +66,4 @@ class ActiveModel:
         if not is_active:
             # On the connections that they keep, clients would reach this router until it stops.
             for connections in self._connections:
-                connections.hang_up()
+                connections.close_when_idle()

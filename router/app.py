@@ -64,8 +64,8 @@ class RouterDeployment:
         call the errors of Router.start and of the connection to the ledger.
         """
         logs.set_level(user_config["log_level"])
-        given = settings.load(RouterConfig, user_config["router"])
-        policy = {name: getattr(given, name) for name in ROUTER_SETTINGS}
+        loaded = settings.load(RouterConfig, user_config["router"])
+        policy = {name: getattr(loaded, name) for name in ROUTER_SETTINGS}
         self._config = replace(self._config, **policy)
         if self._router is None:
             await self._start()
@@ -77,11 +77,11 @@ class RouterDeployment:
         self._router = await Router.start(
             self._config, await connect(self._ledger), memory_limit=self._ledger.memory_limit
         )
-        heap.settle()
-        on_signal(self._leave)
-        self._placing = asyncio.create_task(self._look_at_placement())
+        heap.freeze_heap()
+        on_signal(self._shut_down)
+        self._placement_task = asyncio.create_task(self._poll_placement())
 
-    async def _look_at_placement(self) -> None:
+    async def _poll_placement(self) -> None:
         cluster = get_runtime_context().get_session_name()
         application = serve.get_replica_context().app_name
         replicas = f"SERVE_REPLICA::{application}#worker#"
@@ -160,13 +160,13 @@ class RouterDeployment:
             raise RuntimeError("the router has stopped")
         return self._router
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         """Stop the router, because its machine is about to be shut down, and exit the process.
 
         Serve might stop it too late.
         """
         if self._router is not None:
-            self._leaving = asyncio.create_task(_end(self._router))
+            self._shutdown_task = asyncio.create_task(_end(self._router))
 
     def __del__(self) -> Coroutine[None, None, None] | None:
         """Return the coroutine that stops the router; None if there is none, or in a later call.
@@ -177,7 +177,7 @@ class RouterDeployment:
         self._router = None
         if router is None:
             return None
-        self._placing.cancel()
+        self._placement_task.cancel()
         return router.stop()
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from everlift.address import bare
+from everlift.address import strip_brackets
 from everlift.settings import CHECKED, Amount, Count, NotNegative, Port, Positive
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
@@ -224,7 +224,7 @@ class RouterConfig:
 
     def _check_places(self) -> None:
         for name in (*_HOSTS, "http_host", "metrics_host"):
-            object.__setattr__(self, name, bare(getattr(self, name)))
+            object.__setattr__(self, name, strip_brackets(getattr(self, name)))
         for name in _HOSTS:
             if not getattr(self, name):
                 raise ValueError(f"{name} must be set: an empty one would be every address")

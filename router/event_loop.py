@@ -23,7 +23,7 @@ def now() -> float:
 log = logs.get_logger(__name__)
 
 #: Seconds between two measurements of the event loop's lag.
-_LOOK_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 #: Lag of the event loop, in seconds, from which it is logged as a stall: the process was frozen or
 #: lacked a core.
 FREEZE_S = 0.5
@@ -37,8 +37,8 @@ _LATE_S = 0.25
 async def report() -> None:
     """Log each stall of the event loop, until cancelled."""
     while True:
-        due = now() + _LOOK_S
-        await asyncio.sleep(_LOOK_S)
+        due = now() + _CHECK_INTERVAL_S
+        await asyncio.sleep(_CHECK_INTERVAL_S)
         if (late := now() - due) >= FREEZE_S:
             log.warning("event loop stalled", seconds=round(late, 2))
 
@@ -51,12 +51,12 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
     """
     loop = asyncio.get_running_loop()
     interval = seconds / _INTERVALS
-    num_left = _INTERVALS
-    while num_left:
+    num_remaining = _INTERVALS
+    while num_remaining:
         due = loop.time() + interval
         if (await asyncio.wait({call}, timeout=interval))[0]:
             return True
-        num_left -= loop.time() - due < interval
+        num_remaining -= loop.time() - due < interval
     return False
 
 
@@ -70,8 +70,8 @@ class Expiry:
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time() + seconds
-        self._timer = self._loop.call_at(self._due, self._check)
+        self._deadline = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._deadline, self._check)
         #: the time has passed, but answers that have arrived meanwhile are still read
         self.is_extended = False
 
@@ -79,7 +79,7 @@ class Expiry:
         self._timer.cancel()
 
     def _check(self) -> None:
-        if self.is_extended or self._loop.time() - self._due < _LATE_S:
+        if self.is_extended or self._loop.time() - self._deadline < _LATE_S:
             self._limit.reschedule(self._loop.time())
         else:
             self.is_extended = True
@@ -89,19 +89,19 @@ class Expiry:
 T = TypeVar("T")
 
 
-async def first_answer(ask: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
+async def first_answer(start_call: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
     """Return the result of the first call that ends, or raise its error; the others are cancelled.
 
-    ``ask`` starts a call. Until one ends, a further one is started every ``every_s`` seconds
+    ``start_call`` starts a call. Until one ends, a further one is started every ``every_s`` seconds
     (hedging). This is for ledger calls on which a lease depends. Each call has its own connection,
     so that a dead connection costs only a part of the lease.
     """
-    calls = [asyncio.create_task(ask())]
+    calls = [asyncio.create_task(start_call())]
     try:
         while not (ended := [call for call in calls if call.done()]):
             await asyncio.wait(calls, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
             if not any(call.done() for call in calls):
-                calls.append(asyncio.create_task(ask()))
+                calls.append(asyncio.create_task(start_call()))
         return ended[0].result()
     finally:
         for call in calls:

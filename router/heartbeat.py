@@ -26,7 +26,7 @@ log = logs.get_logger(__name__)
 
 #: The heartbeat's interval is divided by this while no leader is connected or the leader is silent,
 #: so that the next leader is found sooner.
-_ANXIETY = 3
+_SEARCH_FACTOR = 3
 
 
 class Gateway(Protocol):
@@ -53,7 +53,7 @@ class Heartbeat:
         ledger: Ledger,
         sessions: Sessions,
         leader: Leader,
-        line: LeaderClient,
+        leader_client: LeaderClient,
         gateway: Gateway,
         runtime_policy: RuntimePolicy,
     ) -> None:
@@ -63,13 +63,13 @@ class Heartbeat:
         self._ledger = ledger
         self._sessions = sessions
         self._leader = leader
-        self._line = line
+        self._leader_client = leader_client
         self._gateway = gateway
         self._runtime_policy = runtime_policy
         self._generation = ""
-        self._asserting: asyncio.Task[None] | None = None
+        self._resync_task: asyncio.Task[None] | None = None
         self._workers_version = -1
-        self._dialling = asyncio.Lock()
+        self._dial_lock = asyncio.Lock()
         self.leader_id = ""
 
     async def run(self) -> None:
@@ -80,19 +80,23 @@ class Heartbeat:
         try:
             while True:
                 try:
-                    await self._beat()
+                    await self._send_heartbeat()
                 except LedgerUnavailable as error:
                     log.warning("heartbeat failed", cause=str(error))
                     self._gateway.ledger_failed()
-                await self._rest()
+                await self._wait_interval()
         finally:
-            if self._asserting is not None:
-                self._asserting.cancel()
+            if self._resync_task is not None:
+                self._resync_task.cancel()
 
-    async def _rest(self) -> None:
-        rest = self._config.heartbeat / _ANXIETY if self._line.is_quiet else self._config.heartbeat
+    async def _wait_interval(self) -> None:
+        interval = (
+            self._config.heartbeat / _SEARCH_FACTOR
+            if self._leader_client.is_quiet
+            else self._config.heartbeat
+        )
         with suppress(TimeoutError):
-            async with asyncio.timeout(rest):
+            async with asyncio.timeout(interval):
                 await self._leader.changed.wait()
         self._leader.changed.clear()
 
@@ -111,59 +115,59 @@ class Heartbeat:
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         """Report to the leader that a worker is starting."""
-        self._line.worker_starts(start)
+        self._leader_client.worker_starts(start)
 
-    async def _beat(self) -> None:
-        membership = await first_answer(self._renewed, self._config.heartbeat)
+    async def _send_heartbeat(self) -> None:
+        membership = await first_answer(self._renew_lease, self._config.heartbeat)
         self._leader.on_heartbeat(membership)
         self._gateway.ledger_answered(membership)
         if membership.generation != self._generation:
-            await self._put_workers_back()
-        self._assert_again(membership.generation)
+            await self._restore_workers()
+        self._start_resync(membership.generation)
         if membership.workers_version != self._workers_version:
             await self._dial()
             self._workers_version = membership.workers_version
-        await self._runtime_policy.keep_up(membership.policy_version)
+        await self._runtime_policy.sync(membership.policy_version)
         await self._follow(membership)
         if self._leader.is_leading:
             await self._forget_unreachable()
 
-    def _renewed(self) -> Coroutine[Any, Any, Membership]:
+    def _renew_lease(self) -> Coroutine[Any, Any, Membership]:
         return self._ledger.heartbeat(self._router_id, self._address, self._config.lease)
 
-    async def _put_workers_back(self) -> None:
+    async def _restore_workers(self) -> None:
         for link in self._sessions.links:
             if link.is_up:
                 await self._ledger.put_worker(link.info)
         # The server may have lost changes, so its versions are not comparable with earlier ones.
         self._workers_version = -1
 
-    def _assert_again(self, generation: str) -> None:
+    def _start_resync(self, generation: str) -> None:
         """If ``generation`` is new, start a task that sends all requests to the ledger again.
 
         Heartbeats continue meanwhile. The task first waits until the one for the previous
         generation has ended.
         """
         if generation != self._generation:
-            before, self._generation = self._asserting, generation
-            self._asserting = asyncio.create_task(self._tell_ledger(generation, before))
+            previous, self._generation = self._resync_task, generation
+            self._resync_task = asyncio.create_task(self._resync(generation, previous))
 
-    async def _tell_ledger(self, generation: str, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.gather(before, return_exceptions=True)
+    async def _resync(self, generation: str, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            await asyncio.gather(previous, return_exceptions=True)
         try:
             await self._gateway.generation_changed(generation)
         except Exception:
             log.exception("state not re-sent to the ledger")
 
     async def _dial(self) -> None:
-        async with self._dialling:
+        async with self._dial_lock:
             await self._sessions.reconcile(await self._ledger.workers())
 
     async def _follow(self, membership: Membership) -> None:
         self.leader_id = membership.leader
-        await self._line.follow(membership.leader, membership.leader_address)
-        self._line.flush_served()
+        await self._leader_client.follow(membership.leader, membership.leader_address)
+        self._leader_client.flush_served()
 
     async def _forget_unreachable(self) -> None:
         for worker_id in self._sessions.unreachable():

@@ -50,7 +50,7 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
 
     async def Inject(self, request: chaos_pb2.Fault, context: Context) -> chaos_pb2.InjectResponse:
         try:
-            await self._chaos.strike(request)
+            await self._chaos.apply(request)
         except EverliftError as error:
             await wire.abort(context, error)
         return chaos_pb2.InjectResponse(target=request.target)
@@ -58,6 +58,6 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
     async def Admission(
         self, messages: AsyncIterator[session_pb2.GatewayMessage], context: Context
     ) -> AsyncIterator[session_pb2.LeaderMessage]:
-        async with aclosing(self._leader.converse(messages)) as answers:
+        async with aclosing(self._leader.serve_stream(messages)) as answers:
             async for message in answers:
                 yield message

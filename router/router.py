@@ -13,7 +13,7 @@ from typing import Any, Self
 from starlette.types import ASGIApp
 
 from everlift import logs, model_files
-from everlift.address import joined
+from everlift.address import join_host_port
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
@@ -133,14 +133,14 @@ class Router:
         model.clamps_max_tokens = config.clamp_max_tokens
         model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
-            model.expect(last)
+            model.assume_limit(last)
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
         router = cls(config, ledger, model, transport, memory_limit, access)
-        await router._begin(await ledger.cluster_id())
+        await router._start_servers(await ledger.cluster_id())
         return router
 
-    async def _begin(self, cluster_id: str) -> None:
+    async def _start_servers(self, cluster_id: str) -> None:
         config = self.config
         # Ports are bound first, because that can be undone if one of them is taken.
         with _naming("metrics_port", config.metrics_host, config.metrics_port):
@@ -169,12 +169,14 @@ class Router:
         with _naming("http_port", config.http_host, config.http_port):
             await self._http.bind(config.http_host, config.http_port, context)
         with _naming("port", config.host, config.port):
-            port = self._listen_to_clients(joined(config.host, config.port))
-        self.address = joined(config.host, port)
+            port = self._listen_to_clients(join_host_port(config.host, config.port))
+        self.address = join_host_port(config.host, port)
         host = config.internal_host
         with _naming("internal_port", host, config.internal_port):
-            port = self._transport.listen(self._internal, joined(host, config.internal_port))
-        self.internal_address = joined(host, port)
+            port = self._transport.listen(
+                self._internal, join_host_port(host, config.internal_port)
+            )
+        self.internal_address = join_host_port(host, port)
 
     def _listen_to_clients(self, address: str) -> int:
         if not isinstance(self._public, Server):
@@ -192,7 +194,7 @@ class Router:
         ledger = timed(self._ledger, self._instruments)
         self._wire_queue(cluster_id, ledger)
         self._wire_requests(ledger)
-        self._wire_fleet(ledger)
+        self._wire_membership(ledger)
         self._serve(cluster_id)
         self._collect()
         self._run()
@@ -203,7 +205,7 @@ class Router:
         self._sessions = Sessions(config, hello, self, self._transport)
         weight_of = self._access.weight_of if self._access else None
         self._leader = Leader(config, self.router_id, self.internal_address, ledger, weight_of)
-        self._line = LeaderClient(self.router_id, self._leader, self._transport)
+        self._leader_client = LeaderClient(self.router_id, self._leader, self._transport)
 
     def _wire_requests(self, ledger: Ledger) -> None:
         config = self.config
@@ -217,20 +219,20 @@ class Router:
             ledger,
             self._model,
             self._sessions,
-            self._line,
+            self._leader_client,
             self._memory_limit,
             self._instruments,
             self._traces,
             self._access.limits_of if self._access else unlimited,
         )
-        self._line.serve(self._requests)
+        self._leader_client.serve(self._requests)
         if config.predictor:
             load = self._requests.predictor.load
             self._predictor_file = PredictorFile(Path(config.predictor), load)
 
-    def _wire_fleet(self, ledger: Ledger) -> None:
-        subjects = self._leader, self._requests
-        self._runtime_policy = RuntimePolicy(self.config, ledger, subjects, [self._sessions])
+    def _wire_membership(self, ledger: Ledger) -> None:
+        listeners = self._leader, self._requests
+        self._runtime_policy = RuntimePolicy(self.config, ledger, listeners, [self._sessions])
         self._heartbeat = Heartbeat(
             self.config,
             self.router_id,
@@ -238,7 +240,7 @@ class Router:
             ledger,
             self._sessions,
             self._leader,
-            self._line,
+            self._leader_client,
             self._requests,
             self._runtime_policy,
         )
@@ -248,7 +250,7 @@ class Router:
         self._inference = Inference(self._requests, self._model, self._transport, self._traces)
 
     def _run(self) -> None:
-        may_be_there = self._access, self._predictor_file, self._console
+        optional_parts = self._access, self._predictor_file, self._console
         for work in (
             self._leader.run(),
             self._heartbeat.run(),
@@ -256,7 +258,7 @@ class Router:
             self._requests.attempts.run(),
             self._requests.quotas.run(),
             event_loop.report(),
-            *(part.run() for part in may_be_there if part is not None),
+            *(part.run() for part in optional_parts if part is not None),
         ):
             self._tasks.append(asyncio.create_task(_guarded(work)))
 
@@ -295,7 +297,7 @@ class Router:
             self._model,
             self._requests,
             self._sessions,
-            self._line,
+            self._leader_client,
             self._heartbeat,
             self._leader,
             self.metrics_address,
@@ -313,7 +315,7 @@ class Router:
             self._sessions,
             self._requests,
             self._leader,
-            self._line,
+            self._leader_client,
             self._heartbeat,
             self._runtime_policy,
             MeasuredRequests(self._instruments),
@@ -407,7 +409,7 @@ class Router:
             self._demand.ClearField("workers")
         else:
             self._demand.workers = num_workers
-        self._line.demand(self._demand)
+        self._leader_client.report_demand(self._demand)
 
     def place(self, ray_cluster: str, unplaced: int, cause: str) -> None:
         """Report to the leader how many workers Ray cannot place.
@@ -419,7 +421,7 @@ class Router:
         """
         self._demand.ray_cluster = ray_cluster
         self._demand.unplaced, self._demand.unplaced_cause = unplaced, cause
-        self._line.demand(self._demand)
+        self._leader_client.report_demand(self._demand)
 
     async def wait(self) -> None:
         """Wait until a background task of the router fails, and raise its error.
@@ -447,13 +449,13 @@ class Router:
 
     async def _stop(self) -> None:
         log.info("router stopping", router_id=self.router_id, requests=len(self._requests))
-        await asyncio.gather(self._requests.stop(self.config.drain), self._leader.stand_back())
+        await asyncio.gather(self._requests.stop(self.config.drain), self._leader.back_off())
         self._inference.stop()
         await asyncio.gather(self._public.stop(grace=0.5), self._http.stop(grace_s=0.5))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._line.close()
+        await self._leader_client.close()
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
         await self._metrics.stop()
@@ -490,12 +492,12 @@ class Router:
         self._requests.attempts.worker_lost(worker_id)
 
     def _limit_model(self) -> None:
-        self._model.limit([link.info for link in self._sessions.links if link.is_up])
+        self._model.update_limits([link.info for link in self._sessions.links if link.is_up])
 
 
 @contextmanager
 def _naming(setting: str, host: str, port: int) -> Iterator[None]:
-    failed = f"cannot listen on {joined(host, port)}"
+    failed = f"cannot listen on {join_host_port(host, port)}"
     try:
         yield
     except OSError as error:

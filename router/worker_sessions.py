@@ -31,12 +31,12 @@ _RECONNECT_S = 0.2
 _ANSWER_S = 5.0
 #: Share of ``worker_silence`` after which a worker is declared lost, so that the loss is handled
 #: before ``worker_silence`` is over. Four of its heartbeats are missing by then.
-_LOST_AT = 0.85
+_LOST_SHARE = 0.85
 #: Number of checks for silence during ``worker_silence``.
-_LOOKS = 20
+_NUM_CHECKS = 20
 #: Sequences of a frame that are handled before other tasks get a turn of the event loop, so that
 #: the first token of another request, or its dispatch, does not wait for all of a large batch.
-_AT_ONCE = 64
+_MAX_PER_TURN = 64
 #: A wake-up that is this many seconds late was delayed by a stall of the event loop.
 _STALL_S = 0.2
 
@@ -86,7 +86,7 @@ class WorkerLink:
         self.is_up = False
         #: how often the worker was declared lost and then sent a frame
         self.false_alarms = 0
-        self.last_heard = self._dialled_at = now()
+        self.last_message_at = self._dialled_at = now()
         #: seconds since then in which this process was frozen and received nothing
         self._frozen_s = 0.0
         self._was_up = False
@@ -95,10 +95,13 @@ class WorkerLink:
         self._listener = listener
         self._silence_s = silence_s
         self._transport = transport
-        self._held_until = 0.0
+        self._delayed_until = 0.0
         self._outbox = Outbox(session_pb2.RouterFrame())
         self._call: asyncio.Task[None] | None = None
-        self._tasks = [asyncio.create_task(self._dial()), asyncio.create_task(self._watch())]
+        self._tasks = [
+            asyncio.create_task(self._dial()),
+            asyncio.create_task(self._monitor_silence()),
+        ]
 
     def start(self, starts: Sequence[session_pb2.Start]) -> None:
         self._outbox.add(session_pb2.RouterFrame(starts=starts))
@@ -129,9 +132,9 @@ class WorkerLink:
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
 
-    def hold(self, seconds: float) -> None:
+    def delay_messages(self, seconds: float) -> None:
         """Delay all messages in both directions for ``seconds``, as a network failure does."""
-        self._held_until = max(self._held_until, now() + seconds)
+        self._delayed_until = max(self._delayed_until, now() + seconds)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -147,7 +150,7 @@ class WorkerLink:
             finally:
                 self._call.cancel()
                 self._outbox.close()
-                self._down()
+                self._mark_down()
                 await asyncio.gather(self._call, return_exceptions=True)
             if not self._call.cancelled() and isinstance(self._call.exception(), _Replaced):
                 log.info("address belongs to another worker", worker_id=self.info.worker_id)
@@ -157,7 +160,7 @@ class WorkerLink:
     async def _connect(self) -> None:
         try:
             async with self._transport.channel(self.info.address) as channel:
-                await self._talk(session_pb2_grpc.WorkerSessionStub(channel))
+                await self._exchange(session_pb2_grpc.WorkerSessionStub(channel))
         except grpc.aio.AioRpcError as error:
             log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
         except _Replaced:
@@ -165,30 +168,30 @@ class WorkerLink:
         except Exception:
             log.exception("message of a worker failed")
 
-    async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
+    async def _exchange(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
         first = session_pb2.RouterFrame(hello=self._hello, engine_policy=self._policy)
         self._outbox = Outbox(first)
-        async for frame in stub.Connect(self._written(self._outbox)):
-            await self._let_go()
+        async for frame in stub.Connect(self._outgoing(self._outbox)):
+            await self._wait_for_delay()
             if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
                 raise _Replaced
-            self._spoke()
+            self._note_message()
             if not self.is_up:
-                self._up()
-            await self._heard(frame)
+                self._mark_up()
+            await self._on_frame(frame)
 
-    async def _written(
+    async def _outgoing(
         self, outbox: Outbox[session_pb2.RouterFrame]
     ) -> AsyncIterator[session_pb2.RouterFrame]:
         async for frame in outbox.messages():
-            await self._let_go()
+            await self._wait_for_delay()
             yield frame
 
-    async def _let_go(self) -> None:
-        while (left := self._held_until - now()) > 0:
-            await asyncio.sleep(left)
+    async def _wait_for_delay(self) -> None:
+        while (delay_s := self._delayed_until - now()) > 0:
+            await asyncio.sleep(delay_s)
 
-    async def _heard(self, frame: session_pb2.WorkerFrame) -> None:
+    async def _on_frame(self, frame: session_pb2.WorkerFrame) -> None:
         if frame.HasField("state"):
             self.state = frame.state
             self.decoding = session_pb2.TimeBreakdown()
@@ -198,16 +201,16 @@ class WorkerLink:
         self._listener.worker_frame(self.info.worker_id, frame)
         for place, progress in enumerate(frame.progress, 1):
             self._listener.worker_progress(self.info.worker_id, progress)
-            if not place % _AT_ONCE:
+            if not place % _MAX_PER_TURN:
                 await asyncio.sleep(0)
 
-    async def _watch(self) -> None:
+    async def _monitor_silence(self) -> None:
         """Declare a worker lost if it is silent for nearly ``silence_s`` seconds.
 
         Its stream is also closed, so that it is opened again. Nothing is declared while the event
         loop is late, because messages may have arrived.
         """
-        interval = self._silence_s / _LOOKS
+        interval = self._silence_s / _NUM_CHECKS
         while True:
             due = now() + interval
             await asyncio.sleep(interval)
@@ -218,29 +221,29 @@ class WorkerLink:
                 self._frozen_s += late
 
     def _check_silence(self) -> None:
-        quiet = now() - max(self.last_heard, self._dialled_at) - self._frozen_s
-        if quiet < (_LOST_AT * self._silence_s if self.is_up else _ANSWER_S):
+        silent_s = now() - max(self.last_message_at, self._dialled_at) - self._frozen_s
+        if silent_s < (_LOST_SHARE * self._silence_s if self.is_up else _ANSWER_S):
             return
         if self.is_up:
             log.warning(
-                "worker not responding", worker_id=self.info.worker_id, seconds=round(quiet, 2)
+                "worker not responding", worker_id=self.info.worker_id, seconds=round(silent_s, 2)
             )
-            self._down()
-        if self._call is not None and now() >= self._held_until:
+            self._mark_down()
+        if self._call is not None and now() >= self._delayed_until:
             self._call.cancel()
 
-    def _spoke(self) -> None:
+    def _note_message(self) -> None:
         if not self.is_up and self._was_up:
             self.false_alarms += 1
-            late = round(now() - self.last_heard, 2)
+            late = round(now() - self.last_message_at, 2)
             log.warning("frame from a lost worker", worker_id=self.info.worker_id, seconds=late)
-        self.last_heard, self._frozen_s = now(), 0.0
+        self.last_message_at, self._frozen_s = now(), 0.0
 
-    def _up(self) -> None:
+    def _mark_up(self) -> None:
         self.is_up = self._was_up = True
         self._listener.worker_up(self.info)
 
-    def _down(self) -> None:
+    def _mark_down(self) -> None:
         if self.is_up:
             self.is_up = False
             self._listener.worker_lost(self.info.worker_id)
@@ -295,7 +298,7 @@ class Sessions:
         if link is not None and link.is_up:
             link.confirm(epoch)
 
-    def speaker(self, worker_id: str) -> WorkerLink | None:
+    def connection(self, worker_id: str) -> WorkerLink | None:
         """Return the link to this worker; None if there is none."""
         return self._links.get(worker_id)
 
@@ -330,9 +333,9 @@ class Sessions:
 
         ``workers`` is the ledger's table. A worker with another block size is ignored.
         """
-        named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
+        named = {info.worker_id: info for info in workers if _has_our_block_size(info)}
         for worker_id in self._links.keys() - named.keys():
-            await self._hang_up(worker_id)
+            await self._close_link(worker_id)
         for worker_id in named.keys() - self._links.keys():
             self._links[worker_id] = WorkerLink(
                 named[worker_id],
@@ -352,17 +355,17 @@ class Sessions:
         return [
             worker_id
             for worker_id, link in self._links.items()
-            if not link.is_up and link.last_heard < oldest
+            if not link.is_up and link.last_message_at < oldest
         ]
 
-    async def _hang_up(self, worker_id: str) -> None:
+    async def _close_link(self, worker_id: str) -> None:
         link = self._links.pop(worker_id)
         self._past_false_alarms += link.false_alarms
         await link.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(self._hang_up(worker_id) for worker_id in list(self._links)))
+        await asyncio.gather(*(self._close_link(worker_id) for worker_id in list(self._links)))
 
 
-def _speaks_our_blocks(info: session_pb2.WorkerInfo) -> bool:
+def _has_our_block_size(info: session_pb2.WorkerInfo) -> bool:
     return info.block_size == BLOCK_SIZE

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 #: Highest oom_score_adj: the OOM killer prefers such a process (proc(5)).
-_FIRST = "1000"
+_MAX_OOM_SCORE_ADJ = "1000"
 
 
 def full_environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -26,11 +26,11 @@ def full_environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
-def go_first() -> None:
+def become_oom_victim() -> None:
     """Make the kernel's OOM killer choose this process first (Linux), and disable its core dump."""
     # If the file is missing or not writable, the kernel keeps its own order.
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST)
+        Path("/proc/self/oom_score_adj").write_text(_MAX_OOM_SCORE_ADJ)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from everlift.address import bare
+from everlift.address import strip_brackets
 from everlift.engine_policy import EnginePolicy
 from everlift.hub import name_for_clients
-from everlift.settings import CHECKED, Amount, Count, NotNegative, Part, Port, Positive
+from everlift.settings import CHECKED, Amount, Count, Fraction, NotNegative, Port, Positive
 from everlift.tls import InternalTls
 from worker.device.device_kind import DeviceKind
 
@@ -137,7 +137,7 @@ class WorkerConfig:
     #: leave of gpu_memory_utilization, on CPUs 256 MiB
     kv_cache_mib: Count | None = None
     #: share of a GPU's memory that may be in use, by all processes
-    gpu_memory_utilization: Part = 0.9
+    gpu_memory_utilization: Fraction = 0.9
     #: largest number of sequences in a batch
     max_num_seqs: Count = 256
     #: tokens computed in one step: one for each decoding sequence, the rest for prefill; not set:
@@ -189,7 +189,7 @@ class WorkerConfig:
     fake: FakeModel = field(default_factory=FakeModel)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", bare(self.host))
+        object.__setattr__(self, "host", strip_brackets(self.host))
         self._check_addresses()
         self._check_batch()
 

@@ -1,4 +1,4 @@
-"""The kernel table of bench-gpu: what the kernels of one layer, and those that draw, take at the
+"""The kernel table of bench-gpu: what the kernels of one layer, and those that sample, take at the
 sizes of ../RESULTS.md, beside torch's own.
 
 Of each: ``ours_s``, ``torch_s`` or, of attention, ``sdpa_s``, over keys and values that lie in one
@@ -47,7 +47,7 @@ from worker.model.pointwise import TORCH, Pointwise
 from worker.model.rope import RotaryTable
 from worker.model.spec import Rope
 from worker.native.argmax import argmax_by_torch
-from worker.runner.draw import DrawTable, choose_draw, draw
+from worker.runner.draw import SamplingTable, choose_sampling_backend, sample_by_torch
 
 Times = dict[str, Any]
 THEIRS: dict[str, BackendClass] = {"fa3_s": FlashAttention3, "flashinfer_s": FlashInfer}
@@ -184,8 +184,8 @@ def turn_and_place(shape: Shape, tokens: int) -> Times:
     def turn(by: Pointwise, backend: AttentionBackend) -> float:
         step = backend.prepare(rows)
         works = [
-            partial(by.rotate_and_write, turned, shape.heads, value, angle, layer, step)
-            for layer, (turned, value) in enumerate(heads)
+            partial(by.rotate_and_write, rotated, shape.heads, value, angle, layer, step)
+            for layer, (rotated, value) in enumerate(heads)
         ]
         return replayed_s(_in_turn(works)) / layers
 
@@ -198,16 +198,16 @@ def turn_and_place(shape: Shape, tokens: int) -> Times:
 
 def draw_rows(shape: Shape, rows: int, sampling: SamplingParams) -> Times:
     """Torch's waits for the device, so that it is timed as the host sees it."""
-    drawn, size = DrawTable(), 4 * rows * shape.vocab
+    table, size = SamplingTable(), 4 * rows * shape.vocab
     logits = [torch.randn(rows, shape.vocab, device=DEVICE) for _ in range(_copies(size))]
     for slot in range(rows):
-        drawn.write(slot, sampling, 0)
-    draws = drawn.draws(np.arange(rows), np.arange(rows))
-    ours = choose_draw(DEVICE)(draws, Parcel(DEVICE))
+        table.write(slot, sampling, 0)
+    metadata = table.metadata(np.arange(rows), np.arange(rows))
+    ours = choose_sampling_backend(DEVICE)(metadata, Parcel(DEVICE))
     repeats = 2 if IS_SMALL else 5
     return {
         "ours_s": replayed_s(_in_turn([partial(ours, it) for it in logits])) / len(logits),
-        "torch_s": seconds(partial(draw, logits[0], draws, argmax_by_torch), repeats),
+        "torch_s": seconds(partial(sample_by_torch, logits[0], metadata, argmax_by_torch), repeats),
         "bytes": size,
     }
 

@@ -150,7 +150,7 @@ def _at_load(tokens_per_s: float, duration_s: float, seed: int) -> list[Request]
 
 
 def _scenario(kind: admin_pb2.WorkerKind, beside_s: float) -> Scenario:
-    made = kind_file.made("live", learned.content(kind))
+    made = kind_file.parse_kind("live", learned.content(kind))
     config = settings.load(WorkerConfig, {"model": "fake", **made.worker})
     worker = WorkerSpec(config, made.step_time)
     # There and back.

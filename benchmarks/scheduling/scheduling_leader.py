@@ -67,7 +67,7 @@ class LeaderBench:
         leader_state.note_workers(now)
         leader_state.expire(now)
         [placed] = leader_state.place(now, now, 1, lambda: 1)
-        leader_state.begun(placed, placed.waiting.gateway)
+        leader_state.on_dispatched(placed, placed.waiting.gateway)
         _told(placed, leader_state.queued)
         self._cluster.placement.acknowledge(_WORKER, placed.epoch)
         ended = pb.GatewayMessage(withdraw=[placed.waiting.request_id])

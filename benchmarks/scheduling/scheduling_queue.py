@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from everlift.request_id import qualified
+from everlift.request_id import qualify
 from router.admission.fair_share import FairShare
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
@@ -47,7 +47,7 @@ class Requests:
         prompt, output = self._dice.randrange(20, 2000), self._dice.randrange(1, 500)
         tenant = f"tenant-{self._dice.randrange(self._tenants)}" if self._tenants else ""
         return Waiting(
-            qualified(tenant, f"request-{self._came}"),
+            qualify(tenant, f"request-{self._came}"),
             GATEWAYS[self._came % len(GATEWAYS)],
             arrived=self._came / PER_S + self._dice.random(),
             prefill_tokens=prompt,

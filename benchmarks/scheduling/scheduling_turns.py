@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scheduling.scheduling_queue import QueueBench
-from everlift.request_id import qualified, tenant_of
+from everlift.request_id import qualify, tenant_of
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.policy import ORDERS, policy_of
@@ -70,7 +70,7 @@ class Worker:
             self.served[tenant] += CONFIG.output_token_weight
         self._running = [it for it in self._running if it[1][0]]
         if number % STEPS_UNTOLD == 0:
-            self._share.on_handover(
+            self._share.charge_outputs(
                 session_pb2.ServedTokens(tenant=tenant, tokens=tokens)
                 for tenant, tokens in self._untold.items()
             )
@@ -98,7 +98,7 @@ def _requests(dice: random.Random) -> Iterator[Waiting]:
                 number += 1
                 prompt, output = dice.randint(1, tenant.prompt), dice.randint(1, tenant.output)
                 yield Waiting(
-                    qualified(tenant.name, str(number)),
+                    qualify(tenant.name, str(number)),
                     "gateway",
                     arrived=number / 1000,
                     prefill_tokens=prompt,

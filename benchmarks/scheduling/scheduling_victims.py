@@ -39,7 +39,7 @@ Choice = Callable[[Sequence], tuple[int, ...]]
 LEAST_COMPUTED, NO_MOVES = "least computed", "least computed, no moves"
 #: Who sorts first gives way.
 CHOICES: Mapping[str, Choice] = {
-    LEAST_COMPUTED: scheduler._by_worth,
+    LEAST_COMPUTED: scheduler._preemption_key,
     "newest": lambda it: (it.priority, -it.order),
     "most blocks": lambda it: (it.priority, -len(it.block_table), -it.order),
     "oldest": lambda it: (it.priority, it.order),
@@ -101,7 +101,7 @@ def measure(scale: Scale = FULL, loads: Iterable[float] = LOADS) -> dict[str, di
 
 def play(way: Way, rate: float, scale: Scale) -> list[Record]:
     """What became of those that came after the warm-up, with all seeds."""
-    with mock.patch.object(scheduler, "_by_worth", way.choice):
+    with mock.patch.object(scheduler, "_preemption_key", way.choice):
         return [
             record
             for seed in range(scale.seeds)
@@ -142,7 +142,7 @@ def figures(records: list[Record], load: float) -> Figures:
         "ttft_p99_s": Quantiles.of(record.ttft_s for record in records).p99,
         "tpot_p99_ms": 1e3 * Quantiles.of(record.tpot_s for record in records).p99,
         "latency_p99_s": Quantiles.of(record.latency_s for record in records).p99,
-        "goodput": load * fmean(map(SLO.holds, records)),
+        "goodput": load * fmean(map(SLO.is_good, records)),
     }
 
 

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from cluster.access.opening import Assignments, SettingsFile, changed, kept
+from cluster.access.opening import Assignments, SettingsFile, edit_document, read_document
 from everlift.errors import SettingsError
 from router.auth import key as keys
 from router.auth.caller import Scope
@@ -59,11 +59,11 @@ def create(
     Only a hash of the key is stored, so it cannot be shown again.
     """
     now = time.time()
-    until = None if expires is None else keys.moment(now + _seconds("--expires", expires))
+    until = None if expires is None else keys.iso_timestamp(now + _seconds("--expires", expires))
     key_id, secret = keys.new_id(), keys.new_secret()
     key = _key(tenant, tuple(scope or [Scope.INFER]), secret, now, until, name)
-    changed(config, assignments, lambda document: document.with_key(key_id, key))
-    typer.echo(keys.whole(key_id, secret))
+    edit_document(config, assignments, lambda document: document.with_key(key_id, key))
+    typer.echo(keys.join_key(key_id, secret))
 
 
 @app.command("list", epilog="**Example:** `everlift key list --config cluster.yaml`")
@@ -73,10 +73,12 @@ def show(
     assignments: Assignments = None,
 ) -> None:
     """List the keys without their secrets."""
-    document, now = kept(config, assignments), time.time()
+    document, now = read_document(config, assignments), time.time()
     if as_json:
         plain = document.to_plain()["keys"]
-        typer.echo(json.dumps([{"id": key_id} | _shown(key) for key_id, key in plain.items()]))
+        typer.echo(
+            json.dumps([{"id": key_id} | _without_hash(key) for key_id, key in plain.items()])
+        )
     else:
         Console(highlight=False, markup=False).print(_table(document, now))
 
@@ -86,10 +88,10 @@ def revoke(key_id: KeyId, config: SettingsFile = None, assignments: Assignments 
     """Revoke a key. Routers refuse it within two seconds."""
 
     def edit(document: Document) -> Document:
-        _known(document, key_id)
+        _find_key(document, key_id)
         return document.with_key(key_id, None)
 
-    changed(config, assignments, edit)
+    edit_document(config, assignments, edit)
     typer.echo(f"{key_id} is revoked")
 
 
@@ -112,26 +114,26 @@ def rotate(
     new_id, secret = keys.new_id(), keys.new_secret()
 
     def edit(document: Document) -> Document:
-        old = _known(document, key_id)
-        new = replace(old, sha256=keys.hash_of(secret), created=keys.moment(now))
+        old = _find_key(document, key_id)
+        new = replace(old, sha256=keys.hash_of(secret), created=keys.iso_timestamp(now))
         if not old.has_expired(ends):
-            old = replace(old, expires=keys.moment(ends))
+            old = replace(old, expires=keys.iso_timestamp(ends))
         return document.with_key(key_id, old).with_key(new_id, new)
 
-    changed(config, assignments, edit)
-    typer.echo(keys.whole(new_id, secret))
+    edit_document(config, assignments, edit)
+    typer.echo(keys.join_key(new_id, secret))
 
 
 def _key(
     tenant: str, scopes: tuple[Scope, ...], secret: str, now: float, until: str | None, name: str
 ) -> Key:
     try:
-        return Key(tenant, scopes, keys.hash_of(secret), keys.moment(now), until, name)
+        return Key(tenant, scopes, keys.hash_of(secret), keys.iso_timestamp(now), until, name)
     except ValueError as error:
         raise SettingsError(f"--{error}") from None
 
 
-def _known(document: Document, key_id: str) -> Key:
+def _find_key(document: Document, key_id: str) -> Key:
     if (key := document.keys.get(key_id)) is None:
         raise SettingsError(f"there is no key {key_id}: everlift key list")
     return key
@@ -144,7 +146,7 @@ def _seconds(option: str, text: str) -> float:
         raise SettingsError(f"{option}: {error}") from None
 
 
-def _shown(key: dict[str, object]) -> dict[str, object]:
+def _without_hash(key: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in key.items() if name != "sha256"}
 
 
@@ -158,5 +160,5 @@ def _table(document: Document, now: float) -> Table:
     return table
 
 
-def _day(moment: str | None) -> str:
-    return moment[:10] if moment else "never"
+def _day(timestamp: str | None) -> str:
+    return timestamp[:10] if timestamp else "never"

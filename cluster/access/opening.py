@@ -27,7 +27,7 @@ Assignments = Annotated[
 ]
 
 
-def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
+def edit_document(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
     """Store the result of ``edit`` as the new document of keys and tenants, and return it.
 
     ``edit`` receives the stored document. The settings in ``file`` (YAML) and ``assignments`` (such
@@ -37,30 +37,30 @@ def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) ->
     ClusterFailed, LedgerSetupError or LedgerUnavailable if the ledger cannot be used, OSError if
     the file cannot be read or written, and any error of ``edit``.
     """
-    return asyncio.run(_changed(_config(file, assignments), edit))
+    return asyncio.run(_edit_document(_config(file, assignments), edit))
 
 
-def kept(file: Path | None, assignments: Sequence[str] | None) -> Document:
+def read_document(file: Path | None, assignments: Sequence[str] | None) -> Document:
     """Return the stored document of keys and tenants.
 
     The settings in ``file`` (YAML) and ``assignments`` determine where it is stored. Raises
     SettingsError for an invalid setting or document, or if access control is off. Raises
     ClusterFailed, LedgerSetupError, LedgerUnavailable or OSError if it cannot be read.
     """
-    return changed(file, assignments, lambda document: document)
+    return edit_document(file, assignments, lambda document: document)
 
 
 def _config(file: Path | None, assignments: Sequence[str] | None) -> Config:
     return configuration.load(file, os.environ, assignments or ())
 
 
-async def _changed(config: Config, edit: Edit) -> Document:
-    async with _opened(config) as store:
+async def _edit_document(config: Config, edit: Edit) -> Document:
+    async with _open_store(config) as store:
         return await store.change(edit)
 
 
 @asynccontextmanager
-async def _opened(config: Config) -> AsyncIterator[Store]:
+async def _open_store(config: Config) -> AsyncIterator[Store]:
     match config.router.access:
         case "off":
             raise SettingsError(

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from cluster.access.opening import Assignments, SettingsFile, changed, kept
+from cluster.access.opening import Assignments, SettingsFile, edit_document, read_document
 from everlift.errors import InvalidRequest, SettingsError
 from everlift.request_id import check_tenant
 from router.auth.document import EVERYBODY, Document
@@ -93,7 +93,7 @@ def change(
             tenant, {name: value for name, value in own.items() if value != _DEFAULT}
         )
 
-    document = changed(config, assignments, edit)
+    document = edit_document(config, assignments, edit)
     Console(highlight=False, markup=False).print(_table(document, [tenant]))
 
 
@@ -104,7 +104,7 @@ def show(
     assignments: Assignments = None,
 ) -> None:
     """List the tenants that have keys or limits, with the limits in effect."""
-    document = kept(config, assignments)
+    document = read_document(config, assignments)
     names = {key.tenant for key in document.keys.values()} | document.tenants.keys() | {EVERYBODY}
     if as_json:
         typer.echo(json.dumps({name: _limits(document, name) for name in sorted(names)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from everlift.settings import CHECKED, Amount, Count, NotNegative, Part, Positive
+from everlift.settings import CHECKED, Amount, Count, Fraction, NotNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
@@ -25,9 +25,9 @@ class AutoscaleConfig:
     #: time in which added workers shall drain the queue
     drain_target: Positive = 20.0
     #: share of the workers' throughput that is planned with
-    utilisation: Part = 0.8
+    utilisation: Fraction = 0.8
     #: share of the workers' KV blocks that is planned with
-    kv_utilisation: Part = 0.9
+    kv_utilisation: Fraction = 0.9
     #: workers are removed when fewer would have sufficed for this long
     down_delay: NotNegative = 120.0
     #: with min_workers 0: the last worker is removed after this long without work

@@ -11,7 +11,7 @@ from everlift.v1 import session_pb2
 from everlift.v1.session_pb2 import ClusterLoad
 
 #: Number of changes that a report contains, the last ones.
-_MOST_KEPT = 32
+_MAX_CHANGES = 32
 
 
 class Decisions:
@@ -20,7 +20,7 @@ class Decisions:
     def __init__(self) -> None:
         self._last = Decision(0, "")
         #: time in seconds, target number of workers before, the decision
-        self._changes: deque[tuple[float, int, Decision]] = deque(maxlen=_MOST_KEPT)
+        self._changes: deque[tuple[float, int, Decision]] = deque(maxlen=_MAX_CHANGES)
 
     def note(self, decision: Decision, workers: int, now: float) -> None:
         """Record a decision; ``workers`` is the target number of workers before it."""
@@ -39,9 +39,9 @@ class Decisions:
             ray_cluster=ray_cluster,
             changes=[
                 session_pb2.ScalingChange(
-                    ago_s=now - moment, before=before, workers=it.workers, reason=it.reason
+                    ago_s=now - changed_at, before=before, workers=it.workers, reason=it.reason
                 )
-                for moment, before, it in self._changes
+                for changed_at, before, it in self._changes
             ],
         )
 
@@ -70,19 +70,20 @@ class Gauge(Protocol):
     def set(self, value: float, tags: dict[str, str] = ...) -> None: ...
 
 
-class MakeGauge(Protocol):
+class GaugeFactory(Protocol):
     def __call__(self, name: str, *, description: str, tag_keys: tuple[str, ...]) -> Gauge: ...
 
 
 class Gauges:
-    """Gauges of the autoscaler's decisions; ``make`` (ray.util.metrics.Gauge) creates one."""
+    """Gauges of the autoscaler's decisions, each created by ``create_gauge`` (Ray's Gauge)."""
 
-    def __init__(self, make: MakeGauge) -> None:
+    def __init__(self, create_gauge: GaugeFactory) -> None:
         self._gauges: Mapping[str, Gauge] = {
-            name: make(name, description=text, tag_keys=()) for name, text in _GAUGES.items()
+            name: create_gauge(name, description=text, tag_keys=())
+            for name, text in _GAUGES.items()
         }
         text = "1 for the reason of the last decision."
-        self._reason = make(_REASON, description=text, tag_keys=("reason",))
+        self._reason = create_gauge(_REASON, description=text, tag_keys=("reason",))
         self._last_reason = ""
 
     def show(self, decision: Decision, load: ClusterLoad, age_s: float, max_workers: int) -> None:
@@ -106,4 +107,4 @@ class Gauges:
 
 
 def _label(reason: str) -> str:
-    return next((begins for begins in REASONS if reason.startswith(begins)), "other")
+    return next((prefix for prefix in REASONS if reason.startswith(prefix)), "other")

@@ -21,9 +21,9 @@ from router.ledger.redis.redis_ledger import connect
 log = logs.get_logger(__name__)
 
 #: Seconds between reads of the load, which the leader reports equally often.
-_READ_S = 0.2
+_READ_INTERVAL_S = 0.2
 #: Minimum seconds between writes of decisions, which are only for people.
-_TELL_S = 1.0
+_WRITE_INTERVAL_S = 1.0
 #: Seconds until the next attempt to connect to a ledger that was unreachable.
 _RETRY_S = 1.0
 
@@ -40,8 +40,8 @@ class LedgerExchange:
         self._latest: tuple[LoadReport, float] | None = None
         self._replaced = 0
         #: decisions to be written next; None if they are written
-        self._said: session_pb2.Scaling | None = None
-        self._told_at = -_TELL_S
+        self._unwritten: session_pb2.Scaling | None = None
+        self._written_at = -_WRITE_INTERVAL_S
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everlift-exchange", daemon=True)
         self._thread.start()
@@ -62,17 +62,17 @@ class LedgerExchange:
         """
         return self._replaced
 
-    def say(self, scaling: session_pb2.Scaling) -> None:
+    def publish(self, scaling: session_pb2.Scaling) -> None:
         """Let the thread write ``scaling`` next, instead of an earlier one not yet written."""
-        self._said = scaling
+        self._unwritten = scaling
 
     def stop(self) -> None:
         self._stopping.set()
 
     def _run(self) -> None:
-        asyncio.run(self._exchange_for_ever())
+        asyncio.run(self._exchange_loop())
 
-    async def _exchange_for_ever(self) -> None:
+    async def _exchange_loop(self) -> None:
         while not self._stopping.is_set():
             try:
                 await self._exchange()
@@ -85,8 +85,8 @@ class LedgerExchange:
         try:
             while not self._stopping.is_set():
                 await self._read(ledger)
-                await self._tell(ledger)
-                await self._pause(_READ_S)
+                await self._write(ledger)
+                await self._pause(_READ_INTERVAL_S)
         finally:
             with suppress(LedgerUnavailable):
                 await ledger.close()
@@ -98,15 +98,15 @@ class LedgerExchange:
         active = await ledger.active_load()
         self._replaced = active.load.workers if active is not None else 0
 
-    async def _tell(self, ledger: Ledger) -> None:
-        said, now = self._said, time.monotonic()
-        if said is None or now - self._told_at < _TELL_S:
+    async def _write(self, ledger: Ledger) -> None:
+        scaling, now = self._unwritten, time.monotonic()
+        if scaling is None or now - self._written_at < _WRITE_INTERVAL_S:
             return
-        self._said, self._told_at = None, now
+        self._unwritten, self._written_at = None, now
         # A full ledger rejects writes but can still be read, so a failed write must not end the
         # connection: decisions depend on the reads.
         with suppress(LedgerUnavailable):
-            await ledger.put_scaling(said)
+            await ledger.put_scaling(scaling)
 
     async def _pause(self, seconds: float) -> None:
         if not self._stopping.is_set():

@@ -34,21 +34,21 @@ from everlift.v1.session_pb2 import ClusterLoad
 
 #: Time constants in seconds of the averages of the arrival rate. The short one detects a change,
 #: the long one measures the rate.
-_SOON_S, _LATER_S = 2.0, 30.0
+_SHORT_WINDOW_S, _LONG_WINDOW_S = 2.0, 30.0
 #: Share of the TTFT target above which an estimated wait adds workers, normally and in a rush.
-_PATIENCE, _PATIENCE_IN_A_RUSH = 0.5, 0.1
+_MAX_WAIT_SHARE, _MAX_WAIT_SHARE_IN_A_RUSH = 0.5, 0.1
 #: The arrival rate counts as risen if the short average exceeds the long one by this many standard
 #: deviations. By chance this happens in about one of some hundred decisions, and more often the
 #: more the requests differ in size.
 _SIGNIFICANT = 3.0
 #: A report's arrivals enter the short average only up to this many standard deviations above the
 #: expected number. Arrivals beyond that are a single burst, which queues, and not a lasting rate.
-_CROWD = 4.0
+_MAX_DEVIATIONS = 4.0
 #: Seconds after a reversal during which further changes have stricter conditions.
-_CALM_S = 600.0
+_COOLDOWN_S = 600.0
 #: Seconds after which a missing worker may never start. Until then no other worker is removed, even
 #: if fewer would be enough.
-_COMES_S = 600.0
+_START_TIMEOUT_S = 600.0
 #: A need that exceeds a whole number of workers by at most this much adds no further worker.
 _SLACK = 0.05
 
@@ -80,17 +80,17 @@ class Autoscaler:
         self._needs = SlidingMaximum(config.down_delay)
         self._busy_at: float | None = None
         #: workers of this cluster that are up, according to the last report
-        self._own = 0
+        self._num_up = 0
         #: 1 if the last change added workers, -1 if it removed some, 0 before the first change
         self._direction = 0
-        self._calm_until = -inf
+        self._cooldown_until = -inf
         #: time since which all workers of this cluster are up; inf while some are not
         self._complete_at = inf
         #: time since which some workers are not up; inf if all are, and after each change
         self._missing_at = inf
 
     @property
-    def _most(self) -> int:
+    def _max_workers(self) -> int:
         assert self._config.max_workers is not None, "checked where the configuration came in"
         return self._config.max_workers
 
@@ -128,45 +128,50 @@ class Autoscaler:
             # It is unknown which needs there are at this time, and whether the cluster is idle.
             self._needs.clear()
             self._busy_at = None
-            return self._keep(workers, "the load is not known")
+            return self._unchanged(workers, "the load is not known")
         self._arrivals.note(load, now - age_s)
         self._capacity.note(load)
         if load.queued or load.running or self._busy_at is None:
             self._busy_at = now
-        self._own = load.workers - others
-        is_complete = self._own >= workers
+        self._num_up = load.workers - others
+        is_complete = self._num_up >= workers
         self._complete_at = min(self._complete_at, now) if is_complete else inf
         self._missing_at = inf if is_complete else min(self._missing_at, now)
-        flow, held = self._flow(load, self._arrivals.later), self._held(load)
-        need, wait_s = max(flow, held), self._wait_s(load)
+        throughput, occupancy = (
+            self._throughput_need(load, self._arrivals.long_rate),
+            self._occupancy_need(load),
+        )
+        need, wait_s = max(throughput, occupancy), self._wait_s(load)
         if others or replaced:
             # Either cluster may be removed. Until then each has at least as many workers as the
             # other, so that it can take over all of the load.
             self._needs.clear()
-            target = self._within(max(workers, others, replaced))
+            target = self._clamped(max(workers, others, replaced))
             reason = "another cluster serves as well"
         else:
             self._needs.note(need, now)
             target, reason = self._target(load, need, wait_s, workers, now)
-        self._turn(target - workers, now)
+        self._record_change(target - workers, now)
         return Decision(target, reason, need, wait_s)
 
-    def _keep(self, workers: int, reason: str) -> Decision:
-        return Decision(self._within(workers), reason)
+    def _unchanged(self, workers: int, reason: str) -> Decision:
+        return Decision(self._clamped(workers), reason)
 
-    def _within(self, workers: int) -> int:
-        return min(max(workers, self._config.min_workers), self._most)
+    def _clamped(self, workers: int) -> int:
+        return min(max(workers, self._config.min_workers), self._max_workers)
 
-    def _flow(self, load: ClusterLoad, comes: float) -> float:
+    def _throughput_need(self, load: ClusterLoad, arrival_rate: float) -> float:
         config, rate = self._config, self._capacity.rate
         if not rate:
             return 0.0
-        return (comes / config.utilisation + load.queued_tokens / config.drain_target) / rate
+        return (arrival_rate / config.utilisation + load.queued_tokens / config.drain_target) / rate
 
-    def _rush(self) -> float:
-        return self._arrivals.soon_at_least / (self._config.utilisation * self._capacity.rate)
+    def _rush_need(self) -> float:
+        return self._arrivals.short_rate_lower_bound / (
+            self._config.utilisation * self._capacity.rate
+        )
 
-    def _held(self, load: ClusterLoad) -> float:
+    def _occupancy_need(self, load: ClusterLoad) -> float:
         config, one = self._config, self._capacity
         slots = load.running / (config.utilisation * one.slots) if one.slots else 0.0
         blocks = load.blocks_used / (config.kv_utilisation * one.blocks) if one.blocks else 0.0
@@ -181,55 +186,55 @@ class Autoscaler:
     ) -> tuple[int, str]:
         is_rush, has_settled = self._is_rush(workers), self._has_settled(now)
         if is_rush:
-            need = max(self._flow(load, self._arrivals.later), self._rush())
+            need = max(self._throughput_need(load, self._arrivals.long_rate), self._rush_need())
         elif self._capacity.rate and not has_settled:
-            need = self._flow(load, self._arrivals.later)
+            need = self._throughput_need(load, self._arrivals.long_rate)
         enough = max(1, ceil(need - _SLACK))
-        if workers < self._config.min_workers or workers > self._most:
-            return self._within(workers), "limits"
+        if workers < self._config.min_workers or workers > self._max_workers:
+            return self._clamped(workers), "limits"
         if workers == 0:
-            return (self._within(enough), "requests wait") if load.queued else (0, "nothing to do")
-        if load.queued and self._is_short(wait_s, is_rush, now):
+            return (self._clamped(enough), "requests wait") if load.queued else (0, "nothing to do")
+        if load.queued and self._is_wait_too_long(wait_s, is_rush, now):
             more = enough if self._capacity.rate else workers + has_settled
             if more > workers:
-                return self._within(more), f"requests would wait {wait_s:.1f} s"
-            return workers, "enough workers are starting" if self._own < workers else "enough"
-        return self._fewer(load, workers, now)
+                return self._clamped(more), f"requests would wait {wait_s:.1f} s"
+            return workers, "enough workers are starting" if self._num_up < workers else "enough"
+        return self._scale_down(load, workers, now)
 
     def _is_rush(self, workers: int) -> bool:
         arrivals = self._arrivals
-        return 0 < workers * self._capacity.rate < arrivals.soon and arrivals.have_risen
+        return 0 < workers * self._capacity.rate < arrivals.short_rate and arrivals.have_risen
 
-    def _is_short(self, wait_s: float, is_rush: bool, now: float) -> bool:
-        if now < self._calm_until:
+    def _is_wait_too_long(self, wait_s: float, is_rush: bool, now: float) -> bool:
+        if now < self._cooldown_until:
             return wait_s > self._config.ttft_target
-        patience = _PATIENCE_IN_A_RUSH if is_rush else _PATIENCE
-        return wait_s > patience * self._config.ttft_target
+        share = _MAX_WAIT_SHARE_IN_A_RUSH if is_rush else _MAX_WAIT_SHARE
+        return wait_s > share * self._config.ttft_target
 
     def _has_settled(self, now: float) -> bool:
         return now - self._complete_at >= self._config.ttft_target
 
-    def _awaits_any(self, workers: int, now: float) -> bool:
-        return self._own < workers and now - self._missing_at < _COMES_S
+    def _awaits_workers(self, workers: int, now: float) -> bool:
+        return self._num_up < workers and now - self._missing_at < _START_TIMEOUT_S
 
-    def _fewer(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:
+    def _scale_down(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:
         config = self._config
         busy_at = now if self._busy_at is None else self._busy_at
         if config.min_workers == 0 and now - busy_at >= config.idle_delay:
             return 0, "nothing to do"
-        if load.queued or self._awaits_any(workers, now) or now < self._calm_until:
+        if load.queued or self._awaits_workers(workers, now) or now < self._cooldown_until:
             return workers, "enough"
         enough = max(1, ceil(self._needs.largest))
         if self._needs.covers(now) and enough < workers:
-            return self._within(enough), "fewer are enough"
+            return self._clamped(enough), "fewer are enough"
         return workers, "enough"
 
-    def _turn(self, change: int, now: float) -> None:
+    def _record_change(self, change: int, now: float) -> None:
         if change == 0:
             return
         direction = 1 if change > 0 else -1
         if self._direction == -direction:
-            self._calm_until = now + _CALM_S
+            self._cooldown_until = now + _COOLDOWN_S
         self._direction = direction
         self._missing_at = inf
         # Needs measured with the previous number of workers do not apply to the new number.
@@ -237,52 +242,58 @@ class Autoscaler:
 
 
 class Arrivals:
-    """Arrival rate in tokens per second, as a short (``soon``) and a long average (``later``).
+    """Arrival rate in tokens per second: ``short_rate`` and ``long_rate`` are two averages of it.
 
-    The averages are exponential, with the time constants _SOON_S and _LATER_S.
+    The averages are exponential, with the time constants _SHORT_WINDOW_S and _LONG_WINDOW_S.
     """
 
     def __init__(self) -> None:
-        self.soon = self.later = 0.0
+        self.short_rate = self.long_rate = 0.0
         #: variance of the tokens that arrive in one second
         self._variance = 0.0
         self._term = 0
         self._offered = 0
-        self._at = -inf
+        self._reported_at = -inf
         self._observed_s = 0.0
 
-    def note(self, load: ClusterLoad, moment: float) -> None:
-        """Update the averages with a load report that was made at ``moment``, in seconds.
+    def note(self, load: ClusterLoad, reported_at: float) -> None:
+        """Update the averages with a load report that was made at ``reported_at``, in seconds.
 
         The report has the number of tokens that have arrived since its leader (the router that
         places all requests) took office. The first report of a new leader therefore does not change
         the averages.
         """
-        since, came = moment - self._at, load.offered_tokens - self._offered
+        since, arrived = reported_at - self._reported_at, load.offered_tokens - self._offered
         if since <= 0:
             return
-        counts_on = load.term == self._term
-        self._at, self._term, self._offered = moment, load.term, load.offered_tokens
-        if counts_on:
+        is_same_term = load.term == self._term
+        self._reported_at, self._term, self._offered = reported_at, load.term, load.offered_tokens
+        if is_same_term:
             self._observed_s += since
-            lasting = min(came, self.later * since + _CROWD * sqrt(self._variance * since))
-            self.soon += self._weight(since, _SOON_S) * (lasting / since - self.soon)
-            differs = (came - self.later * since) ** 2 / since
-            self._variance += self._weight(since, _LATER_S) * (differs - self._variance)
-            self.later += self._weight(since, _LATER_S) * (came / since - self.later)
+            sustained = min(
+                arrived, self.long_rate * since + _MAX_DEVIATIONS * sqrt(self._variance * since)
+            )
+            self.short_rate += self._weight(since, _SHORT_WINDOW_S) * (
+                sustained / since - self.short_rate
+            )
+            squared_error = (arrived - self.long_rate * since) ** 2 / since
+            self._variance += self._weight(since, _LONG_WINDOW_S) * (squared_error - self._variance)
+            self.long_rate += self._weight(since, _LONG_WINDOW_S) * (
+                arrived / since - self.long_rate
+            )
 
     @property
     def have_risen(self) -> bool:
         """Return whether the arrival rate has risen by more than chance explains."""
-        return self.soon - self.later > _SIGNIFICANT * self._deviation
+        return self.short_rate - self.long_rate > _SIGNIFICANT * self._deviation
 
     @property
-    def soon_at_least(self) -> float:
-        return self.soon - self._deviation
+    def short_rate_lower_bound(self) -> float:
+        return self.short_rate - self._deviation
 
     @property
     def _deviation(self) -> float:
-        return sqrt(self._variance / (2 * _SOON_S))
+        return sqrt(self._variance / (2 * _SHORT_WINDOW_S))
 
     def _weight(self, since: float, memory_s: float) -> float:
         return max(1.0 - exp(-since / memory_s), since / self._observed_s)

@@ -62,7 +62,7 @@ class QueuePolicy:
         decision = self._autoscaler.decide(load, age_s, target, now, others, replaced)
         most = config.max_workers or 0
         self._gauges.show(decision, load or ClusterLoad(), age_s, most)
-        self._say(decision, target, most, now)
+        self._publish(decision, target, most, now)
         return decision.workers, {}
 
     def _settings(self, context: AutoscalingContext, load: ClusterLoad | None) -> AutoscaleConfig:
@@ -80,9 +80,9 @@ class QueuePolicy:
                 log.warning("autoscaler settings refused", cause=str(error))
             return settings.load(AutoscaleConfig, bounds)
 
-    def _say(self, decision: Decision, target: int, most: int, now: float) -> None:
+    def _publish(self, decision: Decision, target: int, most: int, now: float) -> None:
         self._decisions.note(decision, target, now)
-        self._exchange.say(self._decisions.as_json(now, most, _ray_cluster()))
+        self._exchange.publish(self._decisions.as_json(now, most, _ray_cluster()))
         if decision.workers != target:
             log.info("workers", before=target, now=decision.workers, reason=decision.reason)
 

@@ -70,7 +70,7 @@ def batch(
         raise BatchFailed("the results cannot be written to the file of prompts")
     with Results(path, retry_failed=retry_failed) as results:
         job = _Job(file, known, results, concurrency)
-        if not job.num_left:
+        if not job.num_remaining:
             typer.echo(f"{path}: all {len(known)} were done before")
         elif config is None:
             asyncio.run(_through_cluster(job, address))
@@ -95,28 +95,28 @@ class _Job:
     concurrency: int
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         return len(self.known) - self.results.num_done(self.known.keys())
 
     async def run(self, backend: Backend) -> None:
         """Run the lines that are not done, then print a summary, even after an interruption."""
-        total, began = len(self.known), time.monotonic()
-        done, shown = total - self.num_left, sys.stderr.isatty()
+        total, started_at = len(self.known), time.monotonic()
+        done, shown = total - self.num_remaining, sys.stderr.isatty()
         with bar(self.file.name, total, done, shown=shown) as advance:
             batch = Batch(backend, self.results, self.concurrency, advance)
             try:
                 await batch.run(self._lines())
             finally:
-                self._sum_up(batch.output_tokens, time.monotonic() - began)
+                self._sum_up(batch.output_tokens, time.monotonic() - started_at)
 
     def _lines(self) -> Iterator[Line]:
         return read(self.file, self.known.digest, self.results, self.results.attempt)
 
     def _sum_up(self, tokens: int, elapsed_s: float) -> None:
-        total, left = len(self.known), self.num_left
+        total, remaining = len(self.known), self.num_remaining
         failed = self.results.num_failed(self.known.keys())
-        rest = "; run it again to go on" if left else ""
+        rest = "; run it again to go on" if remaining else ""
         typer.echo(
-            f"{self.results.path}: {total - left} of {total} done, {failed} of them failed; "
+            f"{self.results.path}: {total - remaining} of {total} done, {failed} of them failed; "
             f"{tokens} tokens in {elapsed_s:.1f} s, {tokens / elapsed_s:.0f} tokens/s{rest}"
         )

@@ -155,10 +155,10 @@ def _line(number: int, data: bytes, names: _Names) -> Line:
     line_id: str | None = None
     try:
         fields = _parse(data)
-        line_id = _given_id(fields) or _default_id(number)
+        line_id = _explicit_id(fields) or _default_id(number)
         if fields.get("url") == _CHATS:
             return ChatWork(number, line_id, _chat_body(fields, names), names.request_id)
-        prompt, options = _asked(fields)
+        prompt, options = _prompt_and_options(fields)
         options = {"request_id": names.request_id, "seed": names.seed, **options}
         submission_message(prompt, options)
     except TypeError as error:
@@ -180,12 +180,12 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 def _id_of(data: bytes, number: int) -> str | None:
     try:
-        return _given_id(_parse(data)) or _default_id(number)
+        return _explicit_id(_parse(data)) or _default_id(number)
     except InvalidRequest:
         return None
 
 
-def _given_id(fields: Mapping[str, Any]) -> str | None:
+def _explicit_id(fields: Mapping[str, Any]) -> str | None:
     given = fields.get("custom_id" if fields.keys() & {"custom_id", "body"} else "id")
     if given is not None and not isinstance(given, str):
         raise InvalidRequest(f"the id must be text, not {given!r}")
@@ -196,7 +196,7 @@ def _default_id(number: int) -> str:
     return f"line-{number}"
 
 
-def _asked(fields: dict[str, Any]) -> tuple[Prompt, GenerateOptions]:
+def _prompt_and_options(fields: dict[str, Any]) -> tuple[Prompt, GenerateOptions]:
     body = _openai_body(fields) if "body" in fields else fields
     given = {name: value for name, value in body.items() if value is not None}
     given.pop("id", None)

@@ -84,7 +84,7 @@ class Results(Container[Key]):
         if "error" in record and (attempt := self.attempt(line)) > 1:
             record = {**record, "attempt": attempt}
         _write(self._descriptor, _encoded(record), self.path)
-        self._take(record)
+        self._index(record)
         self._retrying.discard(line)
 
     def close(self) -> None:
@@ -151,16 +151,16 @@ class Results(Container[Key]):
         self._has_replaced = False
 
     def _read(self) -> None:
-        whole = 0
+        valid_bytes = 0
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
-                    if not whole and not _is_torn(data):
-                        raise self._something_else(number)
+                    if not valid_bytes and not _is_torn(data):
+                        raise self._invalid_file(number)
                     break
-                self._take(self._record(number, data))
-                whole += len(data)
-        os.ftruncate(self._descriptor, whole)
+                self._index(self._record(number, data))
+                valid_bytes += len(data)
+        os.ftruncate(self._descriptor, valid_bytes)
 
     def _record(self, number: int, data: bytes) -> dict[str, Any]:
         try:
@@ -169,12 +169,12 @@ class Results(Container[Key]):
                 return dict(record)
         except (ValueError, TypeError, KeyError):
             pass
-        raise self._something_else(number)
+        raise self._invalid_file(number)
 
-    def _something_else(self, number: int) -> BatchFailed:
+    def _invalid_file(self, number: int) -> BatchFailed:
         return BatchFailed(f"{self.path} is not a file of results (line {number})")
 
-    def _take(self, record: Mapping[str, Any]) -> None:
+    def _index(self, record: Mapping[str, Any]) -> None:
         line = _key(record)
         self._has_replaced |= line in self._keys
         self._keys.add(line)

@@ -19,7 +19,7 @@ from cluster.bench.generator import TIMEOUT_S
 from cluster.bench.load import INPUT_TOKENS, OUTPUT_TOKENS, Load
 from cluster.bench.options import DEFAULT_PERCENTILES
 from cluster.bench.report import Json, Setting, Slo, ramp_report, report, slo
-from cluster.bench.run import Manner, ready
+from cluster.bench.run import SendOptions, ready
 from cluster.bench.target import Target
 from cluster.connection import Address
 from cluster.errors import BenchFailed
@@ -86,11 +86,11 @@ def serve(
     # Imported here because other commands do not need aiohttp and numpy.
     import uvloop
 
-    from cluster.bench.run import Manner
+    from cluster.bench.run import SendOptions
     from cluster.bench.target import Target, load_tokenizer
 
     climb = _ramp(ramp, rate, duration)
-    asked = Asked(
+    config = BenchConfig(
         target=Target(
             url=url,
             address=address,
@@ -118,7 +118,7 @@ def serve(
             duration_s=duration,
             seed=seed,
         ),
-        manner=Manner(
+        send_options=SendOptions(
             concurrency=concurrency,
             warm_up=warm_up,
             timeout_s=timeout,
@@ -132,7 +132,7 @@ def serve(
         tokenizer=tokenizer.name if tokenizer else None,
         is_detailed=detailed,
     )
-    found = uvloop.run(measured(asked, datetime.now()))
+    found = uvloop.run(run_bench(config, datetime.now()))
     _show(found, json_file, html_file)
     if not found["completed"]:
         raise typer.Exit(1)
@@ -227,7 +227,7 @@ def _ramp(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchConfig:
     """Requested load, and options of its report.
 
     ``ramp`` has the first and the highest rate in requests per second. If it is None, the load is
@@ -236,7 +236,7 @@ class Asked:
 
     target: Target
     load: Load
-    manner: Manner
+    send_options: SendOptions
     slo: Slo
     percents: Sequence[float]
     ramp: tuple[float, float] | None = None
@@ -245,40 +245,40 @@ class Asked:
     is_detailed: bool = False
 
 
-async def measured(asked: Asked, now: datetime) -> Json:
+async def run_bench(config: BenchConfig, now: datetime) -> Json:
     """Send the load and return its report, which bears the date ``now``.
 
     Raises BenchFailed if the load cannot be sent, WorkloadFailed if its requests cannot be created,
     and EverliftError or SettingsError if a cluster cannot be connected.
     """
-    async with ready(asked.target, asked.load, asked.manner) as run:
-        setting = _setting(asked, run.model, now)
-        if asked.ramp is None:
-            seen = await run.send(asked.load)
-            return report(setting, seen, is_detailed=asked.is_detailed)
-        stages = await run.climb(asked.load, *asked.ramp, asked.slo)
-        return ramp_report(setting, stages, is_detailed=asked.is_detailed)
+    async with ready(config.target, config.load, config.send_options) as run:
+        setting = _setting(config, run.model, now)
+        if config.ramp is None:
+            result = await run.send(config.load)
+            return report(setting, result, is_detailed=config.is_detailed)
+        stages = await run.climb(config.load, *config.ramp, config.slo)
+        return ramp_report(setting, stages, is_detailed=config.is_detailed)
 
 
-def _setting(asked: Asked, model: str, now: datetime) -> Setting:
-    target, load = asked.target, asked.load
+def _setting(config: BenchConfig, model: str, now: datetime) -> Setting:
+    target, load = config.target, config.load
     return Setting(
         date=now.strftime("%Y%m%d-%H%M%S"),
-        label=asked.label,
+        label=config.label,
         backend=target.backend,
-        where=target.where,
+        endpoint_address=target.endpoint_address,
         model=model,
-        tokenizer=asked.tokenizer,
+        tokenizer=config.tokenizer,
         rate=load.rate,
         burstiness=load.burstiness,
-        concurrency=asked.manner.concurrency,
-        load=_described(load, asked),
-        slo=asked.slo,
-        percents=asked.percents,
+        concurrency=config.send_options.concurrency,
+        load=_described(load, config),
+        slo=config.slo,
+        percents=config.percents,
     )
 
 
-def _described(load: Load, asked: Asked) -> Mapping[str, object]:
+def _described(load: Load, config: BenchConfig) -> Mapping[str, object]:
     has_own_lengths = load.workloads or load.trace
     found = {
         "workload": ", ".join(load.workloads) if load.workloads else None,
@@ -292,11 +292,11 @@ def _described(load: Load, asked: Asked) -> Mapping[str, object]:
         "longest input": load.longest_input,
         "longest output": load.longest_output,
         "duration, s": load.duration_s,
-        "ramp": ":".join(f"{rate:g}" for rate in asked.ramp) if asked.ramp else None,
+        "ramp": ":".join(f"{rate:g}" for rate in config.ramp) if config.ramp else None,
         "seed": load.seed,
-        "ignore_eos": asked.target.ignore_eos,
-        "temperature": asked.target.temperature,
-        "fields": ", ".join(asked.target.fields) or None,
-        "warm-up": asked.manner.warm_up,
+        "ignore_eos": config.target.ignore_eos,
+        "temperature": config.target.temperature,
+        "fields": ", ".join(config.target.fields) or None,
+        "warm-up": config.send_options.warm_up,
     }
     return {name: value for name, value in found.items() if value is not None}

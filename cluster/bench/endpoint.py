@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 class Endpoint(Protocol):
-    async def ask(self, request: Request, answer: Answer) -> None:
+    async def send(self, request: Request, answer: Answer) -> None:
         """Send a request, record its output in ``answer``, and return when the answer is complete.
 
         Raises Refused if the request fails or the answer is incomplete.
@@ -48,28 +48,28 @@ class Answer:
         self._sent: float | None = None
         self._pieces = array("d")
         self._texts: list[str] = []
-        self._told_tokens = 0
+        self._reported_tokens = 0
         self._usage: tuple[int, int] | None = None
 
     @property
-    def has_begun(self) -> bool:
+    def has_output(self) -> bool:
         """Return whether some of the output has arrived."""
         return bool(self._pieces)
 
-    def is_sent(self) -> None:
+    def mark_sent(self) -> None:
         """Record that the request is sent now."""
         self._sent = self._now()
 
-    def piece(self, text: str, tokens: int = 0) -> None:
+    def add_piece(self, text: str, tokens: int = 0) -> None:
         """Record that a piece of output, one chunk of the stream, arrives now.
 
         ``tokens`` is its number of tokens; 0 if unknown.
         """
         self._pieces.append(self._now())
-        self._told_tokens += tokens
+        self._reported_tokens += tokens
         self._texts.append(text)
 
-    def usage(self, prompt_tokens: int, output_tokens: int) -> None:
+    def set_usage(self, prompt_tokens: int, output_tokens: int) -> None:
         self._usage = prompt_tokens, output_tokens
 
     def outcome(self, due: float, admitted: float, error: str = "") -> Outcome:
@@ -80,7 +80,7 @@ class Answer:
         ``error`` is empty if the request succeeded.
         """
         prompt_tokens, output_tokens = self._usage or (0, 0)
-        known = output_tokens or self._told_tokens
+        known = output_tokens or self._reported_tokens
         if not error and not self._pieces:
             error = "no_output"
         return Outcome(
@@ -97,9 +97,9 @@ class Answer:
         )
 
 
-def slug(said: object) -> str:
-    """Return the code ``said`` of an endpoint's error if it is one word, else an empty text."""
-    return said if isinstance(said, str) and _SLUG.fullmatch(said) else ""
+def slug(code: object) -> str:
+    """Return the ``code`` of an endpoint's error if it is one word, else an empty text."""
+    return code if isinstance(code, str) and _SLUG.fullmatch(code) else ""
 
 
 class EverliftEndpoint:
@@ -113,7 +113,7 @@ class EverliftEndpoint:
         self._ignore_eos = ignore_eos
         self._temperature = temperature
 
-    async def ask(self, request: Request, answer: Answer) -> None:
+    async def send(self, request: Request, answer: Answer) -> None:
         try:
             stream = self._client.generate(
                 request.prompt,
@@ -121,14 +121,14 @@ class EverliftEndpoint:
                 ignore_eos=self._ignore_eos,
                 temperature=self._temperature,
             )
-            answer.is_sent()
+            answer.mark_sent()
             async with stream:
                 async for chunk in stream:
-                    answer.piece(chunk.text, len(chunk.token_ids))
+                    answer.add_piece(chunk.text, len(chunk.token_ids))
         except EverliftError as error:
             raise Refused(error.slug) from None
         if stream.usage is not None:
-            answer.usage(stream.usage.prompt_tokens, stream.usage.output_tokens)
+            answer.set_usage(stream.usage.prompt_tokens, stream.usage.output_tokens)
 
 
 _MOST_ERROR_BYTES = 16_384
@@ -203,7 +203,7 @@ class OpenAiEndpoint:
         self._session = session
         self._path = "chat/completions" if is_chat else "completions"
         self._is_chat = is_chat
-        self._usual = {
+        self._default_fields = {
             "model": model,
             "temperature": temperature,
             "stream": True,
@@ -213,9 +213,9 @@ class OpenAiEndpoint:
             **(fields or {}),
         }
 
-    async def ask(self, request: Request, answer: Answer) -> None:
+    async def send(self, request: Request, answer: Answer) -> None:
         body = self._body(request)
-        answer.is_sent()
+        answer.mark_sent()
         try:
             async with self._session.post(self._path, json=body, allow_redirects=False) as response:
                 if response.status != 200:
@@ -227,12 +227,17 @@ class OpenAiEndpoint:
             raise Refused("broken_off") from None
 
     def _body(self, request: Request) -> dict[str, object]:
-        said = (
+        prompt = (
             {"messages": [{"role": "user", "content": request.prompt}]}
             if self._is_chat
             else {"prompt": request.prompt}
         )
-        return {**self._usual, **said, "max_tokens": request.max_tokens, **request.fields}
+        return {
+            **self._default_fields,
+            **prompt,
+            "max_tokens": request.max_tokens,
+            **request.fields,
+        }
 
     async def _read(self, response: aiohttp.ClientResponse, answer: Answer) -> None:
         events = Events()
@@ -241,21 +246,21 @@ class OpenAiEndpoint:
                 if event == DONE:
                     return
                 try:
-                    self._take(_parsed(event), answer)
+                    self._record_chunk(_parsed(event), answer)
                 except (AttributeError, TypeError, ValueError):
                     raise Refused("malformed_chunk") from None
         raise Refused("broken_off")
 
-    def _take(self, chunk: dict[str, Any], answer: Answer) -> None:
+    def _record_chunk(self, chunk: dict[str, Any], answer: Answer) -> None:
         if "error" in chunk:
             raise Refused(_error_slug(chunk) or "error_in_stream")
         for choice in chunk.get("choices") or ():
             text = self._text(choice)
             if text or self._has_tokens(choice, answer):
-                answer.piece(text)
+                answer.add_piece(text)
         if usage := chunk.get("usage"):
-            told = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-            answer.usage(*(int(number or 0) for number in told))
+            counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+            answer.set_usage(*(int(number or 0) for number in counts))
 
     def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
         """Return whether a chunk without text nevertheless stands for output tokens.
@@ -264,7 +269,7 @@ class OpenAiEndpoint:
         nothing but a role, and the last chunk of most answers nothing but a finish reason.
         """
         if choice.get("finish_reason") is not None:
-            return not answer.has_begun
+            return not answer.has_output
         return not self._is_chat
 
     def _text(self, choice: Mapping[str, Any]) -> str:
@@ -289,9 +294,9 @@ def _parsed(event: bytes) -> dict[str, Any]:
 
 
 async def _cause(response: aiohttp.ClientResponse) -> str:
-    said = await response.content.read(_MOST_ERROR_BYTES)
+    content = await response.content.read(_MOST_ERROR_BYTES)
     try:
-        found = _error_slug(json.loads(said))
+        found = _error_slug(json.loads(content))
     except ValueError:
         found = ""
     return f"{response.status} {found}".rstrip()

@@ -44,30 +44,30 @@ class Generator:
         self._timeout_s = timeout_s
         self._clock = clock
         self._advance = advance
-        self._began = clock()
+        self._started_at = clock()
 
     async def open_loop(
-        self, requests: Sequence[Request], most_at_once: int | None = None
+        self, requests: Sequence[Request], max_concurrency: int | None = None
     ) -> list[Outcome]:
-        """Send each request when it is due, at most ``most_at_once`` concurrently (None: no limit).
+        """Send each request when it is due, at most ``max_concurrency`` at a time (None: no limit).
 
         When all requests have ended, return their measured times and sizes (see Outcome), in the
         order of ``requests``.
         """
-        room = asyncio.Semaphore(most_at_once or len(requests) or 1)
+        semaphore = asyncio.Semaphore(max_concurrency or len(requests) or 1)
 
-        async def in_turn(request: Request) -> Outcome:
-            is_full = room.locked()
-            async with room:
+        async def send_when_admitted(request: Request) -> Outcome:
+            is_full = semaphore.locked()
+            async with semaphore:
                 admitted = self._now() if is_full else request.due
-                return await self._ask(request, request.due, admitted)
+                return await self._send(request, request.due, admitted)
 
-        self._began = self._clock()
+        self._started_at = self._clock()
         tasks = []
         async with asyncio.TaskGroup() as group:
             for request in requests:
                 await self._until(request.due)
-                tasks.append(group.create_task(in_turn(request)))
+                tasks.append(group.create_task(send_when_admitted(request)))
         return [task.result() for task in tasks]
 
     async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
@@ -76,15 +76,15 @@ class Generator:
         The due times of the requests are ignored. When all requests have ended, return their
         measured times and sizes (see Outcome), in the order of ``requests``.
         """
-        left = iter(enumerate(requests))
+        remaining = iter(enumerate(requests))
         outcomes: dict[int, Outcome] = {}
 
         async def client() -> None:
-            for number, request in left:
+            for number, request in remaining:
                 now = self._now()
-                outcomes[number] = await self._ask(request, now, now)
+                outcomes[number] = await self._send(request, now, now)
 
-        self._began = self._clock()
+        self._started_at = self._clock()
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(client())
@@ -101,11 +101,11 @@ class Generator:
         while (early := due - self._now()) > 0:
             await asyncio.sleep(early)
 
-    async def _ask(self, request: Request, due: float, admitted: float) -> Outcome:
+    async def _send(self, request: Request, due: float, admitted: float) -> Outcome:
         answer, error = Answer(request, self._now), ""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._endpoint.ask(request, answer)
+                await self._endpoint.send(request, answer)
         except Refused as refused:
             error = str(refused)
         except TimeoutError:
@@ -116,4 +116,4 @@ class Generator:
 
     def _now(self) -> float:
         """Return the seconds since the load began."""
-        return self._clock() - self._began
+        return self._clock() - self._started_at

@@ -44,7 +44,7 @@ class TokenPrompts:
         self._seed = seed
 
     def prompt(self, arrival: Arrival, number: int) -> tuple[tuple[int, ...], int]:
-        ids = tuple(_drawn(self._ids, arrival, f"{self._seed}/{number}"))
+        ids = tuple(_sample_units(self._ids, arrival, f"{self._seed}/{number}"))
         return ids, len(ids)
 
 
@@ -60,7 +60,7 @@ class WordPrompts:
         self._seed = seed
 
     def prompt(self, arrival: Arrival, number: int) -> tuple[str, int]:
-        text = " ".join(_drawn(_WORDS, arrival, f"{self._seed}/{number}"))
+        text = " ".join(_sample_units(_WORDS, arrival, f"{self._seed}/{number}"))
         return (
             self._cut(text, arrival.prompt_tokens)
             if self._tokenizer
@@ -77,15 +77,15 @@ class WordPrompts:
         return cut, len(self._tokenizer.encode(cut, add_special_tokens=False).ids)
 
 
-def _drawn(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
-    drawn: list[Any] = []
+def _sample_units(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
+    sampled: list[Any] = []
     for part in arrival.prefix:
-        drawn += Random(f"part/{part}").choices(units, k=arrival.prefix_part_tokens)
-    del drawn[arrival.prompt_tokens :]
-    return drawn + Random(name).choices(units, k=arrival.prompt_tokens - len(drawn))
+        sampled += Random(f"part/{part}").choices(units, k=arrival.prefix_part_tokens)
+    del sampled[arrival.prompt_tokens :]
+    return sampled + Random(name).choices(units, k=arrival.prompt_tokens - len(sampled))
 
 
-def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
+def arrival_times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
     """Yield arrival times in seconds, endlessly, with a mean of ``rate`` arrivals per second.
 
     Gaps are Gamma-distributed with the shape ``burstiness``: 1 is a Poisson process, a lower value
@@ -161,11 +161,11 @@ class Load:
                 raise BenchFailed(f"--{name} must be above 0, not {value:g}")
         if self.duration_s is not None and not 0 < self.duration_s < inf:
             raise BenchFailed(f"--duration must be above 0, not {self.duration_s:g}")
-        if self.duration_s is not None and not self.has_moments:
+        if self.duration_s is not None and not self.has_arrival_times:
             raise BenchFailed("--duration needs a finite --rate, a workload or a trace")
 
     @property
-    def has_moments(self) -> bool:
+    def has_arrival_times(self) -> bool:
         """Return whether a finite rate, a workload or a trace determines the arrival times."""
         paced = self.rate is not None and isfinite(self.rate)
         return paced or (self.rate is None and bool(self.trace or self.workloads))
@@ -174,22 +174,22 @@ class Load:
         return [_request(each, number, prompts) for number, each in enumerate(self._arrivals())]
 
     def _arrivals(self) -> Iterator[Arrival]:
-        arrivals: Iterator[Arrival] = map(self._clipped, self._recorded_or_made_up())
-        if self.rate is not None or not self.has_moments:
-            moments = times(self.rate or inf, self.burstiness, Random(f"moments/{self.seed}"))
+        arrivals: Iterator[Arrival] = map(self._clipped, self._source_arrivals())
+        if self.rate is not None or not self.has_arrival_times:
+            times = arrival_times(self.rate or inf, self.burstiness, Random(f"moments/{self.seed}"))
             arrivals = (
-                replace(arrival, at=at) for arrival, at in zip(arrivals, moments, strict=False)
+                replace(arrival, at=at) for arrival, at in zip(arrivals, times, strict=False)
             )
         if self.duration_s is not None:
             end_s = self.duration_s
             arrivals = takewhile(lambda arrival: arrival.at < end_s, arrivals)
-        return islice(arrivals, self._most())
+        return islice(arrivals, self._limit())
 
-    def _most(self) -> int | None:
+    def _limit(self) -> int | None:
         ends = self.trace is not None or self.duration_s is not None
         return self.requests if self.requests is not None or ends else REQUESTS
 
-    def _recorded_or_made_up(self) -> Iterator[Arrival]:
+    def _source_arrivals(self) -> Iterator[Arrival]:
         if self.trace is not None:
             end_s = inf if self.end_s is None else self.end_s
             return Trace(self.trace, self.begin_s, end_s, self.speed).arrivals()
@@ -197,9 +197,9 @@ class Load:
             mix = options.mix(self.workloads, self.is_steady)
             own = [workload for workload, _ in mix]
             return merged(own if self.rate is None else list(options.at_rate(mix, 1.0)), self.seed)
-        return self._alike().arrivals(self.seed)
+        return self._uniform_workload().arrivals(self.seed)
 
-    def _alike(self) -> Workload:
+    def _uniform_workload(self) -> Workload:
         return Workload(
             "alike",
             application="",

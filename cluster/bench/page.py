@@ -157,7 +157,7 @@ def charts(found: Json) -> Iterator[Chart]:
     if stages := more.get("stages"):
         yield from _ramp(stages)
     yield from distributions({"": more})
-    yield from _over_time(more["over_time"])
+    yield from _time_series_charts(more["over_time"])
 
 
 def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
@@ -179,7 +179,7 @@ def _cumulative(curve: Sequence[float]) -> list[tuple[float, float]]:
     return [(value, float(percent)) for percent, value in enumerate(curve)]
 
 
-def _over_time(found: Json) -> Iterator[Chart]:
+def _time_series_charts(found: Json) -> Iterator[Chart]:
     def line(name: str, key: str, style: int = 0) -> Line:
         width = found["width_s"]
         return Line(

@@ -107,23 +107,23 @@ def curve(values: Sequence[float]) -> list[float]:
     return [float(each) for each in np.percentile(values, list(_CURVE))] if len(values) else []
 
 
-Begin = Callable[[Outcome], float]
+StartTime = Callable[[Outcome], float]
 
 
-def due(outcome: Outcome) -> float:
+def due_time(outcome: Outcome) -> float:
     return outcome.due
 
 
-def sent(outcome: Outcome) -> float:
+def sent_time(outcome: Outcome) -> float:
     return outcome.sent
 
 
-def ttft(outcome: Outcome, begin: Begin) -> float:
-    return outcome.pieces[0] - begin(outcome)
+def ttft(outcome: Outcome, start_time: StartTime) -> float:
+    return outcome.pieces[0] - start_time(outcome)
 
 
-def e2el(outcome: Outcome, begin: Begin) -> float:
-    return outcome.pieces[-1] - begin(outcome)
+def e2el(outcome: Outcome, start_time: StartTime) -> float:
+    return outcome.pieces[-1] - start_time(outcome)
 
 
 def tpot(outcome: Outcome) -> float:
@@ -140,20 +140,20 @@ def itls(outcome: Outcome) -> list[float]:
     return [after - before for before, after in pairwise(outcome.pieces)]
 
 
-def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[float]]:
+def by_name(complete: Sequence[Outcome], start_time: StartTime) -> Mapping[str, list[float]]:
     """Return the latencies of complete answers in seconds, by the name of the latency.
 
     The names are ``ttft``, ``tpot``, ``itl`` (inter-token latency), ``e2el`` (end-to-end latency)
-    and ``norm`` (end-to-end latency per output token). ``itl`` has a value
-    for each gap between pieces, the others at most one per answer. ``begin`` returns the time from
-    which the latency of an answer counts.
+    and ``norm`` (end-to-end latency per output token). ``itl`` has a value for each gap between
+    pieces, the others at most one per answer. ``start_time`` returns the time from which the
+    latency of an answer counts.
     """
     return {
-        "ttft": [ttft(each, begin) for each in complete],
+        "ttft": [ttft(each, start_time) for each in complete],
         "tpot": [tpot(each) for each in complete if each.output_tokens > 1],
         "itl": [gap for each in complete for gap in itls(each)],
-        "e2el": [e2el(each, begin) for each in complete],
-        "norm": [e2el(each, begin) / each.output_tokens for each in complete],
+        "e2el": [e2el(each, start_time) for each in complete],
+        "norm": [e2el(each, start_time) / each.output_tokens for each in complete],
     }
 
 
@@ -163,7 +163,7 @@ _WIDTHS = (1, 2, 5)
 
 
 @dataclass(frozen=True, slots=True)
-class OverTime:
+class TimeSeries:
     """Rates and unfinished requests over time, in slices of ``width_s`` seconds.
 
     ``in_flight`` counts the requests that are due and unfinished at the end of each slice.
@@ -179,21 +179,21 @@ class OverTime:
     ttft_ms: Sequence[float | None]
 
 
-def over_time(outcomes: Sequence[Outcome]) -> OverTime:
+def time_series(outcomes: Sequence[Outcome]) -> TimeSeries:
     duration = max((each.ended for each in outcomes), default=0.0)
     width = _width(duration)
     slices = int(duration / width) + 1
-    came = _counted(((each.due, 1) for each in outcomes), width, slices)
-    went = _counted(((each.ended, 1) for each in outcomes), width, slices)
+    arrived = _counted(((each.due, 1) for each in outcomes), width, slices)
+    ended = _counted(((each.ended, 1) for each in outcomes), width, slices)
     failed = _counted(((each.ended, 1) for each in outcomes if not each.is_complete), width, slices)
     tokens = _counted(_tokens(outcomes), width, slices)
-    return OverTime(
+    return TimeSeries(
         width,
-        [number / width for number in came],
-        [number / width for number in went],
+        [number / width for number in arrived],
+        [number / width for number in ended],
         [number / width for number in failed],
         [number / width for number in tokens],
-        [round(a - b) for a, b in zip(accumulate(came), accumulate(went), strict=True)],
+        [round(a - b) for a, b in zip(accumulate(arrived), accumulate(ended), strict=True)],
         _first_pieces(outcomes, width, slices),
     )
 
@@ -211,7 +211,7 @@ def most_tokens_in_a_second(outcomes: Sequence[Outcome]) -> float:
     return max(_counted(_tokens(outcomes), 1.0, int(duration) + 1), default=0.0)
 
 
-def most_at_once(outcomes: Iterable[Outcome]) -> int:
+def peak_concurrency(outcomes: Iterable[Outcome]) -> int:
     """Return the largest number of requests that were in flight (sent, not ended) at one time."""
     moves = sorted(move for each in outcomes for move in ((each.sent, 1), (each.ended, -1)))
     return max(accumulate(step for _, step in moves), default=0)
@@ -241,11 +241,11 @@ def _width(duration: float) -> float:
 
     It is 1, 2 or 5 times a power of ten, and results in at most about ``_POINTS`` slices.
     """
-    wanted = max(duration / _POINTS, 1e-3)
+    min_width = max(duration / _POINTS, 1e-3)
     power = 1e-3
-    while power * 10 <= wanted:
+    while power * 10 <= min_width:
         power *= 10
-    return next((power * n for n in _WIDTHS if power * n >= wanted), power * 10)
+    return next((power * n for n in _WIDTHS if power * n >= min_width), power * 10)
 
 
 NAMES = ("ttft", "tpot", "e2el")
@@ -258,19 +258,19 @@ class Slo:
 
     most_ms: Mapping[str, float] = field(default_factory=dict)
 
-    def is_good(self, outcome: Outcome, begin: Begin) -> bool:
+    def is_good(self, outcome: Outcome, start_time: StartTime) -> bool:
         """Return whether the answer is complete and its latencies are within all limits.
 
-        ``begin`` returns the time from which the latency of an answer counts.
+        ``start_time`` returns the time from which the latency of an answer counts.
         """
         if not outcome.is_complete:
             return False
-        taken = {
-            "ttft": ttft(outcome, begin),
+        latencies = {
+            "ttft": ttft(outcome, start_time),
             "tpot": tpot(outcome),
-            "e2el": e2el(outcome, begin),
+            "e2el": e2el(outcome, start_time),
         }
-        return all(taken[name] * 1e3 <= most for name, most in self.most_ms.items())
+        return all(latencies[name] * 1e3 <= most for name, most in self.most_ms.items())
 
 
 def slo(texts: Sequence[str]) -> Slo:
@@ -294,8 +294,8 @@ def _pair(text: str) -> tuple[str, float]:
 
 #: The generator is behind if its p99 lag exceeds both this number of seconds and this share of the
 #: median TTFT, or if it uses more than this share of a core.
-_LEAST_S = 0.010
-_PART = 0.05
+_MIN_LAG_S = 0.010
+_LAG_SHARE = 0.05
 _BUSY = 0.9
 _PERCENTS = (50.0, 90.0, 99.0, 100.0)
 
@@ -320,8 +320,8 @@ def lag(outcomes: Sequence[Outcome], cpu_share: float) -> Lag:
     found = spread([each.lag_s for each in outcomes], _PERCENTS)
     p50, p90, p99, most = found.percentiles.values() if found else (0.0,) * len(_PERCENTS)
     complete = [each for each in outcomes if each.is_complete]
-    spread_of_ttft = spread([ttft(each, due) for each in complete], ())
-    allowed = max(_LEAST_S, _PART * spread_of_ttft.median if spread_of_ttft else 0.0)
+    spread_of_ttft = spread([ttft(each, due_time) for each in complete], ())
+    allowed = max(_MIN_LAG_S, _LAG_SHARE * spread_of_ttft.median if spread_of_ttft else 0.0)
     return Lag(p50, p90, p99, most, cpu_share, p99 > allowed or cpu_share > _BUSY)
 
 
@@ -333,42 +333,46 @@ _PRECISION = 1.1
 _FAILED_SHARE = 0.01
 _GOOD_SHARE = 0.9
 #: In the second half, ends may fall short of arrivals by this share of the arrivals.
-_LEFT_SHARE = 0.1
+_BACKLOG_SHARE = 0.1
 
 
 class Ramp:
     """Search for the highest sustained rate, in requests per second.
 
     Rates are doubled until one is not sustained or ``most`` is reached, then bisected by ratio. The
-    search assumes that a higher rate is never easier to sustain. ``kept`` is the highest rate that
-    was sustained, ``too_much`` the lowest one that was not.
+    search assumes that a higher rate is never easier to sustain. ``highest_sustained`` is the
+    highest rate that was sustained, ``lowest_unsustained`` the lowest one that was not.
     """
 
     def __init__(self, first: float, most: float) -> None:
         assert 0 < first <= most
         self._first = first
         self._most = most
-        self.kept: float | None = None
-        self.too_much: float | None = None
+        self.highest_sustained: float | None = None
+        self.lowest_unsustained: float | None = None
 
     def next_rate(self) -> float | None:
         """Return the next rate to try; None when the search has ended."""
-        if self.kept is None:
-            return self._first if self.too_much is None else None
-        if self.too_much is None:
-            return min(_FACTOR * self.kept, self._most) if self.kept < self._most else None
-        if self.too_much <= _PRECISION * self.kept:
+        if self.highest_sustained is None:
+            return self._first if self.lowest_unsustained is None else None
+        if self.lowest_unsustained is None:
+            return (
+                min(_FACTOR * self.highest_sustained, self._most)
+                if self.highest_sustained < self._most
+                else None
+            )
+        if self.lowest_unsustained <= _PRECISION * self.highest_sustained:
             return None
-        return sqrt(self.kept * self.too_much)
+        return sqrt(self.highest_sustained * self.lowest_unsustained)
 
-    def report(self, rate: float, is_kept: bool) -> None:
-        if is_kept:
-            self.kept = rate
+    def report(self, rate: float, is_sustained: bool) -> None:
+        if is_sustained:
+            self.highest_sustained = rate
         else:
-            self.too_much = rate
+            self.lowest_unsustained = rate
 
 
-def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
+def is_load_sustained(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
     """Return whether the endpoint sustained the load, so that requests did not pile up.
 
     At most 1 % of the requests may fail, and at least 90 % must be within the limits of ``slo``. In
@@ -380,13 +384,13 @@ def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool
     """
     if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
         return False
-    good = sum(slo.is_good(each, due) for each in outcomes)
+    good = sum(slo.is_good(each, due_time) for each in outcomes)
     if good < _GOOD_SHARE * len(outcomes):
         return False
     half = duration_s / 2
-    came = sum(each.due >= half for each in outcomes)
-    went = sum(half <= each.ended < duration_s for each in outcomes)
-    return came - went <= _LEFT_SHARE * came + sqrt(came)
+    arrived = sum(each.due >= half for each in outcomes)
+    ended = sum(half <= each.ended < duration_s for each in outcomes)
+    return arrived - ended <= _BACKLOG_SHARE * arrived + sqrt(arrived)
 
 
 Json = dict[str, Any]
@@ -412,10 +416,10 @@ def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) ->
         "output_throughput": _per(output_tokens, duration),
         "total_token_throughput": _per(input_tokens + output_tokens, duration),
         "max_output_tokens_per_s": most_tokens_in_a_second(outcomes),
-        "max_concurrent_requests": most_at_once(outcomes),
+        "max_concurrent_requests": peak_concurrency(outcomes),
         # Only for speech in vLLM, but programs that read its reports expect this key.
         "rtfx": 0.0,
-        **_latencies(complete, due, percents),
+        **_latencies(complete, due_time, percents),
     }
 
 
@@ -429,7 +433,7 @@ def more_figures(
     counted = Counter(each.counted_by.value for each in complete)
     return {
         "latency_from": "due",
-        "from_sent": _latencies(complete, sent, percents),
+        "from_sent": _latencies(complete, sent_time, percents),
         "lag": asdict(found),
         "held_s": max((each.admitted - each.due for each in outcomes), default=0.0),
         "good_share": _per(_good(outcomes, slo), len(outcomes)) if slo.most_ms else None,
@@ -439,9 +443,9 @@ def more_figures(
         "marks": marks(found.is_behind, counted),
         "curves_ms": {
             name: [1e3 * value for value in curve(values)]
-            for name, values in by_name(complete, due).items()
+            for name, values in by_name(complete, due_time).items()
         },
-        "over_time": asdict(over_time(outcomes)),
+        "over_time": asdict(time_series(outcomes)),
     }
 
 
@@ -481,9 +485,11 @@ def percent_name(percent: float) -> str:
     return f"p{percent:g}"
 
 
-def _latencies(complete: Sequence[Outcome], begin: Begin, percents: Sequence[float]) -> Json:
+def _latencies(
+    complete: Sequence[Outcome], start_time: StartTime, percents: Sequence[float]
+) -> Json:
     found: Json = {}
-    for name, values in by_name(complete, begin).items():
+    for name, values in by_name(complete, start_time).items():
         of_all = spread(values, percents)
         for word in ("mean", "median", "std"):
             found[f"{word}_{name}_ms"] = 1e3 * getattr(of_all, word) if of_all else None
@@ -494,7 +500,7 @@ def _latencies(complete: Sequence[Outcome], begin: Begin, percents: Sequence[flo
 
 
 def _good(outcomes: Sequence[Outcome], slo: Slo) -> int:
-    return sum(slo.is_good(each, due) for each in outcomes)
+    return sum(slo.is_good(each, due_time) for each in outcomes)
 
 
 def _per(number: float, of: float) -> float:
@@ -502,7 +508,7 @@ def _per(number: float, of: float) -> float:
 
 
 def _of(outcome: Outcome, value: Any) -> float:
-    return float(value(outcome, due)) if outcome.is_complete else 0.0
+    return float(value(outcome, due_time)) if outcome.is_complete else 0.0
 
 
 OURS = "everlift"
@@ -512,14 +518,14 @@ OURS = "everlift"
 class Setting:
     """Circumstances of a load: endpoint, options and date.
 
-    ``backend`` is everlift, openai or openai-chat. ``where`` is the endpoint's address. ``load``
-    has the other options by name. ``date`` is the local time, such as 20261123-101500.
+    ``backend`` is everlift, openai or openai-chat. ``endpoint_address`` is the endpoint's address.
+    ``load`` has the other options by name. ``date`` is the local time, such as 20261123-101500.
     """
 
     date: str
     label: str
     backend: str
-    where: str
+    endpoint_address: str
     model: str
     tokenizer: str | None
     rate: float | None
@@ -531,7 +537,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RunResult:
     """Result of one run of a load, during which the generator used ``cpu_share`` of a core."""
 
     outcomes: Sequence[Outcome]
@@ -542,27 +548,27 @@ class Seen:
 class Stage:
     """Stage of a ramp, which searches for the highest sustained rate in requests per second.
 
-    ``is_kept`` tells whether the endpoint sustained ``rate``.
+    ``is_sustained`` tells whether the endpoint sustained ``rate``.
     """
 
     rate: float
-    seen: Seen
-    is_kept: bool
+    result: RunResult
+    is_sustained: bool
 
 
-def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
+def report(setting: Setting, result: RunResult, *, is_detailed: bool = False) -> Json:
     """Return the report of a load; with ``is_detailed`` it has the figures of each request, too."""
-    outcomes, slo, percents = seen.outcomes, setting.slo, setting.percents
+    outcomes, slo, percents = result.outcomes, setting.slo, setting.percents
     return {
         **_head(setting, len(outcomes)),
         **figures(outcomes, slo, percents),
         **_lists(outcomes, is_detailed),
         OURS: {
-            "where": setting.where,
+            "where": setting.endpoint_address,
             "load": dict(setting.load),
             "goodput_ms": dict(slo.most_ms),
             "percents": list(percents),
-            **more_figures(outcomes, slo, percents, seen.cpu_share),
+            **more_figures(outcomes, slo, percents, result.cpu_share),
         },
     }
 
@@ -573,14 +579,14 @@ def ramp_report(setting: Setting, stages: Sequence[Stage], *, is_detailed: bool 
     It has the figures of the highest sustained rate, or of the first stage if no rate was
     sustained.
     """
-    kept = [stage for stage in stages if stage.is_kept]
-    missed = [stage.rate for stage in stages if not stage.is_kept]
-    shown = max(kept, key=lambda stage: stage.rate) if kept else stages[0]
-    found = report(setting, shown.seen, is_detailed=is_detailed)
+    sustained = [stage for stage in stages if stage.is_sustained]
+    unsustained = [stage.rate for stage in stages if not stage.is_sustained]
+    shown = max(sustained, key=lambda stage: stage.rate) if sustained else stages[0]
+    found = report(setting, shown.result, is_detailed=is_detailed)
     found["request_rate"] = shown.rate
     found[OURS]["saturation"] = {
-        "kept": shown.rate if kept else None,
-        "too_much": min(missed, default=None),
+        "kept": shown.rate if sustained else None,
+        "too_much": min(unsustained, default=None),
     }
     found[OURS]["stages"] = [
         _stage(stage, setting) for stage in sorted(stages, key=lambda stage: stage.rate)
@@ -637,11 +643,11 @@ def _lists(outcomes: Sequence[Outcome], is_detailed: bool) -> Json:
 
 
 def _stage(stage: Stage, setting: Setting) -> Json:
-    outcomes, percents = stage.seen.outcomes, setting.percents
-    more = more_figures(outcomes, setting.slo, percents, stage.seen.cpu_share)
+    outcomes, percents = stage.result.outcomes, setting.percents
+    more = more_figures(outcomes, setting.slo, percents, stage.result.cpu_share)
     return {
         "rate": stage.rate,
-        "is_kept": stage.is_kept,
+        "is_kept": stage.is_sustained,
         "good_share": more["good_share"],
         "errors": more["errors"],
         "marks": more["marks"],

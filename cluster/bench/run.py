@@ -12,10 +12,10 @@ from typing import Any
 from cluster.bar import bar
 from cluster.bench.generator import Generator
 from cluster.bench.load import Load, Request
-from cluster.bench.report import Outcome, Ramp, Seen, Slo, Stage, is_kept_up
+from cluster.bench.report import Outcome, Ramp, RunResult, Slo, Stage, is_load_sustained
 from cluster.bench.target import Opened, Target, counted, opened
 from cluster.errors import BenchFailed
-from everlift.heap import growing
+from everlift.heap import pause_gc
 
 #: Offset of the seed of the warm-up, so that its prompts differ from the measured ones.
 _WARM_UP_SEED = 1 << 32
@@ -23,7 +23,7 @@ _WARM_UP_CLIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class SendOptions:
     """Options for sending a load.
 
     At most ``concurrency`` requests are in flight (None: no limit), each with a timeout of
@@ -41,30 +41,30 @@ class Manner:
 class Run:
     """Sender of loads to a connected endpoint."""
 
-    def __init__(self, found: Opened, manner: Manner) -> None:
+    def __init__(self, found: Opened, send_options: SendOptions) -> None:
         self._found = found
-        self._manner = manner
+        self._send_options = send_options
 
     @property
     def model(self) -> str:
         return self._found.model
 
-    async def send(self, load: Load) -> Seen:
+    async def send(self, load: Load) -> RunResult:
         """Send the load, and return its result when all requests have ended.
 
         Raises BenchFailed if the load has no requests, and WorkloadFailed if the requests cannot be
         created.
         """
         # Otherwise the garbage collector would traverse all requests during the load.
-        with growing():
+        with pause_gc():
             requests = load.all_requests(self._found.prompts(load.seed))
         if not requests:
             raise BenchFailed("no request comes in that time")
-        with bar(_title(load), len(requests), shown=self._manner.is_shown) as advance:
+        with bar(_title(load), len(requests), shown=self._send_options.is_shown) as advance:
             cpu, began = time.process_time(), time.perf_counter()
             outcomes = await self._sent(load, requests, advance)
             share = (time.process_time() - cpu) / (time.perf_counter() - began)
-        return Seen(counted(outcomes, self._manner.tokenizer), share)
+        return RunResult(counted(outcomes, self._send_options.tokenizer), share)
 
     async def climb(self, load: Load, first: float, most: float, slo: Slo) -> list[Stage]:
         """Search for the highest sustained rate from ``first`` to ``most``; return all stages.
@@ -76,21 +76,21 @@ class Run:
         assert load.duration_s is not None
         ramp, stages = Ramp(first, most), list[Stage]()
         while (rate := ramp.next_rate()) is not None:
-            seen = await self.send(replace(load, rate=rate, seed=load.seed + len(stages)))
-            if seen.outcomes[-1].due < load.duration_s / 2:
+            result = await self.send(replace(load, rate=rate, seed=load.seed + len(stages)))
+            if result.outcomes[-1].due < load.duration_s / 2:
                 raise BenchFailed("there are not enough requests for a stage of the ramp")
-            is_kept = is_kept_up(seen.outcomes, load.duration_s, slo)
-            stages.append(Stage(rate, seen, is_kept))
-            ramp.report(rate, is_kept)
+            is_sustained = is_load_sustained(result.outcomes, load.duration_s, slo)
+            stages.append(Stage(rate, result, is_sustained))
+            ramp.report(rate, is_sustained)
         return stages
 
     async def warm_up(self, load: Load) -> None:
         """Send the warm-up requests, if any. Raises BenchFailed if none of them is answered."""
-        if not (number := self._manner.warm_up):
+        if not (number := self._send_options.warm_up):
             return
         few = replace(load, requests=number, duration_s=None)
         prompts = self._found.prompts(load.seed + _WARM_UP_SEED)
-        generator = Generator(self._found.endpoint, timeout_s=self._manner.timeout_s)
+        generator = Generator(self._found.endpoint, timeout_s=self._send_options.timeout_s)
         requests = few.all_requests(prompts)
         outcomes = await generator.closed_loop(requests, min(number, _WARM_UP_CLIENTS))
         if not any(each.is_complete for each in outcomes):
@@ -99,22 +99,22 @@ class Run:
     async def _sent(
         self, load: Load, requests: Sequence[Request], advance: Callable[[int], None]
     ) -> list[Outcome]:
-        most, timeout_s = self._manner.concurrency, self._manner.timeout_s
+        most, timeout_s = self._send_options.concurrency, self._send_options.timeout_s
         generator = Generator(self._found.endpoint, timeout_s=timeout_s, advance=advance)
-        if most is not None and not load.has_moments:
+        if most is not None and not load.has_arrival_times:
             return await generator.closed_loop(requests, most)
         return await generator.open_loop(requests, most)
 
 
 @asynccontextmanager
-async def ready(target: Target, load: Load, manner: Manner) -> AsyncIterator[Run]:
+async def ready(target: Target, load: Load, send_options: SendOptions) -> AsyncIterator[Run]:
     """Context manager: connect to the target, send the warm-up, and yield a run for loads.
 
     Raises BenchFailed if the target or the warm-up fails, WorkloadFailed if the requests cannot be
     created, and EverliftError or SettingsError if a cluster cannot be connected.
     """
-    async with opened(target, manner.tokenizer) as found:
-        run = Run(found, manner)
+    async with opened(target, send_options.tokenizer) as found:
+        run = Run(found, send_options)
         await run.warm_up(load)
         yield run
 

@@ -50,7 +50,7 @@ class Target:
         return "openai-chat" if self.is_chat else "openai"
 
     @property
-    def where(self) -> str:
+    def endpoint_address(self) -> str:
         if self.url is None:
             return ", ".join(addresses(self.address))
         return base_url(self.url)
@@ -91,9 +91,9 @@ async def _cluster(target: Target) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def _openai(target: Target, url: str, tokenizer: Any | None) -> AsyncIterator[Opened]:
-    where = base_url(url)
-    async with http_session(where, target.api_key) as session:
-        model = target.model or await first_model(session, where)
+    url = base_url(url)
+    async with http_session(url, target.api_key) as session:
+        model = target.model or await first_model(session, url)
         endpoint = OpenAiEndpoint(
             session,
             model,

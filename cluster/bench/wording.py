@@ -63,9 +63,9 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
     yield "duration", f"{shown(found['duration'])} s"
     yield "requests a second", shown(found["request_throughput"])
     if found.get("request_goodput") is not None:
-        wanted = goodput(more.get("goodput_ms", {}))
+        limits = goodput(more.get("goodput_ms", {}))
         part = f", {more['good_share']:.1%} of all" if more else ""
-        yield f"good ones a second {wanted}".rstrip(), f"{shown(found['request_goodput'])}{part}"
+        yield f"good ones a second {limits}".rstrip(), f"{shown(found['request_goodput'])}{part}"
     yield "output tokens a second", shown(found["output_throughput"])
     yield "input and output tokens a second", shown(found["total_token_throughput"])
     yield "largest concurrency", shown(found.get("max_concurrent_requests"))
@@ -76,8 +76,8 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
 
 def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
     more = ours(found)
-    where = more.get("where", "an address that is not told")
-    yield "endpoint", f"{shown(found.get('backend'))} at {where}"
+    address = more.get("where", "an address that is not told")
+    yield "endpoint", f"{shown(found.get('backend'))} at {address}"
     yield "model", shown(found.get("model_id"))
     yield "rate, requests a second", shown(found.get("request_rate"))
     yield "burstiness", shown(found.get("burstiness"))
@@ -101,13 +101,13 @@ def error_rows(found: Json) -> Iterator[tuple[str, str]]:
 def stage_row(stage: Json) -> tuple[str, ...]:
     """Return the cells of a row for a stage of a ramp, in the columns STAGE_COLUMNS."""
     keys = ("rate", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
-    how = "kept up with" if stage["is_kept"] else "too much"
-    return (how, *(shown(stage.get(key)) for key in keys))
+    label = "kept up with" if stage["is_kept"] else "too much"
+    return (label, *(shown(stage.get(key)) for key in keys))
 
 
-def goodput(wanted: Mapping[str, float]) -> str:
+def goodput(limits: Mapping[str, float]) -> str:
     """Return the limits as the option --goodput states them: ``ttft:500 tpot:50``."""
-    return " ".join(f"{name}:{most:g}" for name, most in wanted.items())
+    return " ".join(f"{name}:{most:g}" for name, most in limits.items())
 
 
 def _generator_rows(more: Json) -> Iterator[tuple[str, str]]:

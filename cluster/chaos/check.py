@@ -61,16 +61,16 @@ async def check(
     if not suspects:
         return Result(states, tokens, ())
     await sleep(timeout_s)
-    return Result(states, tokens, await _still_wrong(ledger, audit, living, suspects))
+    return Result(states, tokens, await _recheck(ledger, audit, living, suspects))
 
 
-async def _still_wrong(
+async def _recheck(
     ledger: Ledger, audit: Audit, before: Living, suspects: Sequence[Item]
 ) -> tuple[Finding, ...]:
     known = {finding for item in suspects for finding in examine(item, before)}
-    items, living = await audit.again(suspects), await _living(ledger)
-    again = (finding for item in items for finding in examine(item, living))
-    return tuple(finding for finding in again if finding in known)
+    items, living = await audit.reread(suspects), await _living(ledger)
+    rechecked = (finding for item in items for finding in examine(item, living))
+    return tuple(finding for finding in rechecked if finding in known)
 
 
 async def _living(ledger: Ledger) -> Living:

@@ -57,17 +57,17 @@ def examine(item: Item, living: Living) -> list[Finding]:
         case Stray():
             detail = f"{item.key} has no request"
             return [Finding(Kind.ORPHANED, item.request_id, detail)]
-        case Listed(is_kept_up=True):
+        case Listed(is_maintained=True):
             return []
         case Listed():
             detail = f"tenant {item.tenant}'s listing has it, and the listing of all has not"
             return [Finding(Kind.MISLISTED, item.request_id, detail)]
 
 
-Wrong = Iterator[tuple[Kind, str]]
+Violations = Iterator[tuple[Kind, str]]
 
 
-def _all(item: Audited, living: Living) -> Wrong:
+def _all(item: Audited, living: Living) -> Violations:
     yield from _ownership(item, living)
     yield from _epoch(item.entry)
     yield from _tokens(item)
@@ -80,7 +80,7 @@ def _all(item: Audited, living: Living) -> Wrong:
         yield Kind.IMMORTAL, f"{key} of a {item.entry.state.value} request is kept for ever"
 
 
-def _ownership(item: Audited, living: Living) -> Wrong:
+def _ownership(item: Audited, living: Living) -> Violations:
     entry = item.entry
     if entry.state.is_final:
         if item.owned:
@@ -106,14 +106,14 @@ def _claim(item: Claim) -> Iterator[str]:
         yield f"gateway {item.gateway} owns it, and its owner is {item.owner}"
 
 
-def _epoch(entry: Entry) -> Wrong:
+def _epoch(entry: Entry) -> Violations:
     runs = entry.state is State.RUNNING
     if runs != bool(entry.epoch) or runs != bool(entry.worker):
         worker, epoch = entry.worker or "none", "an" if entry.epoch else "no"
         yield Kind.REORDERED, f"{entry.state.value} on worker {worker}, by {epoch} epoch"
 
 
-def _tokens(item: Audited) -> Wrong:
+def _tokens(item: Audited) -> Violations:
     entry = item.entry
     for choice, count in enumerate(entry.num_tokens):
         if count > item.max_tokens:
@@ -123,7 +123,7 @@ def _tokens(item: Audited) -> Wrong:
         yield Kind.REORDERED, f"{entry.state.value}, and its choices ended as {_ends(entry)}"
     if item.finished_by and not is_finished:
         yield Kind.REORDERED, f"{entry.state.value}, and an append has finished it"
-    if is_finished and not item.finished_by and not _was_told_again(item):
+    if is_finished and not item.finished_by and not _was_resynced(item):
         yield Kind.REORDERED, "finished, and by no append"
 
 
@@ -135,12 +135,12 @@ def _ends(entry: Entry) -> str:
 
 _TARGETS = {move.name.lower(): move for move in Move} | {"finish": Move.APPEND}
 _ANY = frozenset(State)
-_UNBORN: frozenset[State] = frozenset()
+_NO_STATE: frozenset[State] = frozenset()
 
 
-def _moves(item: Audited) -> Wrong:
+def _moves(item: Audited) -> Violations:
     entry, events = item.entry, item.events
-    states = _UNBORN if _is_whole(item) else _ANY
+    states = _NO_STATE if _is_complete(item) else _ANY
     for event in events:
         before, states = states, _after(event, states)
         if not states:
@@ -150,15 +150,15 @@ def _moves(item: Audited) -> Wrong:
             return
     if events and entry.state not in states:
         yield Kind.REORDERED, f"{entry.state.value} after {events[-1].move}"
-    if _is_whole(item):
+    if _is_complete(item):
         yield from _counts(entry, events)
 
 
-def _is_whole(item: Audited) -> bool:
-    return len(item.events) == item.entry.moves and not _was_told_again(item)
+def _is_complete(item: Audited) -> bool:
+    return len(item.events) == item.entry.moves and not _was_resynced(item)
 
 
-def _was_told_again(item: Audited) -> bool:
+def _was_resynced(item: Audited) -> bool:
     return any(event.move == "reassert" for event in item.events)
 
 
@@ -167,11 +167,11 @@ def _after(event: Event, states: frozenset[State]) -> frozenset[State]:
         return _ANY
     move = _TARGETS.get(event.move)
     if move is None:
-        return _UNBORN
+        return _NO_STATE
     if event.move == "open":
         return frozenset() if states and states != _ANY else frozenset(move.targets)
     if not states & {*move.sources}:
-        return _UNBORN
+        return _NO_STATE
     return frozenset({State.FINISHED}) if event.move == "finish" else frozenset(move.targets)
 
 
@@ -179,7 +179,7 @@ def _named(states: frozenset[State]) -> str:
     return " or ".join(sorted(state.value for state in states)) or "not there"
 
 
-def _counts(entry: Entry, events: Sequence[Event]) -> Wrong:
+def _counts(entry: Entry, events: Sequence[Event]) -> Violations:
     dispatches = sum(event.move == "dispatch" for event in events)
     losses = sum(event.move == "release" and event.detail != "" for event in events)
     if entry.attempts != dispatches:

@@ -15,7 +15,7 @@ from rich.console import Console
 from cluster import config as configuration
 from cluster.chaos.check import TIMEOUT_S, Result, check
 from cluster.chaos.run import run
-from cluster.chaos.view import as_json, done, happened, outcome, result_table
+from cluster.chaos.view import as_json, fault_message, injections_table, outcome, result_table
 from cluster.config import Config
 from cluster.connection import Address, connected, connected_ledger, with_ledger
 from everlift.checks import sendable
@@ -136,7 +136,7 @@ async def _run(
     async with connected(address, retry_s=0) as client:
         before = await client.status()
         log = await run(client, seconds, every_s, seed, console)
-        console.print(happened(log))
+        console.print(injections_table(log))
         try:
             console.print(outcome(log, before, await client.status()))
         except EverliftError as error:
@@ -148,9 +148,9 @@ async def _check(config: Config, timeout_s: float) -> Result:
         return await check(ledger, timeout_s)
 
 
-def _inject(address: str | None, kind: pb.FaultKind.ValueType, **how: Any) -> None:
+def _inject(address: str | None, kind: pb.FaultKind.ValueType, **fields: Any) -> None:
     with sendable():
-        fault = pb.Fault(kind=kind, **how)
+        fault = pb.Fault(kind=kind, **fields)
     typer.echo(asyncio.run(_injected(address, fault)))
 
 
@@ -161,4 +161,4 @@ async def _injected(address: str | None, fault: pb.Fault) -> str:
         with suppress(Forbidden):
             running = {it.worker_id: it.num_running for it in (await client.status()).workers}
         target = (await client.inject(fault)).target
-    return done(fault, target, running)
+    return fault_message(fault, target, running)

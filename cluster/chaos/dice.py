@@ -15,7 +15,7 @@ _FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ChaosEvent:
     """Event to inject into ``target``: the fault, or a drain of a worker if ``fault`` is None.
 
     ``name`` is one of NAMES. ``target`` is the id of a worker, or another target that the API
@@ -27,18 +27,18 @@ class Happening:
     fault: pb.Fault | None
 
 
-Make = Callable[[Random], dict[str, float]]
+FieldFactory = Callable[[Random], dict[str, float]]
 
 #: Faults of a worker by name: the kind, and a function that returns further fields of the fault.
 #: The worker is unhealthy for ``seconds``, or for ever if this field is missing.
-_WORKER_FAULTS: dict[str, tuple[int, Make]] = {
+_WORKER_FAULTS: dict[str, tuple[int, FieldFactory]] = {
     "kill worker": (pb.FAULT_KIND_KILL, lambda rng: {}),
     "pause worker": (pb.FAULT_KIND_PAUSE, lambda rng: {"seconds": rng.uniform(2, 3)}),
     "partition worker": (pb.FAULT_KIND_PARTITION, lambda rng: {"seconds": 5.0}),
     "slow worker": (pb.FAULT_KIND_SLOW, lambda rng: {"seconds": 5.0, "factor": 10.0}),
 }
 DRAIN = "drain worker"
-_OTHER_FAULTS: dict[str, tuple[str, int, Make]] = {
+_OTHER_FAULTS: dict[str, tuple[str, int, FieldFactory]] = {
     "kill router": (ANY_ROUTER, pb.FAULT_KIND_KILL, lambda rng: {}),
     "pause leader": (LEADER, pb.FAULT_KIND_PAUSE, lambda rng: {"seconds": rng.uniform(2, 3)}),
     "kill ledger": (LEDGER, pb.FAULT_KIND_KILL, lambda rng: {}),
@@ -48,7 +48,7 @@ _OTHER_FAULTS: dict[str, tuple[str, int, Make]] = {
 NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 
 
-class Dice:
+class FaultGenerator:
     """Generator of random faults; the seed and the arguments of the calls determine them.
 
     All faults are equally frequent, as far as they are possible.
@@ -57,28 +57,28 @@ class Dice:
     def __init__(self, seed: int, names: Sequence[str] = NAMES) -> None:
         self._rng = Random(seed)
         self._names = names
-        self._left: list[str] = []
-        self._unwell_until: dict[str, float] = {}
+        self._remaining: list[str] = []
+        self._unhealthy_until: dict[str, float] = {}
 
-    def throw(self, now: float, workers: Sequence[str]) -> Happening | None:
+    def next_event(self, now: float, workers: Sequence[str]) -> ChaosEvent | None:
         """Return a random fault to inject at ``now``; None if none is possible at present.
 
         ``now`` is in seconds. ``workers`` are the ids of the live workers that are not draining.
         """
         if not (possible := self._possible(now, workers)):
             return None
-        name = self._drawn(possible)
+        name = self._next_name(possible)
         if name in _OTHER_FAULTS:
             target, kind, more = _OTHER_FAULTS[name]
-            return Happening(name, target, _fault(kind, target, more(self._rng)))
+            return ChaosEvent(name, target, _fault(kind, target, more(self._rng)))
         worker = self._rng.choice(self._healthy(now, workers))
-        return self._of_worker(name, worker, now)
+        return self._worker_event(name, worker, now)
 
-    def _drawn(self, possible: Sequence[str]) -> str:
-        if not set(self._left) & set(possible):
-            self._left = self._rng.sample(self._names, len(self._names))
-        name = next(name for name in self._left if name in possible)
-        self._left.remove(name)
+    def _next_name(self, possible: Sequence[str]) -> str:
+        if not set(self._remaining) & set(possible):
+            self._remaining = self._rng.sample(self._names, len(self._names))
+        name = next(name for name in self._remaining if name in possible)
+        self._remaining.remove(name)
         return name
 
     def _possible(self, now: float, workers: Sequence[str]) -> list[str]:
@@ -86,16 +86,16 @@ class Dice:
         return [name for name in self._names if name in _OTHER_FAULTS or not is_risky]
 
     def _healthy(self, now: float, workers: Sequence[str]) -> list[str]:
-        return sorted(each for each in workers if self._unwell_until.get(each, now) <= now)
+        return sorted(each for each in workers if self._unhealthy_until.get(each, now) <= now)
 
-    def _of_worker(self, name: str, worker: str, now: float) -> Happening:
+    def _worker_event(self, name: str, worker: str, now: float) -> ChaosEvent:
         if name == DRAIN:
-            self._unwell_until[worker] = _FOR_EVER
-            return Happening(name, worker, None)
-        kind, make = _WORKER_FAULTS[name]
-        more = make(self._rng)
-        self._unwell_until[worker] = now + more.get("seconds", _FOR_EVER) + _RECOVERY_S
-        return Happening(name, worker, _fault(kind, worker, more))
+            self._unhealthy_until[worker] = _FOR_EVER
+            return ChaosEvent(name, worker, None)
+        kind, make_fields = _WORKER_FAULTS[name]
+        more = make_fields(self._rng)
+        self._unhealthy_until[worker] = now + more.get("seconds", _FOR_EVER) + _RECOVERY_S
+        return ChaosEvent(name, worker, _fault(kind, worker, more))
 
 
 def _fault(kind: int, target: str, more: dict[str, float]) -> pb.Fault:

@@ -11,33 +11,33 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.chaos.dice import Dice, Happening
+from cluster.chaos.dice import ChaosEvent, FaultGenerator
 from everlift import AsyncClient
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, inference_pb2
 
 #: Seconds after the last fault during which drained workers are still replaced.
-_LAST_S = 10.0
-_LOOK_S = 0.5
+_REPLACE_TIMEOUT_S = 10.0
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class Injection:
     """Attempt to inject the fault ``name`` at the time ``at``, in seconds since 1970.
 
-    ``struck`` is what the fault affected: the id of a worker or router, or the ledger. It is empty
+    ``target`` is what the fault affected: the id of a worker or router, or the ledger. It is empty
     if the attempt failed with an ``error``.
     """
 
     name: str
     at: float
-    struck: str
+    target: str
     error: str = ""
 
 
 async def run(
     client: AsyncClient, seconds: float, every_s: float, seed: int, console: Console
-) -> list[Happened]:
+) -> list[Injection]:
     """Inject a random fault every ``every_s`` seconds for ``seconds``; return the attempts.
 
     Each attempt is printed. An attempt is skipped if the status call fails or no fault is possible.
@@ -46,32 +46,32 @@ async def run(
     """
     await client.status()
     console.print(f"[dim]seed {seed}[/]")
-    dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
+    generator, log, end = FaultGenerator(seed), list[Injection](), time.monotonic() + seconds
     while time.monotonic() < end:
-        happening = await _thrown(dice, client)
-        if happening is not None:
-            log.append(await make(client, happening))
-            console.print(described(log[-1]))
+        event = await _next_event(generator, client)
+        if event is not None:
+            log.append(await inject(client, event))
+            console.print(describe(log[-1]))
         await asyncio.sleep(every_s)
-    await leave_none_drained(client)
+    await replace_drained_workers(client)
     return log
 
 
-def described(happened: Happened) -> str:
-    moment = time.strftime("%H:%M:%S", time.localtime(happened.at))
-    whom = f"[red]{escape(happened.error)}[/]" if happened.error else escape(happened.struck)
-    return f"{moment}  {happened.name}  [dim]{whom}[/]"
+def describe(injection: Injection) -> str:
+    timestamp = time.strftime("%H:%M:%S", time.localtime(injection.at))
+    detail = f"[red]{escape(injection.error)}[/]" if injection.error else escape(injection.target)
+    return f"{timestamp}  {injection.name}  [dim]{detail}[/]"
 
 
-async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
+async def _next_event(generator: FaultGenerator, client: AsyncClient) -> ChaosEvent | None:
     try:
-        workers = await look(client)
+        workers = await poll_workers(client)
     except EverliftError:
         return None
-    return dice.throw(time.monotonic(), willing(workers))
+    return generator.next_event(time.monotonic(), accepting_workers(workers))
 
 
-async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
+async def poll_workers(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
     """Return the connected workers, and kill those that are drained and have no requests left.
 
     A drained worker no longer accepts requests. If it is killed, the supervisor that restarts
@@ -91,35 +91,35 @@ async def _replace(client: AsyncClient, worker_id: str) -> None:
         await client.inject(fault)
 
 
-def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
+def accepting_workers(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
     """Return the ids of the workers that accept requests, because they are not draining."""
     return [worker.worker_id for worker in workers if not worker.draining]
 
 
-async def leave_none_drained(client: AsyncClient) -> None:
-    """Wait, for at most ``_LAST_S`` seconds, until all drained workers are empty and killed."""
+async def replace_drained_workers(client: AsyncClient) -> None:
+    """Wait until all drained workers are empty and killed, with a timeout."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_S):
+        async with asyncio.timeout(_REPLACE_TIMEOUT_S):
             while await _is_any_drained(client):
                 pass
 
 
 async def _is_any_drained(client: AsyncClient) -> bool:
     # The status does not yet show a drain whose notification is still in transit.
-    await asyncio.sleep(_LOOK_S)
+    await asyncio.sleep(_POLL_S)
     try:
-        return any(worker.draining for worker in await look(client))
+        return any(worker.draining for worker in await poll_workers(client))
     except EverliftError:
         return True
 
 
-async def make(client: AsyncClient, happening: Happening) -> Happened:
+async def inject(client: AsyncClient, event: ChaosEvent) -> Injection:
     at = time.time()
     try:
-        if happening.fault is None:
-            struck = (await client.drain(happening.target)).worker_id
+        if event.fault is None:
+            target = (await client.drain(event.target)).worker_id
         else:
-            struck = (await client.inject(happening.fault)).target
+            target = (await client.inject(event.fault)).target
     except EverliftError as error:
-        return Happened(happening.name, at, "", str(error))
-    return Happened(happening.name, at, struck)
+        return Injection(event.name, at, "", str(error))
+    return Injection(event.name, at, target)

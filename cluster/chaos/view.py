@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cluster.chaos.check import Result
 from cluster.chaos.checker import Kind
-from cluster.chaos.run import Happened
+from cluster.chaos.run import Injection
 from everlift.v1 import chaos_pb2 as pb
 from everlift.v1 import inference_pb2 as status_pb
 from router.faults.faults import LEDGER
@@ -23,37 +23,39 @@ from router.ledger.entry import State
 _SHOWN = 50
 
 
-def done(fault: pb.Fault, target: str, running: Mapping[str, int]) -> str:
+def fault_message(fault: pb.Fault, target: str, running: Mapping[str, int]) -> str:
     """Return a sentence that states what ``fault`` did to ``target``.
 
     ``running`` has, by worker id, the number of running sequences before the fault.
     """
-    whom = _called(target, running)
+    name = _target_name(target, running)
     match fault.kind:
         case pb.FAULT_KIND_KILL:
             requests = running.get(target, 0)
-            handed_on = f"; its {requests} running sequences resume elsewhere" if requests else ""
+            migrated = f"; its {requests} running sequences resume elsewhere" if requests else ""
             rank = f"rank {fault.rank} of " if fault.rank else ""
-            return f"killed {rank}{whom}{handed_on}"
+            return f"killed {rank}{name}{migrated}"
         case pb.FAULT_KIND_PAUSE:
-            return f"paused {whom} for {fault.seconds:g} s"
+            return f"paused {name} for {fault.seconds:g} s"
         case pb.FAULT_KIND_PARTITION:
             peer = fault.peer or "everything"
-            return f"cut {whom} off from {peer} for {fault.seconds:g} s"
+            return f"cut {name} off from {peer} for {fault.seconds:g} s"
         case _ if target in running:
-            return f"steps of {whom} take {fault.factor:g} times as long for {fault.seconds:g} s"
+            return f"steps of {name} take {fault.factor:g} times as long for {fault.seconds:g} s"
         case _:
-            return f"calls of {whom} take {fault.delay_s:g} s longer for {fault.seconds:g} s"
+            return f"calls of {name} take {fault.delay_s:g} s longer for {fault.seconds:g} s"
 
 
-def _called(target: str, running: Mapping[str, int]) -> str:
+def _target_name(target: str, running: Mapping[str, int]) -> str:
     if target == LEDGER:
         return "the ledger"
     return f"{'worker' if target in running else 'router'} {target}"
 
 
 def outcome(
-    log: Sequence[Happened], before: status_pb.GetStatusResponse, after: status_pb.GetStatusResponse
+    log: Sequence[Injection],
+    before: status_pb.GetStatusResponse,
+    after: status_pb.GetStatusResponse,
 ) -> str:
     """Return a text with the numbers of injected faults and of requests meanwhile.
 
@@ -72,7 +74,7 @@ def outcome(
     )
 
 
-def happened(log: Sequence[Happened]) -> Table:
+def injections_table(log: Sequence[Injection]) -> Table:
     """Return a table of how often each fault was injected, and how often the attempt failed."""
     made = Counter(each.name for each in log if not each.error)
     refused = Counter(each.name for each in log if each.error)

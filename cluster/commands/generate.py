@@ -63,7 +63,7 @@ def generate(
         known = traceparent if TraceContext.parse(traceparent) else ""
         asyncio.run(_through_cluster(address, prompt, known, given, screen))
     else:
-        _here(config, prompt, given, screen)
+        _in_process(config, prompt, given, screen)
 
 
 async def _through_cluster(
@@ -82,7 +82,7 @@ async def _through_cluster(
     screen.end(gathering.completion(stream))
 
 
-def _here(config: Config, prompt: str, options: GenerateOptions, screen: _Screen) -> None:
+def _in_process(config: Config, prompt: str, options: GenerateOptions, screen: _Screen) -> None:
     with opened(config) as llm, llm.stream(prompt, **options) as stream:
         for chunk in stream:
             screen.show(chunk)
@@ -134,11 +134,11 @@ def _write_output_logprobs(choice: Choice) -> None:
 
 
 def _write_logprobs(
-    where: str, logprobs: Sequence[TokenLogprobs], token_ids: Sequence[int]
+    section: str, logprobs: Sequence[TokenLogprobs], token_ids: Sequence[int]
 ) -> None:
     if not logprobs:
         return
-    typer.echo(f"log probabilities of the {where}:")
+    typer.echo(f"log probabilities of the {section}:")
     typer.echo("  token   logprob   rank  likeliest tokens")
     for token, each in zip_longest(token_ids, logprobs, fillvalue="?"):
         assert isinstance(each, TokenLogprobs)

@@ -11,7 +11,7 @@ from cluster.config import Config
 from cluster.local.own_ledger import OwnLedger, url_file, write_url
 from cluster.ray.ray_cluster import log_dir
 from everlift import logs
-from everlift.address import bare
+from everlift.address import strip_brackets
 from everlift.errors import SettingsError
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
 
@@ -22,7 +22,7 @@ def parse(listen: str) -> tuple[str, int]:
     Raises SettingsError if ``listen`` is not of this form.
     """
     host, _, port = listen.rpartition(":")
-    host = bare(host)
+    host = strip_brackets(host)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise SettingsError(f"--listen: must be HOST:PORT, not {listen!r}")
     return host, int(port)

@@ -74,12 +74,12 @@ def measure(
     if running:
         if model or config or assignments:
             raise ForecastFailed("--running: model and settings are the cluster's")
-        asyncio.run(_ask(file, device, address))
+        asyncio.run(_write_learned(file, device, address))
     else:
         _measure(file, model, config, assignments or ())
 
 
-async def _ask(file: Path, device: str | None, address: str | None) -> None:
+async def _write_learned(file: Path, device: str | None, address: str | None) -> None:
     async with connected(address) as client:
         kind = learned.only((await client.capacity()).kinds, device)
     as_json.write(learned.content(kind), file)
@@ -102,13 +102,13 @@ def _measure(
         raise ForecastFailed("worker.tensor_parallel: one rank is all that can be measured")
     console = Console(highlight=False, markup=False)
     with _engine(loaded) as engine:
-        measurement, began = Measurement(engine), time.monotonic()
+        measurement, started_at = Measurement(engine), time.monotonic()
         steps: list[Step] = []
         for step in measurement.steps():
             steps.append(step)
-            left_s = (time.monotonic() - began) * (len(measurement) / len(steps) - 1)
+            remaining_s = (time.monotonic() - started_at) * (len(measurement) / len(steps) - 1)
             progress = f"{len(steps):3}/{len(measurement)}"
-            console.print(f"{progress}  {_line(step)}  {left_s:4.0f} s left", soft_wrap=True)
+            console.print(f"{progress}  {_line(step)}  {remaining_s:4.0f} s left", soft_wrap=True)
         worker = _worker(engine)
     fit = fitted(steps)
     as_json.write(_as_json(loaded, worker, steps, fit), file)

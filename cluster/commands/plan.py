@@ -16,9 +16,9 @@ from cluster.errors import ForecastFailed
 from cluster.simulator import as_json, plan_views, target
 from cluster.simulator.command import ledger_requests, load, machines
 from cluster.simulator.command.load import Requests
-from cluster.simulator.command.progress import watched
+from cluster.simulator.command.progress import with_progress
 from cluster.simulator.hardware.kind import Kind
-from cluster.simulator.plan import Plan, Trial, fewest, is_kept, saturation_rate
+from cluster.simulator.plan import Plan, Trial, fewest, meets_targets, saturation_rate
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.target import Target
 from cluster.simulator.workloads import options
@@ -34,7 +34,7 @@ not come to its end counts as one that took for ever.
 - `everlift plan --slo ttft_p99=1s --from-ledger --kind h100`
 """
 
-Wanted = Annotated[
+SloTargets = Annotated[
     str,
     typer.Option(
         "--slo",
@@ -61,7 +61,7 @@ Picture = Annotated[
 
 
 def plan(
-    slo: Wanted,
+    slo: SloTargets,
     kind: Kinds = None,
     most: Most = 256,
     workload: options.Workloads = None,
@@ -87,18 +87,21 @@ def plan(
         picture_file.check("--picture", picture)
     targets = target.targets(slo)
     settings = machines.config_of(config, assignments)
-    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
-    made_up = rate, None, duration, steady, seed
-    asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
-    how = {
+    ledger = ledger_requests.requests_or_none(from_ledger, settings, limit)
+    synthetic = rate, None, duration, steady, seed
+    requests = Requests(workload, trace, begin, end, speed, *synthetic, ledger)
+    scenario_options = {
         "router": settings.router,
         "foresight_sigma": foresight,
         "seed": seed,
-        "weights": asked.weights,
+        "weights": requests.weights,
     }
     kinds = _by_name(machines.kind_of(name, model) for name in kind or (machines.DEFAULT_KIND,))
     specs = {name: machines.spec_of(one, config, assignments) for name, one in kinds.items()}
-    plans = {name: _plan(name, asked, spec, how, targets, most) for name, spec in specs.items()}
+    plans = {
+        name: _plan(name, requests, spec, scenario_options, targets, most)
+        for name, spec in specs.items()
+    }
     _show(plans, targets)
     if json_file is not None:
         as_json.write(plan_views.as_json(plans, targets), json_file)
@@ -125,29 +128,29 @@ def _show(plans: Mapping[str, Plan], targets: Sequence[Target]) -> None:
 
 def _plan(
     name: str,
-    asked: Requests,
+    requests: Requests,
     spec: WorkerSpec,
-    how: Mapping[str, object],
+    scenario_options: Mapping[str, object],
     targets: Sequence[Target],
     most: int,
 ) -> Plan:
     from cluster.simulator.simulate import simulate
 
-    wanted = [each.most_s for each in targets]
+    limits = [each.most_s for each in targets]
 
     def attempt(workers: int) -> Trial:
         with machines.as_modelled():
-            scenario = Scenario.uniform(workers, spec, **how)
-        arrivals = watched(asked.arrivals(()), f"with {workers} of {name}")
+            scenario = Scenario.uniform(workers, spec, **scenario_options)
+        arrivals = with_progress(requests.arrivals(()), f"with {workers} of {name}")
         answer = simulate(arrivals, scenario)
         attained = tuple(each.attained(answer.records) for each in targets)
-        return Trial(workers, attained, is_kept(attained, wanted), answer.summary().refused)
+        return Trial(workers, attained, meets_targets(attained, limits), answer.summary().refused)
 
-    return fewest(attempt, _guess(asked, spec), most)
+    return fewest(attempt, _guess(requests, spec), most)
 
 
-def _guess(asked: Requests, spec: WorkerSpec) -> int:
-    arrivals = list(islice(asked.arrivals(()), load.SAMPLE))
+def _guess(requests: Requests, spec: WorkerSpec) -> int:
+    arrivals = list(islice(requests.arrivals(()), load.SAMPLE))
     if not arrivals:
         raise ForecastFailed("there are no requests to plan for")
-    return ceil(asked.average_rate() / saturation_rate(arrivals, spec))
+    return ceil(requests.average_rate() / saturation_rate(arrivals, spec))

@@ -11,7 +11,7 @@ import typer
 from cluster.connection import Address, connected
 from everlift.v1 import admin_pb2 as pb
 from router.config import RouterConfig
-from router.leader.policy_store import SETTINGS, Ruling
+from router.leader.policy_store import SETTINGS, RuntimeSettings
 
 #: Given instead of a value to restore the one with which routers and workers are configured.
 _DEFAULT = "default"
@@ -103,10 +103,10 @@ def policy(
 
 async def _policy(address: str | None, texts: Mapping[str, str]) -> None:
     given = {name: text for name, text in texts.items() if text != _DEFAULT}
-    ruling = Ruling(RouterConfig())
+    runtime_settings = RuntimeSettings(RouterConfig())
     for name, text in given.items():
-        ruling = ruling.but_for(name, text)
-    values: dict[str, Any] = {name: ruling[name] for name in given}
+        runtime_settings = runtime_settings.with_setting(name, text)
+    values: dict[str, Any] = {name: runtime_settings[name] for name in given}
     async with connected(address) as client:
         answer = await client.set_policy(**values, reset=texts.keys() - given)
     for name in SETTINGS:

@@ -15,7 +15,7 @@ from cluster.simulator import as_json, comparison
 from cluster.simulator.command import ledger_requests, machines
 from cluster.simulator.command.load import Requests
 from cluster.simulator.command.policies import alike, routers
-from cluster.simulator.command.progress import watched
+from cluster.simulator.command.progress import with_progress
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.workloads import options
 from router.config import Order, RouterConfig
@@ -33,7 +33,7 @@ the admission queue, optionally followed by settings. No prompt is shown.
 """
 
 #: Name of the recorded outcome, beside the names of the simulated policies.
-_WAS = "was"
+_RECORDED = "was"
 
 Policies = Annotated[
     list[str] | None,
@@ -72,14 +72,14 @@ def replay(
     specs = machines.specs_of(workers, model, config, assignments)
     policies = _routers(policy, config, assignments)
     settings = machines.config_of(config, assignments)
-    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
-    asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed, ledger=ledger)
-    answers = {_WAS: comparison.past(ledger.records)} if ledger else {}
-    arrivals = list(asked.arrivals(specs))
+    ledger = ledger_requests.requests_or_none(from_ledger, settings, limit)
+    requests = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed, ledger=ledger)
+    answers = {_RECORDED: comparison.recorded_forecast(ledger.records)} if ledger else {}
+    arrivals = list(requests.arrivals(specs))
     with machines.as_modelled():
-        scenario = Scenario(specs, foresight_sigma=foresight, weights=asked.weights)
+        scenario = Scenario(specs, foresight_sigma=foresight, weights=requests.weights)
     for name, router in policies.items():
-        answers[name] = simulate(watched(arrivals, name), replace(scenario, router=router))
+        answers[name] = simulate(with_progress(arrivals, name), replace(scenario, router=router))
     console = Console(highlight=False, markup=False)
     console.print(comparison.table(answers))
     for names in alike(policies):

@@ -11,7 +11,7 @@ from rich.console import Console
 from cluster.simulator import as_json, tables, target
 from cluster.simulator.command import faults, ledger_requests, load, machines
 from cluster.simulator.command.load import Requests
-from cluster.simulator.command.progress import watched
+from cluster.simulator.command.progress import with_progress
 from cluster.simulator.forecast import Forecast
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.summary import Slo
@@ -101,10 +101,10 @@ def simulate(
     from cluster.simulator import simulate as simulation
 
     settings = machines.config_of(config, assignments)
-    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
-    made_up = rate, load_part, duration, steady, seed
-    asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
-    wanted = target.slo(slo)
+    ledger = ledger_requests.requests_or_none(from_ledger, settings, limit)
+    synthetic = rate, load_part, duration, steady, seed
+    requests = Requests(workload, trace, begin, end, speed, *synthetic, ledger)
+    limits = target.slo(slo)
     specs = faults.slowed(machines.specs_of(workers, model, config, assignments), slow)
     with machines.as_modelled():
         scenario = Scenario(
@@ -115,35 +115,35 @@ def simulate(
             foresight_sigma=foresight,
             events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
             seed=seed,
-            weights=asked.weights,
+            weights=requests.weights,
         )
-    answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
-    _show(answer, wanted, json_file, picture_directory, by_group=groups)
-    _say_what_came_too_late(answer, scenario)
+    answer = simulation.simulate(with_progress(requests.arrivals(specs), "simulating"), scenario)
+    _show(answer, limits, json_file, picture_directory, by_group=groups)
+    _warn_of_late_events(answer, scenario)
 
 
 def _show(
     answer: Forecast,
-    wanted: Slo,
+    limits: Slo,
     json_file: Path | None,
     picture_directory: Path | None,
     *,
     by_group: bool,
 ) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(tables.requests_table(answer, wanted, by_group=by_group))
-    console.print(tables.cluster_table(answer, wanted))
+    console.print(tables.requests_table(answer, limits, by_group=by_group))
+    console.print(tables.cluster_table(answer, limits))
     if json_file is not None:
-        as_json.write(as_json.forecast_as_json(answer, wanted), json_file)
+        as_json.write(as_json.forecast_as_json(answer, limits), json_file)
     if picture_directory is not None:
         # Imported here because it takes seconds, and most forecasts are not drawn.
         from cluster.simulator import pictures
 
-        for path in pictures.draw(answer, wanted, picture_directory):
+        for path in pictures.draw(answer, limits, picture_directory):
             console.print(f"drawn: {path}", soft_wrap=True)
 
 
-def _say_what_came_too_late(answer: Forecast, scenario: Scenario) -> None:
+def _warn_of_late_events(answer: Forecast, scenario: Scenario) -> None:
     last = answer.samples[-1].at
     if late := sum(event.at > last + scenario.sample_s for event in scenario.events):
         typer.echo(

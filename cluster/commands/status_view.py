@@ -114,8 +114,8 @@ def _counters(status: pb.GetStatusResponse) -> Text:
 def _engine_policy(status: pb.GetStatusResponse) -> str:
     policies = Counter(it.engine_policy for it in status.workers if it.alive and it.engine_policy)
     several = (f"{policy} ({workers})" for policy, workers in sorted(policies.items()))
-    told = ", ".join(several if len(policies) > 1 else policies)
-    return f"   engine policy {told}" if told else ""
+    policy_text = ", ".join(several if len(policies) > 1 else policies)
+    return f"   engine policy {policy_text}" if policy_text else ""
 
 
 def _http(address: str) -> str:

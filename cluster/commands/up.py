@@ -45,7 +45,7 @@ async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
 async def _serve(config: Config, console: Console, with_ray: bool) -> None:
     task = asyncio.current_task()
     assert task is not None
-    _check_alone(config)
+    _check_not_running(config)
     if not with_ray or config.ray_address == LOCAL:
         port_check.check(consecutive(config.router, config.num_routers))
         config = await fetched(config)
@@ -75,13 +75,13 @@ def on_signal(stop: Callable[[], object]) -> None:
     """
     loop = asyncio.get_running_loop()
 
-    def once() -> None:
+    def on_first_signal() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, once)
+        loop.add_signal_handler(number, on_first_signal)
 
 
 def workers(config: Config) -> str:
@@ -92,7 +92,7 @@ def workers(config: Config) -> str:
     return f"{count} worker{'s' * (count != 1)}"
 
 
-def _check_alone(config: Config) -> None:
+def _check_not_running(config: Config) -> None:
     """Raise ClusterFailed if a cluster with the same embedded ledger is already running.
 
     An embedded ledger stores its data in the state directory, which only one cluster can use then.

@@ -65,7 +65,7 @@ class Transcript:
 
     task: Task
     request_id: str = ""
-    began: float = 0.0
+    started_at: float = 0.0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     #: arrival of each token, in the order of arrival
@@ -95,12 +95,12 @@ class Transcript:
         return len(self.epochs) > 1
 
     @property
-    def lost(self) -> int:
+    def lost_tokens(self) -> int:
         """Number of tokens that the ledger has stored and the client never received."""
         return self.stored_tokens - len(set(self.offsets))
 
     @property
-    def repeated(self) -> int:
+    def repeated_tokens(self) -> int:
         return len(self.offsets) - len(set(self.offsets))
 
     @property
@@ -119,7 +119,7 @@ class Load:
 
     def __init__(self, address: str, tasks: Sequence[Task]) -> None:
         self.transcripts = [Transcript(task) for task in tasks]
-        self.began = self.ended = 0.0
+        self.started_at = self.ended = 0.0
         self._address = address
 
     @property
@@ -133,7 +133,7 @@ class Load:
     async def run(self) -> None:
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
-            self.began = time.monotonic()
+            self.started_at = time.monotonic()
             await asyncio.gather(*(_follow(stub, t) for t in self.transcripts))
             self.ended = time.monotonic()
             for transcript in self.transcripts:
@@ -151,16 +151,16 @@ class Load:
             identical=sum(t.is_identical for t in done),
             output_tokens=self.output_tokens,
             migrated=sum(t.migrated for t in done),
-            tokens_lost=sum(t.lost for t in done),
-            tokens_repeated=sum(t.repeated for t in done),
-            ttft_ms=_percentiles([t.times[0] - t.began for t in done if t.times]),
+            tokens_lost=sum(t.lost_tokens for t in done),
+            tokens_repeated=sum(t.repeated_tokens for t in done),
+            ttft_ms=_percentiles([t.times[0] - t.started_at for t in done if t.times]),
             inter_token_ms=_percentiles(gaps),
-            output_tokens_per_s=round(self.output_tokens / (self.ended - self.began), 1),
+            output_tokens_per_s=round(self.output_tokens / (self.ended - self.started_at), 1),
         )
 
 
 async def _follow(stub: inference_pb2_grpc.InferenceAsyncStub, transcript: Transcript) -> None:
-    transcript.began = time.monotonic()
+    transcript.started_at = time.monotonic()
     try:
         async for piece in stub.Generate(transcript.task.request):
             transcript.add(piece, time.monotonic())

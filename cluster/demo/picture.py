@@ -17,22 +17,22 @@ _GREYS = (14, 15)
 
 
 @dataclass
-class Stay:
+class SlotPeriod:
     """Period that a request spent in one slot of a worker, in seconds since the load began."""
 
     worker_id: str
     slot: int
     request_id: str
-    began: float
-    ended: float
+    start: float
+    end: float
 
 
 class Occupancy:
     """Periods that requests spent in slots, assembled from successive snapshots of the workers."""
 
     def __init__(self) -> None:
-        self.stays: list[Stay] = []
-        self._open: dict[tuple[str, int], Stay] = {}
+        self.periods: list[SlotPeriod] = []
+        self._open: dict[tuple[str, int], SlotPeriod] = {}
 
     def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
         """Record a snapshot taken at ``now``; ``running`` maps (worker id, slot) to a request id.
@@ -40,20 +40,20 @@ class Occupancy:
         A request's stay in a slot lasts from the first to the last consecutive snapshot with it.
         """
         for key, request_id in running.items():
-            stay = self._open.get(key)
-            if stay is None or stay.request_id != request_id:
-                stay = self._open[key] = Stay(*key, request_id, now, now)
-                self.stays.append(stay)
-            stay.ended = now
+            period = self._open.get(key)
+            if period is None or period.request_id != request_id:
+                period = self._open[key] = SlotPeriod(*key, request_id, now, now)
+                self.periods.append(period)
+            period.end = now
         for key in self._open.keys() - running.keys():
             del self._open[key]
 
     def migrated(self) -> set[str]:
         """Return the ids of the requests that were seen on more than one worker."""
-        homes: dict[str, set[str]] = {}
-        for stay in self.stays:
-            homes.setdefault(stay.request_id, set()).add(stay.worker_id)
-        return {request_id for request_id, workers in homes.items() if len(workers) > 1}
+        workers_of: dict[str, set[str]] = {}
+        for period in self.periods:
+            workers_of.setdefault(period.request_id, set()).add(period.worker_id)
+        return {request_id for request_id, workers in workers_of.items() if len(workers) > 1}
 
 
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
@@ -62,7 +62,7 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
     A migrated request has the same colour in all panels; the others are grey. A dashed line marks
     ``killed_at``, the seconds since the load began when the worker ``killed`` was killed.
     """
-    workers = list(dict.fromkeys(stay.worker_id for stay in occupancy.stays))
+    workers = list(dict.fromkeys(period.worker_id for period in occupancy.periods))
     workers.sort(key=lambda worker_id: worker_id != killed)
     figure, panels = pyplot.subplots(
         len(workers), 1, sharex=True, squeeze=False, figsize=(12, 2.2 + 2.4 * len(workers))
@@ -92,14 +92,14 @@ def _draw_worker(
     occupancy: Occupancy,
     colours: dict[str, tuple[float, float, float, float]],
 ) -> None:
-    for stay in occupancy.stays:
-        if stay.worker_id == worker_id:
+    for period in occupancy.periods:
+        if period.worker_id == worker_id:
             panel.barh(
-                stay.slot,
-                max(stay.ended - stay.began, 0.02),
-                left=stay.began,
+                period.slot,
+                max(period.end - period.start, 0.02),
+                left=period.start,
                 height=0.85,
-                color=colours.get(stay.request_id, "lightgrey"),
+                color=colours.get(period.request_id, "lightgrey"),
                 edgecolor="white",
                 linewidth=0.4,
             )

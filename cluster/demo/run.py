@@ -47,14 +47,14 @@ async def run(address: str, tasks: Sequence[Task], picture: Path, console: Conso
     """
     if any(task.expected is None for task in tasks):
         calm = _Scene(note="an undisturbed run, to compare with", kills=False)
-        tasks = _answered(await _run(address, tasks, calm, console))
+        tasks = _finished_tasks(await _run(address, tasks, calm, console))
     scene = _Scene()
     load = await _run(address, tasks, scene, console)
     draw(scene.occupancy, scene.killed, scene.killed_at, picture)
     return load.summary()
 
 
-def _answered(load: Load) -> list[Task]:
+def _finished_tasks(load: Load) -> list[Task]:
     for transcript in load.transcripts:
         if not transcript.finished:
             raise ClusterFailed(f"a request was not answered: {transcript.error}")
@@ -85,10 +85,10 @@ async def _watch(
     with Live(console=console, refresh_per_second=8) as live:
         while True:
             status = await stub.GetStatus(pb.GetStatusRequest())
-            now = time.monotonic() - load.began
+            now = time.monotonic() - load.started_at
             scene.occupancy.snapshot(now, _running(status))
-            if scene.kills and not scene.killed and _is_in_the_middle(load):
-                _kill_one(status, scene, now)
+            if scene.kills and not scene.killed and _has_reached_kill_point(load):
+                _kill_busiest_worker(status, scene, now)
             live.update(show(status, load, scene.rates, now, scene.note))
             if work.done():
                 return
@@ -104,12 +104,12 @@ def _running(status: pb.GetStatusResponse) -> dict[tuple[str, int], str]:
     }
 
 
-def _is_in_the_middle(load: Load) -> bool:
-    wanted = sum(len(t.task.expected or "") for t in load.transcripts)
-    return sum(len(t.text) for t in load.transcripts) >= _KILL_AT * wanted
+def _has_reached_kill_point(load: Load) -> bool:
+    expected = sum(len(t.task.expected or "") for t in load.transcripts)
+    return sum(len(t.text) for t in load.transcripts) >= _KILL_AT * expected
 
 
-def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
+def _kill_busiest_worker(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
     victim = max((w for w in status.workers if w.alive), key=lambda w: w.num_running)
     os.kill(victim.pid, signal.SIGKILL)
     scene.killed, scene.killed_at = victim.worker_id, now

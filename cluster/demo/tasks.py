@@ -105,8 +105,8 @@ def examples(kind: str, seed: int, n: int, *, held_out: bool = False) -> list[Ex
     With ``held_out`` all are held out from training, otherwise none is. Examples may repeat, and do
     so in kinds with few different tasks.
     """
-    drawn = stream(kind, Random(f"{kind}/{seed}/{held_out}"), held_out=held_out)
-    return [next(drawn) for _ in range(n)]
+    sampled = stream(kind, Random(f"{kind}/{seed}/{held_out}"), held_out=held_out)
+    return [next(sampled) for _ in range(n)]
 
 
 def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Example]:
@@ -170,7 +170,7 @@ def _alphabet(rng: Random) -> tuple[str, str]:
 
 
 def _repeat(rng: Random) -> tuple[str, str]:
-    word, times = _any_word(rng), rng.randint(2, LONGEST_REPEAT)
+    word, times = _random_word(rng), rng.randint(2, LONGEST_REPEAT)
     return f"repeat {word} {times} times:", _spaced([word] * times)
 
 
@@ -207,10 +207,10 @@ def _field_value(rng: Random, key: str) -> str | int:
         return rng.randrange(10 ** rng.randint(1, 4))
     if key in ("name", "city") and rng.random() < 0.5:
         return rng.choice(NAMES if key == "name" else CITIES)
-    return _any_word(rng)
+    return _random_word(rng)
 
 
-def _any_word(rng: Random) -> str:
+def _random_word(rng: Random) -> str:
     """Return a known word, a word of random letters, or a word with multi-byte characters.
 
     Words of random letters teach the model to copy.

@@ -60,5 +60,5 @@ def as_json(findings: Sequence[Finding]) -> list[dict[str, str]]:
     return [asdict(each) | {"level": each.level.value} for each in findings]
 
 
-def is_ill(findings: Sequence[Finding]) -> bool:
+def has_errors(findings: Sequence[Finding]) -> bool:
     return any(each.level is Level.ERROR for each in findings)

@@ -14,7 +14,7 @@ from router.ledger.config import EMBEDDED, PROMISES, URL_VARIABLE, LedgerSetupEr
 from router.ledger.embedded.embedded import find_binary, running_url
 from router.ledger.redis.redis_ledger import RedisLedger, connect
 
-_ASKED = 21
+_NUM_PROBES = 21
 #: Median latency of a call above which there is a warning, in seconds. Each step of a stream waits
 #: for one call, so users notice a longer latency.
 _SLOW_S = 0.005
@@ -42,7 +42,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             yield broken("ledger", str(error), f"check its url ({URL_VARIABLE}) and the network")
     else:
         try:
-            async for finding in _looked_at(ledger):
+            async for finding in _server_findings(ledger):
                 yield finding
         finally:
             await ledger.close()
@@ -56,15 +56,15 @@ def _binary() -> Finding:
     return fine("ledger", "embedded; it starts with the cluster")
 
 
-async def _looked_at(ledger: RedisLedger) -> AsyncIterator[Finding]:
+async def _server_findings(ledger: RedisLedger) -> AsyncIterator[Finding]:
     promise = PROMISES[ledger.durability_class]
     yield fine("ledger", f"{ledger.server}, {ledger.durability_class}: {promise}")
     waits, skews = [], []
-    for _ in range(_ASKED):
-        asked, asked_at = time.perf_counter(), time.time()
+    for _ in range(_NUM_PROBES):
+        started_at, sent_at = time.perf_counter(), time.time()
         its_time = await ledger.time()
-        waits.append(time.perf_counter() - asked)
-        skews.append(its_time - (asked_at + waits[-1] / 2))
+        waits.append(time.perf_counter() - started_at)
+        skews.append(its_time - (sent_at + waits[-1] / 2))
     yield _latency(median(waits))
     yield _skew(median(skews))
 

@@ -103,17 +103,17 @@ def _other_version(requirement: Requirement) -> str:
 def _device(config: Config) -> Iterator[Finding]:
     import torch
 
-    build, wanted = torch.__version__, config.worker.device
+    build, device = torch.__version__, config.worker.device
     if torch.cuda.is_available():
         count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         yield fine("device", f"{count} x {name}, torch {build}")
         yield _ranks(config, count)
-        if wanted != "cpu":
+        if device != "cpu":
             yield _kernels()
-    elif shutil.which("nvidia-smi") and wanted != "cpu":
+    elif shutil.which("nvidia-smi") and device != "cpu":
         mend = "install the CUDA build of torch, or check the driver with nvidia-smi"
         yield broken("device", f"there is an NVIDIA driver, but torch {build} finds no GPU", mend)
-    elif wanted == "cuda":
+    elif device == "cuda":
         mend = "run it on a machine with a GPU, or set worker.device to cpu"
         yield broken("device", "worker.device is cuda, and torch finds no GPU", mend)
     else:
@@ -136,15 +136,15 @@ def _cpu_kernels(config: Config) -> Finding:
 
     worker, cpu = config.worker, torch.device("cpu")
     try:
-        dtype = held = choose_dtype(worker.dtype, cpu, worker.quantization)
+        dtype = stored = choose_dtype(worker.dtype, cpu, worker.quantization)
         quantised = quantised_dtype(worker, dtype, cpu)
     except ValueError as error:
         mend = f"change worker.quantization, worker.dtype or {native.LEVEL_VARIABLE}"
         return broken("kernels", str(error), mend)
     # A problem with the model has a finding of its own.
     with suppress(ValueError, ModelUnavailable):
-        held = weights_dtype(worker, _directory(config), dtype, cpu)
-    says = describe_kernels(dtype, quantised or held, threads_per_rank(config, _cores()))
+        stored = weights_dtype(worker, _directory(config), dtype, cpu)
+    says = describe_kernels(dtype, quantised or stored, threads_per_rank(config, _cores()))
     if native.why_no_code():
         return doubtful("kernels", f"{says}: SLOWER", "install g++")
     return fine("kernels", says)
@@ -306,13 +306,13 @@ def _ports(config: Config) -> Finding:
     if router.http_host:
         places.append(("router.http_port", router.http_host, router.http_port))
     for setting, host, port in places:
-        if (cause := _taken(host, port)) is not None:
+        if (cause := _bind_error(host, port)) is not None:
             mend = f"stop the process that listens there (ss -ltnp), or set {setting}"
             return broken("port", f"{host}:{port}: {cause}", mend)
     return fine("port", ", ".join(f"{host}:{port or 'any'} is free" for _, host, port in places))
 
 
-def _taken(host: str, port: int) -> str | None:
+def _bind_error(host: str, port: int) -> str | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

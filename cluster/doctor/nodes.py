@@ -19,11 +19,11 @@ from cluster.doctor.finding import Finding, broken, doubtful, fine
 
 #: Packages that must have the same version on all nodes.
 _PACKAGES = ("everlift", "torch", "ray", "transformers", "grpcio", "protobuf")
-_ANSWER_S = 120.0
-_KNOCK_S = 5.0
+_RAY_TIMEOUT_S = 120.0
+_CONNECT_TIMEOUT_S = 5.0
 _SKEW_S = 0.5
 #: Number of elements of the all-reduce, as many as those of a large layer.
-_NUMBERS = 1 << 24
+_NUM_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def examine(address: str) -> Iterator[Finding]:
     Raises ConnectionError if there is no cluster at this address.
     """
     with _joined(address):
-        reports, silent = asked(_alive(), _ask)
-        if silent:
-            yield broken("nodes", "; ".join(silent), "see ray status, and the raylet's log there")
+        reports, failures = collect_reports(_alive(), _query_node)
+        if failures:
+            yield broken("nodes", "; ".join(failures), "see ray status, and the raylet's log there")
         if not reports:
             return
         yield fine("nodes", f"{len(reports)}: {', '.join(each.address for each in reports)}")
@@ -65,11 +65,11 @@ class _joined:
     def __enter__(self) -> None:
         import ray
 
-        self._knock()
+        self._check_port()
 
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
-    def _knock(self) -> None:
+    def _check_port(self) -> None:
         """Raise ConnectionError if nothing listens at the address.
 
         Ray itself would try for minutes. An address without a port is not checked.
@@ -77,7 +77,7 @@ class _joined:
         host, _, port = self._address.rpartition(":")
         if port.isdecimal():
             try:
-                socket.create_connection((host, int(port)), _KNOCK_S).close()
+                socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
             except OSError as error:
                 raise ConnectionError(str(error)) from None
 
@@ -87,40 +87,40 @@ class _joined:
         ray.shutdown()
 
 
-def asked(
-    nodes: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any]], NodeReport]
+def collect_reports(
+    nodes: Sequence[dict[str, Any]], query: Callable[[dict[str, Any]], NodeReport]
 ) -> tuple[list[NodeReport], list[str]]:
-    """Call ``ask`` for each node; return the reports, and a message for each node that failed.
+    """Call ``query`` for each node; return the reports, and a message for each node that failed.
 
-    ``nodes`` are descriptions as Ray lists them. A node fails if ``ask`` raises a RayError, for
+    ``nodes`` are descriptions as Ray lists them. A node fails if ``query`` raises a RayError, for
     example because the node has left the cluster.
     """
     from ray.exceptions import RayError
 
-    reports, silent = [], []
+    reports, failures = [], []
     for node in nodes:
         try:
-            reports.append(ask(node))
+            reports.append(query(node))
         except RayError as error:
-            silent.append(f"{node['NodeManagerAddress']} does not answer: {_last_line(error)}")
-    return reports, silent
+            failures.append(f"{node['NodeManagerAddress']} does not answer: {_last_line(error)}")
+    return reports, failures
 
 
-def _ask(node: dict[str, Any]) -> NodeReport:
+def _query_node(node: dict[str, Any]) -> NodeReport:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    asking = ray.remote(_look).options(num_cpus=0, scheduling_strategy=there)
+    describe = ray.remote(_describe_node).options(num_cpus=0, scheduling_strategy=there)
     # The first call starts the process, so that only the second one can measure the clock.
-    ray.get(asking.remote(), timeout=_ANSWER_S)
-    began = time.time()
-    versions, gpus, its_time = ray.get(asking.remote(), timeout=_ANSWER_S)
-    clock_s = its_time - (began + time.time()) / 2
+    ray.get(describe.remote(), timeout=_RAY_TIMEOUT_S)
+    started_at = time.time()
+    versions, gpus, its_time = ray.get(describe.remote(), timeout=_RAY_TIMEOUT_S)
+    clock_s = its_time - (started_at + time.time()) / 2
     return NodeReport(node["NodeManagerAddress"], versions, gpus, clock_s)
 
 
-def _look() -> tuple[dict[str, str], tuple[str, ...], float]:
+def _describe_node() -> tuple[dict[str, str], tuple[str, ...], float]:
     import torch
 
     versions = {name: version(name) for name in _PACKAGES}
@@ -175,16 +175,20 @@ def _all_reduce(reports: Sequence[NodeReport]) -> Finding:
         return fine(subject, "there is one rank: nothing to reduce")
     ranks = _gpu_ranks(gpus) if gpus else _node_ranks()
     try:
-        meeting = ray.get(ranks[0].open.remote(), timeout=_ANSWER_S)
-        asked = [each.reduce.remote(meeting, rank, size, device) for rank, each in enumerate(ranks)]
-        took_s = max(ray.get(asked, timeout=_ANSWER_S))
+        store_address = ray.get(ranks[0].open.remote(), timeout=_RAY_TIMEOUT_S)
+        results = [
+            each.reduce.remote(store_address, rank, size, device) for rank, each in enumerate(ranks)
+        ]
+        took_s = max(ray.get(results, timeout=_RAY_TIMEOUT_S))
     except Exception as error:
         mend = "see NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, and the firewall between the nodes"
         return broken(subject, f"over {size} ranks: {_last_line(error)}", mend)
     finally:
         for each in ranks:
             ray.kill(each)
-    return fine(subject, f"over {size} ranks, {4 * _NUMBERS >> 20} MiB in {took_s * 1000:.0f} ms")
+    return fine(
+        subject, f"over {size} ranks, {4 * _NUM_ELEMENTS >> 20} MiB in {took_s * 1000:.0f} ms"
+    )
 
 
 def _gpu_ranks(count: int) -> list[Any]:
@@ -231,26 +235,26 @@ class Reducer:
         self._store, address = create_store(get_node_ip_address())  # type: ignore[no-untyped-call]
         return address
 
-    def reduce(self, meeting: str, rank: int, size: int, device: str) -> float:
+    def reduce(self, store_address: str, rank: int, size: int, device: str) -> float:
         """Run two all-reduces and return the duration of the second one in seconds.
 
-        The first one also establishes the connections. ``meeting`` is the address that rank 0's
-        ``open`` returned. ``size`` is the number of ranks. Raises ValueError if a sum is wrong, and
-        the errors of torch.
+        The first one also establishes the connections. ``store_address`` is the address that rank
+        0's ``open`` returned. ``size`` is the number of ranks. Raises ValueError if a sum is wrong,
+        and the errors of torch.
         """
         import torch
 
         from worker.parallel.group import init_group, join_store
 
-        store = self._store if rank == 0 else join_store(meeting)
+        store = self._store if rank == 0 else join_store(store_address)
         group = init_group(store, rank, size, torch.device(device))
         try:
             for _ in range(2):
-                mine = torch.full((_NUMBERS,), float(rank + 1), device=device)
+                mine = torch.full((_NUM_ELEMENTS,), float(rank + 1), device=device)
                 group.barrier()
-                began = time.perf_counter()
+                started_at = time.perf_counter()
                 total = group.all_reduce(mine)[-1].item()
-                took_s = time.perf_counter() - began
+                took_s = time.perf_counter() - started_at
                 if total != size * (size + 1) / 2:
                     raise ValueError(f"the sum is {total}")
             return took_s

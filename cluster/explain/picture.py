@@ -32,7 +32,7 @@ def figure(explanation: pb.Explanation) -> Figure:
         lane = kinds.index(span.kind)
         panel.broken_barh([(at, span.seconds)], (lane - 0.4, 0.8), color=f"C{lane % 10}")
         at += span.seconds
-    _begins(panel, explanation)
+    _mark_attempts(panel, explanation)
     panel.set_yticks(range(len(kinds)), [LABELS[kind] for kind in kinds])
     panel.invert_yaxis()
     panel.set_xlim(0.0, explanation.total_s or 1.0)
@@ -43,7 +43,7 @@ def figure(explanation: pb.Explanation) -> Figure:
     return drawn
 
 
-def _begins(panel: Axes, explanation: pb.Explanation) -> None:
+def _mark_attempts(panel: Axes, explanation: pb.Explanation) -> None:
     at, attempt = 0.0, 1
     for span in explanation.spans:
         if span.attempt > attempt:

@@ -68,24 +68,24 @@ def spans(explanation: pb.Explanation) -> Table:
     table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
     for column in table.columns[:3]:
         column.justify = "right"
-    whole_s = explanation.total_s
+    total_s = explanation.total_s
     at = others_s = 0.0
     for span in explanation.spans:
-        if span.seconds >= _LEAST_PART * whole_s:
+        if span.seconds >= _LEAST_PART * total_s:
             attempt = str(span.attempt) if span.attempt else ""
-            table.add_row(f"{at:.3f}", *_share(span.seconds, whole_s), LABELS[span.kind], attempt)
+            table.add_row(f"{at:.3f}", *_share(span.seconds, total_s), LABELS[span.kind], attempt)
         else:
             others_s += span.seconds
         at += span.seconds
     if others_s:
-        table.add_row("", *_share(others_s, whole_s), f"parts below {_LEAST_PART:.1%} each")
-    table.columns[1].footer, table.columns[2].footer = _share(at, whole_s)
+        table.add_row("", *_share(others_s, total_s), f"parts below {_LEAST_PART:.1%} each")
+    table.columns[1].footer, table.columns[2].footer = _share(at, total_s)
     table.columns[3].footer = "total"
     return table
 
 
-def _share(part_s: float, whole_s: float) -> tuple[str, str]:
-    return f"{part_s:.3f}", f"{100 * part_s / whole_s:.1f}" if whole_s else "0.0"
+def _share(part_s: float, total_s: float) -> tuple[str, str]:
+    return f"{part_s:.3f}", f"{100 * part_s / total_s:.1f}" if total_s else "0.0"
 
 
 def attempts(explanation: pb.Explanation) -> Table:

@@ -27,11 +27,11 @@ class Background:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = _alone(config)
+        self._config = _single_worker_config(config)
         self._ready: Future[ServedModel] = Future()
         self._loop: asyncio.AbstractEventLoop
         self._worker: LocalWorker
-        self._living: asyncio.Task[None]
+        self._main_task: asyncio.Task[None]
         self._has_loop = threading.Event()
         #: makes sure that every task accepted by ``submit`` is answered before the worker stops
         self._lock = threading.Lock()
@@ -59,20 +59,20 @@ class Background:
         """Stop the worker and the thread, and cancel running tasks. A second call does nothing."""
         self._has_loop.wait()
         with suppress(RuntimeError):  # raised if the loop is already closed
-            self._loop.call_soon_threadsafe(self._living.cancel)
+            self._loop.call_soon_threadsafe(self._main_task.cancel)
         # Garbage collection may call this in the loop's own thread, which cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):
-            uvloop.run(self._live())
+            uvloop.run(self._main())
 
-    async def _live(self) -> None:
+    async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-        self._living = task
+        self._main_task = task
         self._has_loop.set()
         try:
             await self._serve()
@@ -92,7 +92,7 @@ class Background:
         self._worker = LocalWorker(config, model.tokenizer)
         try:
             info = await self._worker.start()
-            model.limit([info])
+            model.update_limits([info])
             self._ready.set_result(model)
             await asyncio.Event().wait()
         finally:
@@ -101,12 +101,12 @@ class Background:
             await self._worker.stop()
 
 
-def _alone(config: Config) -> Config:
+def _single_worker_config(config: Config) -> Config:
     """Return ``config`` for a single worker, with a share of the cores for each rank.
 
     The number of queued grammars is unlimited, because the only caller waits for its requests.
     """
-    alone = replace(config, num_workers=1)
-    threads = threads_per_rank(alone, len(os.sched_getaffinity(0)))
-    grammar = replace(alone.worker.grammar, max_queued=sys.maxsize)
-    return replace(alone, worker=replace(alone.worker, num_threads=threads, grammar=grammar))
+    single = replace(config, num_workers=1)
+    threads = threads_per_rank(single, len(os.sched_getaffinity(0)))
+    grammar = replace(single.worker.grammar, max_queued=sys.maxsize)
+    return replace(single, worker=replace(single.worker, num_threads=threads, grammar=grammar))

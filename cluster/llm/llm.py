@@ -22,7 +22,7 @@ from cluster.bar import bar
 from cluster.config import Config
 from cluster.llm.background import Background
 from cluster.llm.completion import Completion
-from cluster.llm.window import CompletionStream, in_window
+from cluster.llm.window import CompletionStream, run_in_window
 from cluster.llm.worker import Task
 from cluster.threads import wait_passively
 from everlift import settings
@@ -97,7 +97,9 @@ class LLM:
         tasks = self._tasks(_listed(prompts), each, options)
         completions: dict[int, Completion] = {}
         with bar("generating", len(tasks), shown=_is_shown(progress, len(tasks))) as advance:
-            for index, completion in in_window(tasks, self._begin, _WINDOW * self._max_num_seqs):
+            for index, completion in run_in_window(
+                tasks, self._submit, _WINDOW * self._max_num_seqs
+            ):
                 completions[index] = completion
                 advance(completion.num_output_tokens)
         return [completions[index] for index in range(len(tasks))]
@@ -115,7 +117,7 @@ class LLM:
         Cancelling the future cancels the request. Raises EverliftError for an invalid prompt or
         option.
         """
-        return self._begin(self._task(prompt, options))
+        return self._submit(self._task(prompt, options))
 
     def close(self) -> None:
         """Stop the engine, its threads and processes, and cancel running requests.
@@ -159,7 +161,7 @@ class LLM:
         )
         return Task(self._model.resolve(submission), submission.timeout_s)
 
-    def _begin(self, task: Task) -> Future[Completion]:
+    def _submit(self, task: Task) -> Future[Completion]:
         done: Future[Completion] = Future()
         try:
             self._background.submit(task, done)

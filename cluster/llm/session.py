@@ -20,17 +20,17 @@ class LocalSession:
     """
 
     address = ""
-    is_alone = False
+    has_no_router = False
 
     def __init__(self, sessions: Sessions, receive: Callable[[session_pb2.Progress], None]) -> None:
         self._sessions = sessions
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._is_due = False
-        self._session = sessions.join(_NAME, self._notify)
+        self._is_flush_scheduled = False
+        self._session = sessions.open_session(_NAME, self._notify)
 
     def start_all(self, starts: Iterable[session_pb2.Start]) -> None:
-        self._tell(session_pb2.RouterFrame(starts=starts))
+        self._send(session_pb2.RouterFrame(starts=starts))
 
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
         """Abort the given choices of a request, or all if none is given.
@@ -38,9 +38,9 @@ class LocalSession:
         ``epoch`` identifies the request. Nothing more is reported about aborted choices.
         """
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
-        self._tell(session_pb2.RouterFrame(aborts=[abort]))
+        self._send(session_pb2.RouterFrame(aborts=[abort]))
 
-    def _tell(self, frame: session_pb2.RouterFrame) -> None:
+    def _send(self, frame: session_pb2.RouterFrame) -> None:
         self._sessions.receive(self._session, frame, self._loop.time())
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
@@ -59,12 +59,12 @@ class LocalSession:
         self._sessions.end_session(self._session)
 
     def _notify(self) -> None:
-        if not self._is_due:
-            self._is_due = True
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._is_due = False
+        self._is_flush_scheduled = False
         # Routers need the worker's state for placement; with a single worker it is not used.
-        for progress in self._session.outbox.cut(session_pb2.WorkerState()).progress:
+        for progress in self._session.outbox.take_frame(session_pb2.WorkerState()).progress:
             self._receive(progress)

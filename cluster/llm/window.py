@@ -59,23 +59,25 @@ class CompletionStream(Iterator[Chunk]):
         self.close()
 
 
-Begin = Callable[[Task], Future[Completion]]
+Submit = Callable[[Task], Future[Completion]]
 
 
-def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[int, Completion]]:
+def run_in_window(
+    tasks: Iterable[Task], submit: Submit, size: int
+) -> Iterator[tuple[int, Completion]]:
     """Run the tasks; yield the index and the completion of each task, in the order of their ends.
 
-    ``begin`` starts a task and returns the future of its completion. A task has one or more choices
-    (alternative outputs). At most ``size`` choices are unfinished at a time; a task with more of
-    them runs alone. If the iteration ends early, all tasks that have begun are cancelled. Raises
-    ClusterFailed if the engine has ended.
+    ``submit`` starts a task and returns the future of its completion. A task has one or more
+    choices (alternative outputs). At most ``size`` choices are unfinished at a time; a task with
+    more of them runs alone. If the iteration ends early, all tasks that have started are cancelled.
+    Raises ClusterFailed if the engine has ended.
     """
-    window = _Window(begin, size)
+    window = _Window(submit, size)
     try:
         for index, task in enumerate(tasks):
-            while not window.has_room(task):
+            while not window.can_start(task):
                 yield window.next_done()
-            window.begin(index, task)
+            window.start(index, task)
         while window:
             yield window.next_done()
     finally:
@@ -83,26 +85,26 @@ def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[
 
 
 class _Window:
-    def __init__(self, begin: Begin, size: int) -> None:
-        self._begin = begin
-        self._room = size
-        self._begun: dict[int, tuple[Task, Future[Completion]]] = {}
+    def __init__(self, submit: Submit, size: int) -> None:
+        self._submit = submit
+        self._num_free = size
+        self._running: dict[int, tuple[Task, Future[Completion]]] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._running)
 
-    def has_room(self, task: Task) -> bool:
+    def can_start(self, task: Task) -> bool:
         """Return whether ``task`` can begin now.
 
         A task with more choices than the whole window can begin only when no other task runs.
         """
-        return not self._begun or task.request.n <= self._room
+        return not self._running or task.request.n <= self._num_free
 
-    def begin(self, index: int, task: Task) -> None:
-        self._room -= task.request.n
-        self._begun[index] = task, self._begin(task)
-        self._begun[index][1].add_done_callback(lambda _: self._ended.put(index))
+    def start(self, index: int, task: Task) -> None:
+        self._num_free -= task.request.n
+        self._running[index] = task, self._submit(task)
+        self._running[index][1].add_done_callback(lambda _: self._ended.put(index))
 
     def next_done(self) -> tuple[int, Completion]:
         """Wait for the next task to end; return its index and completion.
@@ -110,10 +112,10 @@ class _Window:
         Raises ClusterFailed if the engine has ended.
         """
         index = self._ended.get()
-        task, done = self._begun.pop(index)
-        self._room += task.request.n
+        task, done = self._running.pop(index)
+        self._num_free += task.request.n
         return index, done.result()
 
     def cancel(self) -> None:
-        for _, done in self._begun.values():
+        for _, done in self._running.values():
             done.cancel()

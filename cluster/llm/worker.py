@@ -90,7 +90,7 @@ class LocalWorker:
             await self._spawn(rank, rendezvous, gpu)
         others = asyncio.gather(*(child.report() for child in self._children))
         info, _ = await asyncio.gather(self._rank.start(), others)
-        self._watch = asyncio.create_task(self._until_broken())
+        self._watch = asyncio.create_task(self._watch_rank())
         return info
 
     async def _spawn(self, rank: int, rendezvous: str, gpu: str) -> None:
@@ -105,7 +105,7 @@ class LocalWorker:
         self._children.append(child)
         await child.start()
 
-    async def _until_broken(self) -> None:
+    async def _watch_rank(self) -> None:
         try:
             await self._rank.wait()
         except RankFailed as error:
@@ -138,7 +138,7 @@ class LocalWorker:
         generation = Generation(epoch, task.request, self._tokenizer)
         deadline = self._deadline(epoch, task.timeout_s)
         self._running[epoch] = _Running(generation, done, show, deadline)
-        done.add_done_callback(partial(self._notice, epoch))
+        done.add_done_callback(partial(self._on_done, epoch))
         self._session.start_all(generation.starts())
 
     def _deadline(self, epoch: int, timeout_s: float | None) -> asyncio.TimerHandle | None:
@@ -147,7 +147,7 @@ class LocalWorker:
         error = DeadlineExceeded(f"the deadline of {timeout_s:g} s has passed")
         return self._loop.call_later(timeout_s, self._fail, epoch, error)
 
-    def _notice(self, epoch: int, done: Future[Completion]) -> None:
+    def _on_done(self, epoch: int, done: Future[Completion]) -> None:
         if done.cancelled() and epoch in self._running:
             self._loop.call_soon_threadsafe(self._abandon, epoch)
 

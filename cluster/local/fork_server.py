@@ -26,7 +26,7 @@ from typing import Self
 
 from cluster.errors import ClusterFailed
 from cluster.local.launch import Launch
-from cluster.local.launcher import Started, python_module, told
+from cluster.local.launcher import Started, python_module, stdin_bytes
 from everlift import logs
 from worker.child_process import full_environment
 from worker.config import WorkerConfig
@@ -62,12 +62,12 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._readable = asyncio.Event()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._is_closed = False
 
     async def load(self) -> None:
         """Start the fork server, and return when it can fork ranks. Raises ClusterFailed."""
-        async with self._turn:
+        async with self._lock:
             await self._load()
 
     async def start(self, launch: Launch, log_path: Path) -> Started:
@@ -85,7 +85,7 @@ class ForkServer:
             raise
 
     async def _start(self, launch: Launch, log_path: Path) -> Forked:
-        async with self._turn:
+        async with self._lock:
             # The fork server may be about to end although it still seems to run. A rank that it
             # forks ends with it, so another fork server can be asked for the same rank.
             for _ in range(_TRIES):
@@ -163,7 +163,7 @@ class ForkServer:
 
     async def _fork(self, launch: Launch, log_path: Path) -> Forked | None:
         assert self._process is not None and self._control is not None
-        pipes = _Pipes.opened(told(self._process.pid, launch), log_path)
+        pipes = _Pipes.opened(stdin_bytes(self._process.pid, launch), log_path)
         try:
             # If the fork server has ended, sending fails, and the answer below is empty.
             with suppress(OSError):
@@ -193,11 +193,11 @@ class _Pipes:
     status: int
 
     @classmethod
-    def opened(cls, told: bytes, log_path: Path) -> Self:
-        stdin, telling = os.pipe()
+    def opened(cls, data: bytes, log_path: Path) -> Self:
+        stdin, writer = os.pipe()
         # The write does not block, because a launch is far smaller than a pipe's buffer.
-        os.write(telling, told)
-        os.close(telling)
+        os.write(writer, data)
+        os.close(writer)
         reports, stdout = os.pipe()
         status, ended = os.pipe()
         stderr = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -246,13 +246,13 @@ class Forked:
         loop.remove_reader(self._status)
         os.close(self._status)
         if status:
-            self._gone(int(status))
+            self._on_exit(int(status))
         else:
             # The pipe is closed without a status because the fork server itself was killed. The
             # kernel then kills this child too; its pidfd becomes readable when it has ended.
-            loop.add_reader(self._descriptor, self._gone, -signal.SIGKILL)
+            loop.add_reader(self._descriptor, self._on_exit, -signal.SIGKILL)
 
-    def _gone(self, returncode: int) -> None:
+    def _on_exit(self, returncode: int) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
         self.returncode = returncode

@@ -32,23 +32,23 @@ _NUM_DESCRIPTORS, _ROLE_BYTES = 4, 64
 def main() -> None:
     parent, descriptor, *modules = sys.argv[1:]
     die_with_parent(int(parent))
-    with heap.growing():
+    with heap.pause_gc():
         for module in modules:
             importlib.import_module(module)
     # Keeps memory pages shared with the forked processes, because a garbage collection would
     # otherwise write to all of them.
     gc.freeze()
     with socket.socket(fileno=int(descriptor)) as control:
-        if company := _company():
-            control.send(company.encode())
-            sys.exit(company)
+        if reason := _reason_not_to_fork():
+            control.send(reason.encode())
+            sys.exit(reason)
         role = ForkServer(control).run()
     if role:
         sys.argv[1:] = [role]
         process.main()
 
 
-def _company() -> str:
+def _reason_not_to_fork() -> str:
     """Return the reason why this process must not fork; empty if it may.
 
     It must have a single thread. A fork copies only one of several threads, but the locks that all
@@ -100,7 +100,7 @@ class ForkServer:
             self._control.send(str(error).encode())
             return -1
         if pid == 0:
-            self._become(descriptors)
+            self._init_child(descriptors)
             return 0
         *others, status = descriptors
         self._statuses[pid] = status
@@ -110,7 +110,7 @@ class ForkServer:
         os.close(handle)
         return pid
 
-    def _become(self, descriptors: list[int]) -> None:
+    def _init_child(self, descriptors: list[int]) -> None:
         die_with_parent(self._fork_server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -74,12 +74,12 @@ class SubprocessLauncher:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        await tell(process.stdin, told(os.getpid(), launch))
+        await write_stdin(process.stdin, stdin_bytes(os.getpid(), launch))
         return process
 
 
-async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
-    """Write ``words`` to the standard input of a process, and close it.
+async def write_stdin(stdin: asyncio.StreamWriter, data: bytes) -> None:
+    """Write ``data`` to the standard input of a process, and close it.
 
     It is no error if the process has already ended, because its exit status reports that.
     """
@@ -87,12 +87,12 @@ async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
     if stdin.is_closing():
         return
     with suppress(ConnectionError):
-        stdin.write(words)
+        stdin.write(data)
         await stdin.drain()
         stdin.close()
 
 
-def told(parent: int, launch: Launch) -> bytes:
+def stdin_bytes(parent: int, launch: Launch) -> bytes:
     """Return the bytes that a new process reads: the id of its parent, and its start parameters."""
     return b"%d\n%s\n" % (parent, encode(launch))
 
@@ -144,12 +144,12 @@ class Child:
         """
         assert self._running.stdout is not None
         line = await self._running.stdout.readline()
-        report = _read(line) if line else {"error": await self._how_it_ended()}
+        report = _read(line) if line else {"error": await self._exit_reason()}
         if "error" in report:
             raise ClusterFailed(f"{self.name}: {report['error']} (its log: {self._log_path})")
         return report
 
-    async def _how_it_ended(self) -> str:
+    async def _exit_reason(self) -> str:
         return f"ended with status {await self._running.wait()}"
 
     async def wait(self) -> None:

@@ -15,7 +15,7 @@ from router.ledger.embedded.embedded import EmbeddedLedger
 log = logs.get_logger(__name__)
 
 #: Seconds between two checks whether the server runs, and after a failed restart.
-_LOOK_S, _RESTART_S = 0.2, 1.0
+_POLL_S, _RESTART_S = 0.2, 1.0
 
 
 def url_file(state_dir: Path) -> Path:
@@ -83,7 +83,7 @@ class OwnLedger:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if self._server.is_running:
                 continue
             log.error("ledger server ended: restarting it")

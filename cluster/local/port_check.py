@@ -21,16 +21,16 @@ def check(routers: Iterable[RouterConfig]) -> None:
     The error names the setting of each such port and the process that uses it.
     """
     listeners = [each for router in routers for each in router.listeners if each.host and each.port]
-    taken = [_taken(each) for each in listeners if _is_taken(each)]
-    if taken:
-        settings = sorted({f"router.{each.setting}" for each in listeners if _is_taken(each)})
+    conflicts = [_describe_conflict(each) for each in listeners if _is_in_use(each)]
+    if conflicts:
+        settings = sorted({f"router.{each.setting}" for each in listeners if _is_in_use(each)})
         raise ClusterFailed(
-            f"{'; '.join(taken)}. Stop that process, or set {', '.join(settings)} to another port "
-            "(0: any free one)"
+            f"{'; '.join(conflicts)}. Stop that process, or set {', '.join(settings)} to another "
+            "port (0: any free one)"
         )
 
 
-def _is_taken(listener: Listener) -> bool:
+def _is_in_use(listener: Listener) -> bool:
     try:
         found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM)
     except OSError:
@@ -48,7 +48,7 @@ def _is_taken(listener: Listener) -> bool:
     return False
 
 
-def _taken(listener: Listener) -> str:
+def _describe_conflict(listener: Listener) -> str:
     pid = next(_holders(listener.port), None)
     holder = f"process {pid} ({_command(pid)})" if pid is not None else "another user's process"
     place = f"{listener.host}:{listener.port}"

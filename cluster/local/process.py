@@ -26,7 +26,7 @@ import uvloop
 
 from cluster.local.gpus import VISIBLE
 from cluster.local.launch import Launch, RankLaunch, Report, RouterLaunch, decode
-from cluster.local.starting import Announcer, Starting
+from cluster.local.starting import Announcer, StartReporter
 from everlift import heap, logs
 from everlift.errors import EverliftError, SettingsError
 from everlift.transport import internal
@@ -39,48 +39,48 @@ if TYPE_CHECKING:
 
 log = logs.get_logger(__name__)
 
-Tell = Callable[[Report], None]
+SendReport = Callable[[Report], None]
 
 
 def main() -> None:
-    tell = _take_stdout()
+    send_report = _take_stdout()
     die_with_parent(int(sys.stdin.readline()))
     launch = decode(sys.argv[1], sys.stdin.readline().encode())
     logs.configure(launch.name, launch.log_level)
     try:
-        uvloop.run(_run(launch, tell))
+        uvloop.run(_run(launch, send_report))
     except (EverliftError, LedgerSetupError, SettingsError, OSError, ValueError) as error:
         log.error("failed", cause=str(error))
-        tell({"error": str(error)})
+        send_report({"error": str(error)})
         sys.exit(1)
     except Exception as error:
         log.exception("failed")
-        tell({"error": f"{type(error).__name__}: {error}"})
+        send_report({"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
 
 
-def _take_stdout() -> Tell:
+def _take_stdout() -> SendReport:
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def tell(report: Report) -> None:
+    def send_report(report: Report) -> None:
         print(json.dumps(report), file=reports, flush=True)
 
-    return tell
+    return send_report
 
 
-async def _run(launch: Launch, tell: Tell) -> None:
+async def _run(launch: Launch, send_report: SendReport) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     if isinstance(launch, RouterLaunch):
-        await _run_router(launch, tell, stop)
+        await _run_router(launch, send_report, stop)
     else:
-        await _run_rank(launch, tell, stop)
+        await _run_rank(launch, send_report, stop)
 
 
-async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> None:
+async def _run_router(launch: RouterLaunch, send_report: SendReport, stop: asyncio.Event) -> None:
     # Imported here so that a router does not import torch, and a rank does not import Redis.
-    with heap.growing():
+    with heap.pause_gc():
         from router.ledger.redis.redis_ledger import connect
         from router.router import Router
 
@@ -88,8 +88,8 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
     ledger = await connect(launch.ledger)
     router = await Router.start(launch.router, ledger, memory_limit=launch.ledger.memory_limit)
     router.reconfigure(launch.router, {}, launch.num_workers)
-    heap.settle()
-    tell(
+    heap.freeze_heap()
+    send_report(
         {
             "address": router.address,
             "internal_address": router.internal_address,
@@ -103,19 +103,19 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
         await router.stop()
 
 
-async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None:
+async def _run_rank(launch: RankLaunch, send_report: SendReport, stop: asyncio.Event) -> None:
     if launch.gpu:
         # CUDA reads this variable when it is first used, which is later than here.
         os.environ[VISIBLE] = launch.gpu
         log.info("GPU assigned", gpu=launch.gpu)
     routers = launch.routers if launch.rank == 0 else ()
-    async with Starting(routers, internal(launch.worker.internal_tls)) as starting:
+    async with StartReporter(routers, internal(launch.worker.internal_tls)) as start_reporter:
         from worker.serving.rank import Rank
 
         rank = Rank(launch.worker, launch.rank, launch.rendezvous)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
         try:
-            await _first(stop.wait(), _live(rank, launch, tell, starting))
+            await _first(stop.wait(), _live(rank, launch, send_report, start_reporter))
             await rank.drain()
         finally:
             await rank.stop()
@@ -124,15 +124,17 @@ async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None
                 atexit.register(os._exit, 1)
 
 
-async def _live(rank: Rank, launch: RankLaunch, tell: Tell, starting: Starting) -> None:
+async def _live(
+    rank: Rank, launch: RankLaunch, send_report: SendReport, start_reporter: StartReporter
+) -> None:
     if launch.rank == 0 and launch.worker.tensor_parallel > 1:
-        tell({"rendezvous": await rank.open()})
+        send_report({"rendezvous": await rank.open()})
     info = await rank.start()
-    heap.settle()
+    heap.freeze_heap()
     if launch.rank == 0:
-        await _first(rank.wait(), _announce(rank, info, launch, tell, starting))
+        await _first(rank.wait(), _announce(rank, info, launch, send_report, start_reporter))
     else:
-        tell({})
+        send_report({})
         await rank.wait()
 
 
@@ -140,14 +142,14 @@ async def _announce(
     rank: Rank,
     info: session_pb2.WorkerInfo,
     launch: RankLaunch,
-    tell: Tell,
-    starting: Starting,
+    send_report: SendReport,
+    start_reporter: StartReporter,
 ) -> None:
     announcer = Announcer(info, launch.routers, internal(launch.worker.internal_tls))
     await announcer.announce()
-    tell({"worker_id": info.worker_id, "address": info.address})
-    await starting.end()
-    await announcer.keep(lambda: rank.is_alone)
+    send_report({"worker_id": info.worker_id, "address": info.address})
+    await start_reporter.end()
+    await announcer.keep_registered(lambda: rank.has_no_router)
 
 
 async def _first(*works: Coroutine[Any, Any, object]) -> None:

@@ -39,7 +39,7 @@ from router.ledger.config import LedgerConfig
 log = logs.get_logger(__name__)
 
 #: Maximum seconds until every router is connected to every worker, and seconds between two checks.
-_SETTLE_S, _LOOK_S = 60.0, 0.05
+_SETTLE_S, _POLL_S = 60.0, 0.05
 #: Seconds between two checks whether a replica has to be restarted.
 _RESTART_S = 1.0
 
@@ -247,7 +247,7 @@ class ProcessCluster:
             async with asyncio.timeout(_SETTLE_S):
                 for router in self.routers:
                     while router.is_running and not await self._knows_all(router):
-                        await asyncio.sleep(_LOOK_S)
+                        await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise ClusterFailed(
                 f"{router.name} did not connect with all workers in {_SETTLE_S:g} s "

@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.errors import ClusterFailed
 from cluster.local.launch import Launch, RankLaunch, RouterLaunch
 from cluster.local.launcher import Child, Launcher
-from cluster.local.router_ports import KeptPorts
+from cluster.local.router_ports import ReservedPorts
 
 #: Seconds to stop beyond the time that a process may take by its own configuration.
 _STOP_MARGIN_S = 5.0
@@ -86,7 +86,7 @@ class RouterReplica(Replica):
     def __init__(self, launch: RouterLaunch, launcher: Launcher, log_dir: Path) -> None:
         super().__init__(launch.name, launcher, log_dir)
         self._launch = launch
-        self._ports = KeptPorts()
+        self._ports = ReservedPorts()
         self.address = self.internal_address = self.http_address = self.metrics_address = ""
 
     async def _start(self) -> None:

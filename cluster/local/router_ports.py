@@ -13,7 +13,7 @@ from everlift.errors import SettingsError
 from router.config import RouterConfig, overlapping
 
 
-class KeptPorts:
+class ReservedPorts:
     """Reservation of a router's ports on this host, also while the router is not running.
 
     Each reservation is a socket that is bound to the port and does not listen. It keeps other
@@ -21,7 +21,7 @@ class KeptPorts:
     """
 
     def __init__(self) -> None:
-        self._kept = ExitStack()
+        self._sockets = ExitStack()
 
     def of(self, router: RouterConfig) -> RouterConfig:
         """Reserve a free port for each port 0 of ``router``; return ``router`` with these ports.
@@ -31,27 +31,27 @@ class KeptPorts:
         """
         return replace(
             router,
-            port=router.port or self._keep(router.host),
-            internal_port=router.internal_port or self._keep(router.internal_host),
-            http_port=router.http_port or self._keep(router.http_host),
-            metrics_port=router.metrics_port or self._keep(router.metrics_host),
+            port=router.port or self._reserve(router.host),
+            internal_port=router.internal_port or self._reserve(router.internal_host),
+            http_port=router.http_port or self._reserve(router.http_host),
+            metrics_port=router.metrics_port or self._reserve(router.metrics_host),
         )
 
-    def _keep(self, host: str) -> int:
+    def _reserve(self, host: str) -> int:
         if not host:
             return 0
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        kept = self._kept.enter_context(socket.socket(family, kind))
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved = self._sockets.enter_context(socket.socket(family, kind))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        kept.bind(address)
-        port: int = kept.getsockname()[1]
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        reserved.bind(address)
+        port: int = reserved.getsockname()[1]
         return port
 
     def close(self) -> None:
         """Release the ports."""
-        self._kept.close()
+        self._sockets.close()
 
 
 def consecutive(router: RouterConfig, count: int) -> list[RouterConfig]:
@@ -64,7 +64,7 @@ def consecutive(router: RouterConfig, count: int) -> list[RouterConfig]:
     try:
         routers = [_with_ports_from(router, index) for index in range(count)]
     except ValidationError as error:
-        cause = settings.explained(RouterConfig, error)
+        cause = settings.to_settings_error(RouterConfig, error)
         raise SettingsError(f"router: {cause}; {count} routers take {count} ports each") from None
     for first, one in enumerate(routers):
         for other in routers[first + 1 :]:

@@ -19,13 +19,13 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 log = logs.get_logger(__name__)
 
 #: Seconds between two reports of a start.
-_SAY_S = 1.0
+_REPORT_INTERVAL_S = 1.0
 #: Seconds for which a report is valid: importing torch blocks the event loop for seconds.
-_HOLDS_S = 15.0
+_REPORT_TTL_S = 15.0
 _TIMEOUT_S = 1.0
 
 
-class Starting:
+class StartReporter:
     """Context manager that reports, from its entry until ``end`` or its exit, that a worker starts.
 
     Each report goes to the first of ``routers`` that answers. It notifies the leader, the router
@@ -34,15 +34,15 @@ class Starting:
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:
         self._name = secrets.token_hex(8)
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._routers = routers
         self._transport = transport
-        self._saying: asyncio.Task[None] | None = None
+        self._report_task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         # Sent at once, because the caller may block the event loop before the task runs.
-        await self._say(_HOLDS_S)
-        self._saying = asyncio.create_task(self._say_on())
+        await self._report(_REPORT_TTL_S)
+        self._report_task = asyncio.create_task(self._report_loop())
         return self
 
     async def __aexit__(
@@ -55,19 +55,19 @@ class Starting:
 
     async def end(self) -> None:
         """Report once that the start has ended, successfully or not. A second call does nothing."""
-        if self._saying is not None:
-            self._saying.cancel()
-            await asyncio.gather(self._saying, return_exceptions=True)
-            self._saying = None
-            await self._say(0.0)
+        if self._report_task is not None:
+            self._report_task.cancel()
+            await asyncio.gather(self._report_task, return_exceptions=True)
+            self._report_task = None
+            await self._report(0.0)
 
-    async def _say_on(self) -> None:
+    async def _report_loop(self) -> None:
         while True:
-            await asyncio.sleep(_SAY_S)
-            await self._say(_HOLDS_S)
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+            await self._report(_REPORT_TTL_S)
 
-    async def _say(self, seconds: float) -> None:
-        elapsed_s = time.monotonic() - self._began
+    async def _report(self, seconds: float) -> None:
+        elapsed_s = time.monotonic() - self._started_at
         start = session_pb2.WorkerStart(name=self._name, seconds=seconds, elapsed_s=elapsed_s)
         for router in self._routers:
             async with self._transport.channel(router) as channel:
@@ -82,8 +82,8 @@ class Starting:
 _ANNOUNCER_TIMEOUT_S = 2.0
 _RETRY_S = 0.1
 #: Seconds without a connected router after which possibly no router knows the worker any more.
-_ALONE_S = 1.0
-_LOOK_S = 0.1
+_DISCONNECTED_S = 1.0
+_POLL_S = 0.1
 
 
 class Announcer:
@@ -109,22 +109,22 @@ class Announcer:
         """
         while True:
             for router in self._routers:
-                if await self._told(router):
+                if await self._register(router):
                     return
             await asyncio.sleep(_RETRY_S)
 
-    async def keep(self, is_alone: Callable[[], bool]) -> None:
-        """Register the worker again whenever ``is_alone`` was True for ``_ALONE_S`` seconds.
+    async def keep_registered(self, has_no_router: Callable[[], bool]) -> None:
+        """Register the worker again each time it had no router for ``_DISCONNECTED_S`` seconds.
 
-        ``is_alone`` returns whether no router is connected to the worker. Runs until cancelled.
-        Raises InvalidRequest if a router rejects the worker.
+        ``has_no_router`` returns whether no router is connected to the worker. Runs until
+        cancelled. Raises InvalidRequest if a router rejects the worker.
         """
         while True:
-            await _lonely(is_alone)
+            await _wait_until_disconnected(has_no_router)
             log.info("registering again", worker_id=self._message.worker.worker_id)
             await self.announce()
 
-    async def _told(self, router: str) -> bool:
+    async def _register(self, router: str) -> bool:
         async with self._transport.channel(router) as channel:
             stub = session_pb2_grpc.RouterInternalStub(channel)
             try:
@@ -137,10 +137,10 @@ class Announcer:
         return True
 
 
-async def _lonely(is_alone: Callable[[], bool]) -> None:
+async def _wait_until_disconnected(has_no_router: Callable[[], bool]) -> None:
     loop = asyncio.get_running_loop()
     since = loop.time()
-    while loop.time() < since + _ALONE_S:
-        if not is_alone():
+    while loop.time() < since + _DISCONNECTED_S:
+        if not has_no_router():
             since = loop.time()
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

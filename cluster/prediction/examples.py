@@ -21,10 +21,10 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from everlift.errors import EverliftError, SettingsError, UnknownRequest
-from router.ledger.base import MOST_LISTED, Page, Position
+from router.ledger.base import MAX_PAGE_SIZE, Page, Position
 from router.ledger.entry import State, Stored
 from router.prediction.model import GROUPS, STATIC
-from router.prediction.predictor import Asked, asked, asked_of
+from router.prediction.predictor import RequestFeatures, extract_features, features_of
 from router.requests.tokenizer import ServedModel
 
 #: Number of requests that are read from the ledger concurrently.
@@ -44,12 +44,12 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Length of one output, with the features of its request (``asked``).
+    """Length of one output, with the features of its request (``features``).
 
     ``application`` is empty if the request names none. ``expected_tokens`` is None if unknown.
     """
 
-    asked: Asked
+    features: RequestFeatures
     output_tokens: int
     application: str = ""
     expected_tokens: float | None = None
@@ -60,24 +60,23 @@ class Example:
 
         It orders examples as the length itself does.
         """
-        return self.asked.static[0]
+        return self.features.static[0]
 
     def line(self) -> str:
         """Return the example as JSON for one line of a file, in the form without the prompt."""
-        plain = {**self.asked._asdict(), "output_tokens": self.output_tokens}
-        plain["arrived"] = plain.pop("moment")
+        plain = {**self.features._asdict(), "output_tokens": self.output_tokens}
         optional = {"application": self.application, "expected_tokens": self.expected_tokens}
         return json.dumps(plain | {name: it for name, it in optional.items() if it})
 
 
-def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
+def by_request(examples: Iterable[Example]) -> Iterator[tuple[RequestFeatures, list[Example]]]:
     """Yield the features of each request, with its examples: one for each of its outputs.
 
     The examples of one request must be adjacent in ``examples``. A caller can thus predict
     all outputs of a request before it records the length of any of them.
     """
-    for what, alike in groupby(examples, key=lambda example: example.asked):
-        yield what, list(alike)
+    for features, alike in groupby(examples, key=lambda example: example.features):
+        yield features, list(alike)
 
 
 def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
@@ -101,26 +100,26 @@ def _from_line(plain: Any, model: ServedModel) -> Example:
         raise TypeError("no object")
     expected = plain.get("expected_tokens")
     return Example(
-        _asked(plain) if "static" in plain else _asked_by_prompt(plain, model),
+        _features(plain) if "static" in plain else _features_of_prompt(plain, model),
         max(1, int(plain["output_tokens"])),
         str(plain.get("application", "")),
         None if expected is None else float(expected),
     )
 
 
-def _asked(plain: dict[str, Any]) -> Asked:
+def _features(plain: dict[str, Any]) -> RequestFeatures:
     static = tuple(float(each) for each in plain["static"])
     groups = tuple(str(each) for each in plain["groups"])
     if (len(static), len(groups)) != (len(STATIC), len(GROUPS)) or not any(groups):
         raise ValueError("written by another version")
     max_tokens, choices = int(plain["max_tokens"]), int(plain["choices"])
-    return Asked(static, groups, max_tokens, choices, float(plain["arrived"]))
+    return RequestFeatures(static, groups, max_tokens, choices, float(plain["arrived"]))
 
 
-def _asked_by_prompt(plain: dict[str, Any], model: ServedModel) -> Asked:
+def _features_of_prompt(plain: dict[str, Any], model: ServedModel) -> RequestFeatures:
     said = {name: type(it)(plain.get(name, it)) for name, it in _DEFAULTS.items()}
     prompt_ids, arrived = model.encode(str(plain["prompt"])), float(plain["arrived"])
-    return asked_of(prompt_ids, model.tokenizer, moment=arrived, **said)
+    return features_of(prompt_ids, model.tokenizer, arrived=arrived, **said)
 
 
 class Requests(Protocol):
@@ -131,7 +130,7 @@ class Requests(Protocol):
         tenant: str,
         *,
         states: Sequence[State] = (),
-        limit: int = MOST_LISTED,
+        limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page: ...
 
@@ -157,7 +156,7 @@ async def _pages(ledger: Requests, limit: int) -> AsyncIterator[list[tuple[str, 
     last: Position | None = None
     while limit > 0:
         page = await ledger.list_requests(
-            "", states=[State.FINISHED], limit=min(limit, MOST_LISTED), before=last
+            "", states=[State.FINISHED], limit=min(limit, MAX_PAGE_SIZE), before=last
         )
         yield [(entry.request_id, entry.num_tokens) for entry in page.entries]
         limit, last = limit - len(page.entries), page.last
@@ -176,6 +175,6 @@ def _of_request(stored: Stored, model: ServedModel) -> list[Example]:
     request = stored.request
     if request.model != model.name or not (request.stop or request.stop_token_ids):
         return []
-    what = asked(request, model.tokenizer, stored.entry.arrived)
+    features = extract_features(request, model.tokenizer, stored.entry.arrived)
     lengths = [max(1, count) for count in stored.entry.num_tokens]
-    return [Example(what, length, request.application) for length in lengths]
+    return [Example(features, length, request.application) for length in lengths]

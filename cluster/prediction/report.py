@@ -44,7 +44,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Prediction:
     example: Example
     guess: Guess
     mean: float
@@ -81,49 +81,51 @@ def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> 
     each output is recorded in ``learned`` after its prediction. ``learnt_from`` is the number of
     training examples, for the report.
     """
-    mean, seen = OutputLengths(), list[_Seen]()
-    for asked, outputs in by_request(held_out):
-        guess = learned.guess(asked)
-        seen += [_Seen(output, guess, mean.mean) for output in outputs]
+    mean, predictions = OutputLengths(), list[_Prediction]()
+    for features, outputs in by_request(held_out):
+        guess = learned.guess(features)
+        predictions += [_Prediction(output, guess, mean.mean) for output in outputs]
         for output in outputs:
             learned.note(guess, output.output_tokens)
             mean.note(output.output_tokens)
     groups = defaultdict(list)
-    for each in seen:
-        groups[each.example.application or narrowest(each.example.asked.groups)].append(each)
-    return Report(learnt_from, _figures(seen), {name: _figures(groups[name]) for name in groups})
+    for each in predictions:
+        groups[each.example.application or narrowest(each.example.features.groups)].append(each)
+    return Report(
+        learnt_from, _figures(predictions), {name: _figures(groups[name]) for name in groups}
+    )
 
 
-def _figures(seen: Sequence[_Seen]) -> Figures:
-    lengths = [each.example.output_tokens for each in seen]
-    tokens = [each.guess.tokens for each in seen]
-    expected = [each.example.expected_tokens for each in seen]
+def _figures(predictions: Sequence[_Prediction]) -> Figures:
+    lengths = [each.example.output_tokens for each in predictions]
+    tokens = [each.guess.tokens for each in predictions]
+    expected = [each.example.expected_tokens for each in predictions]
     known = [it for it in expected if it is not None]
-    count = len(seen)
+    count = len(predictions)
     return Figures(
         outputs=count,
         tau=kendall_tau([*zip(tokens, lengths, strict=True)]),
         tau_prompt_length=kendall_tau(
-            [*zip((each.example.prompt_tokens for each in seen), lengths, strict=True)]
+            [*zip((each.example.prompt_tokens for each in predictions), lengths, strict=True)]
         ),
         tau_oracle=(
             kendall_tau([*zip(known, lengths, strict=True)]) if len(known) == count else None
         ),
         coverage=tuple(
-            _mean(log(each.example.output_tokens) <= each.guess.logs[place] for each in seen)
+            _mean(log(each.example.output_tokens) <= each.guess.logs[place] for each in predictions)
             for place in range(len(QUANTILES))
         ),
         total_ratio=sum(tokens) / sum(lengths),
         mean_absolute_error=_mean(abs(a - b) for a, b in zip(tokens, lengths, strict=True)),
         mean_absolute_error_of_mean=_mean(
-            abs(each.mean - each.example.output_tokens) for each in seen
+            abs(each.mean - each.example.output_tokens) for each in predictions
         ),
     )
 
 
 def _mean(values: Iterable[float]) -> float:
-    told = list(values)
-    return sum(told) / len(told)
+    listed = list(values)
+    return sum(listed) / len(listed)
 
 
 #: Number of applications that the table shows, those with the most outputs.

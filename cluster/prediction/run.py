@@ -20,7 +20,7 @@ from router.requests.tokenizer import ServedModel
 async def train(
     config: Config,
     out: Path,
-    keep: Path | None,
+    examples_out: Path | None,
     files: Sequence[Path],
     ledger_url: str | None,
     limit: int,
@@ -30,7 +30,7 @@ async def train(
     Args:
         config: Configuration of the cluster; names the model and the ledger.
         out: File of the predictor.
-        keep: File to which the examples are written without prompts; None for no such file.
+        examples_out: File to which the examples are written without prompts; None for no such file.
         files: Files of examples; if empty, the examples are read from the ledger.
         ledger_url: URL of the ledger if it is not the configured one.
         limit: Maximum number of requests to read from the ledger, the newest.
@@ -42,15 +42,15 @@ async def train(
         LedgerSetupError, LedgerUnavailable: The ledger cannot be used or does not answer.
         OSError: A file cannot be read or written.
     """
-    model, found = await _found(config, files, ledger_url, limit)
-    if keep is not None:
-        _write(keep, "".join(f"{each.line()}\n" for each in found))
+    model, found = await _load_examples(config, files, ledger_url, limit)
+    if examples_out is not None:
+        _write(examples_out, "".join(f"{each.line()}\n" for each in found))
     text, report = trained(model.name, found)
     _write(out, text)
     return report
 
 
-async def _found(
+async def _load_examples(
     config: Config, files: Sequence[Path], ledger_url: str | None, limit: int
 ) -> tuple[ServedModel, list[Example]]:
     await model_files.fetch(config.model, config.model_revision, weights=False)
@@ -64,7 +64,7 @@ async def _found(
     else:
         async with connected_ledger(with_ledger(config, ledger_url)) as ledger:
             found = await from_ledger(ledger, model, limit)
-    return model, sorted(found, key=lambda each: each.asked.moment)
+    return model, sorted(found, key=lambda each: each.features.arrived)
 
 
 def _of_file(file: Path, model: ServedModel) -> list[Example]:

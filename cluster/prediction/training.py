@@ -22,7 +22,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 _LEAST = 200
 #: Share of the examples, the first by arrival, that is used for training. The others are used for
 #: the report.
-_LEARNT = 0.8
+_TRAINING_SHARE = 0.8
 #: Number of trees of each quantile.
 ROUNDS = 60
 #: Parameters of LightGBM. The trees predict logarithms of lengths, which are less skewed; this is
@@ -79,7 +79,7 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
     """
     if len(examples) < _LEAST:
         raise ClusterFailed(f"{len(examples)} outputs to learn from are too few: {_LEAST} it takes")
-    count = round(_LEARNT * len(examples))
+    count = round(_TRAINING_SHARE * len(examples))
     learnt, held_out = examples[:count], examples[count:]
     histories = Histories()
     nodes = asdict(_nodes(learnt, histories))
@@ -97,10 +97,10 @@ def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Arr
     are recorded in ``histories``.
     """
     rows = []
-    for asked, outputs in by_request(examples):
-        rows += [histories.features(asked)] * len(outputs)
+    for features, outputs in by_request(examples):
+        rows += [histories.features(features)] * len(outputs)
         for output in outputs:
-            histories.note(asked.groups, log(output.output_tokens))
+            histories.note(features.groups, log(output.output_tokens))
     return np.array(rows), np.log([example.output_tokens for example in examples])
 
 
@@ -108,18 +108,18 @@ def _nodes(examples: Sequence[Example], histories: Histories) -> Nodes:
     rows, lengths = table(examples, histories)
     nodes = Nodes()
     for quantile in QUANTILES:
-        trees = _grown(rows, lengths, quantile)
+        trees = _train_trees(rows, lengths, quantile)
         nodes.roots.append([nodes.add(tree["tree_structure"]) for tree in trees])
     return nodes
 
 
-def _grown(rows: Array, lengths: Array, quantile: float) -> list[Mapping[str, Any]]:
+def _train_trees(rows: Array, lengths: Array, quantile: float) -> list[Mapping[str, Any]]:
     try:
         import lightgbm
     except ImportError:
         raise ClusterFailed("LightGBM is missing: pip install 'everlift[predict]'") from None
     data = lightgbm.Dataset(rows, lengths, feature_name=list(FEATURES), params=dict(PARAMETERS))
-    asked = {**PARAMETERS, "objective": "quantile", "alpha": quantile}
-    booster = lightgbm.train(asked, data, ROUNDS)
+    parameters = {**PARAMETERS, "objective": "quantile", "alpha": quantile}
+    booster = lightgbm.train(parameters, data, ROUNDS)
     trees: list[Mapping[str, Any]] = booster.dump_model()["tree_info"]
     return trees

@@ -92,7 +92,7 @@ class RayCluster:
             self._ledger_config = await self._ledger.start()
             stage.result = self._ledger.place
         with self._stages.stage("Ray", "starting") as stage:
-            stage.result = self._where_ray_is()
+            stage.result = self._ray_location()
             self._start_ray()
             from ray import serve
 
@@ -100,14 +100,14 @@ class RayCluster:
             serve.start(proxy_location="Disabled")
         with self._stages.stage("routers", "starting") as stage:
             self._deploy(self.application(config))
-            await self._until(_has_router)
+            await self._wait_until(_has_router)
             await self._find_router()
             stage.result = listening(config, self.addresses, self.http_addresses)
         with self._stages.stage("workers", f"loading {config.worker.name}") as stage:
-            await self._until(lambda application: application.status == "RUNNING")
+            await self._wait_until(lambda application: application.status == "RUNNING")
             stage.result = f"ready with {config.worker.name}"
 
-    def _where_ray_is(self) -> str:
+    def _ray_location(self) -> str:
         address = self.config.ray_address
         return "on this machine" if address == LOCAL else f"cluster at {address}"
 
@@ -134,7 +134,7 @@ class RayCluster:
             wait_for_applications_running=False,
         )
 
-    async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
         """Wait until ``condition`` is true for the status of the application.
 
         Raises ClusterFailed if the deployment fails. Serve's own function for waiting is not used,
@@ -234,13 +234,13 @@ def _cause(application: ApplicationStatusOverview) -> str:
     A cause is the last line of the deployment's message; the whole messages are logged. The message
     of the application itself would only list the deployments, with tracebacks.
     """
-    said = {
+    messages = {
         name: each.message
         for name, each in application.deployments.items()
         if each.status == "DEPLOY_FAILED"
     }
-    log.error("no application in Ray Serve", error=application.message, deployments=said)
-    causes = [f"{name}: {_last_line(message)}" for name, message in said.items()]
+    log.error("no application in Ray Serve", error=application.message, deployments=messages)
+    causes = [f"{name}: {_last_line(message)}" for name, message in messages.items()]
     return "; ".join(causes) or _last_line(application.message)
 
 

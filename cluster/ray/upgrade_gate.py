@@ -26,7 +26,7 @@ from everlift import logs
 
 log = logs.get_logger(__name__)
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 #: Seconds for which all workers must have been running before the gate opens with fewer workers
 #: than the other clusters have. By then the autoscaler has seen the other clusters' workers and has
 #: asked for as many as it may.
@@ -78,7 +78,7 @@ class UpgradeGate:
         self._router = router
         self._progress = Progress()
         while not await self._is_open():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _is_open(self) -> bool:
         own, is_complete = await asyncio.to_thread(_workers)

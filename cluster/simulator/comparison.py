@@ -25,7 +25,7 @@ _COLUMNS = (
 )
 
 
-def past(records: list[Record]) -> Forecast:
+def recorded_forecast(records: list[Record]) -> Forecast:
     """Return a Forecast of recorded requests, so that it can be compared with simulated ones.
 
     ``records`` are sorted by arrival. The forecast has no samples over time, and its numbers of

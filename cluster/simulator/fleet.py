@@ -48,7 +48,7 @@ class Fleet:
         self._router = router
         self._timeline = timeline
         self._one_by_one = one_by_one
-        self._num_came = 0
+        self._num_joined = 0
         #: workers that the router regards as connected, with the time at which they became
         #: available; for all earlier workers only sums are kept
         self._up: dict[str, tuple[SimulatedWorker, float]] = {}
@@ -60,9 +60,9 @@ class Fleet:
         return len(self._up)
 
     @property
-    def staying(self) -> list[SimulatedWorker]:
+    def available(self) -> list[SimulatedWorker]:
         """Available workers that are neither draining nor lost, in the order of their numbers."""
-        return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
+        return [it for it, _ in self._up.values() if not it.is_draining and not it.is_lost]
 
     @property
     def max_model_lens(self) -> Iterator[int]:
@@ -84,7 +84,7 @@ class Fleet:
     def worker_s(self) -> float:
         """Connected time in seconds, summed over all workers, including removed ones."""
         now = self._timeline.now
-        return self._worker_s + sum(now - came for _, came in self._up.values())
+        return self._worker_s + sum(now - joined_at for _, joined_at in self._up.values())
 
     def occupants(self, worker_id: str) -> set[str]:
         """Return the ids of the requests that have a slot at this worker; empty if it is gone."""
@@ -99,15 +99,15 @@ class Fleet:
         if worker_id in self._up:
             self._timeline.after(self._link_s, self._up[worker_id][0].abort, epoch)
 
-    def _tell(self, frame: Frame) -> None:
+    def _send_frame(self, frame: Frame) -> None:
         self._timeline.after(self._link_s, self._router.on_message, frame)
 
     # starts, drains and losses
 
-    def come(self, spec: WorkerSpec) -> None:
-        name = _name(self._num_came)
-        self._num_came += 1
-        worker = SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
+    def add_worker(self, spec: WorkerSpec) -> None:
+        name = _name(self._num_joined)
+        self._num_joined += 1
+        worker = SimulatedWorker(name, spec, self._timeline, self._send_frame, self._one_by_one)
         self._up[name] = worker, self._timeline.now
         self._router.worker_up(worker)
 
@@ -117,23 +117,23 @@ class Fleet:
 
     def _has_started(self, spec: WorkerSpec) -> None:
         self.num_starting -= 1
-        self.come(spec)
+        self.add_worker(spec)
 
-    def gone(self, worker: SimulatedWorker) -> None:
+    def remove_worker(self, worker: SimulatedWorker) -> None:
         """Remove a worker and report its loss to the router, unless this was done before."""
         if worker.worker_id in self._up:
-            _, came = self._up.pop(worker.worker_id)
-            self._worker_s += self._timeline.now - came
+            _, joined_at = self._up.pop(worker.worker_id)
+            self._worker_s += self._timeline.now - joined_at
             self._num_steps += worker.num_steps
             self._num_jumped += worker.num_jumped
             self._router.worker_lost(worker.worker_id, worker.occupants())
 
-    def drained(self, worker_id: str) -> None:
+    def on_drained(self, worker_id: str) -> None:
         """Remove a worker whose drain is complete, if it is still there."""
         if worker_id in self._up:
-            self.gone(self._up[worker_id][0])
+            self.remove_worker(self._up[worker_id][0])
 
-    def happen(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         if isinstance(event, WorkerStart):
             self.start_worker(event.spec, event.start_s)
         elif (name := _name(event.worker)) in self._up:
@@ -142,7 +142,7 @@ class Fleet:
     def _end(self, event: WorkerLoss | WorkerDrain, worker: SimulatedWorker) -> None:
         if isinstance(event, WorkerLoss):
             worker.lose()
-            self._timeline.after(event.detection_s, self.gone, worker)
+            self._timeline.after(event.detection_s, self.remove_worker, worker)
         else:
             worker.drain()
 

@@ -56,13 +56,13 @@ class Forecast:
     worker_s: float
 
     def summary(
-        self, slo: Slo | None = None, where: Callable[[Record], bool] = lambda _: True
+        self, slo: Slo | None = None, predicate: Callable[[Record], bool] = lambda _: True
     ) -> Summary:
-        """Return a summary of the requests for whose record ``where`` is true.
+        """Return a summary of the requests for whose record ``predicate`` is true.
 
         Without ``slo``, a request is good if it met its own target and deadline.
         """
-        return summarise(filter(where, self.records), slo)
+        return summarise(filter(predicate, self.records), slo)
 
     def by_class(self, slo: Slo | None = None) -> dict[int, Summary]:
         return self._by(lambda record: record.arrival.priority, slo)

@@ -19,7 +19,7 @@ from router.prediction.predictor import LEAST, LengthDistribution, OutputLengths
 _NO_RANK = 0.0
 
 
-class Foretold(NamedTuple):
+class LengthPrediction(NamedTuple):
     """Predicted output length of a request, and its ranks among recent requests.
 
     A rank is the share of recent requests with a smaller prediction, and 0 if this is unknown.
@@ -35,7 +35,7 @@ class Foretold(NamedTuple):
     least_tokens: int = 1
 
 
-class Foresight:
+class LengthPredictor:
     """Predictor of the output lengths of simulated requests.
 
     ``sigma`` is the standard deviation of the error: the natural logarithm of predicted / true
@@ -44,20 +44,22 @@ class Foresight:
 
     def __init__(self, sigma: float | None, seed: int) -> None:
         self._sigma = sigma
-        self._dice = Random(seed)
+        self._rng = Random(seed)
         self._lengths = OutputLengths()
         self._ranks = RecentRanks()
         self._work_ranks = RecentRanks()
 
-    def foretell(self, arrival: Arrival) -> Foretold:
-        seen = self._seen(arrival)
-        length = LengthDistribution(self._lengths.mean if seen is None else max(1.0, seen))
+    def predict(self, arrival: Arrival) -> LengthPrediction:
+        predicted = self._predicted_length(arrival)
+        length = LengthDistribution(
+            self._lengths.mean if predicted is None else max(1.0, predicted)
+        )
         if self._sigma is None and arrival.is_distrusted:
-            return Foretold(length, is_distrusted=True)
-        output = length.to_come(0, arrival.max_tokens)
-        rank = _NO_RANK if seen is None else self._ranks.rank(output)
+            return LengthPrediction(length, is_distrusted=True)
+        output = length.expected_remaining(0, arrival.max_tokens)
+        rank = _NO_RANK if predicted is None else self._ranks.rank(output)
         work_rank = self._work_ranks.rank(arrival.prompt_tokens + output)
-        return Foretold(length, rank, work_rank, least_tokens=self._least(arrival, length))
+        return LengthPrediction(length, rank, work_rank, least_tokens=self._least(arrival, length))
 
     def _least(self, arrival: Arrival, length: LengthDistribution) -> int:
         if self._sigma is None:
@@ -65,10 +67,10 @@ class Foresight:
         least = LengthDistribution(length.median, self._sigma).quantile(LEAST)
         return max(1, min(int(least), arrival.max_tokens))
 
-    def _seen(self, arrival: Arrival) -> float | None:
+    def _predicted_length(self, arrival: Arrival) -> float | None:
         if self._sigma is None:
-            return arrival.foreseen_tokens
-        return arrival.output_tokens * exp(self._dice.gauss(0.0, self._sigma))
+            return arrival.predicted_tokens
+        return arrival.output_tokens * exp(self._rng.gauss(0.0, self._sigma))
 
     def note(self, num_tokens: int) -> None:
         """Record the length in tokens of an output that has ended."""

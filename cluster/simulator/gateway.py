@@ -19,10 +19,10 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from cluster.simulator.foresight import Foresight
+from cluster.simulator.foresight import LengthPredictor
 from cluster.simulator.frame import Frame
 from cluster.simulator.global_queue import GlobalQueue
-from cluster.simulator.life import Life
+from cluster.simulator.life import SimulatedRequest
 from cluster.simulator.sequence import BlockNames, NamedSequence
 from cluster.simulator.summary import Record
 from cluster.simulator.timeline import Timeline
@@ -34,14 +34,14 @@ from everlift.errors import (
     NoWorker,
     PromptTooLong,
 )
-from everlift.request_id import qualified
+from everlift.request_id import qualify
 from router.admission.fair_share import ServedOutputs
 from router.admission.load_shedding import Refusal
 from router.admission.scheduler import Placed
-from router.admission.throughput import seen_ratio
+from router.admission.throughput import measured_tpot_ratio
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
-from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop
+from worker.engine.outcome import NO_UPDATE, Outcome, Residence, SequenceUpdate, Stop
 
 
 class Workers(Protocol):
@@ -64,7 +64,7 @@ class Gateway:
         dispatcher: GlobalQueue,
         workers: Workers,
         timeline: Timeline,
-        foresight: Foresight,
+        length_predictor: LengthPredictor,
     ) -> None:
         self._config = config
         #: maximum sequence length, prompt and output, that every worker accepts
@@ -72,9 +72,9 @@ class Gateway:
         self._dispatcher = dispatcher
         self._workers = workers
         self._timeline = timeline
-        self._foresight = foresight
-        self._lives: dict[str, Life] = {}
-        self._by_epoch: dict[int, Life] = {}
+        self._length_predictor = length_predictor
+        self._requests: dict[str, SimulatedRequest] = {}
+        self._by_epoch: dict[int, SimulatedRequest] = {}
         #: number of completed steps that each worker last reported
         self._steps: dict[str, int] = {}
         self._served = ServedOutputs()
@@ -86,65 +86,65 @@ class Gateway:
     @property
     def is_idle(self) -> bool:
         """Return whether every request that has arrived has ended."""
-        return not self._lives
+        return not self._requests
 
     # clients
 
     def arrive(self, arrival: Arrival) -> None:
         index = len(self.records)
-        room = self._max_model_len - arrival.prompt_tokens
+        available = self._max_model_len - arrival.prompt_tokens
         # Traces have no max_tokens, so the assumed one is clamped as by router.clamp_max_tokens.
-        if arrival.max_tokens > room > 0:
-            arrival = replace(arrival, max_tokens=room)
+        if arrival.max_tokens > available > 0:
+            arrival = replace(arrival, max_tokens=available)
         record = Record(index, arrival)
         self.records.append(record)
-        if room < 1:
+        if available < 1:
             record.refused = PromptTooLong.slug
             return
-        name = qualified(arrival.tenant, f"r{index}")
-        foretold = self._foresight.foretell(arrival)
-        life = Life(record, name, BlockNames(index, arrival), foretold)
-        life.estimated_wait_s = self._dispatcher.estimated_wait_s(
-            arrival.priority, life.predicted_work
+        name = qualify(arrival.tenant, f"r{index}")
+        prediction = self._length_predictor.predict(arrival)
+        request = SimulatedRequest(record, name, BlockNames(index, arrival), prediction)
+        request.estimated_wait_s = self._dispatcher.estimated_wait_s(
+            arrival.priority, request.predicted_work
         )
-        self._lives[life.request_id] = life
-        self._enqueue(life)
-        if not life.state.is_final and life.deadline < inf:
-            self._timeline.at(life.deadline, self._expire, life)
+        self._requests[request.request_id] = request
+        self._enqueue(request)
+        if not request.state.is_final and request.deadline < inf:
+            self._timeline.at(request.deadline, self._expire, request)
 
-    def _expire(self, life: Life) -> None:
-        if not life.state.is_final:
-            self._end(life, State.EXPIRED, DeadlineExceeded())
+    def _expire(self, request: SimulatedRequest) -> None:
+        if not request.state.is_final:
+            self._end(request, State.EXPIRED, DeadlineExceeded())
 
-    def _end(self, life: Life, state: State, error: EverliftError) -> None:
-        if life.state is State.RUNNING:
-            self._workers.abort(life.worker_id, life.epoch)
-            self._leave(life)
-        self._dispatcher.withdraw(life.request_id, self._timeline.now)
-        life.move(Move.END, state)
-        life.record.refused = error.slug
-        self._over(life)
+    def _end(self, request: SimulatedRequest, state: State, error: EverliftError) -> None:
+        if request.state is State.RUNNING:
+            self._workers.abort(request.worker_id, request.epoch)
+            self._close_attempt(request)
+        self._dispatcher.withdraw(request.request_id, self._timeline.now)
+        request.move(Move.END, state)
+        request.record.refused = error.slug
+        self._remove(request)
 
-    def _over(self, life: Life) -> None:
-        life.record.output_tokens = life.num_tokens
-        del self._lives[life.request_id]
+    def _remove(self, request: SimulatedRequest) -> None:
+        request.record.output_tokens = request.num_tokens
+        del self._requests[request.request_id]
 
     # the leader
 
-    def _enqueue(self, life: Life) -> None:
-        moves_left = max(0, self._config.max_moves - life.num_moved)
-        is_suspect = life.losses.make_suspect(life.num_tokens, self._config)
-        waiting = life.waiting(moves_left, is_suspect)
+    def _enqueue(self, request: SimulatedRequest) -> None:
+        moves_left = max(0, self._config.max_moves - request.num_moved)
+        is_suspect = request.losses.is_suspect(request.num_tokens, self._config)
+        waiting = request.waiting(moves_left, is_suspect)
         for refusal in self._dispatcher.enqueue(waiting, self._timeline.now):
-            self._refused(refusal)
+            self._on_refused(refusal)
         if not self._has_worker:
-            self._wait_for_worker(life)
+            self._wait_for_worker(request)
 
-    def _refused(self, refusal: Refusal) -> None:
-        life = self._lives[refusal.waiting.request_id]
-        life.move(Move.END, State.FAILED)
-        life.record.refused = refusal.slug
-        self._over(life)
+    def _on_refused(self, refusal: Refusal) -> None:
+        request = self._requests[refusal.waiting.request_id]
+        request.move(Move.END, State.FAILED)
+        request.record.refused = refusal.slug
+        self._remove(request)
 
     def decide(self) -> None:
         """Carry out the present decisions of the queue.
@@ -153,110 +153,110 @@ class Gateway:
         queued again, and requests are dispatched until the queue places none.
         """
         for refusal in self._dispatcher.expired(self._timeline.now):
-            self._refused(refusal)
+            self._on_refused(refusal)
         for move in self._dispatcher.moves(self._timeline.now):
-            if (life := self._take_off(move.running.epoch)) is not None:
-                life.num_moved += 1
+            if (request := self._abort_and_requeue(move.running.epoch)) is not None:
+                request.num_moved += 1
         while placed := self._dispatcher.place(self._timeline.now):
             for each in placed:
-                self._dispatched(each)
+                self._on_dispatched(each)
 
-    def _dispatched(self, placed: Placed) -> None:
-        life = self._lives[placed.waiting.request_id]
-        life.record.bypassed += placed.bypassed
-        life.predicted_tpot_s = placed.waiting.predicted_tpot_s or life.predicted_tpot_s
-        sequence = life.begin(placed.worker_id, placed.epoch, self._timeline.now)
-        self._by_epoch[placed.epoch] = life
+    def _on_dispatched(self, placed: Placed) -> None:
+        request = self._requests[placed.waiting.request_id]
+        request.record.bypassed += placed.bypassed
+        request.predicted_tpot_s = placed.waiting.predicted_tpot_s or request.predicted_tpot_s
+        sequence = request.dispatch(placed.worker_id, placed.epoch, self._timeline.now)
+        self._by_epoch[placed.epoch] = request
         self._workers.start(placed.worker_id, sequence)
         for victim in placed.victims:
-            self._take_off(victim.epoch)
+            self._abort_and_requeue(victim.epoch)
 
-    def _take_off(self, epoch: int) -> Life | None:
+    def _abort_and_requeue(self, epoch: int) -> SimulatedRequest | None:
         """Abort the attempt with this epoch, queue its request again, and return the request.
 
         Return None if the attempt has already ended.
         """
-        life = self._by_epoch.get(epoch)
-        if life is not None:
-            self._workers.abort(life.worker_id, epoch)
-            self._return(life)
-        return life
+        request = self._by_epoch.get(epoch)
+        if request is not None:
+            self._workers.abort(request.worker_id, epoch)
+            self._requeue(request)
+        return request
 
-    def _return(self, life: Life) -> None:
-        self._leave(life)
-        life.release()
-        self._enqueue(life)
+    def _requeue(self, request: SimulatedRequest) -> None:
+        self._close_attempt(request)
+        request.release()
+        self._enqueue(request)
 
-    def _leave(self, life: Life) -> None:
-        del self._by_epoch[life.epoch]
-        self._count_served(life)
+    def _close_attempt(self, request: SimulatedRequest) -> None:
+        del self._by_epoch[request.epoch]
+        self._count_served(request)
 
     # workers
 
-    def tell_served(self) -> None:
+    def report_served(self) -> None:
         """Report to the queue how many output tokens were generated since the last report."""
-        for life in self._by_epoch.values():
-            self._count_served(life)
+        for request in self._by_epoch.values():
+            self._count_served(request)
         if self._served:
             self._dispatcher.served(self._served.drain(), self._timeline.now)
 
-    def _count_served(self, life: Life) -> None:
-        life.drew(self._steps[life.worker_id])
-        if number := life.take_served():
-            arrival = life.record.arrival
+    def _count_served(self, request: SimulatedRequest) -> None:
+        request.count_sampled(self._steps[request.worker_id])
+        if number := request.take_served():
+            arrival = request.record.arrival
             self._served.add(arrival.tenant, arrival.priority, number)
 
     def on_message(self, frame: Frame) -> None:
         step = self._steps[frame.worker_id] = frame.load.work.step
         for outcome in frame.outcomes:
-            life = self._by_epoch.get(outcome.key.epoch)
-            if life is not None:
-                self._progress(life, outcome, step)
+            request = self._by_epoch.get(outcome.key.epoch)
+            if request is not None:
+                self._progress(request, outcome, step)
 
-    def _progress(self, life: Life, outcome: Outcome, step: int) -> None:
+    def _progress(self, request: SimulatedRequest, outcome: Outcome, step: int) -> None:
         if outcome.tokens:
             if not outcome.offset:
-                life.record.first_token = self._timeline.now
-            life.drew(step - 1)
-            assert outcome.offset == life.num_tokens, "tokens missing or repeated"
-        life.said(outcome, step)
-        if outcome.news is not NO_NEWS:
-            self._note(life, outcome.news)
+                request.record.first_token = self._timeline.now
+            request.count_sampled(step - 1)
+            assert outcome.offset == request.num_tokens, "tokens missing or repeated"
+        request.apply_outcome(outcome, step)
+        if outcome.update is not NO_UPDATE:
+            self._apply_update(request, outcome.update)
         if outcome.stop is not None:
-            self._stopped(life, outcome.stop, outcome.error)
+            self._on_stop(request, outcome.stop, outcome.error)
 
-    def _note(self, life: Life, news: News) -> None:
-        record = life.record
-        record.preemptions += news.preemptions
-        record.recomputed_tokens += news.recomputed_tokens
+    def _apply_update(self, request: SimulatedRequest, update: SequenceUpdate) -> None:
+        record = request.record
+        record.preemptions += update.preemptions
+        record.recomputed_tokens += update.recomputed_tokens
         if record.attempts == 1:
-            record.cached_tokens += news.cached_tokens
-        if news.residence is None:
+            record.cached_tokens += update.cached_tokens
+        if update.residence is None:
             return
-        life.is_preempted = news.residence is Residence.PREEMPTED
-        moves_left = max(0, self._config.max_moves - life.num_moved)
-        self._dispatcher.running(life.running(moves_left), self._timeline.now)
+        request.is_preempted = update.residence is Residence.PREEMPTED
+        moves_left = max(0, self._config.max_moves - request.num_moved)
+        self._dispatcher.running(request.running(moves_left), self._timeline.now)
 
-    def _stopped(self, life: Life, stop: Stop, error: EverliftError | None) -> None:
+    def _on_stop(self, request: SimulatedRequest, stop: Stop, error: EverliftError | None) -> None:
         if stop is Stop.RETURNED:
-            self._return(life)
+            self._requeue(request)
         elif error is not None:
-            self._end(life, State.FAILED, error)
+            self._end(request, State.FAILED, error)
         else:
-            self._finish(life)
+            self._finish(request)
 
-    def _finish(self, life: Life) -> None:
-        self._leave(life)
+    def _finish(self, request: SimulatedRequest) -> None:
+        self._close_attempt(request)
         now = self._timeline.now
-        decode_s = now - life.record.first_token
-        ratio = seen_ratio(life.predicted_tpot_s, decode_s, life.num_tokens)
+        decode_s = now - request.record.first_token
+        ratio = measured_tpot_ratio(request.predicted_tpot_s, decode_s, request.num_tokens)
         if ratio is not None:
             self._dispatcher.finished(ratio, now)
-        self._dispatcher.withdraw(life.request_id, now)
-        life.move(Move.APPEND, State.FINISHED)
-        life.record.finished = now
-        self._foresight.note(life.num_tokens)
-        self._over(life)
+        self._dispatcher.withdraw(request.request_id, now)
+        request.move(Move.APPEND, State.FINISHED)
+        request.record.finished = now
+        self._length_predictor.note(request.num_tokens)
+        self._remove(request)
 
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
         """Queue the requests of a lost worker again; they keep their output tokens.
@@ -264,39 +264,41 @@ class Gateway:
         Requests that have been lost too often fail. ``occupants`` are the ids of the requests that
         had a slot at the worker; only for these the loss counts as one during a step.
         """
-        self._limit()
-        for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
-            self._leave(life)
-            life.losses.count(life.num_tokens, was_in_step=life.request_id in occupants)
-            life.release()
-            self._queue_again(life)
+        self._update_max_model_len()
+        for request in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
+            self._close_attempt(request)
+            request.losses.count(request.num_tokens, was_in_step=request.request_id in occupants)
+            request.release()
+            self._requeue_or_fail(request)
 
-    def _queue_again(self, life: Life) -> None:
-        if life.losses.are_too_many(self._config):
-            self._end(life, State.FAILED, AttemptsExhausted())
+    def _requeue_or_fail(self, request: SimulatedRequest) -> None:
+        if request.losses.are_too_many(self._config):
+            self._end(request, State.FAILED, AttemptsExhausted())
         else:
-            self._enqueue(life)
+            self._enqueue(request)
 
-    def _limit(self) -> None:
+    def _update_max_model_len(self) -> None:
         self._max_model_len = min(self._workers.max_model_lens, default=self._max_model_len)
 
     # timeout while there is no worker, as in ``router.requests.timeouts``
 
     def worker_up(self) -> None:
-        self._limit()
+        self._update_max_model_len()
         if not self._has_worker:
             self._has_worker = True
             self._outages += 1
 
     def last_worker_lost(self) -> None:
         self._has_worker = False
-        for life in self._lives.values():
-            if life.state is State.QUEUED:
-                self._wait_for_worker(life)
+        for request in self._requests.values():
+            if request.state is State.QUEUED:
+                self._wait_for_worker(request)
 
-    def _wait_for_worker(self, life: Life) -> None:
-        self._timeline.after(self._config.worker_wait, self._no_worker_came, life, self._outages)
+    def _wait_for_worker(self, request: SimulatedRequest) -> None:
+        self._timeline.after(
+            self._config.worker_wait, self._on_worker_timeout, request, self._outages
+        )
 
-    def _no_worker_came(self, life: Life, outage: int) -> None:
-        if outage == self._outages and life.state is State.QUEUED:
-            self._end(life, State.FAILED, NoWorker())
+    def _on_worker_timeout(self, request: SimulatedRequest, outage: int) -> None:
+        if outage == self._outages and request.state is State.QUEUED:
+            self._end(request, State.FAILED, NoWorker())

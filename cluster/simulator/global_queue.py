@@ -45,10 +45,10 @@ class GlobalQueue:
         share = None if weights is None else _fair_share(config, weights)
         rules = Rules.of(config)
         self._leader_state = LeaderState(config, rules, self._placement, occupants, "", now, share)
-        self._leader_state.recall(())
-        self._leader_state.handover.living([GATEWAY])
+        self._leader_state.restore_counters(())
+        self._leader_state.handover.set_live_gateways([GATEWAY])
         self._leader_state.connect(GATEWAY, now)
-        self._hear(session_pb2.GatewayMessage(is_complete=True), now)
+        self._send(session_pb2.GatewayMessage(is_complete=True), now)
         self._wait = EstimatedWait()
         self._epochs = count(1)
         self._move_after = 0.0
@@ -81,23 +81,23 @@ class GlobalQueue:
         return self._wait.estimate(priority, work_tokens)
 
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
-        return self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
+        return self._send(session_pb2.GatewayMessage(enqueue=[waiting]), now)
 
     def withdraw(self, request_id: str, now: float) -> None:
-        self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
+        self._send(session_pb2.GatewayMessage(withdraw=[request_id]), now)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
         """Record that a worker preempted or resumed the request that ``running`` describes."""
-        self._hear(session_pb2.GatewayMessage(running=[running]), now)
+        self._send(session_pb2.GatewayMessage(running=[running]), now)
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
-        self._hear(session_pb2.GatewayMessage(served=outputs), now)
+        self._send(session_pb2.GatewayMessage(served=outputs), now)
 
     def finished(self, tpot_ratio: float, now: float) -> None:
         """Record the ratio of measured to predicted time per output token of a finished request."""
-        self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
+        self._send(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
 
-    def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
+    def _send(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._leader_state.on_message(GATEWAY, message, now).refused
 
     def expired(self, now: float) -> list[Refusal]:
@@ -117,7 +117,7 @@ class GlobalQueue:
     def place(self, now: float) -> list[Placed]:
         placed = self._leader_state.place(now, now, DISPATCHES_AT_ONCE, lambda: next(self._epochs))
         for each in placed:
-            self._leader_state.begun(each, GATEWAY)
+            self._leader_state.on_dispatched(each, GATEWAY)
         return placed
 
     def tick(self, now: float) -> None:

@@ -16,9 +16,9 @@ from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
 from router.auth.access import Access, store_of
 from router.config import RouterConfig
-from router.ledger.base import MOST_LISTED, Ledger, Page, Position
+from router.ledger.base import MAX_PAGE_SIZE, Ledger, Page, Position
 from router.ledger.entry import Entry, Event, State, Stored
-from router.requests.explanation import accepting_s, kept
+from router.requests.explanation import accepting_s, stored_explanation
 
 
 def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
@@ -27,15 +27,15 @@ def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
     ``events`` are the ledger's events of this request. ``first_token`` is the time of the first
     token of any choice, and infinite if unknown.
     """
-    explanation = kept(stored, events)
-    entry, moments = stored.entry, _moments(events)
+    explanation = stored_explanation(stored, events)
+    entry, times = stored.entry, _first_times(events)
     for num_tokens in entry.num_tokens:
         yield Record(
             0,
             _arrival(stored, num_tokens, explanation),
-            dispatched=moments.get("dispatch", inf),
+            dispatched=times.get("dispatch", inf),
             first_token=_first_token(entry.arrived, explanation),
-            finished=moments.get("finish", inf),
+            finished=times.get("finish", inf),
             worker=entry.worker,
             output_tokens=num_tokens,
             attempts=entry.attempts,
@@ -69,16 +69,16 @@ def _arrival(stored: Stored, num_tokens: int, explanation: pb.Explanation) -> Ar
             for name in block_hashes(request.prompt_ids, request.salt)
         ),
         prefix_part_tokens=BLOCK_SIZE,
-        foreseen_tokens=explanation.predicted_output_tokens / request.n or None,
+        predicted_tokens=explanation.predicted_output_tokens / request.n or None,
         is_distrusted=explanation.prediction_distrusted,
     )
 
 
-def _moments(events: Iterable[Event]) -> dict[str, float]:
-    moments: dict[str, float] = {}
+def _first_times(events: Iterable[Event]) -> dict[str, float]:
+    times: dict[str, float] = {}
     for event in events:
-        moments.setdefault(event.move, event.time)
-    return moments
+        times.setdefault(event.move, event.time)
+    return times
 
 
 #: Number of requests that are read concurrently.
@@ -93,7 +93,7 @@ class Reading(Protocol):
         tenant: str,
         *,
         states: Sequence[State] = (),
-        limit: int = MOST_LISTED,
+        limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page: ...
 
@@ -147,7 +147,7 @@ async def _listed(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]
     before: Position | None = None
     while limit > 0:
         page = await ledger.list_requests(
-            "", states=[State.FINISHED], limit=min(limit, MOST_LISTED), before=before
+            "", states=[State.FINISHED], limit=min(limit, MAX_PAGE_SIZE), before=before
         )
         yield page.entries
         limit, before = limit - len(page.entries), page.last

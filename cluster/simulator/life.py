@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from cluster.simulator.foresight import Foretold
+from cluster.simulator.foresight import LengthPrediction
 from cluster.simulator.sequence import BlockNames, NamedSequence
 from cluster.simulator.summary import Record
 from everlift.v1 import session_pb2
@@ -19,11 +19,11 @@ from worker.engine.outcome import Outcome
 
 
 @dataclass(slots=True)
-class Life:
+class SimulatedRequest:
     record: Record
     request_id: str
     names: BlockNames
-    foretold: Foretold
+    prediction: LengthPrediction
     #: queue wait in seconds, as estimated when the request arrived
     estimated_wait_s: float = 0.0
     #: seconds per output token after the first one, as predicted by the leader
@@ -31,10 +31,10 @@ class Life:
     state: State = State.QUEUED
     worker_id: str = ""
     epoch: int = 0
-    #: number of output tokens up to step ``draws_since`` of the worker; if ``draws_since`` is not
-    #: None, each later step adds one token
+    #: number of output tokens up to step ``samples_since`` of the worker; if ``samples_since`` is
+    #: not None, each later step adds one token
     num_tokens: int = 0
-    draws_since: int | None = None
+    samples_since: int | None = None
     #: number of output tokens reported to the leader as served
     num_served: int = 0
     #: number of known tokens that any worker has computed
@@ -62,7 +62,7 @@ class Life:
         arrival = self.record.arrival
         return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
 
-    def begin(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
+    def dispatch(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
         """Record the dispatch to a worker, and return the sequence that the worker is to start.
 
         ``epoch`` is the number of the attempt.
@@ -76,7 +76,7 @@ class Life:
         record.attempts += 1
         record.migrations += bool(self.num_tokens)
         computed = max(self.num_computed, self.known_tokens - 1 if self.num_tokens else 0)
-        return NamedSequence.begin(
+        return NamedSequence.create(
             epoch,
             self.request_id,
             record.arrival,
@@ -86,23 +86,23 @@ class Life:
             computed,
         )
 
-    def said(self, outcome: Outcome, step: int) -> None:
+    def apply_outcome(self, outcome: Outcome, step: int) -> None:
         """Apply the result of a step for this request, which the worker reported as ``outcome``.
 
         ``step`` is the number of the worker's step.
         """
         self.num_tokens = outcome.offset + len(outcome.tokens)
         self.num_computed = max(self.num_computed, outcome.num_computed)
-        self.draws_since = step if outcome.tokens and outcome.stop is None else None
+        self.samples_since = step if outcome.tokens and outcome.stop is None else None
 
-    def drew(self, step: int) -> None:
+    def count_sampled(self, step: int) -> None:
         """Add one output token for each worker step after the last counted one, up to ``step``.
 
         Do nothing unless the worker generates a token for the request in each step.
         """
-        if self.draws_since is not None:
-            self.num_tokens += step - self.draws_since
-            self.draws_since = step
+        if self.samples_since is not None:
+            self.num_tokens += step - self.samples_since
+            self.samples_since = step
 
     def take_served(self) -> int:
         """Return the number of output tokens that were added since the last call."""
@@ -112,14 +112,14 @@ class Life:
     def release(self) -> None:
         """End the attempt, because the worker was lost or returned the request, and queue again."""
         self.move(Move.RELEASE, State.QUEUED)
-        self.worker_id, self.epoch, self.draws_since = "", 0, None
+        self.worker_id, self.epoch, self.samples_since = "", 0, None
 
     # messages to the leader and to the worker
 
     @property
     def predicted_output(self) -> int:
         """Predicted number of output tokens of the whole request."""
-        return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
+        return self.prediction.length.expected_remaining(0, self.record.arrival.max_tokens)
 
     @property
     def predicted_work(self) -> int:
@@ -129,9 +129,9 @@ class Life:
     @property
     def queue_key(self) -> QueueKey:
         return QueueKey(
-            0 if self.foretold.is_distrusted else self.predicted_work,
-            self.foretold.rank,
-            self.foretold.work_rank,
+            0 if self.prediction.is_distrusted else self.predicted_work,
+            self.prediction.rank,
+            self.prediction.work_rank,
             self.estimated_wait_s,
         )
 
@@ -146,13 +146,15 @@ class Life:
             accepted=self.accepted,
             choices=1,
             priority=arrival.priority,
-            deadline=_moment(self.deadline),
-            ttft_deadline=_moment(self.ttft_deadline),
+            deadline=_time_or_zero(self.deadline),
+            ttft_deadline=_time_or_zero(self.ttft_deadline),
             moves_left=moves_left,
             suspect=is_suspect,
-            predicted_tokens=self.foretold.length.to_come(self.num_tokens, arrival.max_tokens),
+            predicted_tokens=self.prediction.length.expected_remaining(
+                self.num_tokens, arrival.max_tokens
+            ),
             **self.queue_key._asdict(),
-            least_tokens=self.foretold.least_tokens,
+            least_tokens=self.prediction.least_tokens,
         )
 
     def running(self, moves_left: int) -> session_pb2.Running:
@@ -167,10 +169,10 @@ class Life:
             preempted=self.is_preempted,
             arrived=arrival.at,
             choices=1,
-            due=_moment(min(self.deadline, self.ttft_deadline)),
+            due=_time_or_zero(min(self.deadline, self.ttft_deadline)),
             **self.queue_key._asdict(),
         )
 
 
-def _moment(moment: float) -> float:
-    return 0.0 if moment == inf else moment
+def _time_or_zero(time: float) -> float:
+    return 0.0 if time == inf else time

@@ -15,8 +15,8 @@ import numpy as np
 from everlift.hashes import BLOCK_SIZE
 from worker.engine.batch import Batch
 from worker.engine.limits import Limits
-from worker.engine.outcome import NO_NEWS, Outcome
-from worker.engine.plan import NOTHING_DRAWN, Ints, Plan, RowResult
+from worker.engine.outcome import NO_UPDATE, Outcome
+from worker.engine.plan import NOTHING_SAMPLED, Ints, Plan, RowResult
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.slot_table import SlotTable
@@ -34,34 +34,34 @@ class MultiStepScheduler(Scheduler):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, MultiStepBatch(limits))
 
-    def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
+    def commit_sampled(self, plan: Plan, token: int) -> list[Outcome]:
         """Apply the scheduled step ``plan`` as if every row that samples had sampled ``token``.
 
         ``token`` must not be a stop token. Return the results of the step. A sequence that received
         one token and continues without any other change is not among them.
         """
-        self._batch.copied()
-        self._executed(plan)
+        self._batch.commit_copies()
+        self._count_step(plan)
         slot_table, rows = self._batch.slot_table, plan.rows
-        usual = slot_table.draws_one(rows)
+        usual = slot_table.is_plain_decode(rows)
         for index, sequence in zip(
             usual.nonzero()[0].tolist(), self._batch.at(rows.slots[usual]), strict=True
         ):
-            if sequence.news is NO_NEWS:
-                sequence.draw(token, 1)
+            if sequence.pending_update is NO_UPDATE:
+                sequence.append_repeated(token, 1)
             else:
                 usual[index] = False
         slots = rows.slots[usual]
-        slot_table.draw(slots, token, 1)
+        slot_table.append_tokens(slots, token, 1)
         self._output_tokens += len(slots)
-        drawn, told = RowResult((token,)), self.notices()
+        sampled, outcomes = RowResult((token,)), self.take_preemption_outcomes()
         for index in (~usual).nonzero()[0].tolist():
             row = rows[index]
             sequence = self._batch[row.slot]
-            outcome = self._commit_row(sequence, row, drawn if row.samples else NOTHING_DRAWN)
+            outcome = self._commit_row(sequence, row, sampled if row.samples else NOTHING_SAMPLED)
             if outcome is not None:
-                told.append(outcome)
-        return told
+                outcomes.append(outcome)
+        return outcomes
 
     def num_uniform_steps(self, most: int) -> int:
         """Return how many steps from the next one on, at most ``most``, will be uniform.
@@ -73,10 +73,10 @@ class MultiStepScheduler(Scheduler):
         is_plain &= not self._policy.follows_time
         if not is_plain or not 0 < len(batch) <= self._budget.tokens:
             return 0
-        if self._doubtful or self._victims or not (steps := batch.num_uniform_steps(most)):
+        if self._stale_slots or self._victims or not (steps := batch.num_uniform_steps(most)):
             return 0
-        has_news = any(sequence.news is not NO_NEWS for sequence in batch)
-        return 0 if has_news or self._may_admit(steps) else steps
+        has_update = any(sequence.pending_update is not NO_UPDATE for sequence in batch)
+        return 0 if has_update or self._may_admit(steps) else steps
 
     def _may_admit(self, steps: int) -> bool:
         """Return whether the head of the queue could be admitted within ``steps`` uniform steps.
@@ -88,7 +88,7 @@ class MultiStepScheduler(Scheduler):
             return False
         hits = self._batch.prefix_hits(head)
         may_hit_more = self._batch.slot_table.may_fill(len(hits), steps)
-        return may_hit_more or self._batch.has_room(head, hits)
+        return may_hit_more or self._batch.can_admit(head, hits)
 
     def blocks_allocated(self, steps: int) -> list[int]:
         """Return how many KV blocks the next steps allocate.
@@ -102,8 +102,8 @@ class MultiStepScheduler(Scheduler):
         """Compute ``steps`` uniform steps at once, as if all sequences sampled ``token`` in each.
 
         Sequences can end only with the last step; return the outcome of each of these. Scheduler
-        and outcomes are the same afterwards as if ``schedule`` and ``commit_drawn`` had been called
-        for one step after the other.
+        and outcomes are the same afterwards as if ``schedule`` and ``commit_sampled`` had been
+        called for one step after the other.
         """
         num_tokens = len(self._batch) * steps
         # A sequence reads all its known tokens, which are one more with each step.
@@ -121,12 +121,12 @@ class MultiStepScheduler(Scheduler):
 
     def _ended(self, sequence: Sequence) -> Outcome:
         """Remove a sequence that has reached a limit; return the outcome with its last token."""
-        offset, told = sequence.num_output - 1, sequence.tokens[-1:]
+        offset, last = sequence.num_output - 1, sequence.tokens[-1:]
         stop = sequence.stop(self._limits)
-        stop, error = (stop, None) if stop else self._outgrown(sequence)
+        stop, error = (stop, None) if stop else self._check_outgrown(sequence)
         computed = sequence.most_computed
         self.remove(sequence)
-        return Outcome(sequence.key, offset, tuple(told), stop, error, num_computed=computed)
+        return Outcome(sequence.key, offset, tuple(last), stop, error, num_computed=computed)
 
 
 class MultiStepBatch(Batch):
@@ -152,14 +152,14 @@ class MultiStepBatch(Batch):
         slot_table = self.slot_table
         changes, slots = slot_table.changes(times), slot_table.decoding()
         for sequence in self.at(slots):
-            sequence.draw(token, times)
+            sequence.append_repeated(token, times)
         for change in changes:
             sequence = self._slots[change.slot]
             if change.fills:
                 self.publish(sequence, change.num_known - 1, change.num_known)
             else:
                 self._extend(sequence, self._pool.allocate(1))
-        slot_table.draw(slots, token, times)
+        slot_table.append_tokens(slots, token, times)
 
 
 class Change(NamedTuple):
@@ -179,7 +179,7 @@ class Change(NamedTuple):
 
 
 class MultiStepSlotTable(SlotTable):
-    def draw(self, slots: Ints, token: int, times: int) -> None:
+    def append_tokens(self, slots: Ints, token: int, times: int) -> None:
         """Append ``token`` to the sequence in each of ``slots``, ``times`` times."""
         self._num_known[slots] += times
         self._num_computed[slots] = self._num_known[slots] - 1

@@ -86,7 +86,7 @@ def _cumulative(
     kinds: Mapping[str, Sequence[Record]],
     value: Callable[[Record], float],
     title: str,
-    wanted_s: float,
+    limit_s: float,
 ) -> None:
     every: list[float] = []
     for name, records in kinds.items():
@@ -97,8 +97,8 @@ def _cumulative(
         parts = [(i + 1) / len(records) for i in range(len(ended))]
         width = 2.2 if name == "all" else 1.3
         panel.step(ended, parts, where="post", label=name, linewidth=width)
-    if wanted_s < float("inf"):
-        panel.axvline(wanted_s * 1e3, color="grey", linestyle="--", linewidth=1)
+    if limit_s < float("inf"):
+        panel.axvline(limit_s * 1e3, color="grey", linestyle="--", linewidth=1)
     _scale(panel, every)
     panel.set_xlabel("ms")
     panel.set_title(title)

@@ -127,5 +127,5 @@ class _Search:
         return below, self._most + 1
 
 
-def is_kept(attained: Sequence[float], wanted: Sequence[float]) -> bool:
-    return all(value <= most for value, most in zip(attained, wanted, strict=True))
+def meets_targets(attained: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(value <= most for value, most in zip(attained, limits, strict=True))

@@ -63,7 +63,7 @@ class NamedSequence(Sequence):
     length: int
 
     @classmethod
-    def begin(
+    def create(
         cls,
         epoch: int,
         request_id: str,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from cluster.autoscale.policy import Autoscaler
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.forecast import Forecast, Sample
-from cluster.simulator.foresight import Foresight
+from cluster.simulator.foresight import LengthPredictor
 from cluster.simulator.frame import Frame
 from cluster.simulator.gateway import Gateway
 from cluster.simulator.global_queue import GlobalQueue
@@ -56,7 +56,7 @@ class _Simulation:
             self._dispatcher,
             self._fleet,
             self._timeline,
-            Foresight(scenario.foresight_sigma, scenario.seed),
+            LengthPredictor(scenario.foresight_sigma, scenario.seed),
         )
         self._loads: dict[str, Frame] = {}
         self._samples: list[Sample] = []
@@ -73,10 +73,10 @@ class _Simulation:
 
     def run(self, arrivals: Iterator[Arrival]) -> None:
         for spec in self._scenario.workers:
-            self._fleet.come(spec)
+            self._fleet.add_worker(spec)
         for event in self._scenario.events:
-            self._timeline.at(event.at, self._fleet.happen, event)
-        self._expect(arrivals)
+            self._timeline.at(event.at, self._fleet.apply_event, event)
+        self._schedule_next(arrivals)
         self._tick()
         self._sample(0)
         while self._has_more or not self._gateway.is_idle:
@@ -93,7 +93,7 @@ class _Simulation:
 
     # events
 
-    def _expect(self, arrivals: Iterator[Arrival]) -> None:
+    def _schedule_next(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)
         if arrival is None:
             self._has_more = False
@@ -105,7 +105,7 @@ class _Simulation:
     def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         self._gateway.arrive(arrival)
         self._gateway.decide()
-        self._expect(arrivals)
+        self._schedule_next(arrivals)
 
     def worker_up(self, worker: SimulatedWorker) -> None:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)
@@ -125,22 +125,22 @@ class _Simulation:
         self._dispatcher.on_message(frame, self._timeline.now)
         load = frame.load
         if load.draining and not load.num_running and not load.num_waiting:
-            self._fleet.drained(frame.worker_id)
+            self._fleet.on_drained(frame.worker_id)
         if self._dispatcher.has_work:
             self._gateway.decide()
 
     def _tick(self) -> None:
         now = self._timeline.now
-        self._gateway.tell_served()
+        self._gateway.report_served()
         self._dispatcher.tick(now)
         if self._scaler is not None:
-            self._scaler.look(now)
+            self._scaler.adjust(now)
         self._gateway.decide()
         self._timeline.after(TICK_S, self._tick)
 
     def _sample(self, number: int) -> None:
-        staying = self._fleet.staying
-        names = (worker.worker_id for worker in staying)
+        available = self._fleet.available
+        names = (worker.worker_id for worker in available)
         loads = [self._loads[name].load for name in names if name in self._loads]
         self._samples.append(
             Sample(
@@ -148,10 +148,10 @@ class _Simulation:
                 queued=self._dispatcher.queued,
                 running=sum(load.num_running for load in loads),
                 waiting=sum(load.num_waiting for load in loads),
-                workers=len(staying),
-                slots=sum(worker.limits.max_num_seqs for worker in staying),
+                workers=len(available),
+                slots=sum(worker.limits.max_num_seqs for worker in available),
                 blocks_used=sum(load.blocks_used for load in loads),
-                blocks=sum(worker.limits.num_blocks for worker in staying),
+                blocks=sum(worker.limits.num_blocks for worker in available),
             )
         )
         later = (number + 1) * self._scenario.sample_s
@@ -167,11 +167,11 @@ class _Scaler:
         self._fleet = fleet
         self._policy = Autoscaler(scenario.autoscale)
 
-    def look(self, now: float) -> None:
-        staying = self._fleet.staying
-        workers = len(staying) + self._fleet.num_starting
+    def adjust(self, now: float) -> None:
+        available = self._fleet.available
+        workers = len(available) + self._fleet.num_starting
         target = self._policy.decide(self._queue.load(now), 0.0, workers, now).workers
         for _ in range(target - workers):
             self._fleet.start_worker(self._spec, self._start_s)
-        for worker in staying[len(staying) - max(0, workers - target) :]:
+        for worker in available[len(available) - max(0, workers - target) :]:
             worker.drain()

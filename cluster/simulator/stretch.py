@@ -12,7 +12,7 @@ from everlift.step_time import StepSize
 from worker.engine.load import Load
 
 
-class More(NamedTuple):
+class LoadDelta(NamedTuple):
     """Difference between two load reports of an engine.
 
     ``tokens`` are output tokens; ``kv_tokens`` are the tokens whose keys and values were read.
@@ -25,38 +25,38 @@ class More(NamedTuple):
     kv_tokens: int = 0
 
 
-NOTHING = More()
+NO_DELTA = LoadDelta()
 
 
-class Stretch:
+class UniformRun:
     """Run of uniform steps, in each of which ``num_rows`` sequences sample one token.
 
-    ``before`` is the engine's load at the start of the run. ``taken`` has one element per step: the
-    cumulative number of blocks allocated by the end of that step.
+    ``before`` is the engine's load at the start of the run. ``allocated`` has one element per step:
+    the cumulative number of blocks allocated by the end of that step.
     """
 
-    def __init__(self, before: Load, taken: Sequence[int]) -> None:
+    def __init__(self, before: Load, allocated: Sequence[int]) -> None:
         self.before = before
         self.num_rows = before.num_running
         #: number of completed steps
         self.num_done = 0
         # No running sequence prefills, so all pending tokens belong to queued sequences.
         self._known_tokens = before.committed_tokens - before.pending_prefill_tokens
-        self._taken = taken
+        self._allocated = allocated
 
     @property
     def is_over(self) -> bool:
-        return self.num_done == len(self._taken)
+        return self.num_done == len(self._allocated)
 
     def step_size(self) -> StepSize:
         """Return the size of the next step of the run."""
         known = self._known_tokens + self.num_rows * self.num_done
         return StepSize(self.num_rows, self.num_rows, known, known)
 
-    def more(self) -> More:
+    def added_load(self) -> LoadDelta:
         """Return the load that the completed steps add to ``before``."""
         if not self.num_done:
-            return NOTHING
+            return NO_DELTA
         tokens = self.num_rows * self.num_done
         read = self.num_done * self._known_tokens + tokens * (self.num_done - 1) // 2
-        return More(self.num_done, tokens, self._taken[self.num_done - 1], read)
+        return LoadDelta(self.num_done, tokens, self._allocated[self.num_done - 1], read)

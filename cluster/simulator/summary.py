@@ -79,7 +79,7 @@ class Slo:
     ttft_s: float = inf
     tpot_s: float = inf
 
-    def holds(self, record: Record) -> bool:
+    def is_good(self, record: Record) -> bool:
         """Return whether a request finished within these limits and its own target and deadline."""
         arrival = record.arrival
         return (
@@ -146,7 +146,7 @@ def summarise(records: Iterable[Record], slo: Slo | None = None) -> Summary:
     every = list(records)
     finished = [record for record in every if record.is_finished]
     duration_s = _duration_s(every)
-    good = sum(map((slo or Slo()).holds, finished))
+    good = sum(map((slo or Slo()).is_good, finished))
 
     def quantiles(value: Callable[[Record], float]) -> Quantiles:
         return Quantiles.of(map(value, finished))

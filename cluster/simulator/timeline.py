@@ -21,9 +21,9 @@ class Timeline:
         self._numbers = count()
         self._events: list[_Event] = []
 
-    def at(self, moment: float, call: Callable[..., object], *args: object) -> None:
-        """Schedule ``call(*args)`` at the time ``moment``, which must not be before ``now``."""
-        heappush(self._events, (moment, next(self._numbers), call, args))
+    def at(self, time: float, call: Callable[..., object], *args: object) -> None:
+        """Schedule ``call(*args)`` at the time ``time``, which must not be before ``now``."""
+        heappush(self._events, (time, next(self._numbers), call, args))
 
     def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:
         heappush(self._events, (self.now + seconds, next(self._numbers), call, args))

@@ -19,7 +19,7 @@ from cluster.simulator.frame import Frame
 from cluster.simulator.multi_step import MultiStepScheduler
 from cluster.simulator.scenario import WorkerSpec
 from cluster.simulator.sequence import TOKEN, NamedSequence
-from cluster.simulator.stretch import NOTHING, Stretch
+from cluster.simulator.stretch import NO_DELTA, UniformRun
 from cluster.simulator.timeline import Timeline
 from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import StepSize
@@ -32,11 +32,11 @@ from worker.serving.pending import Pending
 
 #: Most steps that are computed at once. In this many steps a sequence fills at most one block and
 #: allocates at most one.
-_MOST_AT_ONCE = BLOCK_SIZE
+_MAX_UNIFORM_STEPS = BLOCK_SIZE
 
 
 class SimulatedWorker:
-    """Worker in virtual time that reports to the router by calling ``tell`` with a frame.
+    """Worker in virtual time that reports to the router by calling ``send`` with a frame.
 
     It sends a frame when it receives a request, after each step, and when it has sent none for
     ``config.heartbeat`` seconds. With ``one_by_one`` every step is scheduled separately.
@@ -47,24 +47,24 @@ class SimulatedWorker:
         worker_id: str,
         spec: WorkerSpec,
         timeline: Timeline,
-        tell: Callable[[Frame], None],
+        send: Callable[[Frame], None],
         one_by_one: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.limits = spec.limits
         #: number of steps, and how many of them were not scheduled separately
         self.num_steps = self.num_jumped = 0
-        self.is_draining = self.is_gone = False
+        self.is_draining = self.is_lost = False
         self._spec = spec
         self._timeline = timeline
-        self._tell_router = tell
+        self._send = send
         self._aborts: list[int] = []
         #: epochs that the next frame acknowledges
         self._accepted: list[int] = []
         self._frames = 0
-        self._told_at = timeline.now
+        self._sent_at = timeline.now
         self._busy_s = 0.0
-        self._most_at_once = 0 if one_by_one else _MOST_AT_ONCE
+        self._max_uniform_steps = 0 if one_by_one else _MAX_UNIFORM_STEPS
         self._scheduler = MultiStepScheduler(self.limits)
         self._starts: list[NamedSequence] = []
         self._pending = Pending()
@@ -74,9 +74,9 @@ class SimulatedWorker:
         self._started: list[SequenceKey] = []
         self._outcomes: list[Outcome] = []
         self._plan: Plan | None = None
-        self._stretch: Stretch | None = None
-        self._tell()
-        timeline.after(spec.config.heartbeat, self._beat)
+        self._run: UniformRun | None = None
+        self._send_frame()
+        timeline.after(spec.config.heartbeat, self._heartbeat)
 
     @property
     def capacity(self) -> Capacity:
@@ -89,30 +89,30 @@ class SimulatedWorker:
     # messages from the router
 
     def start(self, sequence: NamedSequence) -> None:
-        if self.is_gone:
+        if self.is_lost:
             return
         self._accepted.append(sequence.key.epoch)
         end = sequence.end_at_start(self.limits, self.is_draining)
         if end is None:
-            sequence.came = self._timeline.now
+            sequence.arrived_at = self._timeline.now
             self._pending.add(sequence.key, sequence.num_known)
             self._starts.append(sequence)
-        self._tell([end] if end else [])
+        self._send_frame([end] if end else [])
         self._wake()
 
     def abort(self, epoch: int) -> None:
-        if not self.is_gone:
+        if not self.is_lost:
             self._aborts.append(epoch)
             self._wake()
 
     def drain(self) -> None:
         """Accept no more requests, and return all unfinished ones to the router after this step."""
-        if not self.is_gone:
+        if not self.is_lost:
             self.is_draining = True
             self._wake()
 
     def lose(self) -> None:
-        self.is_gone = True
+        self.is_lost = True
 
     # step loop
 
@@ -122,24 +122,28 @@ class SimulatedWorker:
 
     def _wake(self) -> None:
         if not self._is_stepping:
-            self._turn()
+            self._next_step()
 
-    def _turn(self) -> None:
+    def _next_step(self) -> None:
         has_changed = bool(self._starts or self._aborts or self.is_draining)
-        self._outcomes = self._take_orders() if has_changed else []
-        steps = self._scheduler.num_uniform_steps(self._most_at_once) if self._most_at_once else 0
+        self._outcomes = self._apply_messages() if has_changed else []
+        steps = (
+            self._scheduler.num_uniform_steps(self._max_uniform_steps)
+            if self._max_uniform_steps
+            else 0
+        )
         if steps:
             before = self._scheduler.load() if has_changed else self._load
-            self._stretch = Stretch(before, self._scheduler.blocks_allocated(steps))
-            self._step_s = self._seconds(self._stretch.step_size())
+            self._run = UniformRun(before, self._scheduler.blocks_allocated(steps))
+            self._step_s = self._seconds(self._run.step_size())
         else:
-            self._step_s = self._begin_step()
+            self._step_s = self._start_step()
         if self._is_stepping:
-            self._timeline.after(self._step_s, self._step_is_over)
+            self._timeline.after(self._step_s, self._on_step_end)
         elif has_changed:
             self._report()
 
-    def _take_orders(self) -> list[Outcome]:
+    def _apply_messages(self) -> list[Outcome]:
         self._started = [sequence.key for sequence in self._starts]
         for sequence in self._starts:
             self._scheduler.add(sequence)
@@ -147,12 +151,12 @@ class SimulatedWorker:
         if self.is_draining:
             returned = [sequence.outcome(Stop.RETURNED) for sequence in self._scheduler]
         for epoch in (*self._aborts, *(outcome.key.epoch for outcome in returned)):
-            for leaving in self._scheduler.of_epoch(epoch):
-                self._scheduler.remove(leaving)
+            for removed in self._scheduler.of_epoch(epoch):
+                self._scheduler.remove(removed)
         self._starts, self._aborts = [], []
         return returned
 
-    def _begin_step(self) -> float:
+    def _start_step(self) -> float:
         plan = self._scheduler.schedule(now=self._timeline.now)
         if not plan.rows:
             return 0.0
@@ -162,54 +166,54 @@ class SimulatedWorker:
     def _seconds(self, size: StepSize) -> float:
         return self._spec.step_time.seconds(size) * self._spec.slowness
 
-    def _step_is_over(self) -> None:
-        if self.is_gone:
+    def _on_step_end(self) -> None:
+        if self.is_lost:
             return
         self._busy_s += self._step_s
         self.num_steps += 1
-        if (stretch := self._stretch) is not None:
-            stretch.num_done += 1
-            if not (self._starts or self._aborts or self.is_draining or stretch.is_over):
-                self._go_on(stretch)
+        if (run := self._run) is not None:
+            run.num_done += 1
+            if not (self._starts or self._aborts or self.is_draining or run.is_over):
+                self._continue_run(run)
                 return
-            self._outcomes += self._scheduler.decode(TOKEN, stretch.num_done)
-            self.num_jumped += stretch.num_done - 1
-            self._stretch = None
+            self._outcomes += self._scheduler.decode(TOKEN, run.num_done)
+            self.num_jumped += run.num_done - 1
+            self._run = None
         elif self._plan is not None:
-            self._outcomes += self._scheduler.commit_drawn(self._plan, TOKEN)
+            self._outcomes += self._scheduler.commit_sampled(self._plan, TOKEN)
             self._plan = None
         self._report()
-        self._turn()
+        self._next_step()
 
-    def _go_on(self, stretch: Stretch) -> None:
-        self._load = stretch.before
+    def _continue_run(self, run: UniformRun) -> None:
+        self._load = run.before
         self._count_started()
-        self._tell(self._outcomes)
+        self._send_frame(self._outcomes)
         self._outcomes = []
-        self._step_s = self._seconds(stretch.step_size())
-        self._timeline.after(self._step_s, self._step_is_over)
+        self._step_s = self._seconds(run.step_size())
+        self._timeline.after(self._step_s, self._on_step_end)
 
     # messages to the router
 
-    def _tell(self, outcomes: Sequence[Outcome] = ()) -> None:
-        self._told_at = self._timeline.now
+    def _send_frame(self, outcomes: Sequence[Outcome] = ()) -> None:
+        self._sent_at = self._timeline.now
         accepted, self._accepted = tuple(self._accepted), []
         self._frames += 1
-        self._tell_router(Frame(self.worker_id, self._state(), accepted, outcomes))
+        self._send(Frame(self.worker_id, self._state(), accepted, outcomes))
 
-    def _beat(self) -> None:
-        beat_s = self._spec.config.heartbeat
-        if self.is_gone or (self.is_draining and not self._is_stepping):
+    def _heartbeat(self) -> None:
+        heartbeat_s = self._spec.config.heartbeat
+        if self.is_lost or (self.is_draining and not self._is_stepping):
             return
-        if self._timeline.now >= self._told_at + beat_s:
-            self._tell()
-        self._timeline.at(self._told_at + beat_s, self._beat)
+        if self._timeline.now >= self._sent_at + heartbeat_s:
+            self._send_frame()
+        self._timeline.at(self._sent_at + heartbeat_s, self._heartbeat)
 
     def _report(self) -> None:
         self._load = self._scheduler.load()
         self._count_started()
         outcomes, self._outcomes = self._outcomes, []
-        self._tell(outcomes)
+        self._send_frame(outcomes)
 
     def _count_started(self) -> None:
         for key in self._started:
@@ -218,25 +222,25 @@ class SimulatedWorker:
 
     def _state(self) -> Load:
         load, pending = self._load, self._pending.num_tokens
-        more = self._stretch.more() if self._stretch else NOTHING
+        delta = self._run.added_load() if self._run else NO_DELTA
         work = Work(
-            load.step + more.steps,
-            load.computed_tokens + more.tokens,
-            load.output_tokens + more.tokens,
+            load.step + delta.steps,
+            load.computed_tokens + delta.tokens,
+            load.output_tokens + delta.tokens,
             load.released_blocks,
             self._busy_s,
-            load.counters.slot_steps + more.tokens,
-            load.kv_tokens + more.kv_tokens,
-            load.num_pairs + more.kv_tokens,
+            load.counters.slot_steps + delta.tokens,
+            load.kv_tokens + delta.kv_tokens,
+            load.num_pairs + delta.kv_tokens,
             spared_tokens(load.counters),
         )
         return Load(
             self._frames,
             load.num_running,
             load.num_waiting + len(self._pending),
-            load.blocks_used + more.blocks,
+            load.blocks_used + delta.blocks,
             load.pending_prefill_tokens + pending,
-            load.committed_tokens + more.tokens + pending,
+            load.committed_tokens + delta.tokens + pending,
             self.is_draining,
             work,
         )

@@ -25,7 +25,7 @@ class Pem:
 
 
 def pem(tls: Tls) -> Reloaded[Pem]:
-    return Reloaded(tls.files, lambda: _load(tls, _nobodys()))
+    return Reloaded(tls.files, lambda: _load(tls, _empty_context()))
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
@@ -83,7 +83,7 @@ def _load(tls: Tls, context: ssl.SSLContext) -> Pem:
     if tls.ca:
         _trust(context, tls.ca)
     if tls.cert:
-        _trust(_nobodys(), tls.cert)
+        _trust(_empty_context(), tls.cert)
         try:
             # Without a password, ssl would ask for one on the terminal.
             context.load_cert_chain(tls.cert, tls.key, password="")
@@ -102,5 +102,5 @@ def _trust(context: ssl.SSLContext, path: str) -> None:
         raise SettingsError(f"{path}: must hold certificates in PEM") from None
 
 
-def _nobodys() -> ssl.SSLContext:
+def _empty_context() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

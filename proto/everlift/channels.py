@@ -38,7 +38,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 #: The client cannot know more, because the server sends no reason, or sends it too late.
-_HUNG_UP = (
+_HANDSHAKE_CLOSED = (
     "connection closed during the handshake; the server may require TLS or a client certificate"
 )
 #: Texts that gRPC's details may contain, and the cause that each implies. The first match counts.
@@ -50,8 +50,8 @@ _REFUSALS = (
         "the server's certificate is for another name or address",
     ),
     ("WRONG_VERSION_NUMBER", "the server does not use TLS"),
-    ("Socket closed", _HUNG_UP),
-    ("Connection reset", _HUNG_UP),
+    ("Socket closed", _HANDSHAKE_CLOSED),
+    ("Connection reset", _HANDSHAKE_CLOSED),
 )
 
 

@@ -41,7 +41,7 @@ class Templates:
         given = given or read_object(directory / "tokenizer_config.json").get("chat_template")
         if not given:
             return None
-        by_name = _by_name(directory, given)
+        by_name = _templates_by_name(directory, given)
         return cls(
             default=by_name["default"],
             tool_use=by_name.get("tool_use", by_name["default"]),
@@ -78,18 +78,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _by_name(directory: Path, given: Any) -> dict[str, str]:
-    if isinstance(given, str):
-        return {"default": given}
+def _templates_by_name(directory: Path, template: Any) -> dict[str, str]:
+    if isinstance(template, str):
+        return {"default": template}
     try:
-        by_name = {str(one["name"]): str(one["template"]) for one in given}
+        by_name = {str(one["name"]): str(one["template"]) for one in template}
         return {"default": by_name["default"], **by_name}
     except (TypeError, KeyError):
         raise UnknownModel(f"the chat templates in {directory} have no default") from None
 
 
-def _token(given: Any) -> str:
-    text = given.get("content") if isinstance(given, dict) else given
+def _token(value: Any) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 
 

@@ -18,11 +18,11 @@ _MAX_DIGITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of a numeric field from ``low`` to ``high``; ``above`` excludes ``low`` itself."""
+    """Range of a numeric field from ``low``, which ``exclusive_low`` excludes, to ``high``."""
 
     low: float
     high: float
-    above: bool = False
+    exclusive_low: bool = False
 
     def check(self, name: str, value: float, *, field: str = "") -> None:
         """Raise OutOfRange unless ``value`` is in the range.
@@ -30,23 +30,25 @@ class Range:
         ``name`` names the value in the message of the error. The error's attribute ``field`` is
         ``field``, or ``name`` if that is empty.
         """
-        is_high_enough = self.low < value if self.above else self.low <= value
+        is_high_enough = self.low < value if self.exclusive_low else self.low <= value
         # This comparison also rejects infinity and NaN.
         if not (is_high_enough and value <= self.high):
-            raise OutOfRange(f"{name} must be {self}, not {_written(value)}", field=field or name)
+            raise OutOfRange(
+                f"{name} must be {self}, not {_format_number(value)}", field=field or name
+            )
 
     def __str__(self) -> str:
-        low, high = _written(self.low), _written(self.high)
-        return f"above {low} and at most {high}" if self.above else f"from {low} to {high}"
+        low, high = _format_number(self.low), _format_number(self.high)
+        return f"above {low} and at most {high}" if self.exclusive_low else f"from {low} to {high}"
 
 
-def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
-    """Return the first ``most`` + 1 items, or all items if there are fewer.
+def limit_plus_one(items: Iterable[T], limit: int) -> tuple[T, ...]:
+    """Return the first ``limit`` + 1 items, or all items if there are fewer.
 
-    The result is long enough for a check that there are at most ``most`` items. A longer list is
+    The result is long enough for a check that there are at most ``limit`` items. A longer list is
     not copied as a whole, because the check will reject it.
     """
-    return tuple(islice(items, most + 1))
+    return tuple(islice(items, limit + 1))
 
 
 def check_range(name: str, value: float, low: float, high: float, *, field: str = "") -> None:
@@ -58,7 +60,7 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
     Range(low, high).check(name, value, field=field)
 
 
-def _written(number: float) -> str:
+def _format_number(number: float) -> str:
     """Return ``number`` as text: an integer with its first digits, or a float rounded."""
     if not isinstance(number, int):
         return f"{number:g}"

@@ -39,7 +39,11 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
         for token in tokenizer.get("added_tokens") or ()
         if isinstance(token, dict) and {"content", "id"} <= token.keys()
     }
-    ids = [*configured, *_eos_token(directory, tokenizer, added), *_ends_of_turn(directory, added)]
+    ids = [
+        *configured,
+        *_eos_token(directory, tokenizer, added),
+        *_end_of_turn_tokens(directory, added),
+    ]
     return tuple(dict.fromkeys(ids))
 
 
@@ -84,7 +88,7 @@ def _eos_token(
         yield from (index for index, (piece, _) in enumerate(vocabulary) if piece == text)
 
 
-def _ends_of_turn(directory: Path, added: Mapping[str, int]) -> Iterator[int]:
+def _end_of_turn_tokens(directory: Path, added: Mapping[str, int]) -> Iterator[int]:
     """Yield the ids of added tokens in the chat template whose names mark the end of a turn.
 
     Only listed names count, because a wrong end token would cut outputs short.

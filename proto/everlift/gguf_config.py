@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from everlift.gguf_header import BadGguf, GgufHeader, GgufTensor, shown
+from everlift.gguf_header import BadGguf, GgufHeader, GgufTensor, short_repr
 
 Json = dict[str, Any]
 
@@ -72,7 +72,7 @@ def check_tokenizer(header: GgufHeader) -> None:
     kind, tokens, merges, scores = map(header.metadata.get, (_TOKENIZER, _TOKENS, _MERGES, _SCORES))
     if kind not in _TOKENIZERS:
         raise _bad_tokenizer(
-            header, f"{_TOKENIZER} is {shown(kind)}; supported: {', '.join(_TOKENIZERS)}"
+            header, f"{_TOKENIZER} is {short_repr(kind)}; supported: {', '.join(_TOKENIZERS)}"
         )
     if not _is_list_of(str, tokens) or not tokens:
         raise _bad_tokenizer(header, f"{_TOKENS} is not a list of tokens")
@@ -105,8 +105,8 @@ class _Model:
     def config(self) -> Json:
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedGguf(
-                f"{self._header.path} has architecture {shown(self.architecture)}; supported in "
-                f"GGUF files: {', '.join(_ARCHITECTURES)}"
+                f"{self._header.path} has architecture {short_repr(self.architecture)}; supported "
+                f"in GGUF files: {', '.join(_ARCHITECTURES)}"
             )
         if self.value("expert_count", 0):
             raise UnsupportedGguf(
@@ -115,25 +115,25 @@ class _Model:
             )
         return self._common() | _ARCHITECTURES[self.architecture](self)
 
-    def written(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the metadata value of ``key``, or ``otherwise`` if the file lacks the key.
+    def raw_value(self, key: str, default: Any = _REQUIRED) -> Any:
+        """Return the metadata value of ``key``, or ``default`` if the file lacks the key.
 
         ``key`` is without the architecture's name, which precedes it in the file. Raises BadGguf
-        if the key is missing and ``otherwise`` is not given.
+        if the key is missing and ``default`` is not given.
         """
-        value = self._header.metadata.get(f"{self.architecture}.{key}", otherwise)
+        value = self._header.metadata.get(f"{self.architecture}.{key}", default)
         if value is _REQUIRED:
             raise BadGguf(f"{self._header.path} lacks the key {self.architecture}.{key}")
         return value
 
-    def value(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the metadata value of ``key``, or ``otherwise`` if the file lacks the key.
+    def value(self, key: str, default: Any = _REQUIRED) -> Any:
+        """Return the metadata value of ``key``, or ``default`` if the file lacks the key.
 
         ``key`` is without the architecture's name. If the value is a list with one item per layer,
         the item that all layers share is returned. Raises UnsupportedGguf if they share none, and
-        BadGguf if the key is missing and ``otherwise`` is not given.
+        BadGguf if the key is missing and ``default`` is not given.
         """
-        value = self.written(key, otherwise)
+        value = self.raw_value(key, default)
         if not isinstance(value, list):
             return value
         if len(set(value)) != 1:
@@ -143,29 +143,29 @@ class _Model:
             )
         return value[0]
 
-    def integer(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the positive integer that ``value`` returns, or ``otherwise``.
+    def integer(self, key: str, default: Any = _REQUIRED) -> Any:
+        """Return the positive integer that ``value`` returns, or ``default``.
 
         Raises the errors of ``value``, and BadGguf for anything but a positive integer.
         """
-        value = self.value(key, otherwise)
-        if value is not otherwise and not (type(value) is int and 0 < value <= _MAX_INTEGER):
-            raise self._wrong(key, "a positive integer")
+        value = self.value(key, default)
+        if value is not default and not (type(value) is int and 0 < value <= _MAX_INTEGER):
+            raise self._bad_value(key, "a positive integer")
         return value
 
-    def number(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the positive number that ``value`` returns, or ``otherwise``.
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """Return the positive number that ``value`` returns, or ``default``.
 
         Raises the errors of ``value``, and BadGguf for anything but a finite positive number.
         """
-        value = self.value(key, otherwise)
-        if value is not otherwise and not (
+        value = self.value(key, default)
+        if value is not default and not (
             type(value) in (int, float) and 0 < value and math.isfinite(value)
         ):
-            raise self._wrong(key, "a positive number")
+            raise self._bad_value(key, "a positive number")
         return value
 
-    def has(self, tensor: str) -> bool:
+    def has_tensor(self, tensor: str) -> bool:
         return tensor in self._tensors
 
     @property
@@ -192,7 +192,7 @@ class _Model:
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": self.integer("context_length"),
             "rope_theta": self.number("rope.freq_base", 10000.0),
-            "tie_word_embeddings": not self.has("output.weight"),
+            "tie_word_embeddings": not self.has_tensor("output.weight"),
             "vocab_size": self._tensor("token_embd.weight").shape[0],
             **generation_config_of(self._header),
         }
@@ -205,7 +205,7 @@ class _Model:
         """
         layers = {match[1] for name in self._tensors if (match := _LAYER.match(name))}
         if len(layers) != self.integer("block_count"):
-            raise self._wrong("block_count", f"{len(layers)}, the number of layers in the file")
+            raise self._bad_value("block_count", f"{len(layers)}, the number of layers in the file")
         columns = {
             "embedding_length": ("token_embd.weight", self._hidden_size),
             "feed_forward_length": ("blk.0.ffn_down.weight", self.integer("feed_forward_length")),
@@ -214,11 +214,11 @@ class _Model:
         for key, (name, size) in columns.items():
             shape = self._tensor(name).shape
             if len(shape) != 2 or shape[1] != size:
-                raise self._wrong(key, f"what {name} of shape {shape} requires")
+                raise self._bad_value(key, f"what {name} of shape {shape} requires")
         num_kv_heads = self.integer("attention.head_count_kv", self.heads)
         key_rows = num_kv_heads * self.head_dim
-        if self.has(_KEYS) and self._tensor(_KEYS).shape[0] != key_rows:
-            raise self._wrong("attention.head_count_kv", f"what {_KEYS} requires")
+        if self.has_tensor(_KEYS) and self._tensor(_KEYS).shape[0] != key_rows:
+            raise self._bad_value("attention.head_count_kv", f"what {_KEYS} requires")
         tokens, rows = (
             self._header.metadata.get(_TOKENS),
             self._tensor("token_embd.weight").shape[0],
@@ -228,10 +228,10 @@ class _Model:
                 f"{self._header.path} has {len(tokens)} tokens, but only {rows} embeddings"
             )
 
-    def _wrong(self, key: str, wanted: str) -> BadGguf:
-        value = self.written(key, None)
+    def _bad_value(self, key: str, expected: str) -> BadGguf:
+        value = self.raw_value(key, None)
         return BadGguf(
-            f"{self._header.path}: {self.architecture}.{key} is {shown(value)}, not {wanted}"
+            f"{self._header.path}: {self.architecture}.{key} is {short_repr(value)}, not {expected}"
         )
 
     def rope_scaling(self) -> Json:
@@ -240,7 +240,7 @@ class _Model:
         Raises UnsupportedGguf for a kind of scaling that is not supported, and BadGguf if its
         parameters are missing.
         """
-        if self.has("rope_freqs.weight"):
+        if self.has_tensor("rope_freqs.weight"):
             # Llama 3's scaling is stored as one factor for each pair of dimensions.
             factors = self._numbers("rope_freqs.weight")
             return self._scaling(
@@ -251,7 +251,8 @@ class _Model:
             return {}
         if kind not in ("linear", "yarn"):
             raise UnsupportedGguf(
-                f"{self._header.path} has rope scaling {shown(kind)}; supported here: linear, yarn"
+                f"{self._header.path} has rope scaling {short_repr(kind)}; supported here: "
+                "linear, yarn"
             )
         context = self.integer("rope.scaling.original_context_length", None)
         written = {} if context is None else {"original_max_position_embeddings": context}
@@ -263,7 +264,7 @@ class _Model:
         The scaling factors are read from tensors. The dict also has the key
         ``original_max_position_embeddings``. Raises BadGguf if keys or tensors are missing.
         """
-        if not self.has("rope_factors_long.weight"):
+        if not self.has_tensor("rope_factors_long.weight"):
             return {}
         written = {"attention_factor": self.number("rope.scaling.attn_factor", None)}
         return {
@@ -316,8 +317,8 @@ def _llama(model: _Model) -> Json:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "attention_bias": model.has("blk.0.attn_q.bias"),
-        "mlp_bias": model.has("blk.0.ffn_up.bias"),
+        "attention_bias": model.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": model.has_tensor("blk.0.ffn_up.bias"),
         **model.partial_rotary(),
         **model.rope_scaling(),
     }
@@ -337,7 +338,7 @@ def _qwen3(model: _Model) -> Json:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_act": "silu",
-        "attention_bias": model.has("blk.0.attn_q.bias"),
+        "attention_bias": model.has_tensor("blk.0.attn_q.bias"),
         **model.rope_scaling(),
     }
 
@@ -385,7 +386,7 @@ def _sliding_pattern(model: _Model) -> Json:
     The key is ``layer_types``, with one type per layer, or ``sliding_window_pattern``, whose value
     n means that all layers except every n-th one have a sliding window.
     """
-    pattern = model.written("attention.sliding_window_pattern", 6)
+    pattern = model.raw_value("attention.sliding_window_pattern", 6)
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         return {"layer_types": kinds}

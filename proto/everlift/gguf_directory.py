@@ -54,7 +54,7 @@ def directory_of(path: Path) -> Path:
         raise GgufUnusable(f"{path} is not a file")
     directory = cache_directory() / "gguf" / f"{path.stem}-{_key(path)}"
     if not directory.is_dir():
-        _make(path, directory)
+        _convert(path, directory)
     return directory
 
 
@@ -64,12 +64,12 @@ def _key(path: Path) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def _make(path: Path, directory: Path) -> None:
+def _convert(path: Path, directory: Path) -> None:
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        made = Path(scratch) / directory.name
-        made.mkdir()
-        command = [sys.executable, "-P", "-m", __name__, str(path), str(made)]
+        converted = Path(scratch) / directory.name
+        converted.mkdir()
+        command = [sys.executable, "-P", "-m", __name__, str(path), str(converted)]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -77,7 +77,7 @@ def _make(path: Path, directory: Path) -> None:
             raise GgufUnusable(lines[-1])
         # Another process may have created the same directory in the meantime.
         with suppress(OSError):
-            made.rename(directory)
+            converted.rename(directory)
     if not directory.is_dir():
         raise GgufUnusable(f"{directory} cannot be written")
 

@@ -55,7 +55,7 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(SUFFIX)
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the text that stands for a value of a header in an error message.
 
     It is the value's ``repr``; "..." replaces what exceeds _MAX_SHOWN characters.
@@ -118,13 +118,13 @@ class _Reader:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.file_size = os.fstat(file.fileno()).st_size
-        self.place = 0
+        self.position = 0
 
     def bytes(self, count: int) -> bytes:
-        if self.place + count > self.file_size:
+        if self.position + count > self.file_size:
             raise _Malformed("is truncated: its header ends beyond the file")
-        self.place += count
-        if self.place > _MAX_HEADER_BYTES:
+        self.position += count
+        if self.position > _MAX_HEADER_BYTES:
             raise _Malformed(f"has a header of more than {_MAX_HEADER_BYTES} bytes")
         return self._file.read(count)
 
@@ -171,15 +171,15 @@ def _read(path: Path, reader: _Reader) -> GgufHeader:
     for _ in range(num_keys):
         name = reader.string()
         if name in metadata:
-            raise _Malformed(f"has the key {shown(name)} twice")
+            raise _Malformed(f"has the key {short_repr(name)} twice")
         metadata[name] = reader.value(reader.number(_U32))
     entries: dict[str, GgufTensor] = {}
     for _ in range(num_tensors):
         entry = _entry(reader)
         if entry.name in entries:
-            raise _Malformed(f"has the tensor {shown(entry.name)} twice")
+            raise _Malformed(f"has the tensor {short_repr(entry.name)} twice")
         entries[entry.name] = entry
-    size = _padded(reader.place, metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
+    size = _padded(reader.position, metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
     tensors = (GgufTensor(t.name, t.shape, t.type, size + t.start) for t in entries.values())
     return GgufHeader(path, metadata, tuple(tensors), size)
 
@@ -187,14 +187,14 @@ def _read(path: Path, reader: _Reader) -> GgufHeader:
 def _entry(reader: _Reader) -> GgufTensor:
     name, num_dimensions = reader.string(), reader.number(_U32)
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-        raise _Malformed(f"has the tensor {shown(name)} with {num_dimensions} dimensions")
+        raise _Malformed(f"has the tensor {short_repr(name)} with {num_dimensions} dimensions")
     shape = tuple(reader.number(_U64) for _ in range(num_dimensions))[::-1]
     if not 0 < math.prod(shape) < 1 << 63:
-        raise _Malformed(f"has the tensor {shown(name)} with the impossible shape {shape}")
+        raise _Malformed(f"has the tensor {short_repr(name)} with the impossible shape {shape}")
     return GgufTensor(name, shape, reader.number(_U32), reader.number(_U64))
 
 
-def _padded(place: int, alignment: object) -> int:
+def _padded(position: int, alignment: object) -> int:
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise _Malformed(f"has the alignment {shown(alignment)}, which is not a power of two")
-    return -(-place // alignment) * alignment
+        raise _Malformed(f"has the alignment {short_repr(alignment)}, which is not a power of two")
+    return -(-position // alignment) * alignment

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 #: Number of collections of the middle generation before one of the oldest generation, which takes
 #: longer the more requests there are. Python's default is 10.
-_PASSES = 1000
+_FULL_COLLECTION_THRESHOLD = 1000
 
 
-def settle() -> None:
+def freeze_heap() -> None:
     """Exempt all existing objects from garbage collection, and make full collections rarer.
 
     Call this function when a process has started. Without it, each full collection
@@ -20,11 +20,11 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, _PASSES)
+    gc.set_threshold(young, middle, _FULL_COLLECTION_THRESHOLD)
 
 
 @contextmanager
-def growing() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Context manager: pause the garbage collector while large libraries are imported.
 
     Otherwise, repeated collections of their objects take a sixth of the time of importing torch.
@@ -34,15 +34,15 @@ def growing() -> Iterator[None]:
     try:
         yield
     finally:
-        _age()
+        _promote_young()
         if was_on:
             gc.enable()
 
 
-def _age() -> None:
+def _promote_young() -> None:
     """Move young objects to the oldest generation without a collection, unless they are few.
 
-    Nothing happens after ``settle``, because this would unfreeze the objects that it froze.
+    Nothing happens after ``freeze_heap``, because this would unfreeze the objects that it froze.
     """
     if gc.get_count()[0] > gc.get_threshold()[0] and not gc.get_freeze_count():
         gc.freeze()

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Self
 
 from everlift import sampling
-from everlift.checks import Range, one_too_many
+from everlift.checks import Range, limit_plus_one
 from everlift.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -178,8 +178,8 @@ class Submission:
             prompt=_prompt(message),
             max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
             sampling=SamplingParams.from_proto(message.sampling, seed, sampling_defaults),
-            stop=one_too_many(message.stop, MAX_STOP_STRINGS),
-            stop_token_ids=one_too_many(message.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            stop=limit_plus_one(message.stop, MAX_STOP_STRINGS),
+            stop_token_ids=limit_plus_one(message.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ignore_eos=message.ignore_eos,
             on_disconnect=_on_disconnect(message.on_disconnect),
             timeout_s=_seconds(message, "timeout_ms"),
@@ -234,9 +234,9 @@ def _on_disconnect(value: int) -> OnDisconnect:
         raise OutOfRange(f"on_disconnect has no value {value}", field="on_disconnect") from None
 
 
-def _check_bytes(name: str, text: str, most: int) -> None:
-    if len(text.encode()) > most:
-        raise OutOfRange(f"{name} is longer than {most} bytes", field=name)
+def _check_bytes(name: str, text: str, limit: int) -> None:
+    if len(text.encode()) > limit:
+        raise OutOfRange(f"{name} is longer than {limit} bytes", field=name)
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:

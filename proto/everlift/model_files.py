@@ -31,14 +31,14 @@ from everlift.gguf_directory import LINK, GgufUnusable, directory_of
 from everlift.gguf_header import is_gguf
 from everlift.hub import explain, is_commit, is_hub_id
 from everlift.packaged_models import PACKAGED_MODELS
-from everlift.progress import Progress, untold
+from everlift.progress import Progress, ignore_progress
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 #: Files of the configuration and the tokenizer. Files in subfolders are for other programs.
-_TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
-_ELSEWHERE = "*/*"
+_CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_SUBFOLDERS = "*/*"
 #: Name of the progress bar with which huggingface_hub counts the bytes written.
 _BYTES_BAR = "huggingface_hub.snapshot_download"
 
@@ -61,7 +61,7 @@ async def pin(model: str, revision: str = "") -> str:
 
 
 async def fetch(
-    model: str, revision: str = "", *, weights: bool, progress: Progress = untold
+    model: str, revision: str = "", *, weights: bool, progress: Progress = ignore_progress
 ) -> None:
     """Download the missing files of a hub model, or convert a GGUF file to a model directory.
 
@@ -97,7 +97,7 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
         return _snapshot(model, revision, weights)
     path = Path(model).expanduser()
     if is_gguf_model(model):
-        return _of_gguf(model, path)
+        return _locate_gguf(model, path)
     if path.is_dir():
         return path
     near = difflib.get_close_matches(model, PACKAGED_MODELS, 1)
@@ -116,7 +116,7 @@ def is_gguf_model(model: str) -> bool:
     return model in PACKAGED_MODELS or (is_gguf(model) and not Path(model).is_dir())
 
 
-def _of_gguf(model: str, path: Path) -> Path:
+def _locate_gguf(model: str, path: Path) -> Path:
     if model in PACKAGED_MODELS:
         path = PACKAGED_MODELS[model].path
         if not path.exists():
@@ -149,28 +149,28 @@ def weight_files(directory: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is not an index of safetensors files") from None
     for name in names:
-        if not _is_beside(name):
+        if not _is_safetensors_name(name):
             raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it")
     return [directory / name for name in sorted(names)]
 
 
-def _is_beside(name: object) -> bool:
+def _is_safetensors_name(name: object) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
 def _pin(model: str, revision: str) -> str:
-    with _explained(model, revision):
+    with _explain_errors(model, revision):
         from huggingface_hub import HfApi
 
         return HfApi().resolve_revision(model, revision=revision or None).resolved
 
 
 def _fetch(model: str, revision: str, weights: bool, relay: _Relay) -> None:
-    if not (is_commit(revision) and _is_here(model, revision, weights)):
+    if not (is_commit(revision) and _is_cached(model, revision, weights)):
         _snapshot(model, revision, weights, _bar_class(relay))
 
 
-def _is_here(model: str, revision: str, weights: bool) -> bool:
+def _is_cached(model: str, revision: str, weights: bool) -> bool:
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -183,7 +183,7 @@ def _is_here(model: str, revision: str, weights: bool) -> bool:
 
 
 def _snapshot(model: str, revision: str, weights: bool, bar: type[Any] | None = None) -> Path:
-    directory = _download(model, revision, _TEXTS, bar)
+    directory = _download(model, revision, _CONFIG_FILES, bar)
     names = [_CONFIG]
     if weights:
         shards = _weight_names(model, directory)
@@ -204,7 +204,7 @@ def _weight_names(model: str, directory: Path) -> list[str]:
 
 
 def _download(model: str, revision: str, patterns: Sequence[str], bar: type[Any] | None) -> Path:
-    with _explained(model, revision):
+    with _explain_errors(model, revision):
         from huggingface_hub import snapshot_download
 
         return Path(
@@ -212,7 +212,7 @@ def _download(model: str, revision: str, patterns: Sequence[str], bar: type[Any]
                 model,
                 revision=revision or None,
                 allow_patterns=list(patterns),
-                ignore_patterns=_ELSEWHERE,
+                ignore_patterns=_SUBFOLDERS,
                 local_files_only=bar is None,
                 tqdm_class=bar,
             )
@@ -271,7 +271,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _explained(model: str, revision: str) -> Iterator[None]:
+def _explain_errors(model: str, revision: str) -> Iterator[None]:
     """Context manager: convert errors of huggingface_hub, HTTP and storage to ModelUnavailable."""
     from huggingface_hub.utils import logging
 

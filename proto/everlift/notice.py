@@ -13,24 +13,24 @@ from everlift import logs
 log = logs.get_logger(__name__)
 
 
-def on_signal(leave: Callable[[], None]) -> None:
-    """Call ``leave`` in the running event loop at the first SIGUSR1.
+def on_signal(callback: Callable[[], None]) -> None:
+    """Call ``callback`` in the running event loop at the first SIGUSR1.
 
     The event loop may run in any thread. Python installs signal handlers only in the main thread,
     and the event loop of a Ray actor runs in another one. The handler of faulthandler can be
     installed from any thread. It writes a traceback to a pipe. The event loop ignores the
-    traceback, and calls ``leave`` as soon as the pipe has data.
+    traceback, and calls ``callback`` as soon as the pipe has data.
     """
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
 
-    def heard() -> None:
+    def on_readable() -> None:
         # The reader is removed, because the traceback may arrive in several pieces.
         loop.remove_reader(reader)
         log.warning("stop requested", signal="SIGUSR1")
-        leave()
+        callback()
 
     loop = asyncio.get_running_loop()
-    loop.add_reader(reader, heard)
+    loop.add_reader(reader, on_readable)
     faulthandler.register(signal.SIGUSR1, file=writer, all_threads=False)

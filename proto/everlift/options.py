@@ -102,7 +102,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         raise TypeError("a prompt is text or token ids, not bytes")
     _check_numbers(options)
     with sendable():
-        message = _unprompted(options)
+        message = _message_without_prompt(options)
         if isinstance(prompt, str):
             message.text = prompt
         else:
@@ -123,7 +123,7 @@ def _check_numbers(options: GenerateOptions) -> None:
             _SECONDS.check(name, value)  # type: ignore[arg-type]
 
 
-def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
+def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:
     stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
     on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
     ttft_target_s = options.get("ttft_target_s")
@@ -136,7 +136,7 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         sampling=_sampling(options),
         include_stop=options.get("include_stop", False),
         cache_salt=options.get("cache_salt", ""),
-        stop=_listed(stop),
+        stop=_as_list(stop),
         stop_token_ids=options.get("stop_token_ids", ()),
         ignore_eos=options.get("ignore_eos", False),
         on_disconnect=on_disconnect.value,
@@ -147,7 +147,7 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
     )
 
 
-def _listed(texts: str | Sequence[str]) -> Sequence[str]:
+def _as_list(texts: str | Sequence[str]) -> Sequence[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
@@ -176,7 +176,7 @@ def _grammar(options: GenerateOptions) -> pb.Grammar | None:
         "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
         "regex": options.get("regex"),
         "ebnf": options.get("ebnf"),
-        "choice": None if texts is None else pb.Choices(texts=_listed(texts)),
+        "choice": None if texts is None else pb.Choices(texts=_as_list(texts)),
     }
     given = {name: form for name, form in forms.items() if form is not None}
     if len(given) > 1:

@@ -17,41 +17,41 @@ Progress = Callable[[int, int], None]
 _LOG_EVERY_S = 5.0
 
 
-def untold(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     """Ignore the progress. This function is the Progress of callers that show none."""
 
 
 @contextmanager
-def told(what: str) -> Iterator[Progress]:
+def show_progress(title: str) -> Iterator[Progress]:
     """Context manager: yield a Progress that shows a bar, or logs if there is no terminal.
 
-    ``what`` names the task.
+    ``title`` names the task.
     """
     if not sys.stderr.isatty():
-        yield logged(what)
+        yield log_progress(title)
         return
-    with _bar(what) as progress:
+    with _bar(title) as progress:
         yield progress
 
 
-def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a Progress that logs how many MiB of the task ``what`` are done, and the total.
+def log_progress(title: str, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a Progress that logs how many MiB of the task ``title`` are done, and the total.
 
     It logs at most once every few seconds of ``clock``.
     """
-    due = clock() + _LOG_EVERY_S
+    next_log_at = clock() + _LOG_EVERY_S
 
     def progress(done: int, total: int) -> None:
-        nonlocal due
-        if clock() >= due:
-            due = clock() + _LOG_EVERY_S
-            log.info(what, done_mib=done >> 20, total_mib=total >> 20)
+        nonlocal next_log_at
+        if clock() >= next_log_at:
+            next_log_at = clock() + _LOG_EVERY_S
+            log.info(title, done_mib=done >> 20, total_mib=total >> 20)
 
     return progress
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Progress]:
+def _bar(title: str) -> Iterator[Progress]:
     # Imported here because rich is not a dependency of the client library.
     from rich import progress as rich
     from rich.console import Console
@@ -64,7 +64,7 @@ def _bar(what: str) -> Iterator[Progress]:
         rich.TimeRemainingColumn(),
     )
     bar = rich.Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(what, total=None)
+    task = bar.add_task(title, total=None)
 
     def progress(done: int, total: int) -> None:
         # The bar starts only here, so that none is shown if there is nothing to do.

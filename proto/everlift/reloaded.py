@@ -28,17 +28,17 @@ _TRIES = 5
 class Reloaded(Generic[T]):
     """Value that is reloaded when one of its files changes. Thread-safe."""
 
-    def __init__(self, files: Sequence[str], make: Callable[[], T]) -> None:
+    def __init__(self, files: Sequence[str], load: Callable[[], T]) -> None:
         """Load the value for the first time.
 
-        ``make`` reads ``files`` and returns the value, or raises SettingsError or OSError. If it
+        ``load`` reads ``files`` and returns the value, or raises SettingsError or OSError. If it
         raises one of these, the constructor raises SettingsError.
         """
         self._files = tuple(files)
-        self._make = make
-        self._complaint = ""
+        self._load = load
+        self._last_logged_error = ""
         self._lock = threading.Lock()
-        self._versions, self._value = self._made()
+        self._versions, self._value = self._load_consistent()
 
     def current(self) -> T:
         """Return the current value, which is the same object until a file changes.
@@ -47,29 +47,29 @@ class Reloaded(Generic[T]):
         """
         with self._lock:
             try:
-                if self._look() != self._versions:
-                    self._versions, self._value = self._made()
+                if self._file_versions() != self._versions:
+                    self._versions, self._value = self._load_consistent()
                     log.info("configuration files reloaded", files=self._files)
-                self._complaint = ""
+                self._last_logged_error = ""
             except (SettingsError, OSError) as error:
-                self._complain(str(error))
+                self._log_error_once(str(error))
             return self._value
 
-    def _complain(self, cause: str) -> None:
-        if cause != self._complaint:
+    def _log_error_once(self, cause: str) -> None:
+        if cause != self._last_logged_error:
             log.error("changed files are invalid: the previous ones stay in use", cause=cause)
-        self._complaint = cause
+        self._last_logged_error = cause
 
-    def _look(self) -> _Versions:
+    def _file_versions(self) -> _Versions:
         found = map(os.stat, self._files)
         return [(it.st_dev, it.st_ino, it.st_ctime_ns, it.st_size) for it in found]
 
-    def _made(self) -> tuple[_Versions, T]:
+    def _load_consistent(self) -> tuple[_Versions, T]:
         for _ in range(_TRIES):
             try:
-                before = self._look()
-                value = self._make()
-                if self._look() == before:
+                before = self._file_versions()
+                value = self._load()
+                if self._file_versions() == before:
                     return before, value
             except OSError as error:
                 raise SettingsError(f"{error.filename}: cannot be read: {error.strerror}") from None

@@ -11,11 +11,11 @@ import re
 
 from everlift.errors import InvalidRequest
 
-_BARE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_BETWEEN = "/"
+_SEPARATOR = "/"
 #: Prefix of the ids that clients did not choose.
-_UNNAMED = "unnamed-"
+_UNNAMED_PREFIX = "unnamed-"
 
 
 def check_request_id(request_id: str) -> str:
@@ -32,17 +32,17 @@ def check_request_id(request_id: str) -> str:
 
 def is_request_id(request_id: str) -> bool:
     """Return whether ``request_id`` has the form of an id that a client may choose."""
-    return _BARE.fullmatch(request_id) is not None
+    return _CLIENT_ID.fullmatch(request_id) is not None
 
 
-def unnamed(nonce: str) -> str:
+def unnamed_request_id(nonce: str) -> str:
     """Return an id for a request whose client chose none, made unique by the text ``nonce``."""
-    return _UNNAMED + nonce
+    return _UNNAMED_PREFIX + nonce
 
 
 def is_named(request_id: str) -> bool:
     """Return whether the client chose ``request_id``, with or without a tenant."""
-    return not bare(request_id).startswith(_UNNAMED)
+    return not strip_tenant(request_id).startswith(_UNNAMED_PREFIX)
 
 
 def check_tenant(tenant: str) -> str:
@@ -59,8 +59,8 @@ def check_qualified(request_id: str) -> str:
 
     Raises InvalidRequest otherwise.
     """
-    tenant, between, name = request_id.rpartition(_BETWEEN)
-    if between:
+    tenant, separator, name = request_id.rpartition(_SEPARATOR)
+    if separator:
         check_tenant(tenant)
     check_request_id(name)
     return request_id
@@ -68,22 +68,22 @@ def check_qualified(request_id: str) -> str:
 
 def is_qualified(request_id: str) -> bool:
     """Return whether the id begins with the name of a tenant."""
-    return _BETWEEN in request_id
+    return _SEPARATOR in request_id
 
 
-def qualified(tenant: str, request_id: str) -> str:
+def qualify(tenant: str, request_id: str) -> str:
     """Return the id inside the cluster of the request that ``tenant`` calls ``request_id``.
 
     If ``tenant`` is empty, both ids are the same.
     """
-    return f"{tenant}{_BETWEEN}{request_id}" if tenant else request_id
+    return f"{tenant}{_SEPARATOR}{request_id}" if tenant else request_id
 
 
-def bare(request_id: str) -> str:
+def strip_tenant(request_id: str) -> str:
     """Return the id as the client knows it, without the name of the tenant."""
-    return request_id.rpartition(_BETWEEN)[2]
+    return request_id.rpartition(_SEPARATOR)[2]
 
 
 def tenant_of(request_id: str) -> str:
     """Return the name of the tenant in the id; empty if there is none."""
-    return request_id.rpartition(_BETWEEN)[0]
+    return request_id.rpartition(_SEPARATOR)[0]

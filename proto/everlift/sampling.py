@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, Self, get_args
 
-from everlift.checks import Range, one_too_many
+from everlift.checks import Range, limit_plus_one
 from everlift.errors import GrammarTooLarge, InvalidRequest, LogitBiasTooLarge
 from everlift.v1 import inference_pb2 as pb
 
@@ -39,7 +39,7 @@ MAX_CHOICES = 1024
 #: Valid ranges of the numeric sampling fields. They are the same in every API.
 RANGES: Mapping[str, Range] = {
     "temperature": Range(0.0, 100.0),
-    "top_p": Range(0.0, 1.0, above=True),
+    "top_p": Range(0.0, 1.0, exclusive_low=True),
     # Both -1 and 0 mean that there is no limit.
     "top_k": Range(-1, MAX_TOP_K),
     "min_p": Range(0.0, 1.0),
@@ -100,7 +100,7 @@ class Grammar:
             raise InvalidRequest("the grammar has no form", field="grammar")
         kind = GrammarKind(form)
         if kind is GrammarKind.CHOICE:
-            return cls(kind, one_too_many(message.choice.texts, MAX_CHOICES))
+            return cls(kind, limit_plus_one(message.choice.texts, MAX_CHOICES))
         return cls(kind, (getattr(message, form),))
 
     def to_proto(self) -> pb.Grammar:
@@ -174,7 +174,7 @@ class SamplingParams:
         return replace(
             defaults or cls(),
             **{"seed": seed} | given,
-            logit_bias=tuple(sorted(one_too_many(message.logit_bias.items(), MAX_LOGIT_BIAS))),
+            logit_bias=tuple(sorted(limit_plus_one(message.logit_bias.items(), MAX_LOGIT_BIAS))),
             min_tokens=message.min_tokens,
             grammar=Grammar.from_proto(message.grammar) if message.HasField("grammar") else None,
         )

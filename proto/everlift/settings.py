@@ -70,19 +70,19 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: Finite number that is at least 0.
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Fraction above 0 and at most 1.
-Part = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 T = TypeVar("T")
 
 
 def load(
-    cls: type[T], *layers: Mapping[str, object], where: Callable[[str], str] = lambda path: ""
+    cls: type[T], *layers: Mapping[str, object], location_of: Callable[[str], str] = lambda path: ""
 ) -> T:
     """Return an instance of the dataclass ``cls`` with the settings in ``layers``.
 
-    Each layer is a nested mapping, and overrides those before it. ``where`` is called with the
-    dotted path of an invalid setting, and returns the text that precedes the path in the error, for
-    example the setting's file and line. Raises SettingsError, which lists all invalid settings.
+    Each layer is a nested mapping, and overrides those before it. ``location_of`` is called with
+    the dotted path of an invalid setting, and returns the text that precedes the path in the error,
+    for example the setting's file and line. Raises SettingsError, which lists all invalid settings.
     """
     merged: Mapping[str, object] = {}
     for layer in layers:
@@ -93,7 +93,7 @@ def load(
     try:
         return cast(T, _adapter(cast(Any, cls)).validate_json(data, strict=True, extra="forbid"))
     except ValidationError as error:
-        raise explained(cls, error, where, list(_paths(merged, ""))) from None
+        raise to_settings_error(cls, error, location_of, list(_paths(merged, ""))) from None
 
 
 def _paths(values: Mapping[str, object], section: str) -> Iterator[str]:
@@ -103,18 +103,19 @@ def _paths(values: Mapping[str, object], section: str) -> Iterator[str]:
             yield from _paths(value, f"{section}{name}.")
 
 
-def explained(
+def to_settings_error(
     cls: type,
     error: ValidationError,
-    where: Callable[[str], str] = lambda path: "",
+    location_of: Callable[[str], str] = lambda path: "",
     order: Sequence[str] = (),
 ) -> SettingsError:
     """Return a SettingsError for pydantic's ``error`` about the dataclass ``cls``.
 
     Its message has one line per setting, sorted by the positions of their paths in ``order``.
-    ``where`` is called with a setting's dotted path, and returns the text that precedes the line.
+    ``location_of`` is called with a setting's dotted path, and returns the text that precedes the
+    line.
     """
-    keys, problems = Keys(cls), _Problems(where)
+    keys, problems = Keys(cls), _Problems(location_of)
     details = error.errors()
     # A misspelt key is reported as unknown, and not a second time as a missing one.
     unknown = [it for it in details if it["type"] == _UNKNOWN_KEY]
@@ -170,16 +171,16 @@ def _wrong_type(path: str, hint: Any, value: object) -> SettingsError:
 
 
 class _Problems:
-    def __init__(self, where: Callable[[str], str] = lambda path: "") -> None:
-        self._where = where
+    def __init__(self, location_of: Callable[[str], str] = lambda path: "") -> None:
+        self._location_of = location_of
         self._lines: list[str] = []
 
     def add(self, path: str, error: Exception) -> None:
         """Add the message of ``error``, which is about the setting with the dotted path ``path``.
 
-        The text that ``where`` returns for ``path`` precedes the message in its line.
+        The text that ``location_of`` returns for ``path`` precedes the message in its line.
         """
-        self._lines.append(f"{self._where(path)}{error}")
+        self._lines.append(f"{self._location_of(path)}{error}")
 
     @property
     def error(self) -> SettingsError:
@@ -207,7 +208,7 @@ def from_environment(
             try:
                 if path not in keys:
                     raise keys.unknown(path, spell=_variable)
-                _put(layer, path, _parse(keys[path], environ[name], name))
+                _set_at(layer, path, _parse(keys[path], environ[name], name))
             except SettingsError as error:
                 problems.add(path, error)
     problems.check()
@@ -230,7 +231,7 @@ def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
                 raise SettingsError(f"{assignment}: must be key=value")
             if path not in keys:
                 raise keys.unknown(path)
-            _put(layer, path, _parse(keys[path], text, path))
+            _set_at(layer, path, _parse(keys[path], text, path))
         except SettingsError as error:
             problems.add(path, error)
     problems.check()
@@ -318,7 +319,7 @@ def _merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str
     return merged
 
 
-def _put(layer: dict[str, object], path: str, value: object) -> None:
+def _set_at(layer: dict[str, object], path: str, value: object) -> None:
     *sections, name = path.split(".")
     for section in sections:
         layer = cast(dict[str, object], layer.setdefault(section, {}))

@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from everlift.step_time import StepSize
 
 #: Number of new samples of a stratum after which the weight of an older sample is 1/e.
-_MEMORY = 32.0
+_DECAY_SAMPLES = 32.0
 #: Smallest number of samples for which step times are predicted.
-_ENOUGH = 8
+_MIN_SAMPLES = 8
 #: Number of recent samples over which the mean error is taken.
-_ERROR_MEMORY = 50
+_ERROR_WINDOW = 50
 #: The weight of a sample is reduced if its relative error is larger than the first number times
 #: the mean error, and larger than the second number.
 _OUTLIER, _LEAST_OUTLIER = 3.0, 0.1
 #: If the mean relative error is larger than this, all samples are discarded, because the machine
 #: has changed or is now shared with other work.
-_WRONG = 0.5
+_RESET_ERROR = 0.5
 #: Strength with which coefficients that the samples do not determine keep their previous values.
-_INERTIA = 1e-5
+_RIDGE = 1e-5
 #: The features are a constant and the fields of a StepSize.
 _NUM_FEATURES = 1 + len(StepSize._fields)
 
@@ -43,12 +43,12 @@ class _Sums:
     products: list[float] = field(default_factory=lambda: [0.0] * _NUM_FEATURES**2)
     totals: list[float] = field(default_factory=lambda: [0.0] * _NUM_FEATURES)
 
-    def add(self, features: Sequence[float], target: float, weight: float, keep: float) -> None:
+    def add(self, features: Sequence[float], target: float, weight: float, decay: float) -> None:
         weighted = [weight * x for x in features]
         totals = zip(self.totals, weighted, strict=True)
-        self.totals = [keep * total + x * target for total, x in totals]
+        self.totals = [decay * total + x * target for total, x in totals]
         outer = (x * y for x in weighted for y in features)
-        self.products = [keep * p + xy for p, xy in zip(self.products, outer, strict=True)]
+        self.products = [decay * p + xy for p, xy in zip(self.products, outer, strict=True)]
 
 
 class FittedStepTime:
@@ -66,7 +66,7 @@ class FittedStepTime:
 
     @property
     def is_known(self) -> bool:
-        return self._num_fitted >= _ENOUGH
+        return self._num_fitted >= _MIN_SAMPLES
 
     @property
     def error(self) -> float | None:
@@ -93,7 +93,7 @@ class FittedStepTime:
         """
         predicted = self.seconds(size) if self.is_known else seconds
         weight = self._weigh(predicted / seconds - 1) if self.is_known else 1.0
-        if self._num_errors == _ERROR_MEMORY and self._error > _WRONG:
+        if self._num_errors == _ERROR_WINDOW and self._error > _RESET_ERROR:
             self._strata.clear()
             self._num_errors = 0
         # The error is relative to the larger of measurement and prediction. Otherwise, an
@@ -102,7 +102,7 @@ class FittedStepTime:
         features = [x / scale for x in (1.0, *size)]
         stratum = (int(size.num_tokens).bit_length(), int(size.num_rows).bit_length())
         sums = self._strata.setdefault(stratum, _Sums())
-        sums.add(features, seconds / scale, weight, keep=1 - 1 / _MEMORY)
+        sums.add(features, seconds / scale, weight, decay=1 - 1 / _DECAY_SAMPLES)
         self._num_samples += 1
 
     def _weigh(self, error: float) -> float:
@@ -113,7 +113,7 @@ class FittedStepTime:
         """
         size = min(1.0, abs(error))
         usual = max(_LEAST_OUTLIER, _OUTLIER * self._error) if self._num_errors else size
-        self._num_errors = min(_ERROR_MEMORY, self._num_errors + 1)
+        self._num_errors = min(_ERROR_WINDOW, self._num_errors + 1)
         self._error += (size - self._error) / self._num_errors
         return min(1.0, usual / size) if size else 1.0
 
@@ -142,8 +142,8 @@ def _least_squares(
     used = [i for i in range(n) if scales[i] > 0]
     while used:
         rows = [
-            [products[i * n + j] / (scales[i] * scales[j]) + _INERTIA * (i == j) for j in used]
-            + [totals[i] / scales[i] + _INERTIA * before[i] * scales[i]]
+            [products[i * n + j] / (scales[i] * scales[j]) + _RIDGE * (i == j) for j in used]
+            + [totals[i] / scales[i] + _RIDGE * before[i] * scales[i]]
             for i in used
         ]
         found = _solve(rows)

@@ -95,13 +95,13 @@ class TextState:
         if self._is_stop_token and not self._stops.is_included:
             return ""
         text = self._detokenizer.push(token_id)
-        return self._matcher.feed(text, counts=self._num_tokens >= self._stops.min_tokens)
+        return self._matcher.feed(text, can_match=self._num_tokens >= self._stops.min_tokens)
 
     def finish(self) -> str:
         """Return the text that is still held back; no token may follow."""
         rest = self._detokenizer.finish()
-        counts = self._num_tokens >= self._stops.min_tokens
-        return self._matcher.feed(rest, counts=counts) + self._matcher.finish()
+        can_match = self._num_tokens >= self._stops.min_tokens
+        return self._matcher.feed(rest, can_match=can_match) + self._matcher.finish()
 
     @property
     def _is_stop_token(self) -> bool:
@@ -115,7 +115,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         #: bytes of the last character, which is incomplete
-        self._rest = b""
+        self._incomplete = b""
         self._is_first = True
 
     def push(self, token_id: int) -> str:
@@ -124,12 +124,12 @@ class Detokenizer:
         if data is None:
             return ""
         self._is_first = False
-        text, self._rest = decode_utf8(self._rest + data)
+        text, self._incomplete = decode_utf8(self._incomplete + data)
         return text
 
     def finish(self) -> str:
         """Return U+FFFD if the last character is incomplete, else an empty text."""
-        rest, self._rest = self._rest, b""
+        rest, self._incomplete = self._incomplete, b""
         return rest.decode(errors="replace")
 
 
@@ -156,14 +156,14 @@ class StopMatcher:
         #: the stop string that was completed, or None
         self.stop: str | None = None
         self._is_included = is_included
-        self._held = ""
+        self._pending = ""
         self._state = 0
         self._automaton = StopAutomaton.of(tuple(stops))
 
-    def feed(self, text: str, *, counts: bool = True) -> str:
+    def feed(self, text: str, *, can_match: bool = True) -> str:
         """Add ``text``, and return the further text that cannot become part of a stop string.
 
-        If ``counts`` is false, a stop string cannot be completed within ``text``, but can begin
+        If ``can_match`` is false, a stop string cannot be completed within ``text``, but can begin
         there. After a stop string has been completed, the method returns "".
         """
         automaton = self._automaton
@@ -171,21 +171,21 @@ class StopMatcher:
             return ""
         if automaton.is_empty:
             return text
-        buffer = self._held + text
-        for end, char in enumerate(text, len(self._held) + 1):
+        buffer = self._pending + text
+        for end, char in enumerate(text, len(self._pending) + 1):
             self._state = automaton.step(self._state, char)
-            if counts and (match := automaton.match[self._state]):
+            if can_match and (match := automaton.match_lengths[self._state]):
                 self.matched = True
                 self.stop = buffer[end - match : end]
-                self._held = ""
+                self._pending = ""
                 return buffer[: end if self._is_included else end - match]
-        certain = len(buffer) - automaton.open[self._state]
-        self._held = buffer[certain:]
+        certain = len(buffer) - automaton.prefix_lengths[self._state]
+        self._pending = buffer[certain:]
         return buffer[:certain]
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 class StopAutomaton:
@@ -208,9 +208,9 @@ class StopAutomaton:
 
     def __init__(self, stops: Sequence[str]) -> None:
         #: for each state, the length of the longest stop string that ends there; 0 if none does
-        self.match = [0]
+        self.match_lengths = [0]
         #: for each state, the length of the longest suffix with which a longer stop string begins
-        self.open = [0]
+        self.prefix_lengths = [0]
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self._depth = [0]
@@ -234,13 +234,13 @@ class StopAutomaton:
                 self._next.append({})
                 self._fallback.append(0)
                 self._depth.append(self._depth[state] + 1)
-                self.match.append(0)
-                self.open.append(0)
+                self.match_lengths.append(0)
+                self.prefix_lengths.append(0)
             state = self._next[state][char]
-        self.match[state] = self._depth[state]
+        self.match_lengths[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Set the failure links of the automaton, and from them ``match`` and ``open``.
+        """Set the failure links of the automaton, and from them both lists of lengths.
 
         The failure link of a state (``_fallback``) is the state of the next shorter suffix. States
         are visited breadth first, because a link depends on the links of states of smaller depth.
@@ -249,8 +249,10 @@ class StopAutomaton:
         while queue:
             state = queue.popleft()
             fallback = self._fallback[state]
-            self.match[state] = self.match[state] or self.match[fallback]
-            self.open[state] = self._depth[state] if self._next[state] else self.open[fallback]
+            self.match_lengths[state] = self.match_lengths[state] or self.match_lengths[fallback]
+            self.prefix_lengths[state] = (
+                self._depth[state] if self._next[state] else self.prefix_lengths[fallback]
+            )
             for char, child in self._next[state].items():
                 self._fallback[child] = self.step(fallback, char)
                 queue.append(child)

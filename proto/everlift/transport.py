@@ -51,7 +51,7 @@ class _Plain:
         try:
             return server.add_insecure_port(address)
         except RuntimeError as error:
-            raise _taken(address) from error
+            raise _address_in_use(address) from error
 
 
 class TlsTransport:
@@ -83,26 +83,26 @@ class TlsTransport:
         try:
             return server.add_secure_port(address, self._server_credentials())
         except RuntimeError as error:
-            raise _taken(address) from error
+            raise _address_in_use(address) from error
 
     def _server_credentials(self) -> grpc.ServerCredentials:
-        shown = self.credentials
+        current = self.credentials
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             """Return the certificates if they have changed since the last call, else None.
 
             gRPC calls this function in its own threads, at each handshake.
             """
-            nonlocal shown
-            if (pem := self.credentials) is shown:
+            nonlocal current
+            if (pem := self.credentials) is current:
                 return None
-            shown = pem
+            current = pem
             return _configuration(pem)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(shown),
+            _configuration(current),
             changed,  # type: ignore[arg-type]  # the stubs do not allow None
-            require_client_authentication=shown.ca is not None,
+            require_client_authentication=current.ca is not None,
         )
 
 
@@ -111,7 +111,7 @@ def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
 
-def _taken(address: str) -> OSError:
+def _address_in_use(address: str) -> OSError:
     return OSError(f"cannot listen on {address}: is the port in use?")
 
 

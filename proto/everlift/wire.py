@@ -27,7 +27,7 @@ _BROKEN = frozenset(
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftError) -> NoReturn:
     """End a call on the server with the error's status, cause and details. Never returns."""
-    await context.abort(status(error), error_details.cause(error), trailing(error))
+    await context.abort(status(error), error_details.cause(error), trailing_metadata(error))
 
 
 def status(error: EverliftError) -> grpc.StatusCode:
@@ -35,7 +35,7 @@ def status(error: EverliftError) -> grpc.StatusCode:
     return code
 
 
-def trailing(error: EverliftError) -> tuple[tuple[str, bytes]]:
+def trailing_metadata(error: EverliftError) -> tuple[tuple[str, bytes]]:
     """Return the trailing metadata of a call that ends with ``error``."""
     return ((DETAILS, error_details.encode(error, status(error).value[0])),)
 
@@ -71,7 +71,7 @@ async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
 
 async def _error(call: grpc.aio.Call) -> EverliftError:
     code, details = await call.code(), await call.details() or ""
-    if (error := _told(await call.trailing_metadata())) is not None:
+    if (error := _server_error(await call.trailing_metadata())) is not None:
         return error
     if code in _BROKEN:
         reason = refusal(details)
@@ -86,7 +86,7 @@ async def _error(call: grpc.aio.Call) -> EverliftError:
     return EverliftError(f"{code.name}: {details}")
 
 
-def _told(metadata: grpc.aio.Metadata | None) -> EverliftError | None:
+def _server_error(metadata: grpc.aio.Metadata | None) -> EverliftError | None:
     for key, value in metadata or ():
         if key == DETAILS and isinstance(value, bytes):
             return error_details.decode(value)

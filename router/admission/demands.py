@@ -35,30 +35,30 @@ class Demands:
 
     def __init__(self) -> None:
         #: last report of each gateway, the newest last
-        self._told: dict[str, session_pb2.WorkerDemand] = {}
+        self._reports: dict[str, session_pb2.WorkerDemand] = {}
         #: by cluster: the number of workers that its autoscaler reported, and when
         self._scaled: dict[str, tuple[int, float]] = {}
 
     def update(self, gateway: str, demand: session_pb2.WorkerDemand) -> None:
-        self._told.pop(gateway, None)
-        self._told[gateway] = demand
+        self._reports.pop(gateway, None)
+        self._reports[gateway] = demand
 
     def disconnect(self, gateway: str) -> None:
-        self._told.pop(gateway, None)
+        self._reports.pop(gateway, None)
 
-    def scale(self, scaling: session_pb2.Scaling, moment: float) -> None:
-        """Record the number of workers that an autoscaler reported at the time ``moment``."""
-        self._scaled[scaling.ray_cluster] = scaling.workers, moment
+    def scale(self, scaling: session_pb2.Scaling, reported_at: float) -> None:
+        """Record the number of workers that an autoscaler reported at the time ``reported_at``."""
+        self._scaled[scaling.ray_cluster] = scaling.workers, reported_at
 
     @property
     def is_scaled(self) -> bool:
         """Return whether any cluster's number of workers is set by an autoscaler."""
-        return any(not demand.HasField("workers") for demand in self._told.values())
+        return any(not demand.HasField("workers") for demand in self._reports.values())
 
     def total(self, now: float) -> Demand:
         """Return the sum of the clusters' demands. O(routers)."""
         # The gateways of a cluster report the same demand, except for a moment after a change.
-        newest = {demand.ray_cluster: demand for demand in self._told.values()}
+        newest = {demand.ray_cluster: demand for demand in self._reports.values()}
         known = [
             workers
             for demand in newest.values()
@@ -73,6 +73,6 @@ class Demands:
     def _workers(self, demand: session_pb2.WorkerDemand, now: float) -> int | None:
         if demand.HasField("workers"):
             return demand.workers
-        workers, moment = self._scaled.get(demand.ray_cluster, (0, 0.0))
-        is_known = demand.ray_cluster in self._scaled and now - moment < _SCALING_STALE_S
+        workers, reported_at = self._scaled.get(demand.ray_cluster, (0, 0.0))
+        is_known = demand.ray_cluster in self._scaled and now - reported_at < _SCALING_STALE_S
         return workers if is_known else None

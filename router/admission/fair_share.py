@@ -37,7 +37,7 @@ class TokenCounters:
         self._in_least: set[str] = set()
         #: tenant whose last queued request left most recently
         self._last = ""
-        self._forget_beyond = _FEW
+        self._prune_threshold = _FEW
 
     def __len__(self) -> int:
         return len(self._counters)
@@ -47,7 +47,7 @@ class TokenCounters:
         """Number of queued requests of each tenant that has any."""
         return self._waiting
 
-    def of(self, tenant: str) -> float:
+    def counter_of(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
     def note_queued(self, tenant: str, *, lift: bool) -> None:
@@ -59,15 +59,15 @@ class TokenCounters:
         if tenant in self._waiting:
             self._waiting[tenant] += 1
             return
-        self._counters[tenant] = max(self.of(tenant), self._level() if lift else 0.0)
+        self._counters[tenant] = max(self.counter_of(tenant), self._level() if lift else 0.0)
         self._waiting[tenant] = 1
         if tenant not in self._in_least:
             self._in_least.add(tenant)
             heapq.heappush(self._least, (self._counters[tenant], tenant))
-        if len(self._counters) > self._forget_beyond:
-            self._forget()
+        if len(self._counters) > self._prune_threshold:
+            self._prune()
 
-    def go(self, tenant: str) -> None:
+    def note_removed(self, tenant: str) -> None:
         """Record that a request of the tenant has left the queue, for any reason."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
@@ -76,7 +76,7 @@ class TokenCounters:
 
     def charge(self, tenant: str, cost: float) -> None:
         """Add ``cost``, which is already divided by the weight, to the tenant's counter."""
-        self._counters[tenant] = self.of(tenant) + cost
+        self._counters[tenant] = self.counter_of(tenant) + cost
 
     def _level(self) -> float:
         least = self._least
@@ -85,20 +85,20 @@ class TokenCounters:
             if tenant not in self._waiting:
                 heapq.heappop(least)
                 self._in_least.remove(tenant)
-            elif counter < self.of(tenant):
-                heapq.heapreplace(least, (self.of(tenant), tenant))
+            elif counter < self.counter_of(tenant):
+                heapq.heapreplace(least, (self.counter_of(tenant), tenant))
             else:
                 return counter
-        return self.of(self._last)
+        return self.counter_of(self._last)
 
-    def _forget(self) -> None:
+    def _prune(self) -> None:
         level = self._level()
         self._counters = {
             tenant: counter
             for tenant, counter in self._counters.items()
             if counter > level or tenant in self._waiting or tenant == self._last
         }
-        self._forget_beyond = _FEW + 2 * len(self._counters)
+        self._prune_threshold = _FEW + 2 * len(self._counters)
 
     @property
     def gap(self) -> float:
@@ -108,7 +108,7 @@ class TokenCounters:
 
     # handover to the next leader
 
-    def gaps_on_arrival(self, most: int) -> list[tuple[str, float]]:
+    def largest_leads(self, most: int) -> list[tuple[str, float]]:
         """Return the up to ``most`` tenants with the largest counters, as pairs with their leads.
 
         The lead is the tenant's counter minus the one that a newly backlogged tenant would get.
@@ -118,9 +118,9 @@ class TokenCounters:
         above = ((it[0], it[1] - level) for it in self._counters.items() if it[1] > level)
         return heapq.nlargest(most, above, key=lambda it: it[1])
 
-    def recall(self, told: Iterable[tuple[str, float]]) -> None:
+    def restore_leads(self, leads: Iterable[tuple[str, float]]) -> None:
         """Add leads, pairs of tenant and number from a previous leader, to the counters."""
-        for tenant, counter in told:
+        for tenant, counter in leads:
             self.charge(tenant, counter)
 
 
@@ -146,7 +146,7 @@ class ServedOutputs:
 
 
 #: Most counters of a class that are reported for the next leader.
-_MOST_TOLD = 512
+_MAX_REPORTED = 512
 #: Most tenants' queues in the report of the cluster's load.
 _MOST_QUEUES = 64
 
@@ -185,10 +185,10 @@ class FairShare:
         key = waiting.priority, tenant
         self._work[key] = self._work.get(key, 0) + waiting.work_tokens
 
-    def go(self, waiting: Waiting) -> None:
+    def note_removed(self, waiting: Waiting) -> None:
         """Record that a request is no longer queued."""
         tenant = tenant_of(waiting.request_id)
-        self.counters(waiting.priority).go(tenant)
+        self.counters(waiting.priority).note_removed(tenant)
         key = waiting.priority, tenant
         self._work[key] -= waiting.work_tokens
         if not self._work[key]:
@@ -208,18 +208,18 @@ class FairShare:
         others = len(self.counters(ordered.priority).waiting) - 1
         return round(own * (1 + others / self._weight_of(tenant)))
 
-    def of(self, ordered: Ordered) -> float:
+    def counter_of(self, ordered: Ordered) -> float:
         """Return the counter of the request's tenant in its class; smaller leaves earlier."""
-        return self.counters(ordered.priority).of(tenant_of(ordered.request_id))
+        return self.counters(ordered.priority).counter_of(tenant_of(ordered.request_id))
 
-    def dispatched(self, waiting: Waiting) -> None:
+    def charge_prompt(self, waiting: Waiting) -> None:
         """Add the cost of a dispatched request's prompt, unless the request has run before."""
         if not waiting.has_run:
             tenant = tenant_of(waiting.request_id)
             cost = self._prompt_token * waiting.prefill_tokens
             self._charge(tenant, waiting.priority, cost)
 
-    def on_handover(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
+    def charge_outputs(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
         """Add the costs of the output tokens that a router reports."""
         for each in outputs:
             self._charge(each.tenant, each.priority, self._output_token * each.tokens)
@@ -258,13 +258,13 @@ class FairShare:
         return [
             session_pb2.TenantService(tenant=tenant, priority=priority, counter=counter)
             for priority, counters in self._of_class.items()
-            for tenant, counter in counters.gaps_on_arrival(_MOST_TOLD)
+            for tenant, counter in counters.largest_leads(_MAX_REPORTED)
         ]
 
-    def recall(self, reported: Iterable[session_pb2.TenantService]) -> None:
+    def restore_counters(self, reported: Iterable[session_pb2.TenantService]) -> None:
         """Add the leads that the previous leader reported to the present counters.
 
         Counters that have grown in this leader's term before this call are not lost.
         """
         for each in reported:
-            self.counters(each.priority).recall([(each.tenant, each.counter)])
+            self.counters(each.priority).restore_leads([(each.tenant, each.counter)])

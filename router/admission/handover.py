@@ -25,9 +25,9 @@ DISPATCHES_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class _Handover:
+class _GatewayProgress:
     mark: Key | None
-    heard: float
+    last_report_at: float
 
 
 class QueueHandover:
@@ -39,29 +39,29 @@ class QueueHandover:
 
     def __init__(self, now: float, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._began = now
-        self._telling: dict[str, _Handover] = {}
-        self._came: set[str] = set()
+        self._started_at = now
+        self._reporting: dict[str, _GatewayProgress] = {}
+        self._connected: set[str] = set()
         #: live gateways according to the ledger; None until it has answered
-        self._living: frozenset[str] | None = None
+        self._live: frozenset[str] | None = None
 
-    def living(self, gateways: Iterable[str]) -> None:
+    def set_live_gateways(self, gateways: Iterable[str]) -> None:
         """Set the ids of the live gateways; the leader does not wait for any other to connect."""
-        self._living = frozenset(gateways)
+        self._live = frozenset(gateways)
 
-    def is_gathering(self, now: float) -> bool:
+    def is_awaiting_gateways(self, now: float) -> bool:
         """Return whether the leader still waits for live gateways to connect."""
-        if now - self._began >= self._timeout_s:
+        if now - self._started_at >= self._timeout_s:
             return False
-        return self._living is None or not self._living <= self._came
+        return self._live is None or not self._live <= self._connected
 
     def connect(self, gateway: str, now: float) -> None:
         """Record that a gateway has connected and begins to report its requests."""
-        self._came.add(gateway)
-        self._telling[gateway] = _Handover(None, now)
+        self._connected.add(gateway)
+        self._reporting[gateway] = _GatewayProgress(None, now)
 
     def disconnect(self, gateway: str) -> None:
-        self._telling.pop(gateway, None)
+        self._reporting.pop(gateway, None)
 
     def on_waiting(self, gateway: str, key: Key, now: float) -> None:
         """Record that a gateway has reported a queued request with this sort key.
@@ -70,42 +70,42 @@ class QueueHandover:
         its marker: all of its requests with smaller keys are known. A later report with a smaller
         key is a new request and does not change the marker.
         """
-        telling = self._telling.get(gateway)
-        if telling is not None:
-            telling.heard = now
-            telling.mark = key if telling.mark is None else max(telling.mark, key)
+        progress = self._reporting.get(gateway)
+        if progress is not None:
+            progress.last_report_at = now
+            progress.mark = key if progress.mark is None else max(progress.mark, key)
 
     def complete(self, gateway: str) -> None:
         """Record that a gateway has reported all of its queued requests."""
-        self._telling.pop(gateway, None)
+        self._reporting.pop(gateway, None)
 
-    def dismiss(self) -> None:
+    def complete_all(self) -> None:
         """Stop waiting for reports, because a change of the order makes the markers meaningless."""
-        self._telling.clear()
+        self._reporting.clear()
 
-    def is_over(self, now: float) -> bool:
+    def is_complete(self, now: float) -> bool:
         """Return whether the handover has ended: no gateway is missing or still reporting.
 
         A gateway that does not connect in time is no longer missing.
         """
-        return not self._telling and not self.is_gathering(now)
+        return not self._reporting and not self.is_awaiting_gateways(now)
 
     def allows(self, key: Key, now: float) -> bool:
         """Return whether the request with this key may leave: no unreported one can precede it.
 
         Gateways that have connected but then sent nothing for ``timeout_s`` are ignored.
         """
-        if self.is_gathering(now):
+        if self.is_awaiting_gateways(now):
             return False
         return all(
-            telling.mark is not None and key <= telling.mark
-            for telling in self._telling.values()
-            if now - telling.heard < self._timeout_s
+            progress.mark is not None and key <= progress.mark
+            for progress in self._reporting.values()
+            if now - progress.last_report_at < self._timeout_s
         )
 
 
 @dataclass(slots=True)
-class _Said:
+class _Resync:
     generation: str
     since: float
 
@@ -122,21 +122,21 @@ class Generations:
         self._timeout_s = timeout_s
         self._current = generation
         self._since = now
-        self._said: dict[str, _Said] = {}
+        self._resyncs: dict[str, _Resync] = {}
 
     def change(self, generation: str, now: float) -> None:
         self._current, self._since = generation, now
 
     def connect(self, gateway: str, now: float) -> None:
-        self._said[gateway] = _Said("", now)
+        self._resyncs[gateway] = _Resync("", now)
 
     def disconnect(self, gateway: str) -> None:
-        self._said.pop(gateway, None)
+        self._resyncs.pop(gateway, None)
 
-    def said(self, gateway: str, generation: str, now: float) -> None:
+    def note_resync(self, gateway: str, generation: str, now: float) -> None:
         """Record that a gateway has re-sent its state to the ledger with this generation."""
-        if gateway in self._said:
-            self._said[gateway] = _Said(generation, now)
+        if gateway in self._resyncs:
+            self._resyncs[gateway] = _Resync(generation, now)
 
     def agree(self, now: float) -> bool:
         """Return whether all gateways have re-sent their state for the current generation.
@@ -145,19 +145,19 @@ class Generations:
         that is, if it does not report one.
         """
         return not self._current or all(
-            said.generation == self._current or now >= self._until(said)
-            for said in self._said.values()
+            resync.generation == self._current or now >= self._until(resync)
+            for resync in self._resyncs.values()
         )
 
-    def _until(self, said: _Said) -> float:
-        return max(said.since, self._since) + self._timeout_s
+    def _until(self, resync: _Resync) -> float:
+        return max(resync.since, self._since) + self._timeout_s
 
 
 #: Entries of the first message, and of any message at most. The first ones arrive soon, and no
 #: message occupies either end for long.
-_FIRST, _MOST = 32, 256
+_FIRST_SIZE, _MAX_SIZE = 32, 256
 
-_Turn: TypeAlias = tuple[Key, int, pb.Waiting]
+_Item: TypeAlias = tuple[Key, int, pb.Waiting]
 
 
 class HandoverSender:
@@ -182,26 +182,27 @@ class HandoverSender:
             router_id=router_id, generation=generation, order=policy.place_name
         )
         self._tickets = count()
-        self._roll = ((self._key(it), next(self._tickets), it) for it in waiting)
+        self._snapshot = ((self._key(it), next(self._tickets), it) for it in waiting)
         self._running = iter(running)
-        self._size = _FIRST
-        #: next entry of the roll, if it has been read already
-        self._next: _Turn | None = None
-        #: requests that were queued since the roll was made, as a heap, and the ticket of the valid
-        #: entry of each request
-        self._late: list[_Turn] = []
-        self._turns: dict[str, int] = {}
-        #: sort key of the last queued request that was sent from the roll or the heap
+        self._size = _FIRST_SIZE
+        #: next entry of the snapshot, if it has been read already
+        self._next: _Item | None = None
+        #: requests that were queued since the snapshot was made, as a heap, and the ticket of the
+        #: valid entry of each request
+        self._new_items: list[_Item] = []
+        self._valid_tickets: dict[str, int] = {}
+        #: sort key of the last queued request that was sent from the snapshot or the heap
         self._mark: Key | None = None
-        self._all_waiting_told = self._all_running_told = False
-        #: requests with updates since the handover began, whose entries in the roll are outdated
-        self._spoken_of: set[str] = set()
+        self._all_waiting_sent = self._all_running_sent = False
+        #: requests with updates since the handover began; their entries in the snapshot are
+        #: outdated
+        self._superseded: set[str] = set()
         #: by request id: the last update that was not sent yet; None: neither queued nor running
-        self._news: dict[str, pb.Waiting | pb.Running | None] = {}
+        self._updates: dict[str, pb.Waiting | pb.Running | None] = {}
 
     def __bool__(self) -> bool:
         """Return whether a message is left to send."""
-        return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
+        return not self._all_running_sent or bool(self._updates) or self._hello.ByteSize() > 0
 
     def _key(self, waiting: pb.Waiting) -> Key:
         return key_of(self._policy, Waiting.from_proto(self._router_id, waiting))
@@ -209,59 +210,59 @@ class HandoverSender:
     # updates during the handover and after it
 
     def enqueue(self, waiting: pb.Waiting) -> None:
-        self._speak_of(waiting.request_id)
+        self._supersede(waiting.request_id)
         key = self._key(waiting)
-        if self._all_waiting_told or (self._mark is not None and key <= self._mark):
-            self._news[waiting.request_id] = waiting
+        if self._all_waiting_sent or (self._mark is not None and key <= self._mark):
+            self._updates[waiting.request_id] = waiting
         else:
-            turn = self._turns[waiting.request_id] = next(self._tickets)
-            heapq.heappush(self._late, (key, turn, waiting))
+            ticket = self._valid_tickets[waiting.request_id] = next(self._tickets)
+            heapq.heappush(self._new_items, (key, ticket, waiting))
 
     def withdraw(self, request_id: str) -> None:
-        self._speak_of(request_id)
-        self._news[request_id] = None
+        self._supersede(request_id)
+        self._updates[request_id] = None
 
-    def run(self, running: pb.Running) -> None:
-        self._speak_of(running.request_id)
-        self._news[running.request_id] = running
+    def report_running(self, running: pb.Running) -> None:
+        self._supersede(running.request_id)
+        self._updates[running.request_id] = running
 
     def dispatched(self, request_id: str) -> None:
         """Drop the unsent reports of a request, because the leader has dispatched it.
 
         An unsent report that the request was withdrawn is kept.
         """
-        if self._news.get(request_id) is not None:
-            del self._news[request_id]
-        self._leave_the_roll(request_id)
+        if self._updates.get(request_id) is not None:
+            del self._updates[request_id]
+        self._drop_from_snapshot(request_id)
 
-    def _speak_of(self, request_id: str) -> None:
-        self._news.pop(request_id, None)
-        self._leave_the_roll(request_id)
+    def _supersede(self, request_id: str) -> None:
+        self._updates.pop(request_id, None)
+        self._drop_from_snapshot(request_id)
 
-    def _leave_the_roll(self, request_id: str) -> None:
-        self._turns.pop(request_id, None)
-        if not self._all_running_told:
-            self._spoken_of.add(request_id)
+    def _drop_from_snapshot(self, request_id: str) -> None:
+        self._valid_tickets.pop(request_id, None)
+        if not self._all_running_sent:
+            self._superseded.add(request_id)
 
-    def assert_generation(self, generation: str) -> None:
+    def report_generation(self, generation: str) -> None:
         self._hello.generation = generation
 
     # messages
 
-    def part(self) -> pb.GatewayMessage:
+    def next_message(self) -> pb.GatewayMessage:
         """Return the next message, with updates and a part of the queued or running requests."""
         message, self._hello = self._hello, pb.GatewayMessage()
-        self._tell_news(message)
-        if not self._all_waiting_told:
-            self._tell_waiting(message)
-        elif not self._all_running_told:
-            self._tell_running(message)
-        self._size = min(2 * self._size, _MOST)
+        self._add_updates(message)
+        if not self._all_waiting_sent:
+            self._add_waiting(message)
+        elif not self._all_running_sent:
+            self._add_running(message)
+        self._size = min(2 * self._size, _MAX_SIZE)
         return message
 
-    def _tell_news(self, message: pb.GatewayMessage) -> None:
-        for request_id in tuple(islice(self._news, _MOST)):
-            match self._news.pop(request_id):
+    def _add_updates(self, message: pb.GatewayMessage) -> None:
+        for request_id in tuple(islice(self._updates, _MAX_SIZE)):
+            match self._updates.pop(request_id):
                 case pb.Waiting() as waiting:
                     message.enqueue.append(waiting)
                 case pb.Running() as running:
@@ -269,33 +270,33 @@ class HandoverSender:
                 case None:
                     message.withdraw.append(request_id)
 
-    def _tell_waiting(self, message: pb.GatewayMessage) -> None:
+    def _add_waiting(self, message: pb.GatewayMessage) -> None:
         for _ in range(self._size):
-            turn = self._take_turn()
-            if turn is None:
-                message.is_complete = self._all_waiting_told = True
+            item = self._pop_item()
+            if item is None:
+                message.is_complete = self._all_waiting_sent = True
                 break
-            self._mark = turn[0]
-            message.enqueue.append(turn[2])
+            self._mark = item[0]
+            message.enqueue.append(item[2])
 
-    def _take_turn(self) -> _Turn | None:
+    def _pop_item(self) -> _Item | None:
         while True:
-            self._next = self._next or next(self._roll, None)
-            if self._late and (self._next is None or self._late[0] < self._next):
-                turn = heapq.heappop(self._late)
-                if self._turns.get(turn[2].request_id) == turn[1]:
-                    del self._turns[turn[2].request_id]
-                    return turn
+            self._next = self._next or next(self._snapshot, None)
+            if self._new_items and (self._next is None or self._new_items[0] < self._next):
+                item = heapq.heappop(self._new_items)
+                if self._valid_tickets.get(item[2].request_id) == item[1]:
+                    del self._valid_tickets[item[2].request_id]
+                    return item
             elif self._next is not None:
-                turn, self._next = self._next, None
-                if turn[2].request_id not in self._spoken_of:
-                    return turn
+                item, self._next = self._next, None
+                if item[2].request_id not in self._superseded:
+                    return item
             else:
                 return None
 
-    def _tell_running(self, message: pb.GatewayMessage) -> None:
+    def _add_running(self, message: pb.GatewayMessage) -> None:
         part = list(islice(self._running, self._size))
-        message.running.extend(it for it in part if it.request_id not in self._spoken_of)
+        message.running.extend(it for it in part if it.request_id not in self._superseded)
         if not part:
-            self._all_running_told = True
-            self._spoken_of.clear()
+            self._all_running_sent = True
+            self._superseded.clear()

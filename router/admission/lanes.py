@@ -23,7 +23,7 @@ from router.admission.wait_stats import Arrival
 Item: TypeAlias = tuple[Any, ...]
 
 #: Departed requests that a heap may hold, however few requests are queued.
-_FEW_HOLES = 64
+_FEW_DEPARTED = 64
 
 
 class Queued:
@@ -44,25 +44,25 @@ class Lane(ABC):
         """Add a request; ``place`` is its sort key, of which the smallest leaves first."""
 
     @abstractmethod
-    def head(self, moment: float | None) -> Queued | None:
-        """Return the request that leaves next at the ledger time ``moment``, in seconds.
+    def head(self, ledger_now: float | None) -> Queued | None:
+        """Return the request that leaves next at the ledger time ``ledger_now``, in seconds.
 
-        If ``moment`` is None, the one with the smallest sort key is returned. Return None if the
-        lane is empty. The request stays in the lane.
+        If ``ledger_now`` is None, the one with the smallest sort key is returned. Return None if
+        the lane is empty. The request stays in the lane.
         """
 
     @abstractmethod
-    def note_left(self, queued: Queued) -> None:
+    def note_removed(self, queued: Queued) -> None:
         """Record that a request has left the queue."""
 
 
-class Line:
+class RequestHeap:
     """Heap of requests by sort key, with lazy deletion. Operations are O(log n) amortised."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
         #: departed requests that are still in the heap
-        self._holes = 0
+        self._num_departed = 0
 
     def push(self, queued: Queued, place: Place) -> None:
         heapq.heappush(self._items, (*place, queued.ticket, queued))
@@ -71,89 +71,89 @@ class Line:
         items = self._items
         while items and not items[0][-1].is_queued:
             heapq.heappop(items)
-            self._holes -= 1
+            self._num_departed -= 1
         return items[0] if items else None
 
-    def note_left(self, queued: Queued) -> None:
+    def note_removed(self, queued: Queued) -> None:
         """Record that a request has left the queue."""
         items = self._items
         if items and items[0][-1] is queued:
             heapq.heappop(items)
             return
-        self._holes += 1
-        if self._holes > max(_FEW_HOLES, len(items) // 2):
+        self._num_departed += 1
+        if self._num_departed > max(_FEW_DEPARTED, len(items) // 2):
             self._items = [item for item in items if item[-1].is_queued]
             heapq.heapify(self._items)
-            self._holes = 0
+            self._num_departed = 0
 
 
 class KeyLane(Lane):
     """Lane from which the request with the smallest sort key leaves first."""
 
     def __init__(self) -> None:
-        self._line = Line()
+        self._heap = RequestHeap()
 
     def push(self, queued: Queued, place: Place) -> None:
-        self._line.push(queued, place)
+        self._heap.push(queued, place)
 
-    def head(self, moment: float | None) -> Queued | None:
-        return _queued(self._line.first())
+    def head(self, ledger_now: float | None) -> Queued | None:
+        return _queued(self._heap.first())
 
-    def note_left(self, queued: Queued) -> None:
-        self._line.note_left(queued)
+    def note_removed(self, queued: Queued) -> None:
+        self._heap.note_removed(queued)
 
 
 class RatioLane(Lane):
     """Lane in which the request with the longest wait relative to its size leaves first.
 
     The size is the predicted number of prompt and output tokens. Requests whose sizes differ by
-    less than a factor of about sqrt(2) form one line, sorted by arrival, and are treated as equally
-    large; 40 lines cover a million tokens. A request of unknown size is not bypassed by later
+    less than a factor of about sqrt(2) form one heap, sorted by arrival, and are treated as equally
+    large; 40 heaps cover a million tokens. A request of unknown size is not bypassed by later
     requests and bypasses no earlier one.
     """
 
     def __init__(self) -> None:
         #: by twice the binary logarithm of the tokens, rounded
-        self._lines: dict[int, Line] = {}
+        self._heaps: dict[int, RequestHeap] = {}
         #: requests of unknown size
-        self._by_arrival = Line()
+        self._by_arrival = RequestHeap()
 
     def push(self, queued: Queued, place: Place) -> None:
-        line = self._line_of(queued.waiting)
-        if line is None:
-            line = self._lines[_size(queued.waiting)] = Line()
-        line.push(queued, place)
+        heap = self._heap_of(queued.waiting)
+        if heap is None:
+            heap = self._heaps[_size(queued.waiting)] = RequestHeap()
+        heap.push(queued, place)
 
-    def _line_of(self, waiting: Ordered) -> Line | None:
+    def _heap_of(self, waiting: Ordered) -> RequestHeap | None:
         return (
-            self._lines.get(_size(waiting))
+            self._heaps.get(_size(waiting))
             if waiting.queue_key.predicted_total
             else self._by_arrival
         )
 
-    def head(self, moment: float | None) -> Queued | None:
+    def head(self, ledger_now: float | None) -> Queued | None:
         firsts = self._firsts()
         unknown = self._by_arrival.first()
         if unknown is not None:
             firsts = [(size, item) for size, item in firsts if item < unknown]
-        if moment is None:
+        if ledger_now is None:
             return _queued(min((item for _, item in firsts), default=unknown))
         ratios = (
-            (min(0.0, item[0] - moment) / tokens, item)
+            (min(0.0, item[0] - ledger_now) / tokens, item)
             for size, item in firsts
             if (tokens := 2 ** (size / 2))
         )
         return _queued(min(ratios, default=(0.0, unknown))[1])
 
     def _firsts(self) -> list[tuple[int, Item]]:
-        firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
-        if len(firsts) < len(self._lines):
-            self._lines = {size: self._lines[size] for size, _ in firsts}
+        firsts = [(size, it) for size, heap in self._heaps.items() if (it := heap.first())]
+        if len(firsts) < len(self._heaps):
+            self._heaps = {size: self._heaps[size] for size, _ in firsts}
         return firsts
 
-    def note_left(self, queued: Queued) -> None:
-        if (line := self._line_of(queued.waiting)) is not None:
-            line.note_left(queued)
+    def note_removed(self, queued: Queued) -> None:
+        if (heap := self._heap_of(queued.waiting)) is not None:
+            heap.note_removed(queued)
 
 
 class StarvationLane(Lane):
@@ -165,32 +165,36 @@ class StarvationLane(Lane):
     def __init__(self, inner: Lane, limit_s: float) -> None:
         self._inner = inner
         self._limit_s = limit_s
-        self._by_arrival = Line()
+        self._by_arrival = RequestHeap()
 
     def push(self, queued: Queued, place: Place) -> None:
         self._inner.push(queued, place)
         self._by_arrival.push(queued, (queued.waiting.arrived,))
 
-    def head(self, moment: float | None) -> Queued | None:
+    def head(self, ledger_now: float | None) -> Queued | None:
         oldest = self._by_arrival.first()
-        if oldest is not None and moment is not None and moment - oldest[0] >= self._limit_s:
+        if (
+            oldest is not None
+            and ledger_now is not None
+            and ledger_now - oldest[0] >= self._limit_s
+        ):
             return _queued(oldest)
-        return self._inner.head(moment)
+        return self._inner.head(ledger_now)
 
-    def note_left(self, queued: Queued) -> None:
-        self._inner.note_left(queued)
-        self._by_arrival.note_left(queued)
+    def note_removed(self, queued: Queued) -> None:
+        self._inner.note_removed(queued)
+        self._by_arrival.note_removed(queued)
 
 
 class FairLane(Lane):
     """Lane in which the tenant with the smallest token counter is served first.
 
-    ``make`` creates the lane of one tenant, which orders the tenant's requests. If ``head`` gets no
-    time (None), it ignores tenants and returns the request with the smallest sort key.
+    ``make_lane`` creates the lane of one tenant, which orders the tenant's requests. If ``head``
+    gets no time (None), it ignores tenants and returns the request with the smallest sort key.
     """
 
-    def __init__(self, make: Callable[[], Lane], counters: TokenCounters) -> None:
-        self._make = make
+    def __init__(self, make_lane: Callable[[], Lane], counters: TokenCounters) -> None:
+        self._make_lane = make_lane
         self._counters = counters
         self._by_key = KeyLane()
         self._lanes: dict[str, Lane] = {}
@@ -202,28 +206,28 @@ class FairLane(Lane):
         tenant = tenant_of(queued.waiting.request_id)
         lane = self._lanes.get(tenant)
         if lane is None:
-            lane = self._lanes[tenant] = self._make()
-            heapq.heappush(self._tenants, (self._counters.of(tenant), tenant))
+            lane = self._lanes[tenant] = self._make_lane()
+            heapq.heappush(self._tenants, (self._counters.counter_of(tenant), tenant))
         lane.push(queued, place)
 
-    def head(self, moment: float | None) -> Queued | None:
-        if moment is None:
+    def head(self, ledger_now: float | None) -> Queued | None:
+        if ledger_now is None:
             return self._by_key.head(None)
         while self._tenants:
             counter, tenant = self._tenants[0]
-            if counter < self._counters.of(tenant):
-                heapq.heapreplace(self._tenants, (self._counters.of(tenant), tenant))
-            elif (queued := self._lanes[tenant].head(moment)) is not None:
+            if counter < self._counters.counter_of(tenant):
+                heapq.heapreplace(self._tenants, (self._counters.counter_of(tenant), tenant))
+            elif (queued := self._lanes[tenant].head(ledger_now)) is not None:
                 return queued
             else:
                 heapq.heappop(self._tenants)
                 del self._lanes[tenant]
         return None
 
-    def note_left(self, queued: Queued) -> None:
-        self._by_key.note_left(queued)
+    def note_removed(self, queued: Queued) -> None:
+        self._by_key.note_removed(queued)
         if (lane := self._lanes.get(tenant_of(queued.waiting.request_id))) is not None:
-            lane.note_left(queued)
+            lane.note_removed(queued)
 
 
 def _size(waiting: Ordered) -> int:

@@ -36,7 +36,7 @@ from router.admission.wait_estimate import WaitEstimator
 from router.config import RouterConfig
 
 
-class Late(NamedTuple):
+class MissedDeadline(NamedTuple):
     """Prediction that a request will miss a deadline.
 
     ``is_by_output``: the first token would be in time, but the end of the output would not.
@@ -48,7 +48,7 @@ class Late(NamedTuple):
     shorter_s: float
 
 
-class Wanted(NamedTuple):
+class Deadlines(NamedTuple):
     """Deadlines of a request's first token and of its end, in seconds after its arrival.
 
     Infinite means that there is none.
@@ -62,7 +62,7 @@ class Wanted(NamedTuple):
         """Return the deadlines for two numbers of seconds; None means no deadline."""
         return cls(inf if first_token_s is None else first_token_s, inf if end_s is None else end_s)
 
-    def late(self, wait_s: float, prefill_s: float, output_s: float) -> Late | None:
+    def missed(self, wait_s: float, prefill_s: float, output_s: float) -> MissedDeadline | None:
         """Return how a deadline will be missed, or None if both deadlines can be met.
 
         The request waits in the queue for at least ``wait_s`` and then needs ``prefill_s`` until
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
         first_s = wait_s + prefill_s if wait_s else 0.0
         first_late_s = first_s - min(self.first_token_s, self.end_s)
         late_s = max(first_late_s, first_s + output_s - self.end_s)
-        return Late(first_late_s <= 0, min(late_s, wait_s)) if late_s > 0 else None
+        return MissedDeadline(first_late_s <= 0, min(late_s, wait_s)) if late_s > 0 else None
 
 
 #: Most refusals and tenants that are remembered; beyond that the oldest are forgotten.
@@ -80,7 +80,7 @@ _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
 #: A retry that is early by at most this many seconds is in time: clocks and timers are not exact.
 _SLACK_S = 0.05
 #: A refused request that has not retried this many seconds after its due time is forgotten.
-_GIVEN_UP_S = 5.0
+_ABANDONED_S = 5.0
 #: Outdated entries that the heap of due times may hold, beside as many as there are refusals.
 _FEW = 64
 
@@ -95,55 +95,55 @@ class RetryLimiter:
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
         #: time from which each refused request may retry; the newest refusal is last
-        self._told: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
         #: heap of (due time, request id), also with outdated entries
-        self._dues: list[tuple[float, str]] = []
+        self._due_times: list[tuple[float, str]] = []
         #: by tenant: tokens, and the time as of which they were counted
         self._buckets: dict[str, tuple[float, float]] = {}
 
-    def refused(self, request_id: str, now: float, due: float) -> None:
-        """Record a refused request, which may be sent again from the time ``due`` on.
+    def refused(self, request_id: str, now: float, retry_at: float) -> None:
+        """Record a refused request, which may be sent again from the time ``retry_at`` on.
 
         A request whose id the client did not choose is not recorded: its retry has another id.
         """
         if not is_named(request_id):
             return
-        self._told.pop(request_id, None)
-        self._told[request_id] = due
-        heapq.heappush(self._dues, (due, request_id))
-        self._give_up(now)
-        if len(self._told) > _MOST_REFUSALS:
-            del self._told[next(iter(self._told))]
+        self._retry_at.pop(request_id, None)
+        self._retry_at[request_id] = retry_at
+        heapq.heappush(self._due_times, (retry_at, request_id))
+        self._forget_abandoned(now)
+        if len(self._retry_at) > _MOST_REFUSALS:
+            del self._retry_at[next(iter(self._retry_at))]
 
-    def _give_up(self, now: float) -> None:
-        while self._dues[0][0] + _GIVEN_UP_S < now:
-            due, request_id = heapq.heappop(self._dues)
-            if self._told.get(request_id) == due:
-                del self._told[request_id]
-        if len(self._dues) > 2 * len(self._told) + _FEW:
-            self._dues = [(due, request_id) for request_id, due in self._told.items()]
-            heapq.heapify(self._dues)
+    def _forget_abandoned(self, now: float) -> None:
+        while self._due_times[0][0] + _ABANDONED_S < now:
+            due, request_id = heapq.heappop(self._due_times)
+            if self._retry_at.get(request_id) == due:
+                del self._retry_at[request_id]
+        if len(self._due_times) > 2 * len(self._retry_at) + _FEW:
+            self._due_times = [(due, request_id) for request_id, due in self._retry_at.items()]
+            heapq.heapify(self._due_times)
 
     def withdraw(self, request_id: str) -> None:
         """Forget the refusal of a request."""
-        self._told.pop(request_id, None)
+        self._retry_at.pop(request_id, None)
 
-    def too_soon_s(self, request_id: str, now: float) -> float:
+    def admit_retry(self, request_id: str, now: float) -> float:
         """Return the seconds by which a retry is too soon; 0 if it may be admitted.
 
         It may be admitted if the request was not refused before, if the retry is in time, or if the
         tenant's bucket has a token, which is then taken. The refusal is then forgotten.
         """
-        due = self._told.get(request_id)
+        due = self._retry_at.get(request_id)
         if due is None:
             return 0.0
         early_s = due - now
-        if early_s > _SLACK_S and not self._take(tenant_of(request_id), now):
+        if early_s > _SLACK_S and not self._take_token(tenant_of(request_id), now):
             return early_s
-        del self._told[request_id]
+        del self._retry_at[request_id]
         return 0.0
 
-    def _take(self, tenant: str, now: float) -> bool:
+    def _take_token(self, tenant: str, now: float) -> bool:
         tokens, since = self._buckets.pop(tenant, (self._burst, now))
         tokens = min(self._burst, tokens + (now - since) * self._rate)
         has_one = tokens >= 1
@@ -171,15 +171,15 @@ _OUTPUT_TOO_LONG = "estimated end of the output ({} tokens at least) is after th
 class EarlyRejection:
     """Early rejection of requests in a router, before they reach the leader.
 
-    ``dice`` varies Retry-After. ``now`` is the router's clock in seconds.
+    ``rng`` varies Retry-After. ``now`` is the router's clock in seconds.
     """
 
-    def __init__(self, config: RouterConfig, dice: Random) -> None:
+    def __init__(self, config: RouterConfig, rng: Random) -> None:
         self.rules = Rules.of(config)
         #: last estimate that the leader reported
         self.queue_estimate = session_pb2.QueueEstimate()
-        self._retrying = RetryLimiter(config.retry_rate, config.retry_burst)
-        self._dice = dice
+        self._retry_limiter = RetryLimiter(config.retry_rate, config.retry_burst)
+        self._rng = rng
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
         """Check that a new request may join the queue, in which ``queued`` requests are already.
@@ -187,9 +187,9 @@ class EarlyRejection:
         Raises RetriedTooSoon if the request was refused before and is sent again before its
         Retry-After, and QueueFull if the queue is full and has no request of a lower class.
         """
-        if early_s := self._retrying.too_soon_s(request_id, now):
+        if early_s := self._retry_limiter.admit_retry(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
-        if queued >= self.rules.max_queued and not self._takes_place(priority):
+        if queued >= self.rules.max_queued and not self._can_displace(priority):
             raise self.refuse(request_id, QueueFull.slug, None, now)
 
     def check_in_time(
@@ -210,14 +210,14 @@ class EarlyRejection:
         if not self.rules.refuse_late:
             return
         output_s = (least_tokens - 1) * self.queue_estimate.least_tpot_s
-        wanted = Wanted.within(ttft_target_s, timeout_s)
-        late = wanted.late(self._wait_s(request_id, priority), 0.0, output_s)
-        if late is not None:
-            too_long = least_tokens if late.is_by_output else 0
+        deadlines = Deadlines.within(ttft_target_s, timeout_s)
+        missed = deadlines.missed(self._wait_s(request_id, priority), 0.0, output_s)
+        if missed is not None:
+            too_long = least_tokens if missed.is_by_output else 0
             slug = DeadlineUnmeetable.slug
-            raise self.refuse(request_id, slug, late.shorter_s, now, too_long)
+            raise self.refuse(request_id, slug, missed.shorter_s, now, too_long)
 
-    def _takes_place(self, priority: int) -> bool:
+    def _can_displace(self, priority: int) -> bool:
         return self.queue_estimate.HasField("lowest") and self.queue_estimate.lowest < priority
 
     def _wait_s(self, request_id: str, priority: int) -> float:
@@ -245,9 +245,9 @@ class EarlyRejection:
         seconds after which the queue is short enough for the request. ``least_tokens`` is above 0
         only if an output of that many tokens would end too late; the message then says so.
         """
-        drained_s = self._drained_s() * self._dice.uniform(*_JITTER)
+        drained_s = self._drained_s() * self._rng.uniform(*_JITTER)
         retry_after_s = max(drained_s, retry_after_s or 0.0)
-        self._retrying.refused(request_id, now, now + retry_after_s)
+        self._retry_limiter.refused(request_id, now, now + retry_after_s)
         too_long = _OUTPUT_TOO_LONG.format(least_tokens) if least_tokens else ""
         error = from_slug(slug, too_long or _CAUSES.get(slug, ""))
         error.retry_after_s = retry_after_s
@@ -263,7 +263,7 @@ class EarlyRejection:
 
     def withdraw_rejection(self, request_id: str) -> None:
         """Forget the refusal of a request that is accepted after all."""
-        self._retrying.withdraw(request_id)
+        self._retry_limiter.withdraw(request_id)
 
 
 #: A request must leave the queue this many times its predicted prefill time before its TTFT
@@ -271,7 +271,7 @@ class EarlyRejection:
 #: load, relative to that at 1.0, is 1.02 with 2 and 0.95 with 1 (benchmarks/overload.py).
 _PREFILL_MARGIN = 2
 #: Additional seconds for the request's way to its worker and its first token's way back.
-_ON_THE_WAY_S = 0.03
+_ROUND_TRIP_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class Bounds:
             return expires
         by_first = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s
         by_end = waiting.deadline - self._output_s(waiting) - (prefill_s if wait_s else 0.0)
-        return min(expires, min(by_first, by_end) - _ON_THE_WAY_S)
+        return min(expires, min(by_first, by_end) - _ROUND_TRIP_S)
 
     def _output_s(self, waiting: Waiting) -> float:
         return (waiting.least_tokens - 1) * self._waits.least_tpot_s
@@ -334,15 +334,15 @@ class Bounds:
         Either the request itself is refused, or the newest queued request of the lowest class,
         which this call removes from the queue to make room.
         """
-        if (late := self._late(waiting)) is not None:
-            least_tokens = waiting.least_tokens if late.is_by_output else 0
-            return Refusal(waiting, DeadlineUnmeetable.slug, late.shorter_s, least_tokens)
+        if (missed := self._missed_deadline(waiting)) is not None:
+            least_tokens = waiting.least_tokens if missed.is_by_output else 0
+            return Refusal(waiting, DeadlineUnmeetable.slug, missed.shorter_s, least_tokens)
         if len(self._queue) < self.rules.max_queued:
             return None
         shed = self._queue.shed(waiting.priority)
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
 
-    def _late(self, waiting: Waiting) -> Late | None:
+    def _missed_deadline(self, waiting: Waiting) -> MissedDeadline | None:
         """Return how the request misses a deadline even in the best case; None if it may meet both.
 
         The best case is the wait and the time per token that nearly all other requests exceed. Also
@@ -350,8 +350,10 @@ class Bounds:
         """
         if not self.rules.refuse_late:
             return None
-        wanted = Wanted(waiting.ttft_deadline - waiting.arrived, waiting.deadline - waiting.arrived)
-        return wanted.late(
+        deadlines = Deadlines(
+            waiting.ttft_deadline - waiting.arrived, waiting.deadline - waiting.arrived
+        )
+        return deadlines.missed(
             self._waits.least_wait_s(waiting.predicted_wait_s or 0.0),
             self._waits.prefill_s(waiting),
             self._output_s(waiting),

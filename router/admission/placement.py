@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from everlift.step_fit import FittedStepTime
 from router.admission.request import Waiting
-from router.admission.throughput import slow
+from router.admission.throughput import slow_workers
 from router.admission.workers import (
     Capacity,
     Claim,
@@ -67,18 +67,18 @@ class ReadyWorkers:
         return [rank[-1] for rank in ranks]
 
 
-#: Seconds for which capacity is held for a request that returns from another worker.
-_HOLD_S = 2.0
+#: Seconds for which capacity is reserved for a request that returns from another worker.
+_RESERVED_S = 2.0
 
 
-class _Asked(NamedTuple):
+class _Needs(NamedTuple):
     prefill_tokens: int
     choices: int
     avoid: str
 
 
 #: Least needs of any request.
-_LEAST = _Asked(1, 1, "")
+_LEAST = _Needs(1, 1, "")
 
 
 class Placement:
@@ -90,12 +90,12 @@ class Placement:
         #: workers with credit for a request of the least needs
         self._ready = ReadyWorkers()
         #: needs for which no worker had credit, and the workers that have changed since
-        self._unmet: _Asked | None = None
+        self._unmet: _Needs | None = None
         self._changed: set[str] = set()
         #: step times by kind of worker
         self._step_times: dict[str, FittedStepTime] = {}
-        #: by request id: the worker that holds capacity for the request
-        self._holds: dict[str, str] = {}
+        #: by request id: the worker that has capacity reserved for the request
+        self._reserved: dict[str, str] = {}
 
     @property
     def workers(self) -> Mapping[str, WorkerView]:
@@ -107,25 +107,25 @@ class Placement:
         step_time = self._step_times.setdefault(capacity.kind, FittedStepTime())
         self._workers.setdefault(worker_id, WorkerView(capacity, step_time=step_time))
         self._unmet = None
-        self._note(worker_id)
+        self._on_worker_changed(worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
         self._ready.remove(worker_id)
         self._unmet = None
-        for request_id in worker.held.expire(inf) if worker else ():
-            self._holds.pop(request_id, None)
+        for request_id in worker.reserved.expire(inf) if worker else ():
+            self._reserved.pop(request_id, None)
 
     def report(self, worker_id: str, load: Load, now: float) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None and load.sequence_number > worker.load.sequence_number:
             worker.load = load
             worker.end_trial()
-            sample = worker.pace.measure(load.work, worker.is_full, now)
+            sample = worker.throughput.measure(load.work, worker.is_full, now)
             # The steps of a slow worker say nothing about the others of its kind.
             if sample is not None and not worker.is_slow:
                 worker.step_time.observe(*sample)
-            self._note(worker_id)
+            self._on_worker_changed(worker_id)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
         """Drop the reservation of capacity for the dispatch number ``epoch`` at a worker.
@@ -135,31 +135,31 @@ class Placement:
         """
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
-            self._note(worker_id)
+            self._on_worker_changed(worker_id)
 
     def expire(self, now: float) -> None:
         """Release expired reservations, mark slow workers, and refit the step-time models."""
         for worker in self._workers.values():
             worker.unacknowledged.expire(now - self._config.dispatch_ack)
-            for request_id in worker.held.expire(now - _HOLD_S):
-                self._holds.pop(request_id, None)
-        paces = {worker_id: worker.pace for worker_id, worker in self._workers.items()}
-        outliers = slow(paces, self._config.slow_factor, now)
+            for request_id in worker.reserved.expire(now - _RESERVED_S):
+                self._reserved.pop(request_id, None)
+        estimators = {worker_id: worker.throughput for worker_id, worker in self._workers.items()}
+        outliers = slow_workers(estimators, self._config.slow_factor, now)
         for worker_id, worker in self._workers.items():
             worker.is_slow = worker_id in outliers
         for step_time in self._step_times.values():
             step_time.refit()
         for worker_id, worker in self._workers.items():
             worker.slots = self._slots(worker)
-            self._note(worker_id)
+            self._on_worker_changed(worker_id)
 
     def _slots(self, worker: WorkerView) -> int:
-        most, row = worker.capacity.max_num_seqs, worker.pace.row
+        most, row = worker.capacity.max_num_seqs, worker.throughput.row
         if not self.tpot_target or row is None or not worker.step_time.is_known:
             return most
         return largest_batch(worker.step_time, row, self.tpot_target, most)
 
-    def _note(self, worker_id: str) -> None:
+    def _on_worker_changed(self, worker_id: str) -> None:
         worker = self._workers[worker_id]
         self._changed.add(worker_id)
         if self._has_credit(worker, _LEAST):
@@ -177,66 +177,69 @@ class Placement:
         worker.unacknowledged.add(epoch, claim)
         if waiting.is_suspect:
             worker.trial = epoch
-        self._note(worker_id)
+        self._on_worker_changed(worker_id)
 
-    def hold(self, worker_id: str, request_id: str, tokens: int, choices: int, now: float) -> None:
-        """Hold capacity of a worker, for 2 s at most, for a request that leaves another worker.
+    def reserve_for_move(
+        self, worker_id: str, request_id: str, tokens: int, choices: int, now: float
+    ) -> None:
+        """Reserve capacity of a worker, for 2 s at most, for a request that leaves another worker.
 
         The request is queued again in between. It needs ``tokens`` of prefill and a slot for each
         of its ``choices``.
         """
         self._release(request_id)
-        self._keep(worker_id, request_id, Claim(tokens, choices, now))
+        self._add_reservation(worker_id, request_id, Claim(tokens, choices, now))
 
-    def _keep(self, worker_id: str, request_id: str, claim: Claim) -> None:
-        self._holds[request_id] = worker_id
-        self._workers[worker_id].held.add(request_id, claim)
-        self._note(worker_id)
+    def _add_reservation(self, worker_id: str, request_id: str, claim: Claim) -> None:
+        self._reserved[request_id] = worker_id
+        self._workers[worker_id].reserved.add(request_id, claim)
+        self._on_worker_changed(worker_id)
 
     def _release(self, request_id: str) -> tuple[str, Claim] | None:
-        worker_id = self._holds.pop(request_id, "")
+        worker_id = self._reserved.pop(request_id, "")
         worker = self._workers.get(worker_id)
-        claim = worker.held.drop(request_id) if worker else None
+        claim = worker.reserved.drop(request_id) if worker else None
         if claim is None:
             return None
-        self._note(worker_id)
+        self._on_worker_changed(worker_id)
         return worker_id, claim
 
     def choose(self, waiting: Waiting) -> str | None:
         """Return the id of the worker to dispatch a request to; None if no worker has credit now.
 
-        Of several workers with credit (free capacity), the one that holds capacity for the request
-        is chosen, else the one with the lowest ``load_rank``. For a suspect request, which may have
-        caused the loss of its last workers, workers whose sequences are all decoding come first.
+        Of several workers with credit (free capacity), the one that has capacity reserved for the
+        request is chosen, else the one with the lowest ``load_rank``. For a suspect request, which
+        may have caused the loss of its last workers, workers whose sequences are all decoding come
+        first.
 
         ``load_rank`` compares pending prefill before committed tokens. In simulations
         (conversations on 8 H200s at 0.9 of saturation) the reverse raised the TTFT from 42 to 80 ms
         at the median and from 180 to 198 ms at p99. With small KV caches it made no difference.
         """
-        asked = _Asked(waiting.prefill_tokens, waiting.choices, waiting.avoid)
-        kept = self._release(waiting.request_id)
-        candidates = self._candidates(asked, kept[0] if kept else "")
+        needs = _Needs(waiting.prefill_tokens, waiting.choices, waiting.avoid)
+        released = self._release(waiting.request_id)
+        candidates = self._candidates(needs, released[0] if released else "")
         if waiting.is_suspect:
-            candidates = sorted(candidates, key=lambda it: not self._workers[it].is_calm)
-        chosen = next((it for it in candidates if self._may_take(it, asked)), None)
+            candidates = sorted(candidates, key=lambda it: not self._workers[it].is_decode_only)
+        chosen = next((it for it in candidates if self._can_accept(it, needs)), None)
         if chosen is None:
-            self._unmet = asked
+            self._unmet = needs
             self._changed.clear()
-        if kept is not None:
-            self._keep(kept[0], waiting.request_id, kept[1])
+        if released is not None:
+            self._add_reservation(released[0], waiting.request_id, released[1])
         return chosen
 
-    def _candidates(self, asked: _Asked, kept: str) -> Iterable[str]:
-        if asked == self._unmet:
+    def _candidates(self, needs: _Needs, reserved_worker: str) -> Iterable[str]:
+        if needs == self._unmet:
             others: Iterable[str] = self._ready.in_order(self._changed)
         else:
             others = self._ready
-        return chain((kept,), others) if kept in self._workers else others
+        return chain((reserved_worker,), others) if reserved_worker in self._workers else others
 
-    def _may_take(self, worker_id: str, asked: _Asked) -> bool:
+    def _can_accept(self, worker_id: str, needs: _Needs) -> bool:
         # The gateway of the request could not reach this worker, and there is another one.
-        is_avoided = worker_id == asked.avoid and len(self._workers) > 1
-        return not is_avoided and self._has_credit(self._workers[worker_id], asked)
+        is_avoided = worker_id == needs.avoid and len(self._workers) > 1
+        return not is_avoided and self._has_credit(self._workers[worker_id], needs)
 
     def _has_credit(self, worker: WorkerView, need: Need) -> bool:
         # If the worker were lost, requests beside a suspect would be suspected as well, and it

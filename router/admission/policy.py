@@ -183,7 +183,7 @@ class HighestResponseRatio:
 
 
 @dataclass(frozen=True, slots=True)
-class NeverLonger:
+class StarvationLimit:
     """Order of another policy, with a limit of the wait against starvation.
 
     Requests that have waited ``limit_s`` seconds leave before the others of their class, by
@@ -222,7 +222,7 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
         "hrrn": HighestResponseRatio(),
     }
     policy = policies[order]
-    return NeverLonger(policy, config.starvation) if config.starvation else policy
+    return StarvationLimit(policy, config.starvation) if config.starvation else policy
 
 
 @dataclass(frozen=True, slots=True)

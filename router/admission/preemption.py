@@ -47,14 +47,16 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
         return inf
     tokens = waiting.prefill_tokens
     prefill_s = min((it.prefill_s(tokens) or 0.0 for it in workers.values()), default=0.0)
-    step_s = min((it.pace.step_s for it in workers.values() if it.pace.step_s), default=0.0)
+    step_s = min(
+        (it.throughput.step_s for it in workers.values() if it.throughput.step_s), default=0.0
+    )
     decode_s = step_s * waiting.max_tokens / max(1, waiting.choices)
-    moments = [
+    latest_starts = [
         due - prefill_s - rest
         for due, rest in ((waiting.ttft_deadline, 0.0), (waiting.deadline, decode_s))
         if due > ledger_now
     ]
-    return min(moments, default=inf) - ledger_now
+    return min(latest_starts, default=inf) - ledger_now
 
 
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
@@ -63,14 +65,14 @@ def _margin(worker: WorkerView, tokens_ahead: int) -> float:
     The worker prefills ``tokens_ahead`` tokens of other requests before it.
     """
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
-    return max(_MARGIN_S, TICK_S + _STEPS * worker.pace.step_s) + ahead_s
+    return max(_MARGIN_S, TICK_S + _STEPS * worker.throughput.step_s) + ahead_s
 
 
-def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
+def _wait_s(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
     waits = [
         max(0, blocks_of(waiting) + 1 - worker.free_blocks) / rate
         for worker in workers.values()
-        if worker.is_open and (rate := worker.pace.free_rate) is not None and rate > 0
+        if worker.is_open and (rate := worker.throughput.free_rate) is not None and rate > 0
     ]
     return min(waits, default=0.0)
 
@@ -107,7 +109,7 @@ class Evictions:
         """
         if (slack := _slack(waiting, workers, ledger_now)) == inf:
             return None
-        wait = _wait(waiting, workers)
+        wait = _wait_s(waiting, workers)
         most = max((_margin(it, it.pending_prefill) for it in workers.values()), default=0.0)
         if slack > max(wait, most):
             return None
@@ -115,10 +117,10 @@ class Evictions:
         if eviction is None:
             return None
         worker = workers[eviction.worker_id]
-        margin = _margin(worker, self._ahead(waiting, eviction.worker_id, worker))
+        margin = _margin(worker, self._prefill_ahead(waiting, eviction.worker_id, worker))
         return eviction if slack <= max(wait, margin) else None
 
-    def _ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
+    def _prefill_ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
         """Return an upper bound on the tokens that the worker prefills before the request."""
         others = self._running.from_class(waiting.priority, worker_id)
         return min(worker.pending_prefill, sum(other.known_tokens for other in others))
@@ -141,37 +143,39 @@ class Evictions:
         cheapest = (
             Eviction(worker_id, victims)
             for *_, worker_id, victims in found
-            if self._is_soon(waiting, worker_id, workers[worker_id])
+            if self._starts_soon(waiting, worker_id, workers[worker_id])
         )
         return next(cheapest, None)
 
-    def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
+    def _starts_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
         """Return whether the worker would compute the request about as soon as an idle one."""
-        ahead = self._ahead(waiting, worker_id, worker)
-        return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
+        tokens_ahead = self._prefill_ahead(waiting, worker_id, worker)
+        return (
+            not tokens_ahead or tokens_ahead + waiting.prefill_tokens <= self._max_pending_prefill
+        )
 
     def _victims(
         self, waiting: Waiting, worker_id: str, worker: WorkerView, spared: Collection[str]
     ) -> tuple[Running, ...] | None:
         occupants = self._occupants(worker_id)
-        room = _room_beside(worker) - _Room(waiting.choices, blocks_of(waiting) + 1)
+        free = _free_resources(worker) - _Resources(waiting.choices, blocks_of(waiting) + 1)
         for other in self._running.from_class(waiting.priority, worker_id):
             if other.request_id not in occupants:
-                room -= _room_of(other)
+                free -= _resources_of(other)
         victims: list[Running] = []
         lower = self._running.below(waiting.priority, worker_id)
-        while not room.suffices:
+        while not free.suffices:
             victim = next(lower, None)
             if victim is None or len(victims) == _MAX_VICTIMS:
                 return None
             if victim.request_id in occupants and victim.request_id not in spared:
                 victims.append(victim)
-                room += _room_of(victim)
+                free += _resources_of(victim)
         return tuple(victims)
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Resources:
     slots: int
     blocks: int
 
@@ -179,102 +183,109 @@ class _Room:
     def suffices(self) -> bool:
         return self.slots >= 0 and self.blocks >= 0
 
-    def __add__(self, other: _Room) -> _Room:
-        return _Room(self.slots + other.slots, self.blocks + other.blocks)
+    def __add__(self, other: _Resources) -> _Resources:
+        return _Resources(self.slots + other.slots, self.blocks + other.blocks)
 
-    def __sub__(self, other: _Room) -> _Room:
-        return _Room(self.slots - other.slots, self.blocks - other.blocks)
+    def __sub__(self, other: _Resources) -> _Resources:
+        return _Resources(self.slots - other.slots, self.blocks - other.blocks)
 
 
-def _room_beside(worker: WorkerView) -> _Room:
+def _free_resources(worker: WorkerView) -> _Resources:
     slots = worker.slots - worker.load.num_running
     coming = worker.unacknowledged
-    return _Room(slots - coming.choices, worker.unused_blocks - blocks_for(coming.tokens))
+    return _Resources(slots - coming.choices, worker.unused_blocks - blocks_for(coming.tokens))
 
 
-def _room_of(running: Running) -> _Room:
-    return _Room(running.choices, blocks_for(running.known_tokens))
+def _resources_of(running: Running) -> _Resources:
+    return _Resources(running.choices, blocks_for(running.known_tokens))
 
 
-#: Blocks that are promised to a moved request are released if it has not reached its worker after
-#: this many seconds.
-_ON_THE_WAY_S = 2.0
+#: Blocks that are reserved for the output of a moved request are released if the request has not
+#: reached its worker after this many seconds.
+_IN_TRANSIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Promise:
+class _OutputReservation:
     worker_id: str
     tokens: int
     choices: int
     since: float
 
 
-class Growth:
+class OutputReservations:
     """KV blocks that are reserved for the future output of requests that were moved.
 
-    Such a promise shrinks as the request generates tokens. ``running`` has the requests at the
+    Such a reservation shrinks as the request generates tokens. ``running`` has the requests at the
     workers, to see whether a moved one has arrived. ``now`` is in seconds.
     """
 
     def __init__(self, running: RunningTable) -> None:
         self._running = running
-        #: promises by request id
-        self._promises: dict[str, _Promise] = {}
+        #: reservations by request id
+        self._reservations: dict[str, _OutputReservation] = {}
 
     def __len__(self) -> int:
-        return len(self._promises)
+        return len(self._reservations)
 
-    def promise(self, running: Running, worker_id: str, tokens: int, now: float) -> None:
+    def add(self, running: Running, worker_id: str, tokens: int, now: float) -> None:
         """Reserve blocks for ``tokens`` more tokens of a moved request; replaces an earlier one."""
-        self._promises[running.request_id] = _Promise(worker_id, tokens, running.choices, now)
+        self._reservations[running.request_id] = _OutputReservation(
+            worker_id, tokens, running.choices, now
+        )
 
     def blocks(self, workers: Mapping[str, WorkerView], now: float) -> Mapping[str, int]:
-        """Return the number of blocks that are still reserved, by worker id. O(promises)."""
+        """Return the number of blocks that are still reserved, by worker id. O(reservations)."""
         blocks: Counter[str] = Counter()
-        for promise in self._promises.values():
-            blocks[promise.worker_id] += blocks_for(_left(promise, workers, now))
+        for reservation in self._reservations.values():
+            blocks[reservation.worker_id] += blocks_for(
+                _remaining_tokens(reservation, workers, now)
+            )
         return blocks
 
     def prune(self, workers: Mapping[str, WorkerView], now: float) -> None:
-        """Drop promises that are used up, or whose request is not at the promised worker."""
-        self._promises = {
-            request_id: promise
-            for request_id, promise in self._promises.items()
-            if self._stays(request_id, promise, now) and _left(promise, workers, now) > 0
+        """Drop reservations that are used up, or whose request is not at the reserved worker."""
+        self._reservations = {
+            request_id: reservation
+            for request_id, reservation in self._reservations.items()
+            if self._is_valid(request_id, reservation, now)
+            and _remaining_tokens(reservation, workers, now) > 0
         }
 
-    def _stays(self, request_id: str, promise: _Promise, now: float) -> bool:
+    def _is_valid(self, request_id: str, reservation: _OutputReservation, now: float) -> bool:
         running = self._running.get(request_id)
-        is_there = running is not None and running.worker_id == promise.worker_id
-        return is_there or now - promise.since < _ON_THE_WAY_S
+        is_there = running is not None and running.worker_id == reservation.worker_id
+        return is_there or now - reservation.since < _IN_TRANSIT_S
 
 
-def _left(promise: _Promise, workers: Mapping[str, WorkerView], now: float) -> int:
-    worker = workers.get(promise.worker_id)
+def _remaining_tokens(
+    reservation: _OutputReservation, workers: Mapping[str, WorkerView], now: float
+) -> int:
+    worker = workers.get(reservation.worker_id)
     if worker is None:
         return 0
-    step_s = worker.pace.step_s
-    steps = (now - promise.since) / step_s if step_s else 0.0
-    return max(0, round(promise.tokens - promise.choices * steps))
+    step_s = worker.throughput.step_s
+    steps = (now - reservation.since) / step_s if step_s else 0.0
+    return max(0, round(reservation.tokens - reservation.choices * steps))
 
 
 #: A request moves only to a worker with this many times its blocks free. If both workers are
 #: overfull (benchmarks/preemption.py), the 99th percentile of the normalised latency is 0.80 of
 #: that without moves, and 0.96 of it with a factor of 3.
-ROOM = 4
+MOVE_HEADROOM = 4
 #: Assumed prefill rate of a worker in tokens per second, if no rate has been measured.
 _UNKNOWN_RATE = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Decision to move a preempted request to the worker ``worker_id``, which has room for it."""
+    """Decision to move a preempted request to ``worker_id``, a worker with capacity for it."""
 
     running: Running
     worker_id: str
 
 
-class Moving:
+class MovePolicy:
     """Policy that moves preempted requests to other workers.
 
     ``reserve`` is the share of the new worker's KV blocks that must stay free.
@@ -305,12 +316,12 @@ class Moving:
         running: Running,
         needed: int,
         workers: Mapping[str, WorkerView],
-        promised: Mapping[str, int],
+        reserved: Mapping[str, int],
     ) -> Move | None:
         """Return the move to the worker where the request resumes soonest.
 
         Return None if it resumes soonest at its present worker, where ``needed`` blocks must be
-        free first. ``promised`` has the number of blocks by worker id that earlier moves will use.
+        free first. ``reserved`` has the number of blocks by worker id that earlier moves will use.
         """
         home = workers.get(running.worker_id)
         if home is None:
@@ -318,17 +329,19 @@ class Moving:
         sooner = [
             (seconds, worker_id)
             for worker_id, worker in workers.items()
-            if worker is not home and self._has_room(worker, running, promised.get(worker_id, 0))
-            if (seconds := _there(running, worker, home)) < _here(needed, home)
+            if worker is not home
+            and self._has_capacity(worker, running, reserved.get(worker_id, 0))
+            if (seconds := _resume_s_after_move(running, worker, home))
+            < _resume_s_at_home(needed, home)
         ]
         return Move(running, min(sooner)[1]) if sooner else None
 
-    def _has_room(self, worker: WorkerView, running: Running, promised: int) -> bool:
+    def _has_capacity(self, worker: WorkerView, running: Running, reserved: int) -> bool:
         """Return whether the worker has free slots and blocks for a request and its output.
 
         Blocks for its future output avoid a second preemption.
         """
-        spare = worker.free_blocks - promised - ROOM * _blocks(running)
+        spare = worker.free_blocks - reserved - MOVE_HEADROOM * _blocks(running)
         return (
             worker.is_open
             and not worker.is_slow
@@ -341,14 +354,14 @@ def _blocks(running: Running) -> int:
     return blocks_for(running.known_tokens + 1) + running.choices - 1
 
 
-def _here(needed: int, home: WorkerView) -> float:
+def _resume_s_at_home(needed: int, home: WorkerView) -> float:
     # A worker keeps at least one block free.
-    rate, lacking = home.pace.free_rate, needed + 1 - home.unused_blocks
+    rate, lacking = home.throughput.free_rate, needed + 1 - home.unused_blocks
     if lacking <= 0 or rate is None:
         return 0.0
     return lacking / rate if rate > 0 else inf
 
 
-def _there(running: Running, worker: WorkerView, home: WorkerView) -> float:
+def _resume_s_after_move(running: Running, worker: WorkerView, home: WorkerView) -> float:
     tokens = worker.pending_prefill + running.known_tokens
     return worker.prefill_s(tokens) or home.prefill_s(tokens) or tokens / _UNKNOWN_RATE

@@ -14,7 +14,7 @@ from math import inf
 
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
-from router.admission.lanes import FairLane, Lane, Line, Queued
+from router.admission.lanes import FairLane, Lane, Queued, RequestHeap
 from router.admission.policy import Policy
 from router.admission.request import Waiting
 from router.admission.wait_stats import WaitStatistics
@@ -32,8 +32,8 @@ class Backlog:
         self.work_tokens = 0
         self._work: dict[int, int] = {}
         #: by class: requests that have not run, by ticket, the newest last
-        self._fresh: dict[int, dict[int, Queued]] = {}
-        self._expiring = Line()
+        self._never_run: dict[int, dict[int, Queued]] = {}
+        self._expiring = RequestHeap()
 
     def add(self, queued: Queued) -> None:
         waiting = queued.waiting
@@ -41,9 +41,9 @@ class Backlog:
         self.work_tokens += work
         self._work[priority] = self._work.get(priority, 0) + work
         if not waiting.has_run:
-            if priority not in self._fresh:
-                self._fresh[priority] = {}
-            self._fresh[priority][queued.ticket] = queued
+            if priority not in self._never_run:
+                self._never_run[priority] = {}
+            self._never_run[priority][queued.ticket] = queued
         if waiting.expires < inf:
             self._expiring.push(queued, (waiting.expires,))
 
@@ -52,16 +52,16 @@ class Backlog:
         waiting = queued.waiting
         priority, work = waiting.priority, waiting.work_tokens
         self.work_tokens -= work
-        left = self._work[priority] = self._work.get(priority, 0) - work
-        if not left:
+        remaining = self._work[priority] = self._work.get(priority, 0) - work
+        if not remaining:
             del self._work[priority]
         if not waiting.has_run:
-            fresh = self._fresh[priority]
-            del fresh[queued.ticket]
-            if not fresh:
-                del self._fresh[priority]
+            never_run = self._never_run[priority]
+            del never_run[queued.ticket]
+            if not never_run:
+                del self._never_run[priority]
         if waiting.expires < inf:
-            self._expiring.note_left(queued)
+            self._expiring.note_removed(queued)
 
     @property
     def work(self) -> dict[int, int]:
@@ -83,27 +83,27 @@ class Backlog:
     @property
     def lowest(self) -> int | None:
         """Lowest class with a queued request that has not run; None if there is no such request."""
-        return min(self._fresh, default=None)
+        return min(self._never_run, default=None)
 
     def newest_of(self, priority: int) -> Queued:
         """Return the newest request of a class that has not run. The class must have one."""
-        fresh = self._fresh[priority]
+        never_run = self._never_run[priority]
         # popitem drops the empty slots of removed entries at the dict's end. A reversed iterator
         # would skip them again at every call.
-        ticket, newest = fresh.popitem()
-        fresh[ticket] = newest
+        ticket, newest = never_run.popitem()
+        never_run[ticket] = newest
         return newest
 
-    def overdue(self, moment: float) -> Queued | None:
-        """Return the queued request that expires first; None if that is after ``moment``."""
+    def overdue(self, ledger_now: float) -> Queued | None:
+        """Return the queued request that expires first; None if that is after ``ledger_now``."""
         first = self._expiring.first()
-        if first is None or first[0] > moment:
+        if first is None or first[0] > ledger_now:
             return None
         overdue: Queued = first[-1]
         return overdue
 
 
-_NOBODY = (0, None)
+_NONE_QUEUED = (0, None)
 
 
 class Classes:
@@ -132,7 +132,7 @@ class Classes:
         #: classes that have a lane, the lowest first
         self._ascending: list[int] = []
         #: credit by class, in tokens of work
-        self._owed: dict[int, float] = {}
+        self._credit: dict[int, float] = {}
 
     @property
     def is_fair(self) -> bool:
@@ -156,11 +156,11 @@ class Classes:
     def _plain_lane(self) -> Lane:
         return self._policy.lane()
 
-    def note_left(self, queued: Queued) -> None:
+    def note_removed(self, queued: Queued) -> None:
         """Record that a request has left the queue."""
         priority = queued.waiting.priority
         if priority in self._numbers:
-            self._lanes[priority].note_left(queued)
+            self._lanes[priority].note_removed(queued)
         else:
             self._remove(priority)
 
@@ -172,51 +172,52 @@ class Classes:
     def _remove(self, priority: int) -> None:
         del self._lanes[priority]
         self._ascending.remove(priority)
-        self._owed.pop(priority, None)
+        self._credit.pop(priority, None)
 
-    def head(self, moment: float | None) -> Queued | None:
-        """Return the request that leaves next at the ledger time ``moment``, in seconds.
+    def head(self, ledger_now: float | None) -> Queued | None:
+        """Return the request that leaves next at the ledger time ``ledger_now``, in seconds.
 
-        If ``moment`` is None, the one with the smallest sort key in the highest class is returned;
-        the credit of lower classes and fair shares are ignored. Return None if none is queued.
+        If ``ledger_now`` is None, the one with the smallest sort key in the highest class is
+        returned; the credit of lower classes and fair shares are ignored. Return None if none is
+        queued.
         """
-        heads = self._heads(moment)
-        _, highest = next(heads, _NOBODY)
-        if moment is None or not self._owed:
+        heads = self._heads(ledger_now)
+        _, highest = next(heads, _NONE_QUEUED)
+        if ledger_now is None or not self._credit:
             return highest
         for priority, queued in heads:
-            if self._owed.get(priority, 0.0) >= queued.waiting.work_tokens:
+            if self._credit.get(priority, 0.0) >= queued.waiting.work_tokens:
                 return queued
         return highest
 
-    def highest(self, moment: float | None) -> Queued | None:
+    def highest(self, ledger_now: float | None) -> Queued | None:
         """Return the next request of the highest class that has any; None if none is queued."""
-        return next(self._heads(moment), _NOBODY)[1]
+        return next(self._heads(ledger_now), _NONE_QUEUED)[1]
 
     def serve(self, waiting: Waiting) -> None:
         """Update the credits of the classes when a request leaves for a worker."""
         if not self.floor or len(self._ascending) < 2:
             return
         work = waiting.work_tokens
-        if self._ascending[-1] > waiting.priority and waiting.priority in self._owed:
-            self._owed[waiting.priority] = max(0.0, self._owed[waiting.priority] - work)
+        if self._ascending[-1] > waiting.priority and waiting.priority in self._credit:
+            self._credit[waiting.priority] = max(0.0, self._credit[waiting.priority] - work)
         for priority in self._ascending:
             if priority >= waiting.priority:
                 break
-            self._owed[priority] = self._owed.get(priority, 0.0) + self.floor * work
+            self._credit[priority] = self._credit.get(priority, 0.0) + self.floor * work
 
-    def _heads(self, moment: float | None) -> Iterator[tuple[int, Queued]]:
+    def _heads(self, ledger_now: float | None) -> Iterator[tuple[int, Queued]]:
         for priority in reversed(self._ascending):
-            queued = self._lanes[priority].head(moment)
+            queued = self._lanes[priority].head(ledger_now)
             if queued is not None:
                 yield priority, queued
 
 
 #: Requests that ``reorder`` moves between two yields, which takes some milliseconds.
-_AT_ONCE = 1024
+_REORDER_BATCH = 1024
 
 #: The wait statistics are pruned after about this many dispatches.
-_FORGET_EVERY = 1 << 15
+_PRUNE_EVERY = 1 << 15
 
 
 class AdmissionQueue:
@@ -224,8 +225,8 @@ class AdmissionQueue:
 
     A priority class with queued requests receives at least the share ``class_floor`` of the work of
     higher classes. ``fair_share`` counts the tokens that tenants were served; with ``is_fair`` the
-    tenant with the smallest count in a class is served first. ``moment`` is ledger time and ``now``
-    the leader's clock, in seconds. ``gateway`` is the id of the router that has a request.
+    tenant with the smallest count in a class is served first. ``ledger_now`` is ledger time and
+    ``now`` the leader's clock, in seconds. ``gateway`` is the id of the router that has a request.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class AdmissionQueue:
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
         before = self._queued.get(waiting.request_id)
-        replaced = None if before is None else self._take(before)
+        replaced = None if before is None else self._remove(before)
         arrival = self.wait_stats.note_arrival(waiting, len(self._queued), now)
         queued = Queued(waiting, next(self._tickets), arrival)
         self._queued[waiting.request_id] = queued
@@ -311,7 +312,7 @@ class AdmissionQueue:
         """Remove a request; return False if no request of this id and router is queued."""
         if self.get(request_id, gateway) is None:
             return False
-        self._take(self._queued[request_id])
+        self._remove(self._queued[request_id])
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
@@ -320,7 +321,7 @@ class AdmissionQueue:
         This is O(n), because an index would slow down every request and routers rarely disconnect.
         """
         for queued in [it for it in self._queued.values() if it.waiting.gateway == gateway]:
-            self._take(queued)
+            self._remove(queued)
 
     def shed(self, priority: int) -> Waiting | None:
         """Remove and return the newest request of the lowest class.
@@ -331,14 +332,14 @@ class AdmissionQueue:
         lowest = self.backlog.lowest
         if lowest is None or lowest >= priority:
             return None
-        return self._take(self.backlog.newest_of(lowest))
+        return self._remove(self.backlog.newest_of(lowest))
 
-    def expire(self, moment: float) -> Waiting | None:
-        """Remove and return a request that has expired at ``moment``; None if there is none."""
-        overdue = self.backlog.overdue(moment)
-        return None if overdue is None else self._take(overdue)
+    def expire(self, ledger_now: float) -> Waiting | None:
+        """Remove and return a request that has expired at ``ledger_now``; None if there is none."""
+        overdue = self.backlog.overdue(ledger_now)
+        return None if overdue is None else self._remove(overdue)
 
-    def _take(self, queued: Queued) -> Waiting:
+    def _remove(self, queued: Queued) -> Waiting:
         waiting = queued.waiting
         del self._queued[waiting.request_id]
         queued.is_queued = False
@@ -346,29 +347,29 @@ class AdmissionQueue:
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
         if self._fair_share is not None:
-            self._fair_share.go(waiting)
-        self._classes.note_left(queued)
+            self._fair_share.note_removed(waiting)
+        self._classes.note_removed(queued)
         self.backlog.remove(queued)
         return waiting
 
-    def peek(self, moment: float | None = None) -> Waiting | None:
-        """Return the request that leaves next at ``moment``; None if the queue is empty.
+    def peek(self, ledger_now: float | None = None) -> Waiting | None:
+        """Return the request that leaves next at ``ledger_now``; None if the queue is empty.
 
-        If ``moment`` is None, the one with the smallest sort key in the highest class is returned;
-        the credit of lower classes and fair shares are ignored.
+        If ``ledger_now`` is None, the one with the smallest sort key in the highest class is
+        returned; the credit of lower classes and fair shares are ignored.
         """
-        return _waiting(self._classes.head(moment))
+        return _waiting(self._classes.head(ledger_now))
 
-    def peek_highest(self, moment: float) -> Waiting | None:
+    def peek_highest(self, ledger_now: float) -> Waiting | None:
         """Return the next request of the highest class that has any; None if none is queued."""
-        return _waiting(self._classes.highest(moment))
+        return _waiting(self._classes.highest(ledger_now))
 
-    def pop(self, moment: float | None = None) -> Waiting:
+    def pop(self, ledger_now: float | None = None) -> Waiting:
         """Remove and return the next request, and record its dispatch.
 
         Raises IndexError if the queue is empty.
         """
-        head = self.peek(moment)
+        head = self.peek(ledger_now)
         if head is None:
             raise IndexError("nothing waits")
         self.dispatch(head)
@@ -383,17 +384,17 @@ class AdmissionQueue:
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
         if self._fair_share is not None:
-            self._fair_share.dispatched(waiting)
-        self._take(queued)
-        self.wait_stats.note_left(queued.arrival, waiting)
-        if not queued.ticket % _FORGET_EVERY:
+            self._fair_share.charge_prompt(waiting)
+        self._remove(queued)
+        self.wait_stats.note_departure(queued.arrival, waiting)
+        if not queued.ticket % _PRUNE_EVERY:
             oldest = next(iter(self._queued.values()), None)
             self.wait_stats.prune(None if oldest is None else oldest.arrival)
 
     def waited_s(self, waiting: Waiting, now: float) -> float:
         """Return the seconds since a queued request was last added to the queue."""
-        came: float = self._queued[waiting.request_id].arrival[0]
-        return now - came
+        queued_at: float = self._queued[waiting.request_id].arrival[0]
+        return now - queued_at
 
     def queue_wait(
         self, waiting: Waiting, order: str, now: float, *, is_fair: bool
@@ -405,12 +406,12 @@ class AdmissionQueue:
         arrival = self._queued[waiting.request_id].arrival
         return self.wait_stats.wait_of(arrival, waiting, order, now, is_fair=is_fair)
 
-    def pass_by(self, waiting: Waiting) -> None:
+    def note_direct_dispatch(self, waiting: Waiting) -> None:
         """Add the prompt of a request that is dispatched without being queued to its tenant."""
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
-            self._fair_share.dispatched(waiting)
-            self._fair_share.go(waiting)
+            self._fair_share.charge_prompt(waiting)
+            self._fair_share.note_removed(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
         """Return an iterator whose steps sort the queued requests by ``policy``. O(n).
@@ -419,17 +420,17 @@ class AdmissionQueue:
         until the iterator is exhausted.
         """
         classes = self._make_classes(policy, self._classes.floor, is_fair)
-        everybody, after = tuple(self._queued.values()), next(self._tickets)
-        for start in range(0, len(everybody), _AT_ONCE):
-            self._fill(classes, everybody[start : start + _AT_ONCE])
+        requests, after = tuple(self._queued.values()), next(self._tickets)
+        for start in range(0, len(requests), _REORDER_BATCH):
+            self._fill(classes, requests[start : start + _REORDER_BATCH])
             yield
         newest_first = reversed(self._queued.values())
         self._fill(classes, takewhile(lambda it: it.ticket > after, newest_first))
         classes.clear()
         self._classes = classes
 
-    def _fill(self, classes: Classes, those: Iterable[Queued]) -> None:
-        for queued in those:
+    def _fill(self, classes: Classes, requests: Iterable[Queued]) -> None:
+        for queued in requests:
             if queued.is_queued:
                 classes.push(queued)
 

@@ -18,7 +18,13 @@ from router.admission.handover import Generations, QueueHandover
 from router.admission.load_shedding import Bounds, Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules, key_of
-from router.admission.preemption import ROOM, Evictions, Growth, Move, Moving
+from router.admission.preemption import (
+    MOVE_HEADROOM,
+    Evictions,
+    Move,
+    MovePolicy,
+    OutputReservations,
+)
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
 from router.admission.wait_estimate import WaitEstimator
@@ -63,20 +69,20 @@ class StartingWorkers:
 _SPARED_S = 5.0
 #: An evicted request is spared for at least this many times its recompute time, so that it makes
 #: progress in between.
-_RESPITE = 3
+_SPARED_FACTOR = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class MessageEffects:
     """Effects of one router's message on the queue.
 
-    ``refused`` are rejected requests. ``taken`` are queued requests that other routers had
+    ``refused`` are rejected requests. ``replaced`` are queued requests that other routers had
     reported, and that the message replaced. ``withdrawn`` are requests that left the queue without
     a dispatch, with the times that they waited.
     """
 
     refused: list[Refusal]
-    taken: list[Waiting]
+    replaced: list[Waiting]
     withdrawn: list[session_pb2.Withdrawn]
 
 
@@ -118,7 +124,7 @@ class LeaderState:
         now: float,
         fair_share: FairShare | None = None,
     ) -> None:
-        self._order, self._in_turns = rules.order, rules.fair_share
+        self._order, self._fair_share_enabled = rules.order, rules.fair_share
         self._placement = placement
         self._fair_share = fair_share
         self._queue = AdmissionQueue(
@@ -127,8 +133,8 @@ class LeaderState:
         self._waits = WaitEstimator(placement.workers)
         self._bounds = Bounds(rules, self._queue, self._waits)
         self._running = RunningTable()
-        self._moving = Moving(config.move_reserve)
-        self._growth = Growth(self._running)
+        self._move_policy = MovePolicy(config.move_reserve)
+        self._output_reservations = OutputReservations(self._running)
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
         #: by request id: time until which the request is neither moved nor evicted
         self._spared: dict[str, float] = {}
@@ -140,7 +146,7 @@ class LeaderState:
         #: predicted tokens to compute for all requests that arrived during this leader's term
         self.offered_tokens = 0
         #: True once the previous term's tenant counters are restored, or if there are none
-        self.has_recalled = fair_share is None
+        self.has_restored_counters = fair_share is None
 
     @property
     def queued(self) -> int:
@@ -190,21 +196,21 @@ class LeaderState:
         iterator is exhausted. If it is abandoned before, the order does not change.
         """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
-        if (rules.order, rules.fair_share) != (self._order, self._in_turns):
+        if (rules.order, rules.fair_share) != (self._order, self._fair_share_enabled):
             yield from self._queue.reorder(rules.order, is_fair=rules.fair_share)
-            self._order, self._in_turns = rules.order, rules.fair_share
-            self.handover.dismiss()
+            self._order, self._fair_share_enabled = rules.order, rules.fair_share
+            self.handover.complete_all()
 
     # service of tenants
 
-    def recall(self, services: Iterable[session_pb2.TenantService]) -> None:
+    def restore_counters(self, services: Iterable[session_pb2.TenantService]) -> None:
         """Restore the tenants' token counters from the previous leader's report.
 
         Only the first call has an effect.
         """
-        if self._fair_share is not None and not self.has_recalled:
-            self._fair_share.recall(services)
-        self.has_recalled = True
+        if self._fair_share is not None and not self.has_restored_counters:
+            self._fair_share.restore_counters(services)
+        self.has_restored_counters = True
 
     def services(self) -> list[session_pb2.TenantService]:
         return self._fair_share.report() if self._fair_share is not None else []
@@ -230,54 +236,58 @@ class LeaderState:
         self._running.remove_gateway(gateway)
         self.demands.disconnect(gateway)
 
-    def on_message(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
-        heard = Heard([], [], [])
+    def on_message(
+        self, gateway: str, message: session_pb2.GatewayMessage, now: float
+    ) -> MessageEffects:
+        effects = MessageEffects([], [], [])
         if message.order not in ("", self._order.place_name):
             # The gateway reports in another order, so that its unreported requests may precede
             # reported ones. Waiting for its marker is therefore useless.
             self.handover.complete(gateway)
-        for told in message.enqueue:
-            waiting = Waiting.from_proto(gateway, told)
+        for reported in message.enqueue:
+            waiting = Waiting.from_proto(gateway, reported)
             self.handover.on_waiting(gateway, self._key(waiting), now)
-            self._enqueue(waiting, told.accepted, now, heard)
+            self._enqueue(waiting, reported.accepted, now, effects)
         for request_id in message.withdraw:
-            self._withdraw(gateway, request_id, now, heard)
+            self._withdraw(gateway, request_id, now, effects)
         for running in message.running:
             self._queue.withdraw(running.request_id, gateway)
             self._running.add(Running.from_proto(gateway, running))
         if message.is_complete:
             self.handover.complete(gateway)
         if message.generation:
-            self.generations.said(gateway, message.generation, now)
+            self.generations.note_resync(gateway, message.generation, now)
         if self._fair_share is not None:
-            self._fair_share.on_handover(message.served)
+            self._fair_share.charge_outputs(message.served)
         for ratio in message.tpot_ratios:
-            self._waits.least_of_tpot.note(ratio)
+            self._waits.least_tpot_ratio.note(ratio)
         self.starts.update(message.starts, now)
         if message.HasField("demand"):
             self.demands.update(gateway, message.demand)
-        return heard
+        return effects
 
-    def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
+    def _enqueue(
+        self, waiting: Waiting, accepted: bool, now: float, effects: MessageEffects
+    ) -> None:
         # A request that was accepted once is never refused, however full the queue is.
         is_new = not accepted and waiting.request_id not in self._queue
         waiting = self._bounds.predict(waiting)
         if is_new:
             if (refusal := self._bounds.refuse(waiting)) is not None:
-                heard.refused.append(refusal)
+                effects.refused.append(refusal)
                 if refusal.waiting is waiting:
                     return
             self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
         replaced = self._queue.push(waiting, now)
         if replaced is not None and replaced.gateway != waiting.gateway:
-            heard.taken.append(replaced)
+            effects.replaced.append(replaced)
 
-    def _withdraw(self, gateway: str, request_id: str, now: float, heard: Heard) -> None:
+    def _withdraw(self, gateway: str, request_id: str, now: float, effects: MessageEffects) -> None:
         waiting = self._queue.get(request_id, gateway)
         if waiting is not None:
-            queue_wait = self._stay(waiting, now)
-            heard.withdrawn.append(
+            queue_wait = self._queue_wait(waiting, now)
+            effects.withdrawn.append(
                 session_pb2.Withdrawn(request_id=request_id, queue_wait=queue_wait)
             )
             self._queue.withdraw(request_id, gateway)
@@ -336,16 +346,16 @@ class LeaderState:
             one = self._place(head, now, ledger_now, make_epoch)
             if one is None:
                 break
-            queue_wait = self._stay(one.waiting, now)
+            queue_wait = self._queue_wait(one.waiting, now)
             self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
-            self._waits.note_left(one.waiting, ledger_now)
+            self._waits.note_departure(one.waiting, ledger_now)
             placed.append(replace(one, queue_wait=queue_wait))
         if not self._queue:
-            self._waits.drain.emptied()
+            self._waits.drain.pause()
         return placed
 
-    def _stay(self, waiting: Waiting, now: float) -> session_pb2.QueueWait:
+    def _queue_wait(self, waiting: Waiting, now: float) -> session_pb2.QueueWait:
         return self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
@@ -354,7 +364,7 @@ class LeaderState:
         During a handover requests are ordered by their sort keys alone: credit of classes and fair
         shares are ignored.
         """
-        if self.handover.is_over(now):
+        if self.handover.is_complete(now):
             return self._queue.peek(ledger_now)
         head = self._queue.peek()
         allowed = head is not None and self.handover.allows(self._key(head), now)
@@ -376,12 +386,12 @@ class LeaderState:
         if eviction is None:
             return None
         for victim in eviction.victims:
-            self._spared[victim.request_id] = now + self._respite_s(victim)
+            self._spared[victim.request_id] = now + self._spared_s(victim)
         return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
 
-    def _respite_s(self, victim: Running) -> float:
+    def _spared_s(self, victim: Running) -> float:
         worker = self._placement.workers[victim.worker_id]
-        return max(_SPARED_S, _RESPITE * (worker.prefill_s(victim.known_tokens) or 0.0))
+        return max(_SPARED_S, _SPARED_FACTOR * (worker.prefill_s(victim.known_tokens) or 0.0))
 
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
         """Reserve a worker for a new request; return None if the request has to queue.
@@ -407,10 +417,10 @@ class LeaderState:
 
     def confirm_reservation(self, placed: Placed, gateway: str) -> None:
         """Confirm a reservation, because the ledger has dispatched its request."""
-        self._queue.pass_by(placed.waiting)
-        self.begun(placed, gateway)
+        self._queue.note_direct_dispatch(placed.waiting)
+        self.on_dispatched(placed, gateway)
 
-    def begun(self, placed: Placed, gateway: str) -> None:
+    def on_dispatched(self, placed: Placed, gateway: str) -> None:
         """Record that the ledger accepted the dispatch; ``gateway`` is the request's router."""
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
         self._running.add(Running.dispatched(waiting, gateway, worker_id, epoch))
@@ -418,43 +428,49 @@ class LeaderState:
     def moves(self, now: float, ledger_now: float) -> list[Move]:
         """Return moves of preempted requests to workers at which they resume sooner.
 
-        Capacity is held for them there. O(preempted requests x workers).
+        Capacity is reserved for them there. O(preempted requests x workers).
         """
-        is_fair = self._is_fair and self.handover.is_over(now)
+        is_fair = self._is_fair and self.handover.is_complete(now)
         head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
-        candidates = self._moving.candidates(
-            self._running.preempted(), head, self._turn if is_fair else self._key
+        candidates = self._move_policy.candidates(
+            self._running.preempted(), head, self._fair_key if is_fair else self._key
         )
         moves: list[Move] = []
         workers = self._placement.workers
-        promised = self._growth.blocks(workers, now)
+        reserved = self._output_reservations.blocks(workers, now)
         for running, needed in candidates:
             if not self.handover.allows(self._key(running), now):
                 break
             if running.request_id in self._spared:
                 continue
-            move = self._moving.choose(running, needed, workers, promised)
+            move = self._move_policy.choose(running, needed, workers, reserved)
             if move is not None:
-                self._hold(move, now)
+                self._reserve_for_move(move, now)
                 moves.append(move)
-                promised = self._growth.blocks(workers, now)
+                reserved = self._output_reservations.blocks(workers, now)
         return moves
 
     @property
     def _is_fair(self) -> bool:
-        return self._in_turns and self._fair_share is not None
+        return self._fair_share_enabled and self._fair_share is not None
 
     def _key(self, ordered: Ordered) -> Key:
         return key_of(self._order, ordered)
 
-    def _turn(self, ordered: Ordered) -> Key:
+    def _fair_key(self, ordered: Ordered) -> Key:
         assert self._fair_share is not None
-        return (-ordered.priority, self._fair_share.of(ordered), *self._order.place(ordered))
+        return (
+            -ordered.priority,
+            self._fair_share.counter_of(ordered),
+            *self._order.place(ordered),
+        )
 
-    def _hold(self, move: Move, now: float) -> None:
+    def _reserve_for_move(self, move: Move, now: float) -> None:
         running = move.running
-        self._growth.promise(running, move.worker_id, round((ROOM - 1) * running.known_tokens), now)
-        self._placement.hold(
+        self._output_reservations.add(
+            running, move.worker_id, round((MOVE_HEADROOM - 1) * running.known_tokens), now
+        )
+        self._placement.reserve_for_move(
             move.worker_id, running.request_id, running.known_tokens, running.choices, now
         )
         self._spared[running.request_id] = now + _SPARED_S
@@ -462,8 +478,8 @@ class LeaderState:
     def prune(self, now: float) -> None:
         """Drop outdated records, and end the handover in the fair share if it is over."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
-        self._growth.prune(self._placement.workers, now)
-        if self._fair_share is not None and self.handover.is_over(now):
+        self._output_reservations.prune(self._placement.workers, now)
+        if self._fair_share is not None and self.handover.is_complete(now):
             self._fair_share.handover_ended()
 
 
@@ -480,14 +496,16 @@ def cluster_load(
     left out. O(workers + tenants).
     """
     staying = [worker for worker in workers if worker.is_open]
-    rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]
+    rates = [
+        worker.throughput.full_rate for worker in staying if worker.throughput.full_rate is not None
+    ]
     return session_pb2.ClusterLoad(
         term=term,
         workers=len(staying),
         queued=leader_state.queued,
         queued_tokens=leader_state.queued_tokens,
         waited_s=leader_state.waited_s(now, ledger_now),
-        running=sum(worker.load.num_running + worker.ahead for worker in staying),
+        running=sum(worker.load.num_running + worker.num_ahead for worker in staying),
         slots=sum(worker.slots for worker in staying),
         blocks_used=sum(worker.load.blocks_used for worker in staying),
         blocks_total=sum(worker.capacity.num_blocks for worker in staying),

@@ -109,12 +109,12 @@ class ThroughputEstimator:
     """
 
     def __init__(self) -> None:
-        self._usual: dict[int, _Steps] = {}
+        self._mean_steps: dict[int, _Steps] = {}
         self._last: _Steps | None = None
-        self._stepped_at = -inf
+        self._last_step_at = -inf
         self._sample: tuple[float, Work] | None = None
         self._observed_s = 0.0
-        self._blocks_freed = 0.0
+        self._block_free_rate = 0.0
         self._was_full = False
         self.full_rate: float | None = None
         #: sum of the sizes of all steps, with exponentially decaying weights
@@ -142,18 +142,19 @@ class ThroughputEstimator:
     @property
     def prefill_rate(self) -> float | None:
         """Tokens per second in steps of the fastest size class; None if no step was measured."""
-        rates = [steps.tokens / steps.seconds for steps in self._usual.values()]
+        rates = [steps.tokens / steps.seconds for steps in self._mean_steps.values()]
         return max(rates, default=None)
 
     @property
     def free_rate(self) -> float | None:
         """KV blocks freed per second, less those that new output takes; None if unknown."""
-        return self._blocks_freed if self._observed_s >= _STEP_MEMORY_S else None
+        return self._block_free_rate if self._observed_s >= _STEP_MEMORY_S else None
 
-    def most_step_s(self, tokens: float) -> float:
+    def max_step_s(self, tokens: float) -> float:
         """Return an upper bound on the seconds of a step of ``tokens`` tokens; inf if unknown."""
         return min(
-            (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
+            (it.seconds * max(1.0, tokens / it.tokens) for it in self._mean_steps.values()),
+            default=inf,
         )
 
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
@@ -178,13 +179,13 @@ class ThroughputEstimator:
         if sample is not None:
             self._measure_steps(sample.size.num_tokens, sample.seconds, duration)
             self._sum_up(sample.size, work.step - before.step, duration)
-            self._stepped_at = now
+            self._last_step_at = now
         return sample
 
     def _sum_up(self, size: StepSize, steps: int, duration: float) -> None:
-        keep = exp(-duration / _FULL_MEMORY_S)
+        decay = exp(-duration / _FULL_MEMORY_S)
         sums = zip(self._computed, size, strict=True)
-        self._computed = StepSize(*(keep * before + steps * each for before, each in sums))
+        self._computed = StepSize(*(decay * before + steps * each for before, each in sums))
 
     def _measure_full(self, rate: float, duration: float) -> None:
         known = rate if self.full_rate is None else self.full_rate
@@ -195,11 +196,11 @@ class ThroughputEstimator:
         grown = (work.output_tokens - before.output_tokens) / BLOCK_SIZE
         rate = (work.released_blocks - before.released_blocks - grown) / duration
         weight = max(_weight(duration, _FLOW_MEMORY_S), min(1.0, duration / self._observed_s))
-        self._blocks_freed += weight * (rate - self._blocks_freed)
+        self._block_free_rate += weight * (rate - self._block_free_rate)
 
     def _measure_steps(self, tokens: float, seconds: float, duration: float) -> None:
         weight = _weight(duration, _STEP_MEMORY_S)
-        usual = self._usual.setdefault(_size_class(tokens), _Steps(tokens, seconds))
+        usual = self._mean_steps.setdefault(_size_class(tokens), _Steps(tokens, seconds))
         usual.blend(tokens, seconds, weight)
         self._last = self._last or _Steps(tokens, seconds)
         self._last.blend(tokens, seconds, weight)
@@ -207,13 +208,17 @@ class ThroughputEstimator:
     def is_slower(self, others: list[ThroughputEstimator], factor: float, now: float) -> bool:
         """Return whether recent steps take over ``factor`` times as long as the others' would.
 
-        The mean recent step is compared with the median of ``most_step_s`` over ``others``. Return
+        The mean recent step is compared with the median of ``max_step_s`` over ``others``. Return
         False if nothing is known, if the last step is too old, or if steps are very short.
         """
         last = self._last
-        if last is None or last.seconds <= _SHORTEST_SLOW_S or now - self._stepped_at > _OUTDATED_S:
+        if (
+            last is None
+            or last.seconds <= _SHORTEST_SLOW_S
+            or now - self._last_step_at > _OUTDATED_S
+        ):
             return False
-        known = [most for it in others if (most := it.most_step_s(last.tokens)) < inf]
+        known = [most for it in others if (most := it.max_step_s(last.tokens)) < inf]
         return bool(known) and last.seconds > factor * median(known)
 
 
@@ -230,38 +235,42 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
     return Sample(StepSize(*(sum_ / steps for sum_ in size)), busy_s / steps)
 
 
-def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
+def slow_workers(
+    estimators: Mapping[str, ThroughputEstimator], factor: float, now: float
+) -> frozenset[str]:
     """Return the ids of the workers whose steps take over ``factor`` times as long as the others'.
 
-    ``paces`` has the estimators by worker id. A slow worker's mean step is longer than the median
-    of all workers, and its ``is_slower`` is true. The function takes O(workers) for each size class
+    ``estimators`` is by worker id. A slow worker's mean step is longer than the median of all
+    workers, and its ``is_slower`` is true. The function takes O(workers) for each size class
     of steps, and again for each worker that a cheap bound does not exclude.
     """
-    seconds = [pace.step_s for pace in paces.values() if pace.step_s]
+    seconds = [estimator.step_s for estimator in estimators.values() if estimator.step_s]
     if len(seconds) < 2:
         return frozenset()
-    usual, all_paces = median(seconds), list(paces.values())
+    usual, all_estimators = median(seconds), list(estimators.values())
     least: dict[int, float] = {}
     found = []
-    for name, pace in paces.items():
-        if pace.step_s <= max(usual, _SHORTEST_SLOW_S):
+    for name, estimator in estimators.items():
+        if estimator.step_s <= max(usual, _SHORTEST_SLOW_S):
             continue
-        if (size := pace.size_class) not in least:
-            least[size] = _least_median_s(all_paces, size)
-        may_be = pace.step_s > factor * least[size]
-        if may_be and pace.is_slower([it for it in all_paces if it is not pace], factor, now):
+        if (size := estimator.size_class) not in least:
+            least[size] = _least_median_s(all_estimators, size)
+        may_be = estimator.step_s > factor * least[size]
+        if may_be and estimator.is_slower(
+            [it for it in all_estimators if it is not estimator], factor, now
+        ):
             found.append(name)
     return frozenset(found)
 
 
-def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
+def _least_median_s(estimators: Iterable[ThroughputEstimator], size: int) -> float:
     """Return a lower bound on the median step time of all workers but one, in seconds.
 
     ``size`` is the size class of the steps. The bound is valid for any worker that is left out. It
     is infinite if fewer than two workers are known.
     """
     fewest = 1 << size >> 1
-    known = sorted(most for it in paces if (most := it.most_step_s(fewest)) < inf)
+    known = sorted(most for it in estimators if (most := it.max_step_s(fewest)) < inf)
     return known[(len(known) - 2) // 2] if len(known) > 1 else inf
 
 
@@ -291,15 +300,15 @@ class DrainRate:
     def __init__(self) -> None:
         self._tokens = self._requests = 0
         self._since: float | None = None
-        self._watched_s = 0.0
+        self._observed_s = 0.0
         self._token_rate = self._request_rate = 0.0
 
-    def note_left(self, work_tokens: int) -> None:
+    def note_departure(self, work_tokens: int) -> None:
         """Record that a request left the queue for a worker."""
         self._tokens += work_tokens
         self._requests += 1
 
-    def emptied(self) -> None:
+    def pause(self) -> None:
         """Pause the measurement, because the queue is empty and workers do not limit its rate."""
         self._since = None
 
@@ -311,9 +320,9 @@ class DrainRate:
         self._since = now if num_queued else None
 
     def _blend(self, duration: float, num_workers: int) -> None:
-        self._watched_s += duration
-        forgets = min(1 / _MEMORY_S, self.requests_per_s(num_workers) / _MEMORY_REQUESTS)
-        weight = max(1 - exp(-duration * forgets), min(1.0, duration / self._watched_s))
+        self._observed_s += duration
+        decay = min(1 / _MEMORY_S, self.requests_per_s(num_workers) / _MEMORY_REQUESTS)
+        weight = max(1 - exp(-duration * decay), min(1.0, duration / self._observed_s))
         tokens = self._tokens / duration / num_workers
         requests = self._requests / duration / num_workers
         self._token_rate += weight * (tokens - self._token_rate)
@@ -321,7 +330,7 @@ class DrainRate:
 
     @property
     def is_known(self) -> bool:
-        return self._watched_s >= _ENOUGH_S and self._token_rate > 0
+        return self._observed_s >= _ENOUGH_S and self._token_rate > 0
 
     def tokens_per_s(self, num_workers: int) -> float:
         """Return the tokens of work that leave the queue per second with so many workers."""
@@ -337,20 +346,20 @@ _QUANTILE = 0.05
 _STEP = 0.1
 
 
-class Least:
+class LeastRatio:
     """Estimator of the shortest plausible time of a request, relative to the predicted time.
 
-    ``part`` is the ratio of actual to predicted time that 95 % of requests exceed, at most 1. This
+    ``value`` is the ratio of actual to predicted time that 95 % of requests exceed, at most 1. This
     0.05 quantile is learned by stochastic approximation (Robbins and Monro, 1951) of its logarithm.
     """
 
     def __init__(self) -> None:
-        self.part = 0.8
+        self.value = 0.8
 
     def note(self, ratio: float) -> None:
         """Record a request that took ``ratio`` times as long as predicted."""
-        is_below = ratio < self.part
-        self.part = min(1.0, self.part * exp(_STEP * (_QUANTILE - is_below)))
+        is_below = ratio < self.value
+        self.value = min(1.0, self.value * exp(_STEP * (_QUANTILE - is_below)))
 
 
 #: Least tokens of an output whose time per token is used. The time of shorter ones is dominated by
@@ -358,7 +367,9 @@ class Least:
 _FEWEST = 16
 
 
-def seen_ratio(predicted_s: float | None, decode_s: float, num_tokens: int) -> float | None:
+def measured_tpot_ratio(
+    predicted_s: float | None, decode_s: float, num_tokens: int
+) -> float | None:
     """Return the measured time per output token divided by the predicted one, ``predicted_s``.
 
     ``decode_s`` is the time from the first to the last of ``num_tokens`` output tokens, in seconds.

@@ -10,7 +10,7 @@ saturated, the one that a full batch would have (``FittedStepTime``).
 
 The order within a class is ignored, so shorter or more urgent requests may wait less than is
 predicted. The share of the predicted wait that nearly all requests exceed is therefore learned
-(``Least``), and so is that share of the predicted time per output token.
+(``LeastRatio``), and so is that share of the predicted time per output token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import fmean
 from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from router.admission.request import Waiting
-from router.admission.throughput import DrainRate, Least
+from router.admission.throughput import DrainRate, LeastRatio
 from router.admission.workers import WorkerView, batch_of
 
 #: Predicted waits below this, in seconds, are not compared with the actual ones, because the
@@ -38,8 +38,8 @@ class WaitEstimator:
     def __init__(self, workers: Mapping[str, WorkerView]) -> None:
         self._workers = workers
         self.drain = DrainRate()
-        self.least = Least()
-        self.least_of_tpot = Least()
+        self.least_wait_ratio = LeastRatio()
+        self.least_tpot_ratio = LeastRatio()
         #: tokens of work that leave the queue per second while requests are queued; 0: unknown
         self.tokens_per_s = 0.0
         self._next: WorkerView | None = None
@@ -61,12 +61,12 @@ class WaitEstimator:
             return 0.0
         return work_tokens / self.tokens_per_s if self.tokens_per_s else None
 
-    def note_left(self, waiting: Waiting, ledger_now: float) -> None:
+    def note_departure(self, waiting: Waiting, ledger_now: float) -> None:
         """Record that a request left the queue for a worker, to learn from its wait."""
-        self.drain.note_left(waiting.work_tokens)
+        self.drain.note_departure(waiting.work_tokens)
         predicted_s = waiting.predicted_wait_s
         if predicted_s is not None and predicted_s >= _SHORTEST_S:
-            self.least.note((ledger_now - waiting.arrived) / predicted_s)
+            self.least_wait_ratio.note((ledger_now - waiting.arrived) / predicted_s)
 
     def prefill_s(self, waiting: Waiting) -> float:
         """Return the predicted seconds from a dispatch now to its first token; 0 if unknown."""
@@ -74,12 +74,12 @@ class WaitEstimator:
         if worker is None:
             return 0.0
         # On average half of the current step remains.
-        rest_s = worker.pace.step_s / 2
+        rest_s = worker.throughput.step_s / 2
         return rest_s + (worker.prefill_s(worker.pending_prefill + waiting.prefill_tokens) or 0.0)
 
     def least_wait_s(self, wait_s: float) -> float:
         """Return the seconds that 95 % of requests wait longer than, if ``wait_s`` is predicted."""
-        return self.least.part * wait_s
+        return self.least_wait_ratio.value * wait_s
 
     @property
     def tpot_s(self) -> float | None:
@@ -91,7 +91,7 @@ class WaitEstimator:
         """Seconds per output token that 95 % of new requests exceed; 0 if unknown."""
         if self._next is None or self._next.tpot_s is None:
             return 0.0
-        return self.least_of_tpot.part * min(self._next.tpot_s, self._next.decode_s)
+        return self.least_tpot_ratio.value * min(self._next.tpot_s, self._next.decode_s)
 
 
 def _next_of(workers: list[WorkerView]) -> WorkerView | None:
@@ -100,13 +100,13 @@ def _next_of(workers: list[WorkerView]) -> WorkerView | None:
 
 
 def _full_rate(worker: WorkerView) -> float | None:
-    if worker.pace.full_rate is not None:
-        return worker.pace.full_rate
-    row = worker.pace.row
+    if worker.throughput.full_rate is not None:
+        return worker.throughput.full_rate
+    row = worker.throughput.row
     if row is None or not worker.step_time.is_known:
         return None
-    room = worker.capacity.num_blocks * BLOCK_SIZE / max(1.0, row.kv_tokens)
-    batch = batch_of(max(1, min(worker.slots, int(room))), row)
+    max_rows = worker.capacity.num_blocks * BLOCK_SIZE / max(1.0, row.kv_tokens)
+    batch = batch_of(max(1, min(worker.slots, int(max_rows))), row)
     return batch.num_tokens / worker.step_time.seconds(batch)
 
 
@@ -126,13 +126,13 @@ class EstimatedWait:
         #: tokens per second; the last known rate is kept while it is unknown
         self._rate = _UNKNOWN_RATE
         #: by class: predicted tokens of requests that arrived since the leader's last estimate
-        self._came: dict[int, int] = {}
+        self._arrived_tokens: dict[int, int] = {}
 
     def on_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
         """Replace the queue estimate by the leader's newest one."""
         self._queue_estimate = queue_estimate
         self._rate = queue_estimate.tokens_per_s or self._rate
-        self._came.clear()
+        self._arrived_tokens.clear()
 
     def estimate(self, priority: int, work_tokens: int) -> float:
         """Return the seconds until the work ahead of a request of this class has left the queue.
@@ -140,6 +140,6 @@ class EstimatedWait:
         The request's own ``work_tokens`` are then added to the work ahead of later requests.
         """
         waits = [it.work_tokens for it in self._queue_estimate.waits if it.priority >= priority]
-        came = sum(tokens for its, tokens in self._came.items() if its >= priority)
-        self._came[priority] = self._came.get(priority, 0) + work_tokens
-        return (came + max(waits, default=0)) / self._rate
+        arrived = sum(tokens for its, tokens in self._arrived_tokens.items() if its >= priority)
+        self._arrived_tokens[priority] = self._arrived_tokens.get(priority, 0) + work_tokens
+        return (arrived + max(waits, default=0)) / self._rate

@@ -1,7 +1,7 @@
 """Leader's view of one worker. Pure.
 
 It combines the last state that the worker sent, the dispatches that this state does not include yet
-(the worker has not acknowledged them), and the capacity that is held for requests that will be
+(the worker has not acknowledged them), and the capacity that is reserved for requests that will be
 moved here from another worker. An epoch is the number of a dispatch.
 """
 
@@ -162,7 +162,7 @@ class Capacity:
         )
 
 
-NOTHING = Work()
+NO_WORK = Work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Load:
     pending_prefill_tokens: int = 0
     committed_tokens: int = 0
     draining: bool = False
-    work: Work = NOTHING
+    work: Work = NO_WORK
 
     @classmethod
     def from_proto(cls, state: session_pb2.WorkerState) -> Self:
@@ -256,7 +256,7 @@ class WorkerView:
     load: Load = field(default_factory=Load)
     #: shared by all workers of the same kind
     step_time: FittedStepTime = field(default_factory=FittedStepTime)
-    pace: ThroughputEstimator = field(default_factory=ThroughputEstimator)
+    throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     is_slow: bool = False
     #: sequences that may run at once; fewer than the worker allows if larger steps would exceed the
     #: target time per output token
@@ -265,8 +265,8 @@ class WorkerView:
     trial: int = 0
     #: dispatches that the state does not include yet, by epoch
     unacknowledged: Reservations[int] = field(default_factory=Reservations)
-    #: capacity held for requests, by request id
-    held: Reservations[str] = field(default_factory=Reservations)
+    #: capacity reserved for requests, by request id
+    reserved: Reservations[str] = field(default_factory=Reservations)
 
     def __post_init__(self) -> None:
         self.slots = self.slots or self.capacity.max_num_seqs
@@ -277,13 +277,13 @@ class WorkerView:
         return not self.load.draining and self.load.sequence_number >= 0
 
     @property
-    def ahead(self) -> int:
+    def num_ahead(self) -> int:
         """Number of sequences that wait for a slot, or are on the way to the worker."""
-        return self.load.num_waiting + self.unacknowledged.choices + self.held.choices
+        return self.load.num_waiting + self.unacknowledged.choices + self.reserved.choices
 
     @property
     def free_slots(self) -> int:
-        return max(0, self.slots - self.load.num_running - self.ahead)
+        return max(0, self.slots - self.load.num_running - self.num_ahead)
 
     @property
     def is_full(self) -> bool:
@@ -293,9 +293,9 @@ class WorkerView:
     @property
     def tpot_s(self) -> float | None:
         """Predicted seconds per output token, that is, per step; None if unknown."""
-        if self.pace.row is None or not self.step_time.is_known:
+        if self.throughput.row is None or not self.step_time.is_known:
             return None
-        return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
+        return self.step_time.seconds(batch_of(self.load.num_running, self.throughput.row))
 
     @property
     def decode_s(self) -> float:
@@ -310,7 +310,7 @@ class WorkerView:
         if self.step_time.is_known:
             budget = self.capacity.max_num_batched_tokens
             return prefill_s(self.step_time, self._decoding, tokens, budget)
-        rate = self.pace.prefill_rate
+        rate = self.throughput.prefill_rate
         return tokens / rate if rate else None
 
     @property
@@ -325,21 +325,21 @@ class WorkerView:
         return self.is_slow, self.pending_prefill, self.committed_tokens
 
     @property
-    def is_calm(self) -> bool:
+    def is_decode_only(self) -> bool:
         """Return whether all sequences at the worker are decoding, with none waiting or coming."""
-        return self.pending_prefill == 0 and self.ahead == 0
+        return self.pending_prefill == 0 and self.num_ahead == 0
 
     @property
     def is_idle(self) -> bool:
-        return self.load.num_running + self.ahead == 0
+        return self.load.num_running + self.num_ahead == 0
 
     @property
     def committed_tokens(self) -> int:
-        return self.load.committed_tokens + self.unacknowledged.tokens + self.held.tokens
+        return self.load.committed_tokens + self.unacknowledged.tokens + self.reserved.tokens
 
     @property
     def pending_prefill(self) -> int:
-        return self.load.pending_prefill_tokens + self.unacknowledged.tokens + self.held.tokens
+        return self.load.pending_prefill_tokens + self.unacknowledged.tokens + self.reserved.tokens
 
     @property
     def unused_blocks(self) -> int:
@@ -356,8 +356,8 @@ class WorkerView:
         A suspect request may have caused the loss of its last workers. During its trial no other
         request is dispatched to the worker. Otherwise nothing is changed.
         """
-        has_come = not self.trial or self.trial not in self.unacknowledged
-        if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
+        has_arrived = not self.trial or self.trial not in self.unacknowledged
+        if has_arrived and not self.load.pending_prefill_tokens and not self.load.num_waiting:
             self.trial = 0
 
     def has_slots(self, choices: int, local_depth: int) -> bool:
@@ -368,7 +368,7 @@ class WorkerView:
         """
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs
-        return without <= 0 or (may_wait and self.ahead + without <= local_depth)
+        return without <= 0 or (may_wait and self.num_ahead + without <= local_depth)
 
 
 def blocks_for(tokens: int) -> int:

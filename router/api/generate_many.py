@@ -16,7 +16,7 @@ from router.requests.stream import Source
 
 #: Requests of one call that are opened concurrently. The ledger has this many connections by
 #: default, so opening more at once would only delay other calls.
-_OPENED_AT_ONCE = 32
+_MAX_CONCURRENT_OPENS = 32
 #: Bytes at which no further piece is added to a message. A single piece may be larger.
 _MESSAGE_BYTES = 256 << 10
 
@@ -40,7 +40,7 @@ def check_names(requests: Sequence[pb.GenerateRequest]) -> None:
         raise InvalidRequest("a request_id comes twice in the call", field="requests")
 
 
-class Many(AsyncIterator[pb.GenerateManyResponse]):
+class MergedStream(AsyncIterator[pb.GenerateManyResponse]):
     """Merged output of several requests, as one stream of messages.
 
     The stream ends when the last request has ended. Closing it closes the streams of all requests.
@@ -55,8 +55,8 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         that cannot be opened becomes a message of the stream.
         """
         self._open = open_
-        self._room = asyncio.Semaphore(_OPENED_AT_ONCE)
-        self._came = asyncio.Event()
+        self._open_slots = asyncio.Semaphore(_MAX_CONCURRENT_OPENS)
+        self._wakeup = asyncio.Event()
         self._pieces: dict[int, Source] = {}
         #: sources of the requests that have ended, still to be closed
         self._ended: list[Source] = []
@@ -66,21 +66,21 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         #: errors of the requests that could not be opened, not sent yet
         self._failures: list[pb.ManyPiece] = []
         self._opening = [
-            asyncio.create_task(self._begin(index, request))
+            asyncio.create_task(self._open_request(index, request))
             for index, request in enumerate(requests)
         ]
-        self._num_left = len(requests)
+        self._num_unfinished = len(requests)
 
     async def __anext__(self) -> pb.GenerateManyResponse:
         while True:
-            self._came.clear()
+            self._wakeup.clear()
             message = self._take()
             await self._close_ended()
             if message.pieces:
                 return message
-            if not self._num_left:
+            if not self._num_unfinished:
                 raise StopAsyncIteration
-            await self._came.wait()
+            await self._wakeup.wait()
 
     async def aclose(self) -> None:
         for opening in self._opening:
@@ -93,26 +93,26 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         while self._ended:
             await self._ended.pop().aclose()
 
-    async def _begin(self, index: int, request: pb.GenerateRequest) -> None:
+    async def _open_request(self, index: int, request: pb.GenerateRequest) -> None:
         try:
-            async with self._room:
+            async with self._open_slots:
                 opened = await self._open(request)
         except Exception as error:
             self._failures.append(_failure(index, answerable(error)))
-            self._came.set()
+            self._wakeup.set()
             return
         self._pieces[index] = opened.pieces
-        self._pieces[index].on_more = partial(self._more, index)
-        self._more(index)
+        self._pieces[index].on_more = partial(self._mark_ready, index)
+        self._mark_ready(index)
 
-    def _more(self, index: int) -> None:
+    def _mark_ready(self, index: int) -> None:
         if index in self._pieces:
             self._ready[index] = None
-            self._came.set()
+            self._wakeup.set()
 
     def _take(self) -> pb.GenerateManyResponse:
         message = pb.GenerateManyResponse(pieces=self._failures)
-        self._num_left -= len(self._failures)
+        self._num_unfinished -= len(self._failures)
         self._failures.clear()
         num_bytes = 0
         while self._ready and num_bytes < _MESSAGE_BYTES:
@@ -137,7 +137,7 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         return None if piece is None else pb.ManyPiece(index=index, piece=piece)
 
     def _end(self, index: int) -> None:
-        self._num_left -= 1
+        self._num_unfinished -= 1
         self._ended.append(self._pieces.pop(index))
 
 

@@ -25,7 +25,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import MAX_LABEL_BYTES, MAX_N, Submission, check_field
-from everlift.request_id import bare, check_qualified, is_request_id
+from everlift.request_id import check_qualified, is_request_id, strip_tenant
 from everlift.trace_context import TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
@@ -33,14 +33,14 @@ from router.api import generate_many
 from router.api.opened import Opened
 from router.auth.caller import Caller
 from router.event_loop import now
-from router.ledger.base import MOST_LISTED, Position
+from router.ledger.base import MAX_PAGE_SIZE, Position
 from router.ledger.entry import Entry, Event, State
 from router.requests import sampling_defaults, tokenizer
 from router.requests.delivered import Delivered
 from router.requests.manager import Requests, new_request_id
 from router.requests.request import Elsewhere, LiveRequest
-from router.requests.request_stream import RequestStream, lost
-from router.requests.stream import Carried, Pieces, Relay, Source
+from router.requests.request_stream import RequestStream, lost_output_error
+from router.requests.stream import LiveSource, Relay, RelayedSource, Source
 from router.requests.submission import check_same_body
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
@@ -50,12 +50,12 @@ from router.requests.tracer import NO_TRACES, Tracer
 _MOST_US = 1 << 53
 
 
-def write(position: Position) -> str:
+def page_token(position: Position) -> str:
     text = f"{round(position.arrived * 1e6)} {position.request_id}"
     return urlsafe_b64encode(text.encode()).decode()
 
 
-def read(token: str) -> Position:
+def parse_page_token(token: str) -> Position:
     """Parse a page token, and return the position at which the next page of a listing begins.
 
     Raises InvalidRequest if the token is malformed.
@@ -80,7 +80,7 @@ _EXPLAIN = "x-explain"
 _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 
 
-def apply(
+def apply_headers(
     message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
 ) -> None:
     """Set the fields that ``message`` lacks from ``headers``, whose names are in lower case.
@@ -175,9 +175,9 @@ class Inference:
         the request meanwhile.
         """
         try:
-            apply(message, headers)
+            apply_headers(message, headers)
         except EverliftError as error:
-            self.turned_away(error)
+            self.count_rejected(error)
             raise
         return await self._generate(caller, message, headers, journal, timeout_s)
 
@@ -186,15 +186,15 @@ class Inference:
         caller: Caller,
         message: pb.GenerateManyRequest,
         headers: Mapping[str, str],
-        came: float,
+        arrived_at: float,
         timeout_s: float | None = None,
-    ) -> generate_many.Many:
+    ) -> generate_many.MergedStream:
         """Submit several requests, each as with ``generate``, and return their merged output.
 
-        The request id from ``headers`` gets each request's index appended. ``came`` is the time at
-        which the call arrived (``event_loop.now()``), ``timeout_s`` the time limit of the whole
-        call. An error of one request is reported in the stream for that request only. The caller
-        must close the returned stream.
+        The request id from ``headers`` gets each request's index appended. ``arrived_at`` is the
+        time at which the call arrived (``event_loop.now()``), ``timeout_s`` the time limit of the
+        whole call. An error of one request is reported in the stream for that request only. The
+        caller must close the returned stream.
 
         Raises InvalidRequest if the headers, or the number or the ids of the requests, are invalid.
         """
@@ -202,17 +202,17 @@ class Inference:
         try:
             generate_many.check_count(len(message.requests))
             for place, request in enumerate(message.requests):
-                apply(request, headers, place)
+                apply_headers(request, headers, place)
             generate_many.check_names(message.requests)
         except EverliftError as error:
-            self.turned_away(error)
+            self.count_rejected(error)
             raise
 
         async def opened(request: pb.GenerateRequest) -> Opened:
             left_s = None if until is None else max(until - now(), 0.001)
-            return await self._generate(caller, request, headers, Journal(came), left_s)
+            return await self._generate(caller, request, headers, Journal(arrived_at), left_s)
 
-        return generate_many.Many(message.requests, opened)
+        return generate_many.MergedStream(message.requests, opened)
 
     async def _generate(
         self,
@@ -222,10 +222,10 @@ class Inference:
         journal: Journal,
         timeout_s: float | None,
     ) -> Opened:
-        trace = self._tracer.begin_span(headers.items())
+        trace = self._tracer.start_span(headers.items())
         x_request_id = header_request_id(headers)
         message.request_id = message.request_id or new_request_id()
-        with self._telling_refusals(trace, journal.came, x_request_id):
+        with self._recording_rejections(trace, journal.called_at, x_request_id):
             request_id = caller.qualify(message.request_id)
             self._model.check_fits(message.text or message.tokens.ids)
             submission = Submission.from_proto(
@@ -247,13 +247,13 @@ class Inference:
                 )
             except Elsewhere as elsewhere:
                 attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
-                source = Carried(self._relay.attach(elsewhere.address, attach))
+                source = RelayedSource(self._relay.attach(elsewhere.address, attach))
                 stream = self._followed(attach, source, Delivered(), was_submitted=True)
-                return Opened(bare(request_id), None, stream)
+                return Opened(strip_tenant(request_id), None, stream)
         attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
         stream = self._followed(attach, self._stream(live, attach), was_submitted=True)
         is_new = live.journal is journal
-        return Opened(bare(request_id), live.request.trace, stream, is_new)
+        return Opened(strip_tenant(request_id), live.request.trace, stream, is_new)
 
     async def attach(
         self,
@@ -284,12 +284,12 @@ class Inference:
         except ForgottenRequest:
             raise
         except UnknownRequest as error:
-            raise lost(error) if had_output else error from None
-        request_id = bare(message.request_id)
+            raise lost_output_error(error) if had_output else error from None
+        request_id = strip_tenant(message.request_id)
         if is_relayed:
             # The router that relays the output follows the request.
             return Opened(request_id, trace, source)
-        is_carried_whole = isinstance(source, Carried) and not any(message.from_offsets)
+        is_carried_whole = isinstance(source, RelayedSource) and not any(message.from_offsets)
         delivered = Delivered() if is_carried_whole else None
         stream = self._followed(message, source, delivered, had_output=had_output)
         return Opened(request_id, trace, stream)
@@ -307,14 +307,14 @@ class Inference:
             if body_hash:
                 stored, _ = await self._requests.get(message.request_id)
                 check_same_body(stored.request, body_hash)
-            return None, Carried(self._relay.attach(elsewhere.address, message))
+            return None, RelayedSource(self._relay.attach(elsewhere.address, message))
         if body_hash:
             check_same_body(live.request, body_hash)
         return live.request.trace, self._stream(live, message, is_relayed=is_relayed)
 
     def _stream(
         self, live: LiveRequest, message: pb.AttachRequest, *, is_relayed: bool = False
-    ) -> Pieces:
+    ) -> LiveSource:
         return self._requests.stream(
             live,
             message.from_offsets,
@@ -365,7 +365,7 @@ class Inference:
         try:
             entry = await self._requests.cancel(message.request_id)
         except Elsewhere as elsewhere:
-            return await self._relay.ask(elsewhere.address, lambda stub: stub.Cancel, message)
+            return await self._relay.call(elsewhere.address, lambda stub: stub.Cancel, message)
         return pb.CancelResponse(state=_WIRE_STATE[entry.state])
 
     async def forget(self, caller: Caller, message: pb.ForgetRequest) -> pb.ForgetResponse:
@@ -378,7 +378,7 @@ class Inference:
         try:
             await self._requests.forget(message.request_id)
         except Elsewhere as elsewhere:
-            return await self._relay.ask(elsewhere.address, lambda stub: stub.Forget, message)
+            return await self._relay.call(elsewhere.address, lambda stub: stub.Forget, message)
         return pb.ForgetResponse()
 
     async def get_request(
@@ -408,14 +408,14 @@ class Inference:
             return await self._requests.explain(request_id)
         except Elsewhere as elsewhere:
             message = pb.ExplainRequest(request_id=request_id)
-            return await self._relay.ask(elsewhere.address, lambda stub: stub.Explain, message)
+            return await self._relay.call(elsewhere.address, lambda stub: stub.Explain, message)
 
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Return the token ids of a text, and the model's maximum sequence length.
 
         Raises UnknownModel, PromptTooLong.
         """
-        self._model.check_asked(message.model)
+        self._model.check_requested(message.model)
         ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
 
@@ -426,7 +426,7 @@ class Inference:
 
         Raises UnknownModel, and OutOfRange if an id is not in the vocabulary.
         """
-        self._model.check_asked(message.model)
+        self._model.check_requested(message.model)
         ids = message.token_ids
         text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
         return pb.DetokenizeResponse(text=text)
@@ -439,7 +439,7 @@ class Inference:
                     name=model.name,
                     max_model_len=model.max_model_len or 0,
                     vocab_size=model.vocab_size,
-                    sampling_defaults=sampling_defaults.changed(model.sampling_defaults),
+                    sampling_defaults=sampling_defaults.as_proto(model.sampling_defaults),
                 )
             ]
         )
@@ -453,17 +453,17 @@ class Inference:
         too large, Forbidden, LedgerUnavailable.
         """
         tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
-        if message.page_size > MOST_LISTED:
-            raise OutOfRange(f"page_size must be at most {MOST_LISTED}")
+        if message.page_size > MAX_PAGE_SIZE:
+            raise OutOfRange(f"page_size must be at most {MAX_PAGE_SIZE}")
         page = await self._requests.list_requests(
             tenant,
             [_state(number) for number in message.states],
             message.page_size or _PAGE_SIZE,
-            read(message.page_token) if message.page_token else None,
+            parse_page_token(message.page_token) if message.page_token else None,
         )
         return pb.ListRequestsResponse(
             requests=[_summary(caller, entry) for entry in page.entries],
-            next_page_token=write(page.last) if page.last is not None else "",
+            next_page_token=page_token(page.last) if page.last is not None else "",
         )
 
     def stop(self) -> None:
@@ -471,25 +471,25 @@ class Inference:
         for stream in list(self._streams):
             stream.fail(RouterStopping("this router is stopping: attach through another router"))
 
-    def turned_away(self, error: EverliftError) -> None:
+    def count_rejected(self, error: EverliftError) -> None:
         """Count in the metrics a submission whose message or headers are invalid."""
-        self._requests.turned_away(error)
+        self._requests.count_rejected(error)
 
     @contextmanager
-    def _telling_refusals(
-        self, trace: TraceContext | None, came: float, x_request_id: str
+    def _recording_rejections(
+        self, trace: TraceContext | None, arrived_at: float, x_request_id: str
     ) -> Iterator[None]:
         """Context manager that records an exception as a rejected submission and raises it again.
 
-        It is counted in the metrics and added to the trace. ``came`` is the time at which the call
-        arrived (``event_loop.now()``).
+        It is counted in the metrics and added to the trace. ``arrived_at`` is the time at which the
+        call arrived (``event_loop.now()``).
         """
         try:
             yield
         except Exception as error:
             known = error if isinstance(error, EverliftError) else EverliftError()
-            self._requests.turned_away(known)
-            self._tracer.refused(trace, now() - came, known.slug, x_request_id)
+            self._requests.count_rejected(known)
+            self._tracer.refused(trace, now() - arrived_at, known.slug, x_request_id)
             raise
 
 

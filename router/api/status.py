@@ -21,7 +21,7 @@ class Status:
         model: ServedModel,
         requests: Requests,
         sessions: Sessions,
-        line: LeaderClient,
+        leader_client: LeaderClient,
         heartbeat: Heartbeat,
         leader: Leader,
         metrics_address: str,
@@ -31,7 +31,7 @@ class Status:
         self._model = model
         self._requests = requests
         self._sessions = sessions
-        self._line = line
+        self._leader_client = leader_client
         self._heartbeat = heartbeat
         self._leader = leader
         self._metrics_address = metrics_address
@@ -49,7 +49,7 @@ class Status:
             model=self._model.name,
             leader=self._heartbeat.leader_id,
             workers=workers,
-            queued=self._line.queued,
+            queued=self._leader_client.queued,
             running=sum(worker.num_running for worker in workers if worker.alive),
             completed=counters.completed,
             failed=counters.failed,
@@ -68,7 +68,7 @@ class Status:
     def _worker(self, link: WorkerLink) -> pb.WorkerStatus:
         worker, view = _worker(link), self._leader.view(link.info.worker_id)
         if view is not None:
-            worker.step_s, worker.slow = view.pace.step_s, view.is_slow
+            worker.step_s, worker.slow = view.throughput.step_s, view.is_slow
         return worker
 
 

@@ -13,7 +13,7 @@ from everlift.errors import LedgerUnavailable, SettingsError, Unauthenticated
 from router.auth.caller import Caller, Scope
 from router.auth.document import EVERYBODY, Document
 from router.auth.file_store import FileStore
-from router.auth.key import Key, hash_of, parts
+from router.auth.key import Key, hash_of, split_key
 from router.auth.limits import Limits
 from router.auth.store import LedgerStore, Store
 from router.config import RouterConfig
@@ -24,7 +24,7 @@ _BEARER = "bearer"
 _OTHER_HEADERS = ("x-api-key", "api-key")
 #: Key that a secret with an unknown id is compared with, so that the response time does not reveal
 #: which ids exist.
-_NOBODYS = Key("nobody", (Scope.INFER,), hash_of(""), "1970-01-01T00:00:00Z")
+_UNKNOWN_KEY = Key("nobody", (Scope.INFER,), hash_of(""), "1970-01-01T00:00:00Z")
 
 
 class Table:
@@ -42,10 +42,10 @@ class Table:
 
         Raises Unauthenticated if there is no key, or if the key is unknown or has expired.
         """
-        shown = parts(_shown(headers))
-        key_id, secret = shown or ("", "")
-        key = self.document.keys.get(key_id, _NOBODYS)
-        if not key.opens_with(secret) or key is _NOBODYS:
+        presented = split_key(_presented_key(headers))
+        key_id, secret = presented or ("", "")
+        key = self.document.keys.get(key_id, _UNKNOWN_KEY)
+        if not key.matches(secret) or key is _UNKNOWN_KEY:
             raise Unauthenticated("unknown API key")
         if key.has_expired(now):
             raise Unauthenticated(f"the API key {key_id} has expired")
@@ -55,12 +55,12 @@ class Table:
         return self._limits.get(tenant, self._limits_of_others)
 
 
-def _shown(headers: Mapping[str, str]) -> str:
+def _presented_key(headers: Mapping[str, str]) -> str:
     if authorization := headers.get("authorization"):
-        scheme, _, shown = authorization.partition(" ")
+        scheme, _, presented = authorization.partition(" ")
         if scheme.lower() != _BEARER:
             raise Unauthenticated("the authorization header must be: Bearer KEY")
-        return shown.strip()
+        return presented.strip()
     for name in _OTHER_HEADERS:
         if headers.get(name):
             return headers[name].strip()
@@ -70,7 +70,7 @@ def _shown(headers: Mapping[str, str]) -> str:
 log = logs.get_logger(__name__)
 
 #: Seconds between two reads of the store, after which a created or revoked key takes effect.
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
@@ -105,7 +105,7 @@ class Access:
         invalid, and LedgerUnavailable if the ledger cannot be reached.
         """
         try:
-            document = await store.news()
+            document = await store.read_if_changed()
         except OSError as error:
             raise SettingsError(
                 f"router.access_file: {error.strerror}: {error.filename}; `everlift key create` "
@@ -128,7 +128,7 @@ class Access:
     async def run(self) -> None:
         """Check the store every second and reload it if it has changed, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
             await self.reload()
 
     async def reload(self) -> None:
@@ -138,21 +138,21 @@ class Access:
         nothing is raised.
         """
         try:
-            document = await self._store.news()
+            document = await self._store.read_if_changed()
         except LedgerUnavailable:
             # The heartbeat already reports this.
             return
         except OSError as error:
-            self._keep(error.strerror or type(error).__name__)
+            self._report_failure(error.strerror or type(error).__name__)
         except SettingsError as error:
-            self._keep(str(error))
+            self._report_failure(str(error))
         else:
             self._cause = ""
             if document is not None:
                 self._table = Table(document)
                 log.info("access changed", keys=len(document.keys))
 
-    def _keep(self, cause: str) -> None:
+    def _report_failure(self, cause: str) -> None:
         if cause != self._cause:
             log.error("access file not reloaded", cause=cause)
         self._cause = cause

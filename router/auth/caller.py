@@ -9,12 +9,12 @@ from typing import Protocol
 
 from everlift.errors import Forbidden
 from everlift.request_id import (
-    bare,
     check_qualified,
     check_request_id,
     check_tenant,
     is_qualified,
-    qualified,
+    qualify,
+    strip_tenant,
 )
 from router.auth.limits import NO_LIMITS, Limits
 
@@ -52,7 +52,7 @@ class Caller:
         """
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
-        return qualified(self.tenant, check_request_id(request_id))
+        return qualify(self.tenant, check_request_id(request_id))
 
     def tenant_of_listing(self, tenant: str | None) -> str:
         """Return the tenant whose requests the caller may list; empty for all tenants.
@@ -71,7 +71,7 @@ class Caller:
 
         For a caller without the scope ADMIN the tenant is removed.
         """
-        return request_id if Scope.ADMIN in self.scopes else bare(request_id)
+        return request_id if Scope.ADMIN in self.scopes else strip_tenant(request_id)
 
 
 #: Caller of clusters without API keys, and of calls between routers.
@@ -87,10 +87,10 @@ class Authenticator(Protocol):
         ...
 
 
-class _OpenDoor:
+class _OpenAuthenticator:
     def admit(self, headers: Mapping[str, str]) -> Caller:
         return ANYONE
 
 
 #: Authenticator that admits all callers, with all scopes.
-OPEN: Authenticator = _OpenDoor()
+OPEN: Authenticator = _OpenAuthenticator()

@@ -39,14 +39,14 @@ class Document:
 
     def with_key(self, key_id: str, key: Key | None) -> Document:
         """Return a copy with ``key`` under the id ``key_id``; None removes the key."""
-        return replace(self, keys=_put(self.keys, key_id, key))
+        return replace(self, keys=_with_entry(self.keys, key_id, key))
 
     def with_tenant(self, tenant: str, own: Own) -> Document:
         """Return a copy in which ``own`` replaces all limits that are set for the tenant.
 
         If ``own`` is empty, the tenant is removed. Raises SettingsError if a limit is invalid.
         """
-        document = replace(self, tenants=_put(self.tenants, tenant, dict(own) or None))
+        document = replace(self, tenants=_with_entry(self.tenants, tenant, dict(own) or None))
         document.limits_of(tenant)
         return document
 
@@ -155,7 +155,7 @@ def _check_tenant(tenant: str) -> None:
             raise SettingsError(f"tenants.{tenant!r}: {error}") from None
 
 
-def _put(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
+def _with_entry(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
     changed = {**mapping, name: value}
     return {each: it for each, it in changed.items() if it is not None}
 

@@ -46,9 +46,9 @@ class FileStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._identity: _Identity | None = None
-        self._is_open_told = False
+        self._has_warned_of_mode = False
 
-    async def news(self) -> Document | None:
+    async def read_if_changed(self) -> Document | None:
         identity = _identity(self._path.stat())
         if identity == self._identity:
             return None
@@ -77,8 +77,8 @@ class FileStore:
     def _check_mode(self, mode: int) -> None:
         if mode & stat.S_IWOTH:
             raise SettingsError(f"{self._path} is writable by everyone: chmod o-w")
-        if mode & stat.S_IROTH and not self._is_open_told:
-            self._is_open_told = True
+        if mode & stat.S_IROTH and not self._has_warned_of_mode:
+            self._has_warned_of_mode = True
             log.warning("key file is readable by everyone", path=str(self._path))
 
     def _change(self, edit: Edit) -> Document:

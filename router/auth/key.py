@@ -58,9 +58,9 @@ class Key:
             raise ValueError("name must be up to 128 characters, without control characters")
         for name in ("created", "expires"):
             if (text := getattr(self, name)) is not None:
-                _check_moment(name, text)
+                _check_timestamp(name, text)
 
-    def opens_with(self, secret: str) -> bool:
+    def matches(self, secret: str) -> bool:
         """Return whether ``secret`` is the key's secret, by a comparison in constant time."""
         return hmac.compare_digest(hash_of(secret), self.sha256)
 
@@ -69,20 +69,20 @@ class Key:
         return self.expires is not None and _seconds(self.expires) <= now
 
 
-def _check_moment(name: str, text: str) -> None:
+def _check_timestamp(name: str, text: str) -> None:
     try:
-        is_placed = datetime.fromisoformat(text).utcoffset() is not None
+        has_offset = datetime.fromisoformat(text).utcoffset() is not None
     except ValueError:
-        is_placed = False
-    if not is_placed:
+        has_offset = False
+    if not has_offset:
         raise ValueError(f"{name} must be a moment such as 2030-01-31T12:00:00Z")
 
 
-def _seconds(moment: str) -> float:
-    return datetime.fromisoformat(moment).timestamp()
+def _seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()
 
 
-def moment(seconds: float) -> str:
+def iso_timestamp(seconds: float) -> str:
     """Return seconds since 1970 as ISO 8601 text in UTC, rounded down to a second."""
     return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
 
@@ -109,14 +109,14 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def whole(key_id: str, secret: str) -> str:
+def join_key(key_id: str, secret: str) -> str:
     """Return the complete key, ``ev_ID_SECRET``, as a client sends it."""
     return f"ev_{key_id}_{secret}"
 
 
-def parts(shown: str) -> tuple[str, str] | None:
+def split_key(key: str) -> tuple[str, str] | None:
     """Return the id and the secret of a complete key; None if the key is malformed."""
-    found = _KEY.fullmatch(shown)
+    found = _KEY.fullmatch(key)
     return (found[1], found[2]) if found else None
 
 

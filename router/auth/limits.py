@@ -10,7 +10,7 @@ from everlift.messages import MAX_PRIORITY, Submission
 
 #: Maximum of a limit: more than any cluster serves, and small enough for the ledger's scripts to
 #: count exactly.
-_MOST = 10**9
+_MAX_LIMIT = 10**9
 _RANGES = {"max_priority": (-MAX_PRIORITY, MAX_PRIORITY), "weight": (1, 1000)}
 
 
@@ -34,9 +34,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            least, most = _RANGES.get(name, (1, _MOST))
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+            low, high = _RANGES.get(name, (1, _MAX_LIMIT))
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, not {value}")
 
     @property
     def is_metered(self) -> bool:
@@ -62,8 +62,10 @@ class Limits:
             return submission
         each = self.max_tokens // submission.n
         if submission.max_tokens is not None or each == 0:
-            asked = (submission.max_tokens or 1) * submission.n
-            check_range("max_tokens of all choices", asked, 1, self.max_tokens, field="max_tokens")
+            total_tokens = (submission.max_tokens or 1) * submission.n
+            check_range(
+                "max_tokens of all choices", total_tokens, 1, self.max_tokens, field="max_tokens"
+            )
             return submission
         return replace(submission, max_tokens=each, clamp_max_tokens=True)
 

@@ -25,7 +25,7 @@ from router.ledger.quota import Charge, Settlement
 #: or until the router is restarted.
 _LEASE_S = 30.0
 #: Seconds between two renewals, and before a call to an unavailable ledger is repeated.
-_HOLD_S, _RETRY_S = _LEASE_S / 3, 0.1
+_RENEW_INTERVAL_S, _RETRY_S = _LEASE_S / 3, 0.1
 
 
 def unlimited(tenant: str) -> Limits:
@@ -37,11 +37,11 @@ class Quotas:
         self._ledger = ledger
         self._limits_of = limits_of
         #: requests that this router owns, and that were charged here or before a takeover
-        self._held: set[str] = set()
+        self._owned: set[str] = set()
         #: settlements that were not sent to the ledger yet
         self._ended: dict[str, Settlement] = {}
         self._has_ended = asyncio.Event()
-        self._telling = asyncio.Lock()
+        self._flush_lock = asyncio.Lock()
 
     async def charge(self, request: Request) -> bool:
         """Charge a request before it is stored in the ledger; return whether it was charged now.
@@ -66,14 +66,14 @@ class Quotas:
         )
         return await self._ledger.charge(charge, _LEASE_S)
 
-    def hold(self, request_id: str) -> None:
+    def start_renewal(self, request_id: str) -> None:
         """Renew the charge of a request from now on, because this router owns it."""
         if self._is_metered(request_id):
-            self._held.add(request_id)
+            self._owned.add(request_id)
 
-    def let_go(self, request_id: str) -> None:
+    def stop_renewal(self, request_id: str) -> None:
         """Stop renewing the charge of a request, because this router no longer owns it."""
-        self._held.discard(request_id)
+        self._owned.discard(request_id)
 
     def settle(self, request_id: str, output_tokens: int | None) -> None:
         """Queue the final accounting (settlement) of a request that has ended.
@@ -81,7 +81,7 @@ class Quotas:
         ``output_tokens`` is the number of output tokens of all its choices. None means that the
         request never began; the whole charge is then refunded.
         """
-        self.let_go(request_id)
+        self.stop_renewal(request_id)
         if self._is_metered(request_id):
             self._ended[request_id] = Settlement(request_id, output_tokens)
             self._has_ended.set()
@@ -95,7 +95,7 @@ class Quotas:
         The charges of unfinished requests are renewed there. An unavailable ledger is tried again.
         """
         loop = asyncio.get_running_loop()
-        due = loop.time() + _HOLD_S
+        due = loop.time() + _RENEW_INTERVAL_S
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
@@ -103,8 +103,8 @@ class Quotas:
             try:
                 await self.flush()
                 if loop.time() >= due:
-                    await self._hold_all()
-                    due = loop.time() + _HOLD_S
+                    await self._renew_all()
+                    due = loop.time() + _RENEW_INTERVAL_S
             except LedgerUnavailable:
                 await asyncio.sleep(_RETRY_S)
 
@@ -113,7 +113,7 @@ class Quotas:
 
         Raises LedgerUnavailable; the settlements then stay queued.
         """
-        async with self._telling:
+        async with self._flush_lock:
             self._has_ended.clear()
             if ended := list(self._ended.values()):
                 try:
@@ -125,7 +125,7 @@ class Quotas:
                     if self._ended.get(each.request_id) is each:
                         del self._ended[each.request_id]
 
-    async def _hold_all(self) -> None:
-        async with self._telling:
-            if held := list(self._held):
-                await self._ledger.hold(held, _LEASE_S)
+    async def _renew_all(self) -> None:
+        async with self._flush_lock:
+            if owned := list(self._owned):
+                await self._ledger.renew_charges(owned, _LEASE_S)

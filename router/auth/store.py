@@ -12,7 +12,7 @@ Edit = Callable[[Document], Document]
 
 
 class Store(Protocol):
-    async def news(self) -> Document | None:
+    async def read_if_changed(self) -> Document | None:
         """Return the keys and tenants, or None if they have not changed since the last call.
 
         Raises SettingsError if the stored contents are invalid, OSError if a file cannot be read,
@@ -24,7 +24,8 @@ class Store(Protocol):
         """Replace the stored document by the result of ``edit``, and return the new document.
 
         ``edit`` receives the stored document. Nothing is changed if it raises an error, which is
-        then raised here. Also raises SettingsError, OSError and LedgerUnavailable, as ``news``.
+        then raised here. Also raises SettingsError, OSError and LedgerUnavailable, as
+        ``read_if_changed``.
         """
         ...
 
@@ -34,7 +35,7 @@ class LedgerStore:
         self._ledger = ledger
         self._version = -1
 
-    async def news(self) -> Document | None:
+    async def read_if_changed(self) -> Document | None:
         records = await self._ledger.access(self._version)
         if records is None:
             return None

@@ -76,21 +76,21 @@ _RESERVED = frozenset(
 _SPECIAL = re.compile(r".*_tokens?(_id)?")
 
 
-def checked(given: object) -> Variables:
+def checked(raw: object) -> Variables:
     """Check and return template variables, the chat_template_kwargs of a request.
 
     Raises InvalidRequest for a wrong type, too many variables, a reserved name or a number that
     JSON does not have. Raises OutOfRange for too many bytes or levels, and NotUtf8 for half of a
     surrogate pair.
     """
-    if not isinstance(given, dict):
+    if not isinstance(raw, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")
-    if len(given) > MAX_VARIABLES:
+    if len(raw) > MAX_VARIABLES:
         raise InvalidRequest(f"chat_template_kwargs has more than {MAX_VARIABLES} names")
-    check_json("chat_template_kwargs", given, MAX_BYTES)
-    for name, value in given.items():
+    check_json("chat_template_kwargs", raw, MAX_BYTES)
+    for name, value in raw.items():
         _check(name, value)
-    return given
+    return raw
 
 
 def _check(name: str, value: object) -> None:

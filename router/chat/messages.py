@@ -34,30 +34,30 @@ _UNSUPPORTED = ("audio", "function_call")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def shown_messages(given: object) -> list[Message]:
+def shown_messages(raw: object) -> list[Message]:
     """Return a request's messages in the form that a chat template reads.
 
     Raises UnsupportedContent for content other than text, OutOfRange for too many or too large
     messages, NotUtf8 for half of a surrogate pair, and InvalidRequest for anything else that is
     wrong. The error names the faulty member.
     """
-    if not isinstance(given, list) or not given:
+    if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages must be a list of at least one message")
-    if len(given) > MAX_MESSAGES:
-        raise OutOfRange(f"at most {MAX_MESSAGES} messages, not {len(given)}")
-    check_json("messages", given, MAX_BYTES)
-    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(given)]
+    if len(raw) > MAX_MESSAGES:
+        raise OutOfRange(f"at most {MAX_MESSAGES} messages, not {len(raw)}")
+    check_json("messages", raw, MAX_BYTES)
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(raw)]
     _name_results(messages)
     return messages
 
 
-def _message(at: str, given: object) -> Message:
-    if not isinstance(given, dict):
+def _message(at: str, raw: object) -> Message:
+    if not isinstance(raw, dict):
         raise InvalidRequest(f"{at} must be an object")
-    role = given.get("role")
+    role = raw.get("role")
     if not isinstance(role, str) or role not in _TEXTS:
         raise InvalidRequest(f"{at}.role must be one of {', '.join(_TEXTS)}")
-    message = {key: value for key, value in given.items() if value is not None}
+    message = {key: value for key, value in raw.items() if value is not None}
     for key in _UNSUPPORTED:
         if key in message:
             raise UnsupportedContent(f"{at}.{key} is not supported")
@@ -116,10 +116,10 @@ def _text(at: str, value: object) -> str:
     return value
 
 
-def _tool_calls(at: str, given: object) -> list[Message]:
-    if not isinstance(given, list):
+def _tool_calls(at: str, raw: object) -> list[Message]:
+    if not isinstance(raw, list):
         raise InvalidRequest(f"{at}.tool_calls must be a list")
-    return [_tool_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(given)]
+    return [_tool_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(raw)]
 
 
 def _tool_call(at: str, call: object) -> Message:
@@ -138,16 +138,16 @@ def _tool_call(at: str, call: object) -> Message:
     }
 
 
-def _arguments(at: str, given: object) -> object:
+def _arguments(at: str, raw: object) -> object:
     """Return the arguments of a tool call as an object, or as the given text if it is not JSON.
 
     A text that is not a JSON object is no error, because the model may have written it, and the
     client sends back what it received. Raises InvalidRequest for another type, and OutOfRange for
     more than MAX_DEPTH levels.
     """
-    if given is None or isinstance(given, dict):
-        return given or {}
-    text = _text(at, given)
+    if raw is None or isinstance(raw, dict):
+        return raw or {}
+    text = _text(at, raw)
     try:
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except RecursionError:

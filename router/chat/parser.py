@@ -32,10 +32,10 @@ _SPACE = " \t\r\n"
 _HEX = "0123456789abcdefABCDEF"
 _ARGUMENTS = ("arguments", "parameters")
 #: Other keys that models write into a call's object. Their values are ignored.
-_PASSED_OVER = ("type", "id")
+_IGNORED_KEYS = ("type", "id")
 #: Keys that a call's object may have before the call has begun.
-_KEYS = frozenset(("name", *_ARGUMENTS, *_PASSED_OVER))
-_TOO_MUCH = "},"
+_KEYS = frozenset(("name", *_ARGUMENTS, *_IGNORED_KEYS))
+_SUPERFLUOUS = "},"
 #: First half of a surrogate pair, a character that is written as two escapes.
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LENGTH = 6
@@ -44,7 +44,7 @@ _MAX_KEY = _ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
 #: Most characters that are searched again for a call after a text has turned out not to be one. An
 #: opening mark and the first key behind it have 17 characters, so none is read more than 16 times.
 #: Without a bound, a text of nothing but marks would be read as often as it has marks.
-_MAX_AGAIN = 256
+_MAX_REREAD = 256
 #: Characters of numbers, true, false and null.
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
@@ -86,7 +86,7 @@ class _NoCall(Exception):
 class _Call:
     name: str = ""
     arguments: str = "{}"
-    has_begun: bool = False
+    is_started: bool = False
 
 
 class _CharParser:
@@ -103,9 +103,9 @@ class _CharParser:
         #: characters that are read next
         self._unread: deque[str] = deque()
         #: characters that were read, and are neither emitted nor dropped yet
-        self._held: list[str] = []
-        #: handles the held characters if the output ends at this point
-        self._at_end: Callable[[], None] = self._tell_content
+        self._pending: list[str] = []
+        #: handles the pending characters if the output ends at this point
+        self._at_end: Callable[[], None] = self._emit_content
         self._reading = self._output()
         next(self._reading)
 
@@ -130,31 +130,31 @@ class _CharParser:
 
     def _read(self) -> Reading[str]:
         char = yield
-        self._held.append(char)
+        self._pending.append(char)
         return char
 
-    def _read_solid(self) -> Reading[str]:
+    def _read_nonspace(self) -> Reading[str]:
         """Read up to the next character that is not whitespace, and return this character.
 
-        The whitespace before it is held, too.
+        The whitespace before it becomes pending, too.
         """
         while (char := (yield from self._read())) in _SPACE:
             pass
         return char
 
-    def _nothing_more(self) -> Reading[None]:
+    def _ignore_rest(self) -> Reading[None]:
         while True:
             yield
 
     def _arguments(self, name: str) -> Reading[None]:
-        del self._held[:-1]
-        self._begin(name)
-        self._at_end = self._tell_arguments
-        self._tell_arguments()
+        del self._pending[:-1]
+        self._emit_call(name)
+        self._at_end = self._emit_arguments
+        self._emit_arguments()
         depth = 1
         while depth:
             char = yield from self._read()
-            self._tell_arguments()
+            self._emit_arguments()
             if char == '"':
                 yield from self._string_of_arguments()
             depth += (char in "{[") - (char in "}]")
@@ -165,11 +165,11 @@ class _CharParser:
             if char == "\\":
                 yield from self._escape()
             if not self._is_half():
-                self._tell_arguments()
-        self._tell_arguments()
+                self._emit_arguments()
+        self._emit_arguments()
 
     def _is_half(self) -> bool:
-        last = self._held[-_ESCAPE_LENGTH:]
+        last = self._pending[-_ESCAPE_LENGTH:]
         return len(last) == _ESCAPE_LENGTH and _HALF.fullmatch("".join(last)) is not None
 
     def _escape(self) -> Reading[None]:
@@ -177,28 +177,28 @@ class _CharParser:
             return
         for _ in range(4):
             if (yield from self._read()) not in _HEX:
-                self._unread.appendleft(self._held.pop())
+                self._unread.appendleft(self._pending.pop())
                 return
 
-    def _begin(self, name: str) -> None:
+    def _emit_call(self, name: str) -> None:
         index = self._num_calls
         self._num_calls += 1
         self._deltas.call(CallBegins(index, self._call_id(index), name))
 
-    def _tell_arguments(self) -> None:
-        self._deltas.arguments(self._num_calls - 1, "".join(self._held))
-        self._held.clear()
+    def _emit_arguments(self) -> None:
+        self._deltas.arguments(self._num_calls - 1, "".join(self._pending))
+        self._pending.clear()
 
-    def _tell_content(self) -> None:
-        self._deltas.content("".join(self._held))
-        self._held.clear()
-        self._at_end = self._tell_content
+    def _emit_content(self) -> None:
+        self._deltas.content("".join(self._pending))
+        self._pending.clear()
+        self._at_end = self._emit_content
 
     def _drop(self) -> None:
-        self._held.clear()
+        self._pending.clear()
 
-    def _put_back(self, count: int) -> None:
-        self._unread.extendleft(self._held.pop() for _ in range(count))
+    def _push_back(self, count: int) -> None:
+        self._unread.extendleft(self._pending.pop() for _ in range(count))
 
 
 class ArgumentsParser(_CharParser):
@@ -212,11 +212,11 @@ class ArgumentsParser(_CharParser):
         super().__init__(call_id)
 
     def _output(self) -> Reading[None]:
-        if (yield from self._read_solid()) == "{":
+        if (yield from self._read_nonspace()) == "{":
             yield from self._arguments(self._name)
-            yield from self._nothing_more()
+            yield from self._ignore_rest()
         while True:
-            self._tell_content()
+            self._emit_content()
             yield from self._read()
 
 
@@ -244,8 +244,8 @@ class CallParser(_CharParser):
             self._at_end = self._drop
 
     def _output(self) -> Reading[None]:
-        char = yield from self._read_solid()
-        self._put_back(1)
+        char = yield from self._read_nonspace()
+        self._push_back(1)
         if self._form.may_be_bare and char == "{":
             yield from self._calls()
         while True:
@@ -254,16 +254,16 @@ class CallParser(_CharParser):
 
     def _content(self) -> Reading[None]:
         while not (yield from self._is_next(self._form.opens)):
-            self._tell_content()
+            self._emit_content()
         if not self._form.is_enforced:
-            self._at_end = self._tell_content
+            self._at_end = self._emit_content
 
     def _is_next(self, mark: str) -> Reading[bool]:
-        if (yield from self._read_solid()) != mark[:1]:
+        if (yield from self._read_nonspace()) != mark[:1]:
             return False
         for expected in mark[1:]:
             if (yield from self._read()) != expected:
-                self._put_back(1)
+                self._push_back(1)
                 return False
         return True
 
@@ -273,21 +273,21 @@ class CallParser(_CharParser):
             try:
                 yield from self._call()
             except _NoCall:
-                self._take_back()
+                self._backtrack()
                 return
             if not self._is_parallel:
-                yield from self._nothing_more()
+                yield from self._ignore_rest()
             is_followed = yield from self._is_followed()
 
-    def _take_back(self) -> None:
-        """Emit the first held character as content, because no call begins with it.
+    def _backtrack(self) -> None:
+        """Emit the first pending character as content, because no call begins with it.
 
-        A call may begin after it, so the other held characters are read again. If they are too
+        A call may begin after it, so the other pending characters are read again. If they are too
         many, only the last one is read again and all others are content.
         """
-        behind = len(self._held) - self._held_space() - 1
-        self._put_back(behind if behind <= _MAX_AGAIN else 1)
-        self._tell_content()
+        behind = len(self._pending) - self._num_leading_spaces() - 1
+        self._push_back(behind if behind <= _MAX_REREAD else 1)
+        self._emit_content()
 
     def _is_followed(self) -> Reading[bool]:
         """Read on after a call; return whether another call follows without an opening mark.
@@ -297,54 +297,54 @@ class CallParser(_CharParser):
         while True:
             self._drop()
             is_closed = yield from self._is_next(self._form.closes)
-            if self._held[-1] in self._form.separators:
+            if self._pending[-1] in self._form.separators:
                 return True
-            if is_closed or self._held[-1] in _TOO_MUCH:
+            if is_closed or self._pending[-1] in _SUPERFLUOUS:
                 continue
-            is_bare = self._form.may_be_bare and self._held[-1] == "{"
-            self._put_back(len(self._held) - self._held_space())
+            is_bare = self._form.may_be_bare and self._pending[-1] == "{"
+            self._push_back(len(self._pending) - self._num_leading_spaces())
             self._drop()
             return is_bare
 
-    def _held_space(self) -> int:
-        return next(i for i, char in enumerate(self._held) if char not in _SPACE)
+    def _num_leading_spaces(self) -> int:
+        return next(i for i, char in enumerate(self._pending) if char not in _SPACE)
 
     def _call(self) -> Reading[None]:
         call = _Call()
         try:
-            if (yield from self._read_solid()) != "{":
+            if (yield from self._read_nonspace()) != "{":
                 raise _NoCall
             yield from self._members(call)
         except _NoCall:
-            if not call.has_begun:
+            if not call.is_started:
                 raise
             # The call has begun, so it remains a call however its object ends.
-            self._put_back(1)
+            self._push_back(1)
 
     def _members(self, call: _Call) -> Reading[None]:
         char = ","
         while char == ",":
             yield from self._member(call)
-            char = yield from self._read_solid()
+            char = yield from self._read_nonspace()
         if char != "}" or not call.name:
             raise _NoCall
-        if not call.has_begun:
-            self._begin(call.name)
+        if not call.is_started:
+            self._emit_call(call.name)
             self._deltas.arguments(self._num_calls - 1, call.arguments)
             self._at_end = self._drop
 
     def _member(self, call: _Call) -> Reading[None]:
         key = yield from self._key(call)
-        if (yield from self._read_solid()) != ":":
+        if (yield from self._read_nonspace()) != ":":
             raise _NoCall
-        if key in _ARGUMENTS and call.name and not call.has_begun:
-            if (yield from self._read_solid()) == "{":
-                call.has_begun = True
+        if key in _ARGUMENTS and call.name and not call.is_started:
+            if (yield from self._read_nonspace()) == "{":
+                call.is_started = True
                 yield from self._arguments(call.name)
                 return
-            self._put_back(1)
+            self._push_back(1)
         value = yield from self._value()
-        if call.has_begun or key in _PASSED_OVER:
+        if call.is_started or key in _IGNORED_KEYS:
             return
         if key == "name":
             call.name = self._known(_text(value))
@@ -356,12 +356,12 @@ class CallParser(_CharParser):
 
         Raises _NoCall as soon as the text cannot be a key that a call's object may have.
         """
-        if (yield from self._read_solid()) != '"':
+        if (yield from self._read_nonspace()) != '"':
             raise _NoCall
-        first = len(self._held) - 1
-        yield from self._rest_of_string(None if call.has_begun else _MAX_KEY)
-        key = _text("".join(self._held[first:]))
-        if not call.has_begun and key not in _KEYS:
+        first = len(self._pending) - 1
+        yield from self._read_string(None if call.is_started else _MAX_KEY)
+        key = _text("".join(self._pending[first:]))
+        if not call.is_started and key not in _KEYS:
             raise _NoCall
         return key
 
@@ -371,32 +371,32 @@ class CallParser(_CharParser):
         return name
 
     def _value(self) -> Reading[str]:
-        char = yield from self._read_solid()
-        first = len(self._held) - 1
+        char = yield from self._read_nonspace()
+        first = len(self._pending) - 1
         if char == '"':
-            yield from self._rest_of_string()
+            yield from self._read_string()
         elif char in "{[":
-            yield from self._rest_of_brackets()
+            yield from self._read_brackets()
         else:
-            while self._held[-1] in _SCALAR:
+            while self._pending[-1] in _SCALAR:
                 yield from self._read()
-            self._put_back(1)
-        return "".join(self._held[first:])
+            self._push_back(1)
+        return "".join(self._pending[first:])
 
-    def _rest_of_string(self, most: int | None = None) -> Reading[None]:
-        end = None if most is None else len(self._held) - 1 + most
+    def _read_string(self, max_chars: int | None = None) -> Reading[None]:
+        end = None if max_chars is None else len(self._pending) - 1 + max_chars
         while (char := (yield from self._read())) != '"':
             if char == "\\":
                 yield from self._read()
-            if end is not None and len(self._held) >= end:
+            if end is not None and len(self._pending) >= end:
                 raise _NoCall
 
-    def _rest_of_brackets(self) -> Reading[None]:
+    def _read_brackets(self) -> Reading[None]:
         depth = 1
         while depth:
             char = yield from self._read()
             if char == '"':
-                yield from self._rest_of_string()
+                yield from self._read_string()
             depth += (char in "{[") - (char in "}]")
 
 

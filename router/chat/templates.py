@@ -109,7 +109,7 @@ class ChatTemplate:
                 "variables": checked(more),
             }
         )
-        return await self._in_turn(request)
+        return await self._enqueue(request)
 
     async def close(self) -> None:
         """End the processes and cancel waiting chats."""
@@ -129,7 +129,7 @@ class ChatTemplate:
             for message in messages
         ]
 
-    async def _in_turn(self, request: bytes) -> str:
+    async def _enqueue(self, request: bytes) -> str:
         if self._waiting.full() or self._waiting_bytes + len(request) > _MAX_WAITING_BYTES:
             raise QueueFull("too many chats wait to be rendered")
         self.start()

@@ -212,16 +212,16 @@ def _rooted_value(key: str, value: Json, root: str, bases: Set[str]) -> Json:
     return value if key in _DATA else _rooted(value, root, bases)
 
 
-def _choice(given: object) -> tuple[Choice, str]:
-    if given is None:
+def _choice(raw: object) -> tuple[Choice, str]:
+    if raw is None:
         return Choice.AUTO, ""
-    if isinstance(given, str) and given in ("none", "auto", "required"):
-        return Choice(given), ""
-    if not isinstance(given, dict) or given.get("type") != Choice.NAMED.value:
+    if isinstance(raw, str) and raw in ("none", "auto", "required"):
+        return Choice(raw), ""
+    if not isinstance(raw, dict) or raw.get("type") != Choice.NAMED.value:
         raise InvalidRequest(
             "tool_choice must be none, auto, required, or an object of type function"
         )
-    function = given.get("function")
+    function = raw.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return Choice.NAMED, check_function_name("tool_choice.function.name", name)
 

@@ -24,9 +24,9 @@ from router.console.page import SECURITY_HEADERS
 M = TypeVar("M", bound=Message)
 
 #: Number of requests in the list of the newest ones.
-MOST_RECENT = 20
+MAX_RECENT = 20
 #: Maximum characters of a parse error, which may quote a field's whole value.
-_MOST_CAUSE = 200
+_MAX_CAUSE_CHARS = 200
 
 
 class Inference(Protocol):
@@ -70,22 +70,22 @@ class Actions:
         """Return a request's state and events. Raises UnknownRequest and LedgerUnavailable."""
         request_id = call.request.path_params["request_id"]
         message = pb.GetRequestRequest(request_id=request_id)
-        return _told(call, await self._inference.get_request(call.caller, message))
+        return _response(call, await self._inference.get_request(call.caller, message))
 
     async def recent(self, call: Call) -> Response:
-        """Return the newest requests, at most MOST_RECENT of them.
+        """Return the newest requests, at most MAX_RECENT of them.
 
         An administrator receives those of all tenants, any other caller those of its own tenant.
         Raises LedgerUnavailable.
         """
-        message = pb.ListRequestsRequest(page_size=MOST_RECENT)
+        message = pb.ListRequestsRequest(page_size=MAX_RECENT)
         if Scope.ADMIN in call.caller.scopes:
             message.tenant = ""
-        return _told(call, await self._inference.list_requests(call.caller, message))
+        return _response(call, await self._inference.list_requests(call.caller, message))
 
     async def drain(self, call: Call) -> Response:
         """Drain the worker that the body names. Raises UnknownWorker if it is not connected."""
-        return _told(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
+        return _response(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
 
     async def policy(self, call: Call) -> Response:
         """Change the runtime policy, and return the policy that is then in effect.
@@ -93,7 +93,7 @@ class Actions:
         Raises InvalidRequest for an invalid value, and LedgerUnavailable.
         """
         message = await self._read(call, admin_pb2.SetPolicyRequest)
-        return _told(call, await self._admin.set_policy(message))
+        return _response(call, await self._admin.set_policy(message))
 
     async def chaos(self, call: Call) -> Response:
         """Inject the fault that the body describes, and return its target.
@@ -103,7 +103,7 @@ class Actions:
         LedgerUnavailable.
         """
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
-        return _told(call, chaos_pb2.InjectResponse(target=target))
+        return _response(call, chaos_pb2.InjectResponse(target=target))
 
     async def _read(self, call: Call, kind: type[M]) -> M:
         check_own_page(call.headers, has_access=self._has_access)
@@ -118,7 +118,7 @@ def message_of(kind: type[M], fields: Json) -> M:
     try:
         return ParseDict(fields, kind())
     except ParseError as error:
-        cause = str(error)[:_MOST_CAUSE]
+        cause = str(error)[:_MAX_CAUSE_CHARS]
         raise InvalidRequest(f"the body is no {kind.DESCRIPTOR.name}: {cause}") from None
 
 
@@ -155,8 +155,8 @@ def _is_own_name(name: str) -> bool:
     return True
 
 
-def _told(call: Call, message: Message) -> Response:
-    call.told |= SECURITY_HEADERS | {"cache-control": "no-store"}
+def _response(call: Call, message: Message) -> Response:
+    call.response_headers |= SECURITY_HEADERS | {"cache-control": "no-store"}
     fields: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -16,14 +16,14 @@ from everlift import logs
 from everlift.errors import EverliftError, LedgerUnavailable, TooManyConnections
 from router.api.openai import errors
 from router.api.openai.api import Path
-from router.api.openai.endpoint import Call, Gone, unless_gone
+from router.api.openai.endpoint import Call, Disconnected, cancel_on_disconnect
 from router.api.openai.writer import encode
 from router.auth.caller import Authenticator, Scope
 from router.console.actions import Actions
 from router.console.counts import Peers
 from router.console.page import SECURITY_HEADERS, Page
 from router.console.scaling import described
-from router.console.slot_grid import MOST_LANES, Lanes
+from router.console.slot_grid import MAX_LANES, Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from router.event_loop import now
@@ -34,7 +34,7 @@ log = logs.get_logger(__name__)
 #: Seconds between two frames for a page that reads them in time.
 FRAME_S = 0.25
 #: Maximum number of pages that one router feeds.
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -51,13 +51,13 @@ class Audience:
     def __len__(self) -> int:
         return self._size
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Check that another page may connect. Raises TooManyConnections at the limit."""
-        if self._size >= MOST_VIEWERS:
-            raise TooManyConnections(f"this router already serves {MOST_VIEWERS} consoles")
+        if self._size >= MAX_VIEWERS:
+            raise TooManyConnections(f"this router already serves {MAX_VIEWERS} consoles")
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def connected(self) -> Iterator[None]:
         self._size += 1
         try:
             yield
@@ -77,25 +77,25 @@ class Feed:
         self._frame = frame
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        with self._audience.joined(), suppress(Gone):
-            await unless_gone(receive, self._tell(send))
+        with self._audience.connected(), suppress(Disconnected):
+            await cancel_on_disconnect(receive, self._stream_frames(send))
 
-    async def _tell(self, send: Send) -> None:
+    async def _stream_frames(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             while True:
-                await _say(send, "frame", self._frame())
+                await _send_event(send, "frame", self._frame())
                 await asyncio.sleep(FRAME_S)
         except EverliftError as error:
-            await _say(send, "error", encode(errors.described(error, {})))
+            await _send_event(send, "error", encode(errors.described(error, {})))
         except Exception:
             log.exception("a console's feed failed")
             unknown = EverliftError("internal error; see the router's log")
-            await _say(send, "error", encode(errors.described(unknown, {})))
+            await _send_event(send, "error", encode(errors.described(unknown, {})))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _say(send: Send, kind: str, data: str) -> None:
+async def _send_event(send: Send, kind: str, data: str) -> None:
     body = f"event: {kind}\ndata: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -104,11 +104,11 @@ async def _say(send: Send, kind: str, data: str) -> None:
 _IDLE_S = 1.0
 #: Minimum pause after a snapshot, in multiples of its CPU time, which limits the load however many
 #: workers there are.
-_RESTS = 50
+_PAUSE_FACTOR = 50
 #: Seconds between two reads of the ledger, and of other routers' counters while a page is open.
-_ASK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 #: Factor by which the other routers' counters are read less often while no page is open.
-_IDLE_ASKS = 10
+_IDLE_POLL_FACTOR = 10
 
 
 class Console:
@@ -135,62 +135,62 @@ class Console:
 
     async def run(self) -> None:
         """Take snapshots of the cluster until cancelled."""
-        asking = [asyncio.create_task(it) for it in (self._ask_ledger(), self._ask_peers())]
+        polling = [asyncio.create_task(it) for it in (self._poll_ledger(), self._poll_peers())]
         try:
             while True:
                 # CPU time of this thread, not elapsed time, so that snapshots of a busy router are
                 # as frequent.
                 began = time.thread_time()
-                self._look()
-                rest_s = FRAME_S if self._audience else _IDLE_S
-                await asyncio.sleep(max(rest_s, _RESTS * (time.thread_time() - began)))
+                self._take_snapshot()
+                pause_s = FRAME_S if self._audience else _IDLE_S
+                await asyncio.sleep(max(pause_s, _PAUSE_FACTOR * (time.thread_time() - began)))
         finally:
-            for task in asking:
+            for task in polling:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*polling, return_exceptions=True)
             await self._peers.close()
 
-    def _look(self) -> None:
+    def _take_snapshot(self) -> None:
         try:
             self._sections, self._encoded = self._snapshot.update(now()), {}
         except Exception:
             self._log_failure("the console's snapshot failed")
 
-    def _log_failure(self, what: str) -> None:
-        if what not in self._failed:
-            self._failed.add(what)
-            log.exception(what)
+    def _log_failure(self, message: str) -> None:
+        if message not in self._failed:
+            self._failed.add(message)
+            log.exception(message)
 
     def _as_json(self) -> Mapping[str, str]:
         if not self._encoded:
             self._encoded = {name: encode(value) for name, value in self._sections.items()}
         return self._encoded
 
-    async def _ask_ledger(self) -> None:
+    async def _poll_ledger(self) -> None:
         while True:
             try:
-                load, scaling = await self._said() if self._audience else (None, None)
+                load, scaling = await self._read_reports() if self._audience else (None, None)
                 self._snapshot.load = load
                 self._snapshot.scaling = described(scaling, now())
             except Exception:
                 self._log_failure("the console could not read the ledger")
-            await asyncio.sleep(_ASK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
-    async def _said(self) -> tuple[LoadReport | None, ScalingReport | None]:
+    async def _read_reports(self) -> tuple[LoadReport | None, ScalingReport | None]:
         try:
             return await self._ledger.load(), await self._ledger.scaling()
         except LedgerUnavailable:
             return None, None
 
-    async def _ask_peers(self) -> None:
+    async def _poll_peers(self) -> None:
         while True:
-            await self._hear_peers()
-            for _ in range(_IDLE_ASKS):
-                await asyncio.sleep(_ASK_S)
+            await self._read_peers()
+            for _ in range(_IDLE_POLL_FACTOR):
+                await asyncio.sleep(_POLL_INTERVAL_S)
                 if self._audience:
                     break
 
-    async def _hear_peers(self) -> None:
+    async def _read_peers(self) -> None:
         try:
             counts, num_silent = await self._peers.counts()
             self._snapshot.add_counts(counts, num_silent, now())
@@ -206,14 +206,14 @@ class Console:
         Raises TooManyConnections if too many pages are connected. The stream ends with the error
         Unauthenticated or Forbidden when the caller's key becomes invalid.
         """
-        self._audience.check_room()
-        call.told |= SECURITY_HEADERS
+        self._audience.check_capacity()
+        call.response_headers |= SECURITY_HEADERS
         if call.request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if not self._audience:
-            self._look()
-        asked = call.request.query_params.get("lanes")
-        chosen = None if asked is None else [*filter(None, asked.split(",", MOST_LANES))]
+            self._take_snapshot()
+        requested = call.request.query_params.get("lanes")
+        chosen = None if requested is None else [*filter(None, requested.split(",", MAX_LANES))]
         viewer = Viewer(self._snapshot, call.caller, Lanes(chosen))
 
         def frame() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from everlift.v1 import session_pb2
-from router.console.failures import Failed, Failures
+from router.console.failures import FailureCount, Failures
 from router.console.parts import Measured, Requests, Sessions
 from router.console.rates import Percentiles, RecentHistogram, percentiles
 
@@ -49,7 +49,7 @@ class Counting:
 
 
 #: Seconds without an answer after which a router is removed.
-_FORGOTTEN_S = 60.0
+_EXPIRY_S = 60.0
 _TOTALS = (
     "completed",
     "failed",
@@ -66,16 +66,16 @@ class _Router:
         self.histograms = {name: RecentHistogram(each) for name, each in bounds.items()}
         self.failures = Failures(failures)
         self.counts = session_pb2.Counts()
-        self.heard = -inf
+        self.last_report_at = -inf
 
     def note(self, counts: session_pb2.Counts, now: float) -> None:
-        self.counts, self.heard = counts, now
+        self.counts, self.last_report_at = counts, now
         self.failures.note(counts.failures, now)
-        for told in counts.latencies:
-            histogram = self.histograms.get(told.name)
+        for latency in counts.latencies:
+            histogram = self.histograms.get(latency.name)
             # A router of another release may have other buckets.
-            if histogram is not None and len(told.cumulative) == histogram.size:
-                histogram.note(told.cumulative, now)
+            if histogram is not None and len(latency.cumulative) == histogram.size:
+                histogram.note(latency.cumulative, now)
 
 
 class Aggregates:
@@ -90,7 +90,7 @@ class Aggregates:
         self._bounds = bounds
         self._routers = {router_id: _Router(bounds, {})}
         #: routers that answered when last asked, including this one, and routers that did not
-        self.num_heard, self.num_silent = 1, 0
+        self.num_answering, self.num_silent = 1, 0
 
     def note(self, counts: session_pb2.Counts, now: float) -> None:
         router = self._routers.get(counts.router_id)
@@ -102,7 +102,7 @@ class Aggregates:
     def drop_routers(self, now: float) -> None:
         """Remove routers that have not answered for a minute, with their counters."""
         self._routers = {
-            name: it for name, it in self._routers.items() if now - it.heard < _FORGOTTEN_S
+            name: it for name, it in self._routers.items() if now - it.last_report_at < _EXPIRY_S
         }
 
     # aggregates of all routers
@@ -113,12 +113,12 @@ class Aggregates:
             for name, bounds in self._bounds.items()
         }
 
-    def failures(self, now: float) -> list[Failed]:
+    def failures(self, now: float) -> list[FailureCount]:
         """Return the failures of the last five minutes, one sum for each kind of error.
 
         They are summed over all routers; the most frequent error is first.
         """
-        merged: dict[str, Failed] = {}
+        merged: dict[str, FailureCount] = {}
         for router in self._routers.values():
             for each in router.failures.recent(now):
                 merged[each.slug] = each if each.slug not in merged else each + merged[each.slug]

@@ -48,8 +48,8 @@ class MeasuredRequests:
 
 log = logs.get_logger(__name__)
 
-#: Maximum number of other routers that are asked.
-_MOST = 64
+#: Maximum number of other routers that are queried.
+_MAX_PEERS = 64
 _TIMEOUT_S = 1.0
 
 
@@ -69,26 +69,26 @@ class Peers:
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
         """Return the counters of the other routers that answer, and how many are missing.
 
-        Missing are the other routers in the ledger that do not answer in time or are not asked,
-        because there are too many. Each address is asked once, because a router that restarted
+        Missing are the other routers in the ledger that do not answer in time or are not queried,
+        because there are too many. Each address is queried once, because a router that restarted
         at its address is listed twice for a while. Raises LedgerUnavailable.
         """
         gateways = await self._ledger.gateways()
         others = sorted({*gateways.values()} - {gateways.get(self._router_id)})
-        asked = others[:_MOST]
-        await self._keep(asked)
-        answers = await asyncio.gather(*map(self._ask, asked))
-        heard = [counts for counts in answers if counts is not None]
-        return heard, len(others) - len(heard)
+        queried = others[:_MAX_PEERS]
+        await self._close_others(queried)
+        answers = await asyncio.gather(*map(self._read_counts, queried))
+        received = [counts for counts in answers if counts is not None]
+        return received, len(others) - len(received)
 
     async def close(self) -> None:
-        await self._keep(())
+        await self._close_others(())
 
-    async def _keep(self, addresses: Collection[str]) -> None:
+    async def _close_others(self, addresses: Collection[str]) -> None:
         for address in self._channels.keys() - set(addresses):
             await self._channels.pop(address).close()
 
-    async def _ask(self, address: str) -> session_pb2.Counts | None:
+    async def _read_counts(self, address: str) -> session_pb2.Counts | None:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = self._transport.channel(address)

@@ -13,9 +13,9 @@ from router.console.workers import Row, State
 Json = dict[str, Any]
 
 #: Maximum number of events that a new page receives.
-_MOST_KEPT = 256
+_MAX_EVENTS = 256
 #: Maximum number of workers that an event names; it also has their total number.
-_MOST_NAMED = 16
+_MAX_NAMED_WORKERS = 16
 #: Minimum seconds between two events with the number of preemptions.
 _PREEMPTIONS_S = 5.0
 
@@ -51,7 +51,7 @@ class EventLog:
     """Log of the latest events, which are numbered from 1."""
 
     def __init__(self) -> None:
-        self._kept: deque[ConsoleEvent] = deque(maxlen=_MOST_KEPT)
+        self._events: deque[ConsoleEvent] = deque(maxlen=_MAX_EVENTS)
         self._before: View | None = None
         self._number = 0
         #: preemptions that no event has reported yet, and the time of the last such event
@@ -59,7 +59,7 @@ class EventLog:
 
     def after(self, number: int) -> list[ConsoleEvent]:
         """Return the events in the log whose numbers are above ``number``, oldest first."""
-        return [each for each in self._kept if each.number > number]
+        return [each for each in self._events if each.number > number]
 
     @property
     def last(self) -> int:
@@ -71,15 +71,15 @@ class EventLog:
         if before is None:
             return
         for kind, details in _differences(before, view):
-            self._keep(now, kind, details)
+            self._record(now, kind, details)
         self._preempted += _preemptions(before.rows, view.rows)
         if self._preempted and now - self._preempted_at >= _PREEMPTIONS_S:
-            self._keep(now, "preempted", {"count": self._preempted})
+            self._record(now, "preempted", {"count": self._preempted})
             self._preempted, self._preempted_at = 0, now
 
-    def _keep(self, now: float, kind: str, details: Json) -> None:
+    def _record(self, now: float, kind: str, details: Json) -> None:
         self._number += 1
-        self._kept.append(ConsoleEvent(self._number, now, kind, details))
+        self._events.append(ConsoleEvent(self._number, now, kind, details))
 
 
 def _differences(before: View, after: View) -> Iterator[tuple[str, Json]]:
@@ -106,7 +106,7 @@ def _of_workers(before: Sequence[Row], after: Sequence[Row]) -> Iterator[tuple[s
     if gone:
         found.setdefault("worker_left", []).extend(gone)
     for kind, worker_ids in found.items():
-        yield kind, {"workers": worker_ids[:_MOST_NAMED], "count": len(worker_ids)}
+        yield kind, {"workers": worker_ids[:_MAX_NAMED_WORKERS], "count": len(worker_ids)}
 
 
 def _preemptions(before: Sequence[Row], after: Sequence[Row]) -> int:

@@ -12,7 +12,7 @@ _WINDOW_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailureCount:
     """Failures of requests with the same error in the last five minutes.
 
     ``slug`` names the error, ``recent`` is the number of failures, and ``last_s`` the seconds since
@@ -23,9 +23,9 @@ class Failed:
     recent: int
     last_s: float
 
-    def __add__(self, other: Failed) -> Failed:
+    def __add__(self, other: FailureCount) -> FailureCount:
         """Return the sum of the failures of two routers, which have the same slug."""
-        return Failed(self.slug, self.recent + other.recent, min(self.last_s, other.last_s))
+        return FailureCount(self.slug, self.recent + other.recent, min(self.last_s, other.last_s))
 
 
 class Failures:
@@ -38,32 +38,32 @@ class Failures:
     def __init__(self, before: Mapping[str, int] | None = None) -> None:
         self._totals = dict(before or {})
         #: time in seconds, slug, number of new failures
-        self._seen: deque[tuple[float, str, int]] = deque()
+        self._increments: deque[tuple[float, str, int]] = deque()
 
     def note(self, totals: Mapping[str, int], now: float) -> None:
         for slug, total in totals.items():
             if more := total - self._totals.get(slug, 0):
-                self._seen.append((now, slug, more))
+                self._increments.append((now, slug, more))
         self._totals = dict(totals)
-        while self._seen and self._seen[0][0] <= now - _WINDOW_S:
-            self._seen.popleft()
+        while self._increments and self._increments[0][0] <= now - _WINDOW_S:
+            self._increments.popleft()
 
-    def recent(self, now: float) -> list[Failed]:
+    def recent(self, now: float) -> list[FailureCount]:
         """Return the failures of the last five minutes, one for each error, most frequent first."""
         counts: dict[str, int] = {}
         last: dict[str, float] = {}
-        for moment, slug, more in self._seen:
+        for at, slug, more in self._increments:
             counts[slug] = counts.get(slug, 0) + more
-            last[slug] = moment
+            last[slug] = at
         slugs = sorted(counts, key=lambda slug: (-counts[slug], slug))
-        return [Failed(slug, counts[slug], now - last[slug]) for slug in slugs]
+        return [FailureCount(slug, counts[slug], now - last[slug]) for slug in slugs]
 
 
 Json = dict[str, Any]
 
 #: Minimum seconds between two points of the history.
-_EVERY_S = 0.9
-_KEPT_S = 300.0
+_MIN_INTERVAL_S = 0.9
+_RETENTION_S = 300.0
 
 
 class History:
@@ -72,10 +72,10 @@ class History:
 
     def note(self, numbers: Mapping[str, Any], now: float) -> None:
         """Add a point with these values at ``now`` (seconds), unless the last one is too recent."""
-        if self._points and now - self._points[-1]["at"] < _EVERY_S:
+        if self._points and now - self._points[-1]["at"] < _MIN_INTERVAL_S:
             return
         self._points.append({"at": round(now, 3), **numbers})
-        while self._points[0]["at"] <= now - _KEPT_S:
+        while self._points[0]["at"] <= now - _RETENTION_S:
             self._points.popleft()
 
     @property

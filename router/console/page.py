@@ -68,7 +68,7 @@ class Page:
 
     async def without_slash(self, call: Call) -> Response:
         """Return a redirect to the path with a final slash, to which file names are relative."""
-        call.told |= SECURITY_HEADERS
+        call.response_headers |= SECURITY_HEADERS
         return RedirectResponse("console/")
 
     async def index(self, call: Call) -> Response:
@@ -79,7 +79,7 @@ class Page:
         return self._answer(call.request.path_params["file"], call)
 
     def _answer(self, name: str, call: Call) -> Response:
-        call.told |= SECURITY_HEADERS
+        call.response_headers |= SECURITY_HEADERS
         if (file := self._files.get(name)) is None:
             raise UnknownPath("the console has no such file")
         # A browser checks with each use whether the file has changed.

@@ -49,7 +49,7 @@ class Leader(Protocol):
     def view(self, worker_id: str) -> WorkerView | None: ...
 
 
-class Line(Protocol):
+class LeaderClient(Protocol):
     """Connection to the leader."""
 
     queued: int
@@ -62,7 +62,7 @@ class Heartbeat(Protocol):
     leader_id: str
 
 
-class Holding(Protocol):
+class EffectiveSettings(Protocol):
     """Runtime policy in effect, and names of its settings that differ from the configuration."""
 
     @property
@@ -74,7 +74,7 @@ class Holding(Protocol):
 
 class RuntimePolicy(Protocol):
     @property
-    def holding(self) -> Holding: ...
+    def effective_settings(self) -> EffectiveSettings: ...
 
 
 class Measured(Protocol):

@@ -16,7 +16,7 @@ class Rates:
     """Token rates of workers, in tokens per second."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, tuple[float, int]] = {}
+        self._samples: dict[str, tuple[float, int]] = {}
         self._rates: dict[str, float] = {}
 
     def of(self, worker_id: str, tokens: int, now: float) -> float:
@@ -24,19 +24,19 @@ class Rates:
 
         ``tokens`` is the worker's counter at the time ``now``, in seconds.
         """
-        then, before = self._marks.setdefault(worker_id, (now, tokens))
+        then, before = self._samples.setdefault(worker_id, (now, tokens))
         if now - then >= _INTERVAL_S:
-            self._marks[worker_id] = now, tokens
+            self._samples[worker_id] = now, tokens
             self._rates[worker_id] = (tokens - before) / (now - then)
         return self._rates.get(worker_id, 0.0)
 
-    def keep(self, worker_ids: Iterable[str]) -> None:
+    def retain(self, worker_ids: Iterable[str]) -> None:
         """Drop the rates of all workers except ``worker_ids``."""
-        kept = set(worker_ids)
-        if kept == self._marks.keys():
+        retained = set(worker_ids)
+        if retained == self._samples.keys():
             return
-        self._marks = {name: mark for name, mark in self._marks.items() if name in kept}
-        self._rates = {name: rate for name, rate in self._rates.items() if name in kept}
+        self._samples = {name: mark for name, mark in self._samples.items() if name in retained}
+        self._rates = {name: rate for name, rate in self._rates.items() if name in retained}
 
 
 #: Seconds of observations that a recent histogram covers.
@@ -62,13 +62,13 @@ class RecentHistogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         #: time in seconds and cumulative counts at that time, oldest first
-        self._marks: deque[tuple[float, tuple[int, ...]]] = deque()
+        self._samples: deque[tuple[float, tuple[int, ...]]] = deque()
 
     def note(self, cumulative: Sequence[int], now: float) -> None:
         """Store the cumulative counts by bucket since the start, as of ``now``, in seconds."""
-        self._marks.append((now, tuple(cumulative)))
-        while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW_S:
-            self._marks.popleft()
+        self._samples.append((now, tuple(cumulative)))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW_S:
+            self._samples.popleft()
 
     @property
     def size(self) -> int:
@@ -78,9 +78,9 @@ class RecentHistogram:
     @property
     def recent(self) -> list[int]:
         """Return the cumulative counts of the last minute by bucket; zeros until two are stored."""
-        if len(self._marks) < 2:
+        if len(self._samples) < 2:
             return [0] * self.size
-        first, last = self._marks[0][1], self._marks[-1][1]
+        first, last = self._samples[0][1], self._samples[-1][1]
         return [after - before for before, after in zip(first, last, strict=True)]
 
 
@@ -101,11 +101,11 @@ def quantile(bounds: Sequence[float], cumulative: Sequence[int], part: float) ->
     ``part`` is from 0 to 1. The value is interpolated linearly within its bucket. The first bucket
     begins at 0. If the value is in the infinite bucket, the last finite bound is returned.
     """
-    wanted = part * cumulative[-1]
+    target = part * cumulative[-1]
     edges = pairwise([(0.0, 0), *zip(bounds, cumulative, strict=True)])
     for (low, before), (high, until) in edges:
-        if until >= wanted and until > before:
+        if until >= target and until > before:
             if high == inf:
                 return low
-            return low + (high - low) * (wanted - before) / (until - before)
+            return low + (high - low) * (target - before) / (until - before)
     return bounds[-2]

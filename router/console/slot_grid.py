@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 #: Seconds for which other slots are searched for a request that left its slot, and maximum number
 #: of such requests.
-_LOOKED_FOR_S = 120.0
-_MOST_LOOKED_FOR = 2048
-_FORGET_EVERY_S = 1.0
+_SEARCH_S = 120.0
+_MAX_SEARCHED = 2048
+_CLEANUP_INTERVAL_S = 1.0
 
 
 class Phase(IntEnum):
@@ -39,24 +39,24 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SlotId:
     worker_id: str
     slot: int
 
 
-class Sitter(NamedTuple):
+class SlotOccupant(NamedTuple):
     request_id: str
     phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Occupants of a worker's slots at one time; ``sitters`` maps slot indices to requests.
+    """Occupants of a worker's slots at one time; ``occupants`` maps slot indices to requests.
 
     A lost worker has none. ``preemptions`` is the number of preemptions since the worker's start.
     """
 
-    sitters: Mapping[int, Sitter]
+    occupants: Mapping[int, SlotOccupant]
     preemptions: int = 0
     is_up: bool = True
     is_draining: bool = False
@@ -72,7 +72,7 @@ class Change:
     ``key`` is the number that stands for the request on the page; 0 means that the slot is empty.
     """
 
-    seat: Seat
+    slot_id: SlotId
     key: int
     phase: Phase
 
@@ -87,24 +87,24 @@ class Transfer:
     key: int
     request_id: str
     cause: Cause
-    source: Seat
-    target: Seat
+    source: SlotId
+    target: SlotId
     left_at: float
 
 
 @dataclass(slots=True)
-class _Trace:
+class _TrackedRequest:
     key: int
-    seat: Seat
+    slot_id: SlotId
     left_at: float | None = None
     preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class SlotChanges:
     """Changes since the last update; ``requests`` maps keys of new requests to their ids."""
 
-    changes: list[Change] = field(default_factory=list)
+    slots: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     requests: dict[int, str] = field(default_factory=dict)
 
@@ -112,101 +112,105 @@ class News:
 class SlotGrid:
     """Tracker of the requests in the slots of the shown workers.
 
-    Its memory is bounded by the number of slots and by ``_MOST_LOOKED_FOR``.
+    Its memory is bounded by the number of slots and by ``_MAX_SEARCHED``.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, Occupancy] = {}
-        self._traces: dict[str, _Trace] = {}
+        self._tracked: dict[str, _TrackedRequest] = {}
         self._last_key = 0
-        self._forgot_at = -inf
+        self._cleaned_up_at = -inf
 
-    def update(self, workers: Mapping[str, Occupancy], now: float) -> News:
+    def update(self, workers: Mapping[str, Occupancy], now: float) -> SlotChanges:
         """Return the changes since the last call, in O(slots of these workers).
 
         ``workers`` has the shown workers by id; ``now`` is in seconds.
         """
-        news = News()
+        changes = SlotChanges()
         for worker_id, occupancy in self._before.items():
-            self._leave(worker_id, occupancy, workers.get(worker_id, LOST), now, news)
+            self._note_departures(worker_id, occupancy, workers.get(worker_id, LOST), now, changes)
         for worker_id, occupancy in workers.items():
-            self._board(worker_id, occupancy, workers, now, news)
+            self._note_arrivals(worker_id, occupancy, workers, now, changes)
         self._before = workers
-        if now - self._forgot_at >= _FORGET_EVERY_S:
-            self._forgot_at = now
-            self._forget(now)
-        return news
+        if now - self._cleaned_up_at >= _CLEANUP_INTERVAL_S:
+            self._cleaned_up_at = now
+            self._clean_up(now)
+        return changes
 
-    def _leave(
-        self, worker_id: str, before: Occupancy, after: Occupancy, now: float, news: News
+    def _note_departures(
+        self, worker_id: str, before: Occupancy, after: Occupancy, now: float, changes: SlotChanges
     ) -> None:
-        for slot, sitter in sorted(before.sitters.items() - after.sitters.items()):
-            other = after.sitters.get(slot)
-            if other is not None and other.request_id == sitter.request_id:
+        for slot, occupant in sorted(before.occupants.items() - after.occupants.items()):
+            other = after.occupants.get(slot)
+            if other is not None and other.request_id == occupant.request_id:
                 continue
-            seat, trace = Seat(worker_id, slot), self._traces.get(sitter.request_id)
-            if trace is not None and trace.seat == seat:
-                trace.left_at, trace.preemptions = now, before.preemptions
-                # Move the trace to the end, so that traces are ordered by the time at which
+            slot_id, tracked = SlotId(worker_id, slot), self._tracked.get(occupant.request_id)
+            if tracked is not None and tracked.slot_id == slot_id:
+                tracked.left_at, tracked.preemptions = now, before.preemptions
+                # Move it to the end, so that tracked requests are ordered by the time at which
                 # requests left.
-                self._traces[sitter.request_id] = self._traces.pop(sitter.request_id)
+                self._tracked[occupant.request_id] = self._tracked.pop(occupant.request_id)
             if other is None:
-                news.changes.append(Change(seat, 0, Phase.EMPTY))
+                changes.slots.append(Change(slot_id, 0, Phase.EMPTY))
 
-    def _board(
+    def _note_arrivals(
         self,
         worker_id: str,
         after: Occupancy,
         workers: Mapping[str, Occupancy],
         now: float,
-        news: News,
+        changes: SlotChanges,
     ) -> None:
-        before = self._before.get(worker_id, LOST).sitters
-        for slot, sitter in sorted(after.sitters.items() - before.items()):
-            seat, known = Seat(worker_id, slot), before.get(slot)
-            is_new = known is None or known.request_id != sitter.request_id
-            # The trace of a request may have been removed after one of its choices left, while
+        before = self._before.get(worker_id, LOST).occupants
+        for slot, occupant in sorted(after.occupants.items() - before.items()):
+            slot_id, known = SlotId(worker_id, slot), before.get(slot)
+            is_new = known is None or known.request_id != occupant.request_id
+            # A tracked request may have been removed after one of its choices left, while
             # another choice kept its slot.
-            if is_new or sitter.request_id not in self._traces:
-                self._sit(sitter.request_id, seat, workers, now, news)
-            trace = self._traces[sitter.request_id]
-            news.changes.append(Change(seat, trace.key, sitter.phase))
+            if is_new or occupant.request_id not in self._tracked:
+                self._place_request(occupant.request_id, slot_id, workers, now, changes)
+            tracked = self._tracked[occupant.request_id]
+            changes.slots.append(Change(slot_id, tracked.key, occupant.phase))
 
-    def _sit(
+    def _place_request(
         self,
         request_id: str,
-        seat: Seat,
+        slot_id: SlotId,
         workers: Mapping[str, Occupancy],
         now: float,
-        news: News,
+        changes: SlotChanges,
     ) -> None:
-        trace = self._traces.get(request_id)
-        if trace is None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
             self._last_key += 1
-            self._traces[request_id] = _Trace(self._last_key, seat)
-            news.requests[self._last_key] = request_id
+            self._tracked[request_id] = _TrackedRequest(self._last_key, slot_id)
+            changes.requests[self._last_key] = request_id
             return
         # The request may have been away for so long that the page has forgotten its id.
-        news.requests[trace.key] = request_id
-        if (cause := _cause(trace, seat, workers)) is not None:
+        changes.requests[tracked.key] = request_id
+        if (cause := _cause(tracked, slot_id, workers)) is not None:
             # If the slot that it left was not seen empty yet, it has left just now.
-            left_at = now if trace.left_at is None else trace.left_at
-            news.transfers.append(Transfer(trace.key, request_id, cause, trace.seat, seat, left_at))
-        trace.seat, trace.left_at = seat, None
+            left_at = now if tracked.left_at is None else tracked.left_at
+            changes.transfers.append(
+                Transfer(tracked.key, request_id, cause, tracked.slot_id, slot_id, left_at)
+            )
+        tracked.slot_id, tracked.left_at = slot_id, None
 
-    def _forget(self, now: float) -> None:
-        gone = [name for name, trace in self._traces.items() if trace.left_at is not None]
+    def _clean_up(self, now: float) -> None:
+        gone = [name for name, tracked in self._tracked.items() if tracked.left_at is not None]
         for place, name in enumerate(gone):
-            left_at = self._traces[name].left_at
+            left_at = self._tracked[name].left_at
             assert left_at is not None
-            if now - left_at > _LOOKED_FOR_S or len(gone) - place > _MOST_LOOKED_FOR:
-                del self._traces[name]
+            if now - left_at > _SEARCH_S or len(gone) - place > _MAX_SEARCHED:
+                del self._tracked[name]
 
 
-def _cause(trace: _Trace, seat: Seat, workers: Mapping[str, Occupancy]) -> Cause | None:
-    source = workers.get(trace.seat.worker_id, LOST)
-    if trace.seat.worker_id == seat.worker_id:
-        was_preempted = trace.left_at is not None and source.preemptions > trace.preemptions
+def _cause(
+    tracked: _TrackedRequest, slot_id: SlotId, workers: Mapping[str, Occupancy]
+) -> Cause | None:
+    source = workers.get(tracked.slot_id.worker_id, LOST)
+    if tracked.slot_id.worker_id == slot_id.worker_id:
+        was_preempted = tracked.left_at is not None and source.preemptions > tracked.preemptions
         return Cause.PREEMPTED if was_preempted else None
     if not source.is_up:
         return Cause.WORKER_LOST
@@ -214,11 +218,11 @@ def _cause(trace: _Trace, seat: Seat, workers: Mapping[str, Occupancy]) -> Cause
 
 
 #: Maximum number of lanes, and their number if the page has not chosen workers.
-MOST_LANES = 8
-_MOST_BY_THEMSELVES = 6
+MAX_LANES = 8
+_MAX_AUTOMATIC_LANES = 6
 #: Seconds for which a worker that is gone keeps its lane, so that users see where its requests
 #: went.
-_KEPT_S = 60.0
+_LANE_RETENTION_S = 60.0
 
 
 class Lanes:
@@ -230,30 +234,32 @@ class Lanes:
 
     def __init__(self, chosen: Sequence[str] | None) -> None:
         self._is_chosen = chosen is not None
-        self.worker_ids = list(dict.fromkeys(chosen or ()))[:MOST_LANES]
+        self.worker_ids = list(dict.fromkeys(chosen or ()))[:MAX_LANES]
         #: time in seconds since which a worker with a lane is gone, by worker
-        self._gone: dict[str, float] = {}
+        self._gone_since: dict[str, float] = {}
 
-    def update(self, there: Collection[str], now: float) -> None:
+    def update(self, connected: Collection[str], now: float) -> None:
         """Assign lanes to connected workers, unless the user has chosen workers.
 
-        ``there`` has the ids of the connected workers, in an order that does not change.
+        ``connected`` has the ids of the connected workers, in an order that does not change.
         """
         if self._is_chosen:
             return
-        gone = [worker_id for worker_id in self.worker_ids if worker_id not in there]
-        self._gone = {worker_id: self._gone.get(worker_id, now) for worker_id in gone}
-        for worker_id in there:
-            if worker_id not in self.worker_ids and not self._take(worker_id, now):
+        gone = [worker_id for worker_id in self.worker_ids if worker_id not in connected]
+        self._gone_since = {worker_id: self._gone_since.get(worker_id, now) for worker_id in gone}
+        for worker_id in connected:
+            if worker_id not in self.worker_ids and not self._assign_lane(worker_id, now):
                 return
 
-    def _take(self, worker_id: str, now: float) -> bool:
-        if len(self.worker_ids) < _MOST_BY_THEMSELVES:
+    def _assign_lane(self, worker_id: str, now: float) -> bool:
+        if len(self.worker_ids) < _MAX_AUTOMATIC_LANES:
             self.worker_ids.append(worker_id)
             return True
-        old = next((it for it, since in self._gone.items() if now - since >= _KEPT_S), None)
+        old = next(
+            (it for it, since in self._gone_since.items() if now - since >= _LANE_RETENTION_S), None
+        )
         if old is None:
             return False
-        del self._gone[old]
+        del self._gone_since[old]
         self.worker_ids[self.worker_ids.index(old)] = worker_id
         return True

@@ -18,11 +18,11 @@ from router.console.counting import LATENCIES, Aggregates, Counting
 from router.console.events import EventLog, View
 from router.console.failures import History
 from router.console.parts import (
+    EffectiveSettings,
     Heartbeat,
-    Holding,
     Identity,
     Leader,
-    Line,
+    LeaderClient,
     Measured,
     Requests,
     RuntimePolicy,
@@ -55,7 +55,7 @@ class Snapshot:
         sessions: Sessions,
         requests: Requests,
         leader: Leader,
-        line: Line,
+        leader_client: LeaderClient,
         heartbeat: Heartbeat,
         runtime_policy: RuntimePolicy,
         measured: Measured,
@@ -64,7 +64,7 @@ class Snapshot:
         self._sessions = sessions
         self._requests = requests
         self._leader = leader
-        self._line = line
+        self._leader_client = leader_client
         self._heartbeat = heartbeat
         self._runtime_policy = runtime_policy
         self.load: LoadReport | None = None
@@ -85,33 +85,42 @@ class Snapshot:
 
     def update(self, now: float) -> Mapping[str, Any]:
         """Take a new snapshot, and return its sections as JSON values by name. O(workers)."""
-        self._rows = self._look_at_workers(now)
+        self._rows = self._worker_rows(now)
         self._aggregates.note(self._counting.counts(), now)
         self._aggregates.drop_routers(now)
-        ledger, holding = self._requests.ledger_status(), self._runtime_policy.holding
+        ledger, effective_settings = (
+            self._requests.ledger_status(),
+            self._runtime_policy.effective_settings,
+        )
         self.events.update(
             View(
                 self._rows,
                 self._heartbeat.leader_id,
                 ledger.away,
                 ledger.rollbacks,
-                {name: holding.values[name] for name in sorted(holding.values)},
+                {
+                    name: effective_settings.values[name]
+                    for name in sorted(effective_settings.values)
+                },
             ),
             now,
         )
-        latencies = {name: _told(it) for name, it in self._aggregates.latencies().items()}
+        latencies = {name: _rounded(it) for name, it in self._aggregates.latencies().items()}
         self.history.note(
-            {"queued": self._line.queued}
+            {"queued": self._leader_client.queued}
             | {name: [latencies[name][part] for part in _PARTS] for name in _CHARTED},
             now,
         )
         return {
             "router": self._router(),
-            "routers": {"heard": self._aggregates.num_heard, "silent": self._aggregates.num_silent},
+            "routers": {
+                "heard": self._aggregates.num_answering,
+                "silent": self._aggregates.num_silent,
+            },
             "totals": self._totals(),
             "workers": workers.names(self._rows),
             "cells": workers.cells(self._rows),
-            "queue": self._queue(holding),
+            "queue": self._queue(effective_settings),
             "scaling": self.scaling,
             "missing_workers": missing_workers(self.load),
             "span_labels": _SPAN_LABELS,
@@ -123,7 +132,7 @@ class Snapshot:
             ],
         }
 
-    def _look_at_workers(self, now: float) -> list[Row]:
+    def _worker_rows(self, now: float) -> list[Row]:
         links = self._sessions.links
         rows = [
             workers.row(
@@ -133,38 +142,40 @@ class Snapshot:
             )
             for link in links
         ]
-        self._rates.keep(link.info.worker_id for link in links)
+        self._rates.retain(link.info.worker_id for link in links)
         return sorted(rows, key=lambda each: each.worker_id)
 
     def add_counts(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
         """Store other routers' counters; ``num_silent`` is how many did not report theirs."""
         for each in counts:
             self._aggregates.note(each, now)
-        self._aggregates.num_heard, self._aggregates.num_silent = 1 + len(counts), num_silent
+        self._aggregates.num_answering, self._aggregates.num_silent = 1 + len(counts), num_silent
 
     def _router(self) -> Json:
         return asdict(self._identity) | {
             "leader": self._heartbeat.leader_id,
             "is_leading": self._leader.is_leading,
-            "leader_is_quiet": self._line.is_quiet,
+            "leader_is_quiet": self._leader_client.is_quiet,
         }
 
     def _totals(self) -> Json:
         return (
-            workers.summary(self._rows) | {"queued": self._line.queued} | self._aggregates.totals()
+            workers.summary(self._rows)
+            | {"queued": self._leader_client.queued}
+            | self._aggregates.totals()
         )
 
-    def _queue(self, holding: Holding) -> Json:
+    def _queue(self, effective_settings: EffectiveSettings) -> Json:
         load = self._fresh_load
-        told: Json = {
+        queue: Json = {
             "is_known": load is not None,
-            "queued": self._line.queued,
-            "policy": dict(holding.values),
-            "overridden": list(holding.overridden),
+            "queued": self._leader_client.queued,
+            "policy": dict(effective_settings.values),
+            "overridden": list(effective_settings.overridden),
         }
         if load is None:
-            return told
-        return told | {
+            return queue
+        return queue | {
             "tokens": load.queued_tokens,
             "waited_s": round(load.waited_s, 2),
             "wait_s": round(load.wait_s, 2) if load.HasField("wait_s") else None,
@@ -213,9 +224,9 @@ class Snapshot:
         return report.load if report is not None and report.age_s < _STALE_S else None
 
 
-def _told(percentiles: Percentiles) -> Json:
-    told = asdict(percentiles)
-    return {name: round(it, 4) if isinstance(it, float) else it for name, it in told.items()}
+def _rounded(percentiles: Percentiles) -> Json:
+    fields = asdict(percentiles)
+    return {name: round(it, 4) if isinstance(it, float) else it for name, it in fields.items()}
 
 
 def _ledger(status: inference_pb2.LedgerStatus) -> Json:

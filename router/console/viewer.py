@@ -9,7 +9,7 @@ from everlift.request_id import tenant_of
 from router.api.openai.writer import encode
 from router.auth.caller import Caller, Scope
 from router.console import workers
-from router.console.slot_grid import LOST, Lanes, News, SlotGrid, Transfer
+from router.console.slot_grid import LOST, Lanes, SlotChanges, SlotGrid, Transfer
 from router.console.snapshot import Snapshot
 
 
@@ -26,7 +26,7 @@ class Viewer:
         self._lanes = lanes
         self._slot_grid = SlotGrid()
         #: sections as they were last sent, as JSON
-        self._told: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
         self._last_event = 0
         self._has_history = False
 
@@ -39,13 +39,13 @@ class Viewer:
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)
         lanes = self._lanes.worker_ids
-        own = {"you": self._you(), "lanes": lanes, "tenants": self._tenants()}
+        own = {"you": self._permissions(), "lanes": lanes, "tenants": self._tenants()}
         changed = self._changed(sections) | self._changed(
             {name: encode(value) for name, value in own.items()}
         )
-        changed |= {name: encode(it) for name, it in self._seats(now).items() if it}
-        if happened := self._happened():
-            changed["happened"] = encode(happened)
+        changed |= {name: encode(it) for name, it in self._slot_changes(now).items() if it}
+        if events := self._new_events():
+            changed["happened"] = encode(events)
         if not self._has_history:
             self._has_history = True
             changed["history"] = encode(self._snapshot.history.points)
@@ -53,11 +53,11 @@ class Viewer:
         return "{" + ",".join(parts) + "}"
 
     def _changed(self, sections: Mapping[str, str]) -> dict[str, str]:
-        changed = {name: it for name, it in sections.items() if self._told.get(name) != it}
-        self._told |= changed
+        changed = {name: it for name, it in sections.items() if self._sent.get(name) != it}
+        self._sent |= changed
         return changed
 
-    def _you(self) -> dict[str, Any]:
+    def _permissions(self) -> dict[str, Any]:
         scopes = sorted(scope.value for scope in self.caller.scopes)
         return {"tenant": self.caller.tenant, "scopes": scopes}
 
@@ -66,7 +66,7 @@ class Viewer:
             return self._snapshot.tenants(None)
         return self._snapshot.tenants(self.caller.tenant)
 
-    def _happened(self) -> list[dict[str, Any]]:
+    def _new_events(self) -> list[dict[str, Any]]:
         events = self._snapshot.events
         new = events.after(self._last_event)
         self._last_event = events.last
@@ -74,37 +74,42 @@ class Viewer:
 
     # lanes
 
-    def _seats(self, now: float) -> dict[str, Any]:
+    def _slot_changes(self, now: float) -> dict[str, Any]:
         links, lanes = self._snapshot.links, self._lanes.worker_ids
-        seen = {
+        occupancies = {
             worker_id: workers.occupancy(links[worker_id]) if worker_id in links else LOST
             for worker_id in lanes
         }
-        news = self._slot_grid.update(seen, now)
+        changes = self._slot_grid.update(occupancies, now)
         # Another worker may already have the lane of a worker that is gone.
         places = {worker_id: place for place, worker_id in enumerate(lanes)}
         return {
             "seats": [
-                [places[change.seat.worker_id], change.seat.slot, change.key, int(change.phase)]
-                for change in news.changes
-                if change.seat.worker_id in places
+                [
+                    places[change.slot_id.worker_id],
+                    change.slot_id.slot,
+                    change.key,
+                    int(change.phase),
+                ]
+                for change in changes.slots
+                if change.slot_id.worker_id in places
             ],
-            "names": self._names(news),
+            "names": self._names(changes),
             "transfers": [
                 _transfer(each, places)
-                for each in news.transfers
+                for each in changes.transfers
                 if each.source.worker_id in places
             ],
         }
 
-    def _names(self, news: News) -> dict[str, str]:
+    def _names(self, changes: SlotChanges) -> dict[str, str]:
         return {
             str(key): self.caller.name(request_id)
-            for key, request_id in news.requests.items()
-            if self._may_know(request_id)
+            for key, request_id in changes.requests.items()
+            if self._may_see(request_id)
         }
 
-    def _may_know(self, request_id: str) -> bool:
+    def _may_see(self, request_id: str) -> bool:
         caller = self.caller
         if Scope.ADMIN in caller.scopes:
             return True

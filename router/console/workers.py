@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.workers import WorkerView
-from router.console.slot_grid import LOST, Occupancy, Phase, Sitter
+from router.console.slot_grid import LOST, Occupancy, Phase, SlotOccupant
 
 Json = dict[str, Any]
 
@@ -100,11 +100,11 @@ def occupancy(link: Link) -> Occupancy:
     """Return the requests in a worker's slots. O(slots)."""
     if not link.is_up:
         return LOST
-    sitters = {
-        each.slot: Sitter(each.request_id, Phase.PREFILL if each.prefilling else Phase.DECODE)
+    occupants = {
+        each.slot: SlotOccupant(each.request_id, Phase.PREFILL if each.prefilling else Phase.DECODE)
         for each in link.running
     }
-    return Occupancy(sitters, link.state.preemptions, is_draining=link.state.draining)
+    return Occupancy(occupants, link.state.preemptions, is_draining=link.state.draining)
 
 
 def names(rows: Sequence[Row]) -> Json:

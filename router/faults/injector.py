@@ -1,11 +1,11 @@
 """Fault injection in a cluster that was started with ``--chaos``: routing and effects of faults.
 
     a client -> inject, at any router -> the worker, over its session
-                                      -> strike, at each router that the fault concerns
+                                      -> apply, at each router that the fault concerns
 
-``inject`` handles the call of a client. ``strike`` applies a fault in its own router: it kills or
+``inject`` handles the call of a client. ``apply`` applies a fault in its own router: it kills or
 pauses the router or the ledger's server, delays or fails the router's calls to the ledger, and
-holds its messages to and from workers.
+delays its messages to and from workers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logs.get_logger(__name__)
 
 #: Seconds until a process is killed or paused, so that the answer is sent before.
 _ANSWER_S = 0.1
-_TELL_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 5.0
 
 
 @runtime_checkable
@@ -122,10 +122,10 @@ class Chaos:
         if target.part is Part.WORKER:
             self._sessions.inject(target.name, fault)
         else:
-            await self._tell(await self._concerned(fault, target, peer), fault)
+            await self._send(await self._concerned(fault, target, peer), fault)
         return target.name
 
-    async def strike(self, fault: pb.Fault) -> None:
+    async def apply(self, fault: pb.Fault) -> None:
         """Apply this router's part of a fault, whose target and peer are full names.
 
         Raises ChaosForbidden if the cluster was started without chaos, and InvalidRequest if the
@@ -136,12 +136,12 @@ class Chaos:
         match fault.kind:
             case pb.FAULT_KIND_KILL:
                 pid = await self._process(fault.target)
-                self._later(lambda: self._processes.kill(pid))
+                self._schedule(lambda: self._processes.kill(pid))
             case pb.FAULT_KIND_PAUSE:
                 pid = await self._process(fault.target)
-                self._later(lambda: self._run(self._processes.pause(pid, fault.seconds)))
+                self._schedule(lambda: self._run(self._processes.pause(pid, fault.seconds)))
             case pb.FAULT_KIND_PARTITION:
-                self._cut_off(fault)
+                self._partition(fault)
             case pb.FAULT_KIND_SLOW:
                 self._disturbable().disturb(fault.seconds, fault.delay_s)
 
@@ -198,28 +198,28 @@ class Chaos:
             return [""]
         return (await self._routers()).values()
 
-    async def _tell(self, addresses: Collection[str], fault: pb.Fault) -> None:
+    async def _send(self, addresses: Collection[str], fault: pb.Fault) -> None:
         """Send a fault to the routers at ``addresses``; the empty address is this router's.
 
         If no router applies it, raises the error of the first one. Otherwise errors are only
         logged.
         """
-        told = (self._tell_one(address, fault) for address in addresses)
-        answers = await asyncio.gather(*told, return_exceptions=True)
+        calls = (self._send_to(address, fault) for address in addresses)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
             raise errors[0]
         for error in errors:
             log.warning("fault not sent to a router", cause=str(error))
 
-    async def _tell_one(self, address: str, fault: pb.Fault) -> None:
+    async def _send_to(self, address: str, fault: pb.Fault) -> None:
         if not address:
-            await self.strike(fault)
+            await self.apply(fault)
             return
         async with self._transport.channel(address) as channel:
             stub: session_pb2_grpc.RouterInternalAsyncStub
             stub = session_pb2_grpc.RouterInternalStub(channel)
-            call = stub.Inject(fault, timeout=_TELL_TIMEOUT_S)
+            call = stub.Inject(fault, timeout=_SEND_TIMEOUT_S)
             await wire.answer(call, call)
 
     # effects
@@ -229,20 +229,20 @@ class Chaos:
             return await self._disturbable().process_id()
         return os.getpid()
 
-    def _cut_off(self, fault: pb.Fault) -> None:
+    def _partition(self, fault: pb.Fault) -> None:
         end = LEDGER if fault.target == LEDGER else fault.peer
         if end in ("", LEDGER):
             self._disturbable().disturb(fault.seconds, math.inf)
         for link in self._sessions.links:
             if end in ("", link.info.worker_id):
-                link.hold(fault.seconds)
+                link.delay_messages(fault.seconds)
 
     def _disturbable(self) -> Disturbable:
         if not isinstance(self._ledger, Disturbable):
             raise InvalidRequest("the ledger of this cluster has no server")
         return self._ledger
 
-    def _later(self, do: Callable[[], object]) -> None:
+    def _schedule(self, do: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_later(_ANSWER_S, do)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

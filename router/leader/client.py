@@ -63,7 +63,7 @@ class Gateway(Protocol):
         """Replace the estimated waits, by which the router rejects new requests early."""
         ...
 
-    def adopt_soon(self, request_id: str) -> None: ...
+    def schedule_adoption(self, request_id: str) -> None: ...
 
     def stale(self, request_id: str) -> None: ...
 
@@ -79,7 +79,7 @@ class LeaderClient:
         self._transport = transport
         self._gateway: Gateway | None = None
         #: sender of what the leader does not know yet; None while there is no stream
-        self._telling: HandoverSender | None = None
+        self._sender: HandoverSender | None = None
         #: output tokens that were not sent yet, also those from before the stream
         self._served = ServedOutputs()
         self._is_served_due = False
@@ -90,7 +90,7 @@ class LeaderClient:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
-        self._heard_at = 0.0
+        self._last_message_at = 0.0
         self._generation = ""
         self.queued = 0
 
@@ -113,7 +113,7 @@ class LeaderClient:
 
     @property
     def _silence_s(self) -> float:
-        return now() - self._heard_at
+        return now() - self._last_message_at
 
     # requests and reports to the leader
 
@@ -123,13 +123,13 @@ class LeaderClient:
         ``request`` is called with the arrival (ledger time in seconds) and returns the request's
         message. Returns None if the request has to queue, or another router leads.
         """
-        if self._telling is None or self._telling:
+        if self._sender is None or self._sender:
             return None
         return self._local.reserve(self._router_id, request)
 
     def enqueue(self, waiting: session_pb2.Waiting) -> None:
-        if self._telling is not None:
-            self._telling.enqueue(waiting)
+        if self._sender is not None:
+            self._sender.enqueue(waiting)
             self._changed.set()
 
     def withdraw(self, request_id: str) -> None:
@@ -137,14 +137,14 @@ class LeaderClient:
 
         The request then leaves the leader's queue, or no longer counts as load of its worker.
         """
-        if self._telling is not None:
-            self._telling.withdraw(request_id)
+        if self._sender is not None:
+            self._sender.withdraw(request_id)
             self._changed.set()
 
     def report_running(self, running: session_pb2.Running) -> None:
         """Notify the leader that a worker preempted a request, or resumed it."""
-        if self._telling is not None:
-            self._telling.run(running)
+        if self._sender is not None:
+            self._sender.report_running(running)
             self._changed.set()
 
     def report_served(self, request_id: str, priority: int, tokens: int) -> None:
@@ -167,7 +167,7 @@ class LeaderClient:
         ``tpot_ratio`` is the measured time divided by the predicted one. Without a stream it is
         ignored.
         """
-        if self._telling is not None:
+        if self._sender is not None:
             self._tpot_ratios.append(tpot_ratio)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
@@ -175,11 +175,11 @@ class LeaderClient:
 
         The worker repeats its report, so later leaders receive it, too.
         """
-        if self._telling is not None:
+        if self._sender is not None:
             self._starts.append(start)
             self._changed.set()
 
-    def demand(self, demand: session_pb2.WorkerDemand) -> None:
+    def report_demand(self, demand: session_pb2.WorkerDemand) -> None:
         """Set the number of workers that this cluster is to have, and why some are missing.
 
         This is sent to the present leader and to later ones.
@@ -195,8 +195,8 @@ class LeaderClient:
         A router does that when the ledger may have lost data, as its new id ``generation`` shows.
         """
         self._generation = generation
-        if self._telling is not None:
-            self._telling.assert_generation(generation)
+        if self._sender is not None:
+            self._sender.report_generation(generation)
             self._changed.set()
 
     # connection
@@ -209,11 +209,11 @@ class LeaderClient:
         if (leader, address) == self._followed and self.is_open:
             return
         await self.close()
-        self._followed, self._heard_at = (leader, address), now()
+        self._followed, self._last_message_at = (leader, address), now()
         if leader == self._router_id and self._local.is_leading:
-            self._task = asyncio.create_task(self._speak(""))
+            self._task = asyncio.create_task(self._run_stream(""))
         elif leader and leader != self._router_id:
-            self._task = asyncio.create_task(self._speak(address))
+            self._task = asyncio.create_task(self._run_stream(address))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -221,64 +221,64 @@ class LeaderClient:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    async def _speak(self, address: str) -> None:
+    async def _run_stream(self, address: str) -> None:
         """Run the stream to the leader at ``address``; if it is empty, this replica leads.
 
         An error ends the stream, and the next heartbeat opens another one.
         """
         try:
-            await (self._speak_to(address) if address else self._speak_locally())
+            await (self._stream_to(address) if address else self._stream_locally())
         except Exception:
             log.exception("the line to the leader failed")
 
-    async def _speak_locally(self) -> None:
-        with self._told() as messages:
-            async with aclosing(self._local.converse(messages)) as answers:
-                await self._listen(answers)
+    async def _stream_locally(self) -> None:
+        with self._outgoing_messages() as messages:
+            async with aclosing(self._local.serve_stream(messages)) as answers:
+                await self._receive(answers)
 
-    async def _speak_to(self, address: str) -> None:
+    async def _stream_to(self, address: str) -> None:
         async with self._transport.channel(address) as channel:
             stub: session_pb2_grpc.RouterInternalAsyncStub
             stub = session_pb2_grpc.RouterInternalStub(channel)
-            with self._told() as messages:
+            with self._outgoing_messages() as messages:
                 try:
-                    await self._listen(stub.Admission(messages))
+                    await self._receive(stub.Admission(messages))
                 except grpc.aio.AioRpcError as error:
                     log.info(
                         "connection to the leader lost", address=address, code=error.code().name
                     )
 
     @contextmanager
-    def _told(self) -> Iterator[AsyncIterator[session_pb2.GatewayMessage]]:
+    def _outgoing_messages(self) -> Iterator[AsyncIterator[session_pb2.GatewayMessage]]:
         assert self._gateway is not None
         order = self._local.rules.order
         waiting, running = self._gateway.waiting(order), self._gateway.running()
-        telling = HandoverSender(self._router_id, waiting, running, self._generation, order)
-        self._telling = telling
+        sender = HandoverSender(self._router_id, waiting, running, self._generation, order)
+        self._sender = sender
         self._is_demand_due = True
         self._changed.set()
         try:
-            yield self._messages(telling)
+            yield self._messages(sender)
         finally:
-            self._telling = None
+            self._sender = None
             self._changed.set()
 
-    async def _messages(self, telling: HandoverSender) -> AsyncIterator[session_pb2.GatewayMessage]:
+    async def _messages(self, sender: HandoverSender) -> AsyncIterator[session_pb2.GatewayMessage]:
         while True:
             await self._changed.wait()
-            if self._telling is not telling:
+            if self._sender is not sender:
                 return
             self._changed.clear()
-            while (telling or self._has_more) and self._telling is telling:
-                yield self._part(telling)
+            while (sender or self._has_more) and self._sender is sender:
+                yield self._next_message(sender)
                 await asyncio.sleep(0)
 
     @property
     def _has_more(self) -> bool:
         return self._is_served_due or self._is_demand_due or bool(self._starts)
 
-    def _part(self, telling: HandoverSender) -> session_pb2.GatewayMessage:
-        message = telling.part()
+    def _next_message(self, sender: HandoverSender) -> session_pb2.GatewayMessage:
+        message = sender.next_message()
         message.served.extend(self._served.drain())
         message.starts.extend(self._starts)
         message.tpot_ratios.extend(self._tpot_ratios)
@@ -292,7 +292,7 @@ class LeaderClient:
 
     # messages from the leader
 
-    async def _listen(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
+    async def _receive(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
         """Handle the leader's messages until it resigns or the stream ends.
 
         If it has led, then wake the heartbeat, which finds the next leader.
@@ -300,7 +300,7 @@ class LeaderClient:
         has_led = False
         try:
             async for message in messages:
-                self._heard(message)
+                self._on_message(message)
                 if message.resigned:
                     return
                 has_led = True
@@ -308,13 +308,13 @@ class LeaderClient:
             if has_led:
                 self._local.changed.set()
 
-    def _heard(self, message: session_pb2.LeaderMessage) -> None:
+    def _on_message(self, message: session_pb2.LeaderMessage) -> None:
         assert self._gateway is not None
-        self._heard_at = now()
+        self._last_message_at = now()
         self.queued = message.queued
         for dispatched in message.dispatched:
-            if self._telling is not None:
-                self._telling.dispatched(dispatched.request_id)
+            if self._sender is not None:
+                self._sender.dispatched(dispatched.request_id)
             self._gateway.dispatched(dispatched)
         for refusal in message.refusals:
             self._gateway.refused(refusal)
@@ -323,7 +323,7 @@ class LeaderClient:
         for queue_estimate in message.queue_estimates[-1:]:
             self._gateway.on_queue_estimate(queue_estimate)
         for request_id in message.adopt:
-            self._gateway.adopt_soon(request_id)
+            self._gateway.schedule_adoption(request_id)
         for request_id in message.stale:
             self._gateway.stale(request_id)
         for epoch in message.move:

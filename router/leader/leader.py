@@ -52,11 +52,11 @@ log = logs.get_logger(__name__)
 
 #: Most dispatches that are retried because the ledger did not answer. They do not count towards
 #: ``DISPATCHES_AT_ONCE``.
-_MOST_LATE = 512
+_MAX_RETRYING = 512
 #: Seconds until a dispatch is retried at the ledger, at first and at most.
 _RETRY_S, _MOST_RETRY_S = 0.2, 2.0
 #: Seconds between two queries for the live routers, while the leader waits for them.
-_ROLL_CALL_S = 0.05
+_GATEWAY_POLL_S = 0.05
 
 
 #: Returns the message of a new request for its arrival in ledger time, in seconds.
@@ -67,7 +67,7 @@ Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
 class Reservation:
     """Worker that is reserved for a request that is not in the ledger yet.
 
-    The holder calls exactly one of ``begun`` and ``cancel``. ``leader_state`` is the state of the
+    The holder calls exactly one of ``confirm`` and ``cancel``. ``leader_state`` is the state of the
     leadership that made the reservation.
     """
 
@@ -84,17 +84,17 @@ class Reservation:
             predicted_tpot_s=waiting.predicted_tpot_s,
         )
 
-    def begun(self) -> bool:
+    def confirm(self) -> bool:
         """Record that the ledger has dispatched the request to the worker.
 
         Returns whether the replica still has the leadership that made the reservation; False also
         if it lost it and leads again.
         """
-        return self.leader.settle_reservation(self, has_begun=True)
+        return self.leader.settle_reservation(self, is_dispatched=True)
 
     def cancel(self) -> None:
         """Release the worker, because the ledger did not dispatch the request."""
-        self.leader.settle_reservation(self, has_begun=False)
+        self.leader.settle_reservation(self, is_dispatched=False)
 
 
 class Leader:
@@ -115,29 +115,29 @@ class Leader:
         self._config = config
         self._weight_of = weight_of
         self._ledger = ledger
-        self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
+        self._lease = Lease(config, router_id, address, ledger, self._start_term, self._end_term)
         self.rules = Rules.of(config)
         self._placement = Placement(config)
         self._leader_state: LeaderState | None = None
-        self._lines = LeaderServer(self)
-        self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.redirect)
+        self._server = LeaderServer(self)
+        self._sweep = Sweep(config, ledger, self._assignees, self._send, self._server.redirect)
         self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
         self._generation = ""
         #: ledger time less the router's clock
-        self._ledger_ahead = 0.0
+        self._ledger_offset_s = 0.0
         self._move_after = 0.0
         self._is_reporting = False
         #: settings of the autoscaler, which reads them with the load
         self.autoscale: Mapping[str, float] = {}
         #: how often this replica became the leader
-        self.num_tenures = 0
+        self.num_terms = 0
         #: number of workers that were lost without a drain while this replica led
         self.num_losses = 0
         #: number of dispatches in flight, and of those among them that are retried
-        self._asking = self._late = 0
+        self._num_in_flight = self._num_retrying = 0
         self._wake = asyncio.Event()
-        self._began = asyncio.Event()
-        self._ruled = asyncio.Event()
+        self._term_started = asyncio.Event()
+        self._rules_changed = asyncio.Event()
         #: set when this replica begins or ceases to lead, or its stream to the leader has ended
         self.changed = asyncio.Event()
 
@@ -168,9 +168,9 @@ class Leader:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
-                tasks.create_task(self._call_roll())
-                tasks.create_task(self._obey_for_ever())
-                tasks.create_task(self._dispatch_for_ever(tasks))
+                tasks.create_task(self._await_gateways())
+                tasks.create_task(self._apply_rules_loop())
+                tasks.create_task(self._dispatch_loop(tasks))
                 tasks.create_task(self._tick(tasks))
                 tasks.create_task(self._sweep.run())
         finally:
@@ -178,27 +178,27 @@ class Leader:
 
     # leadership
 
-    async def stand_back(self) -> None:
+    async def back_off(self) -> None:
         """Release the lease and leave it to other replicas for the duration of one lease."""
-        await self._lease.stand_back()
+        await self._lease.back_off()
 
     def on_heartbeat(self, membership: Membership) -> None:
         """Apply the ledger's answer to a heartbeat: its clock, its leader and its generation.
 
         The generation is an id that changes when the ledger may have lost data.
         """
-        self._ledger_ahead = membership.now - now()
+        self._ledger_offset_s = membership.now - now()
         if not membership.leader:
-            self._lease.hurry()
+            self._lease.campaign_now()
         if membership.generation != self._generation:
             self._generation = membership.generation
             self._lease.confirm()
-            self._sweep.hold_off()
+            self._sweep.pause()
             if self._leader_state is not None:
                 self._leader_state.generations.change(self._generation, now())
 
-    def _begin(self) -> None:
-        self.num_tenures += 1
+    def _start_term(self) -> None:
+        self.num_terms += 1
         self._leader_state = LeaderState(
             self._config,
             self.rules,
@@ -208,8 +208,8 @@ class Leader:
             now(),
             self._fair_share(),
         )
-        self._sweep.hold_off()
-        self._began.set()
+        self._sweep.pause()
+        self._term_started.set()
         self.changed.set()
 
     def _fair_share(self) -> FairShare | None:
@@ -218,26 +218,26 @@ class Leader:
         config = self._config
         return FairShare(config.prompt_token_weight, config.output_token_weight, self._weight_of)
 
-    def _step_down(self) -> None:
+    def _end_term(self) -> None:
         self._leader_state = None
-        self._lines.hang_up()
+        self._server.disconnect_all()
         self.changed.set()
 
-    async def _call_roll(self) -> None:
+    async def _await_gateways(self) -> None:
         while True:
-            await self._began.wait()
-            self._began.clear()
+            await self._term_started.wait()
+            self._term_started.clear()
             leader_state = self._leader_state
             while leader_state is not None and leader_state is self._leader_state:
                 self._wake.set()
-                if not leader_state.handover.is_gathering(now()):
+                if not leader_state.handover.is_awaiting_gateways(now()):
                     break
                 try:
-                    await self._recall(leader_state)
-                    leader_state.handover.living(await self._ledger.gateways())
+                    await self._restore_counters(leader_state)
+                    leader_state.handover.set_live_gateways(await self._ledger.gateways())
                 except LedgerUnavailable:
                     log.info("live gateways unknown")
-                await asyncio.sleep(_ROLL_CALL_S)
+                await asyncio.sleep(_GATEWAY_POLL_S)
 
     # changes by operators
 
@@ -248,22 +248,22 @@ class Leader:
         """
         self.rules = rules
         self._placement.tpot_target = rules.tpot_target
-        self._ruled.set()
+        self._rules_changed.set()
 
-    async def _obey_for_ever(self) -> None:
+    async def _apply_rules_loop(self) -> None:
         while True:
-            await self._ruled.wait()
-            self._ruled.clear()
+            await self._rules_changed.wait()
+            self._rules_changed.clear()
             leader_state = self._leader_state
             for _ in leader_state.apply_rules(self.rules) if leader_state is not None else ():
                 await asyncio.sleep(0)
-                if leader_state is not self._leader_state or self._ruled.is_set():
+                if leader_state is not self._leader_state or self._rules_changed.is_set():
                     break
             self._wake.set()
 
     # messages from gateways
 
-    async def converse(
+    async def serve_stream(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
         """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
@@ -274,16 +274,16 @@ class Leader:
         if not self.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
             return
-        async with aclosing(self._lines.converse(messages)) as answers:
+        async with aclosing(self._server.serve_stream(messages)) as answers:
             async for message in answers:
                 yield message
 
     def connected(self, gateway: str) -> None:
         if self._leader_state is None:
-            self._tell(gateway, session_pb2.LeaderMessage(resigned=True))
+            self._send(gateway, session_pb2.LeaderMessage(resigned=True))
         else:
             self._leader_state.connect(gateway, now())
-            self._tell(gateway, session_pb2.LeaderMessage())
+            self._send(gateway, session_pb2.LeaderMessage())
 
     def disconnected(self, gateway: str) -> None:
         if self._leader_state is not None:
@@ -292,12 +292,12 @@ class Leader:
     def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None:
         if self._leader_state is None:
             return
-        heard = self._leader_state.on_message(gateway, message, now())
-        self._refuse(heard.refused)
-        for taken in heard.taken:
-            self._tell_stale(taken)
-        if heard.withdrawn:
-            self._tell(gateway, session_pb2.LeaderMessage(withdrawn=heard.withdrawn))
+        effects = self._leader_state.on_message(gateway, message, now())
+        self._refuse(effects.refused)
+        for replaced in effects.replaced:
+            self._send_stale(replaced)
+        if effects.withdrawn:
+            self._send(gateway, session_pb2.LeaderMessage(withdrawn=effects.withdrawn))
         self._wake.set()
 
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
@@ -308,23 +308,23 @@ class Leader:
         queue, if another replica leads, or if the leader may not dispatch now.
         """
         leader_state = self._leader_state
-        if leader_state is None or gateway not in self._lines.gateways or not self._may_act():
+        if leader_state is None or gateway not in self._server.gateways or not self._may_act():
             return None
         moment = now()
-        waiting = Waiting.from_proto(gateway, request(moment + self._ledger_ahead))
-        placed = leader_state.reserve(waiting, moment, _fresh_epoch)
+        waiting = Waiting.from_proto(gateway, request(moment + self._ledger_offset_s))
+        placed = leader_state.reserve(waiting, moment, _new_epoch)
         if placed is None:
             return None
         dispatch = Dispatch(placed.worker_id, placed.epoch, self._lease.term)
         return Reservation(self, leader_state, placed, dispatch)
 
-    def settle_reservation(self, reservation: Reservation, *, has_begun: bool) -> bool:
-        """Confirm a reservation if ``has_begun`` is True, otherwise release its worker.
+    def settle_reservation(self, reservation: Reservation, *, is_dispatched: bool) -> bool:
+        """Confirm a reservation if ``is_dispatched`` is True, otherwise release its worker.
 
         Returns whether the replica still has the leadership that made the reservation.
         """
         leader_state, placed = reservation.leader_state, reservation.placed
-        if has_begun:
+        if is_dispatched:
             leader_state.confirm_reservation(placed, placed.waiting.gateway)
         else:
             leader_state.cancel_reservation(placed)
@@ -334,17 +334,17 @@ class Leader:
     def _refuse(self, refusals: Iterable[Refusal]) -> None:
         for refusal in refusals:
             waiting = refusal.waiting
-            told = session_pb2.Refusal(
+            message = session_pb2.Refusal(
                 request_id=waiting.request_id,
                 slug=refusal.slug,
                 retry_after_s=refusal.retry_after_s,
                 least_tokens=refusal.least_tokens,
             )
-            self._tell(waiting.gateway, session_pb2.LeaderMessage(refusals=[told]))
+            self._send(waiting.gateway, session_pb2.LeaderMessage(refusals=[message]))
 
-    def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
+    def _send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         message.queued = self.queued
-        self._lines.send(gateway, message)
+        self._server.send(gateway, message)
 
     # messages from workers
 
@@ -374,14 +374,14 @@ class Leader:
 
     # dispatch
 
-    async def _dispatch_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+    async def _dispatch_loop(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             self._move()
             if (leader_state := self._leader_state) is not None:
                 for placed in self._place(leader_state):
-                    self._asking += 1
+                    self._num_in_flight += 1
                     tasks.create_task(self._dispatch(placed, leader_state, self._lease.term))
 
     def _may_act(self) -> bool:
@@ -401,7 +401,7 @@ class Leader:
         if self._leader_state is None or moment < self._move_after or not self._may_act():
             return
         self._move_after = moment + MOVES_S
-        for move in self._leader_state.moves(moment, moment + self._ledger_ahead):
+        for move in self._leader_state.moves(moment, moment + self._ledger_offset_s):
             running = move.running
             log.info(
                 "request moved",
@@ -409,35 +409,35 @@ class Leader:
                 source=running.worker_id,
                 to=move.worker_id,
             )
-            self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
+            self._send(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
 
     def _place(self, leader_state: LeaderState) -> list[Placed]:
         moment, may_act = now(), self._may_act()
         leader_state.note_workers(moment)
         if not may_act:
             return []
-        self._refuse(leader_state.expire(moment + self._ledger_ahead))
-        return leader_state.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
+        self._refuse(leader_state.expire(moment + self._ledger_offset_s))
+        return leader_state.place(moment, moment + self._ledger_offset_s, self._limit, _new_epoch)
 
     @property
     def _limit(self) -> int:
-        at_once = DISPATCHES_AT_ONCE - (self._asking - self._late)
-        return max(0, at_once) if self._late < _MOST_LATE else 0
+        at_once = DISPATCHES_AT_ONCE - (self._num_in_flight - self._num_retrying)
+        return max(0, at_once) if self._num_retrying < _MAX_RETRYING else 0
 
     async def _dispatch(self, placed: Placed, leader_state: LeaderState, term: int) -> None:
         try:
             await self._try_dispatch(placed, leader_state, term)
         finally:
-            self._asking -= 1
+            self._num_in_flight -= 1
             self._wake.set()
 
     async def _try_dispatch(self, placed: Placed, leader_state: LeaderState, term: int) -> None:
-        asked = now()
+        sent_at = now()
         try:
-            entry = await self._ask(placed, term)
+            entry = await self._ledger_dispatch(placed, term)
         except NotQueued:
             self._placement.acknowledge(placed.worker_id, placed.epoch)
-            self._tell_stale(placed.waiting)
+            self._send_stale(placed.waiting)
             return
         except StaleTerm:
             # The request has left this queue, but its gateway reports it again on its next stream.
@@ -445,16 +445,16 @@ class Leader:
                 self._lease.lose()
             return
         # A disconnected gateway reports its running requests itself when it connects again.
-        if entry.gateway in self._lines.gateways:
-            leader_state.begun(placed, entry.gateway)
-        self._tell_dispatched(placed, entry, now() - asked)
+        if entry.gateway in self._server.gateways:
+            leader_state.on_dispatched(placed, entry.gateway)
+        self._send_dispatched(placed, entry, now() - sent_at)
         if entry.gateway != placed.waiting.gateway:
-            self._tell_stale(placed.waiting)
-        self._tell_victims(placed)
+            self._send_stale(placed.waiting)
+        self._send_evictions(placed)
 
-    def _tell_dispatched(self, placed: Placed, entry: Entry, dispatch_s: float) -> None:
+    def _send_dispatched(self, placed: Placed, entry: Entry, dispatch_s: float) -> None:
         waiting = placed.waiting
-        told = dispatched(
+        message = dispatched(
             entry,
             placed.bypassed,
             waiting.predicted_ttft_s,
@@ -462,13 +462,13 @@ class Leader:
             placed.queue_wait,
         )
         if placed.queue_wait is not None:
-            told.queue_wait.dispatch_s = dispatch_s
-        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))
+            message.queue_wait.dispatch_s = dispatch_s
+        self._send(entry.gateway, session_pb2.LeaderMessage(dispatched=[message]))
 
-    def _tell_stale(self, waiting: Waiting) -> None:
-        self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
+    def _send_stale(self, waiting: Waiting) -> None:
+        self._send(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
 
-    def _tell_victims(self, placed: Placed) -> None:
+    def _send_evictions(self, placed: Placed) -> None:
         request_id = placed.waiting.request_id
         for victim in placed.victims:
             log.info(
@@ -477,29 +477,29 @@ class Leader:
                 to=request_id,
             )
             eviction = session_pb2.Eviction(epoch=victim.epoch, request_id=request_id)
-            self._tell(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
+            self._send(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
 
-    async def _ask(self, placed: Placed, term: int) -> Entry:
+    async def _ledger_dispatch(self, placed: Placed, term: int) -> Entry:
         try:
-            return await self._ask_once(placed, term)
+            return await self._ledger_dispatch_once(placed, term)
         except LedgerUnavailable:
-            self._late += 1
+            self._num_retrying += 1
             self._wake.set()
         try:
-            return await self._ask_again(placed, term)
+            return await self._retry_ledger_dispatch(placed, term)
         finally:
-            self._late -= 1
+            self._num_retrying -= 1
 
-    async def _ask_again(self, placed: Placed, term: int) -> Entry:
+    async def _retry_ledger_dispatch(self, placed: Placed, term: int) -> Entry:
         pause_s = _RETRY_S
         while True:
             await asyncio.sleep(pause_s)
             try:
-                return await self._ask_once(placed, term)
+                return await self._ledger_dispatch_once(placed, term)
             except LedgerUnavailable:
                 pause_s = min(2 * pause_s, _MOST_RETRY_S)
 
-    async def _ask_once(self, placed: Placed, term: int) -> Entry:
+    async def _ledger_dispatch_once(self, placed: Placed, term: int) -> Entry:
         return await self._ledger.dispatch(
             placed.waiting.request_id, placed.worker_id, placed.epoch, term
         )
@@ -516,15 +516,15 @@ class Leader:
                     self._is_reporting = True
                     tasks.create_task(self._report(self._leader_state))
             self._wake.set()
-            self._tell_all()
+            self._send_queue_estimates()
 
-    def _tell_all(self) -> None:
-        gateways = self._lines.gateways
+    def _send_queue_estimates(self) -> None:
+        gateways = self._server.gateways
         queue_estimates = (
             [self._leader_state.queue_estimate()] if self._leader_state is not None else []
         )
         for gateway in gateways:
-            self._tell(gateway, session_pb2.LeaderMessage(queue_estimates=queue_estimates))
+            self._send(gateway, session_pb2.LeaderMessage(queue_estimates=queue_estimates))
 
     def load(self) -> session_pb2.ClusterLoad | None:
         """Return the load of the cluster; None if another replica leads."""
@@ -532,7 +532,7 @@ class Leader:
 
     def _load(self, leader_state: LeaderState) -> session_pb2.ClusterLoad:
         workers, moment = self._placement.workers.values(), now()
-        ledger_now = moment + self._ledger_ahead
+        ledger_now = moment + self._ledger_offset_s
         load = cluster_load(self._lease.term, leader_state, workers, moment, ledger_now)
         load.autoscale.update(self.autoscale)
         load.starting_workers = leader_state.starts.count(moment)
@@ -543,10 +543,10 @@ class Leader:
         load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
         return load
 
-    async def _recall(self, leader_state: LeaderState) -> None:
-        if not leader_state.has_recalled:
+    async def _restore_counters(self, leader_state: LeaderState) -> None:
+        if not leader_state.has_restored_counters:
             report = await self._ledger.load()
-            leader_state.recall(report.load.services if report is not None else ())
+            leader_state.restore_counters(report.load.services if report is not None else ())
 
     async def _read_scaling(self, leader_state: LeaderState) -> None:
         if leader_state.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
@@ -555,7 +555,7 @@ class Leader:
     async def _report(self, leader_state: LeaderState) -> None:
         try:
             # Before the report of the previous leader is overwritten, its counters are restored.
-            await self._recall(leader_state)
+            await self._restore_counters(leader_state)
             await self._read_scaling(leader_state)
             await self._ledger.put_load(self._load(leader_state))
         except LedgerUnavailable as error:
@@ -563,11 +563,11 @@ class Leader:
         finally:
             self._is_reporting = False
 
-    def _heirs(self) -> list[str]:
-        return self._lines.gateways if self._may_act() else []
+    def _assignees(self) -> list[str]:
+        return self._server.gateways if self._may_act() else []
 
 
-def _fresh_epoch() -> int:
+def _new_epoch() -> int:
     return secrets.randbits(64) or 1
 
 

@@ -26,7 +26,8 @@ log = logs.get_logger(__name__)
 class Lease:
     """Leader's lease, as this router competes for it and holds it.
 
-    ``began`` is called when this router acquires the lease, ``ended`` when it loses or releases it.
+    ``on_acquired`` is called when this router acquires the lease, ``on_lost`` when it
+    loses or releases it.
     """
 
     def __init__(
@@ -35,20 +36,20 @@ class Lease:
         router_id: str,
         address: str,
         ledger: Ledger,
-        began: Callable[[], None],
-        ended: Callable[[], None],
+        on_acquired: Callable[[], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self._config = config
         self._router_id = router_id
         self._address = address
         self._ledger = ledger
-        self._began = began
-        self._ended = ended
-        self._ends = 0.0
-        self._stands_back_until = 0.0
-        self._asking = asyncio.Lock()
-        self._hurry = asyncio.Event()
-        self.term = _fresh_term()
+        self._on_acquired = on_acquired
+        self._on_lost = on_lost
+        self._expires_at = 0.0
+        self._backs_off_until = 0.0
+        self._lock = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self.term = _new_term()
         self.is_held = False
         #: False while the ledger may have lost the term
         self.is_confirmed = False
@@ -56,17 +57,17 @@ class Lease:
     async def campaign(self) -> None:
         """Try to acquire the lease, and renew it while it is held, until cancelled."""
         while True:
-            async with self._asking:
-                if (moment := now()) >= self._stands_back_until:
-                    await self._renew(moment)
+            async with self._lock:
+                if (started_at := now()) >= self._backs_off_until:
+                    await self._renew(started_at)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.heartbeat):
-                    await self._hurry.wait()
-            self._hurry.clear()
+                    await self._wake.wait()
+            self._wake.clear()
 
-    def hurry(self) -> None:
+    def campaign_now(self) -> None:
         """Let ``campaign`` try to acquire the lease at once, because no leader is known."""
-        self._hurry.set()
+        self._wake.set()
 
     def confirm(self) -> None:
         """Let ``campaign`` renew the lease at once, because the ledger may have lost recent writes.
@@ -74,20 +75,20 @@ class Lease:
         Until then ``is_confirmed`` is False.
         """
         self.is_confirmed = False
-        self._hurry.set()
+        self._wake.set()
 
-    async def _renew(self, moment: float) -> None:
+    async def _renew(self, started_at: float) -> None:
         term = self.term
         try:
             held = await first_answer(lambda: self._lead(term), self._config.heartbeat)
         except LedgerUnavailable:
-            held = self.is_held and moment < self._ends
+            held = self.is_held and started_at < self._expires_at
         else:
-            self._ends, self.is_confirmed = moment + self._config.lease, held
+            self._expires_at, self.is_confirmed = started_at + self._config.lease, held
         if held and not self.is_held:
             self.is_held, self.term = True, term
             log.info("leadership acquired", router_id=self._router_id)
-            self._began()
+            self._on_acquired()
         elif not held:
             self.lose()
 
@@ -97,20 +98,20 @@ class Lease:
         )
 
     def lose(self) -> None:
-        """Stop leading: call ``ended``, and choose a new term for the next attempt.
+        """Stop leading: call ``on_lost``, and choose a new term for the next attempt.
 
         Nothing happens if the lease is not held.
         """
         if self.is_held:
             log.warning("leadership lost", router_id=self._router_id)
             self.is_held = self.is_confirmed = False
-            self.term = _fresh_term()
-            self._ended()
+            self.term = _new_term()
+            self._on_lost()
 
-    async def stand_back(self) -> None:
+    async def back_off(self) -> None:
         """Release the lease, if held, and leave it to others for the duration of one lease."""
-        async with self._asking:
-            self._stands_back_until = now() + self._config.lease
+        async with self._lock:
+            self._backs_off_until = now() + self._config.lease
             await self.resign()
 
     async def resign(self) -> None:
@@ -124,7 +125,7 @@ class Lease:
                 log.info("leader lease left to expire", router_id=self._router_id)
 
 
-def _fresh_term() -> int:
+def _new_term() -> int:
     """Return a new random term (number of a leadership).
 
     The caller requests the lease with the same term until it is granted. If the answer to a granted

@@ -47,11 +47,11 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class RuntimeSettings:
     """Settings in effect: router settings and engine settings.
 
-    ``ruling[name]`` is the value of the setting ``name``, one of SETTINGS. Each of these is a field
-    of ``router`` or of ``engines``.
+    ``runtime_settings[name]`` is the value of the setting ``name``, one of SETTINGS. Each of
+    these is a field of ``router`` or of ``engines``.
     """
 
     router: RouterConfig
@@ -60,7 +60,7 @@ class Ruling:
     def __getitem__(self, name: str) -> Any:
         return getattr(self.engines if name in _ENGINE_SETTINGS else self.router, name)
 
-    def but_for(self, name: str, text: str) -> Ruling:
+    def with_setting(self, name: str, text: str) -> RuntimeSettings:
         """Return a copy in which the setting ``name`` has the value that ``text`` denotes.
 
         Raises SettingsError for an unknown name or an invalid value.
@@ -70,7 +70,7 @@ class Ruling:
         return replace(self, router=_with(self.router, name, text))
 
 
-class Subject(Protocol):
+class RulesListener(Protocol):
     """Receiver of changed queue rules; its method must not block."""
 
     def apply_rules(self, rules: Rules) -> None: ...
@@ -83,7 +83,7 @@ class Engines(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class EffectiveSettings:
     """Values of the settings in effect, by name; ``overridden`` names those that operators set."""
 
     values: Mapping[str, Any]
@@ -95,19 +95,19 @@ class RuntimePolicy:
         self,
         config: RouterConfig,
         ledger: Ledger,
-        subjects: Sequence[Subject],
+        listeners: Sequence[RulesListener],
         engines: Iterable[Engines] = (),
     ) -> None:
-        self._configured = self._ruling = Ruling(config)
+        self._configured = self._current = RuntimeSettings(config)
         self._ledger = ledger
-        self._subjects = subjects
+        self._listeners = listeners
         self._engines = engines
         self._policy = ClusterPolicy()
         self._overridden: tuple[str, ...] = ()
 
     @property
     def rules(self) -> Rules:
-        return Rules.of(self._ruling.router)
+        return Rules.of(self._current.router)
 
     @property
     def engine_policy(self) -> session_pb2.EnginePolicy:
@@ -119,30 +119,30 @@ class RuntimePolicy:
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)
 
     @property
-    def holding(self) -> Holding:
-        return Holding({name: self._ruling[name] for name in SETTINGS}, self._overridden)
+    def effective_settings(self) -> EffectiveSettings:
+        return EffectiveSettings({name: self._current[name] for name in SETTINGS}, self._overridden)
 
     @property
     def order(self) -> str:
-        return self._ruling.router.order
+        return self._current.router.order
 
     def configure(self, config: RouterConfig) -> None:
         """Replace the configured settings; settings that operators set keep their values."""
-        self._configured = Ruling(config)
-        self._put_in_force(self._policy)
+        self._configured = RuntimeSettings(config)
+        self._activate(self._policy)
 
-    async def keep_up(self, version: int) -> None:
+    async def sync(self, version: int) -> None:
         """Apply the ledger's policy if its ``version`` is newer than this router's.
 
         If it is older, because the ledger's server has lost a change, this router's policy is
         written to the ledger. Raises LedgerUnavailable.
         """
         if version > self._policy.version:
-            self._take(await self._ledger.policy())
+            self._update(await self._ledger.policy())
         elif version < self._policy.version:
-            self._take(await self._ledger.restore_policy(self._policy))
+            self._update(await self._ledger.restore_policy(self._policy))
 
-    async def set(self, changes: Mapping[str, Any]) -> Holding:
+    async def set(self, changes: Mapping[str, Any]) -> EffectiveSettings:
         """Change settings for all routers; return the settings that are then in effect.
 
         ``changes`` has values by names of SETTINGS; None resets a setting to its configured value.
@@ -153,34 +153,38 @@ class RuntimePolicy:
             if name not in SETTINGS:
                 raise SettingsError(f"{name}: must be one of {', '.join(SETTINGS)}")
             if text:
-                self._configured.but_for(name, text)
-        self._take(await self._ledger.set_policy(texts))
-        return self.holding
+                self._configured.with_setting(name, text)
+        self._update(await self._ledger.set_policy(texts))
+        return self.effective_settings
 
-    def _take(self, policy: ClusterPolicy) -> None:
+    def _update(self, policy: ClusterPolicy) -> None:
         if policy != self._policy:
-            self._put_in_force(policy)
+            self._activate(policy)
 
-    def _put_in_force(self, policy: ClusterPolicy) -> None:
+    def _activate(self, policy: ClusterPolicy) -> None:
         self._policy = policy
         self._apply(policy)
-        holding = self.holding
-        log.info("policy", **holding.values, overridden=", ".join(holding.overridden))
-        for subject in self._subjects:
-            subject.apply_rules(self.rules)
+        effective_settings = self.effective_settings
+        log.info(
+            "policy",
+            **effective_settings.values,
+            overridden=", ".join(effective_settings.overridden),
+        )
+        for listener in self._listeners:
+            listener.apply_rules(self.rules)
         for engines in self._engines:
             engines.set_policy(self.engine_policy)
 
     def _apply(self, policy: ClusterPolicy) -> None:
-        ruling, overridden = self._configured, []
+        current, overridden = self._configured, []
         for name, text in policy.values.items():
             try:
-                ruling = ruling.but_for(name, text)
+                current = current.with_setting(name, text)
             except SettingsError as error:
                 log.warning("unknown setting", cause=str(error))
             else:
                 overridden.append(name)
-        self._ruling, self._overridden = ruling, tuple(sorted(overridden, key=SETTINGS.index))
+        self._current, self._overridden = current, tuple(sorted(overridden, key=SETTINGS.index))
 
 
 def _text(value: object) -> str:
@@ -194,4 +198,4 @@ def _with(config: C, name: str, text: str) -> C:
     try:
         return replace(config, **layer)
     except ValidationError as error:
-        raise settings.explained(type(config), error) from None
+        raise settings.to_settings_error(type(config), error) from None

@@ -27,7 +27,7 @@ class LeaderServer:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._sends: dict[str, Send] = {}
-        self._hearing = asyncio.Lock()
+        self._receive_lock = asyncio.Lock()
 
     @property
     def gateways(self) -> list[str]:
@@ -42,12 +42,12 @@ class LeaderServer:
         if send is not None:
             send(message)
 
-    def hang_up(self) -> None:
+    def disconnect_all(self) -> None:
         """Disconnect every router, with a message that it must find the next leader."""
         for gateway in self.gateways:
             self.redirect(gateway)
 
-    async def converse(
+    async def serve_stream(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
         """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
@@ -82,12 +82,12 @@ class LeaderServer:
         first: session_pb2.GatewayMessage,
         messages: AsyncIterator[session_pb2.GatewayMessage],
     ) -> None:
-        await self._hear(gateway, send, first)
+        await self._receive(gateway, send, first)
         async for message in messages:
-            await self._hear(gateway, send, message)
+            await self._receive(gateway, send, message)
 
-    async def _hear(self, gateway: str, send: Send, message: session_pb2.GatewayMessage) -> None:
-        async with self._hearing:
+    async def _receive(self, gateway: str, send: Send, message: session_pb2.GatewayMessage) -> None:
+        async with self._receive_lock:
             # Messages on a replaced stream are outdated.
             if self._sends.get(gateway) is send:
                 self._listener.receive(gateway, message)

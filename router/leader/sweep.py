@@ -15,10 +15,10 @@ from router.config import RouterConfig
 from router.event_loop import now
 from router.ledger.base import Ledger
 
-Tell: TypeAlias = Callable[[str, session_pb2.LeaderMessage], None]
+SendTo: TypeAlias = Callable[[str, session_pb2.LeaderMessage], None]
 
 #: Most orphaned requests that are read from the ledger at once.
-_AT_ONCE = 256
+_SWEEP_BATCH = 256
 #: Seconds for which a request that was assigned to a gateway is not assigned again.
 _ADOPTION_S = 5.0
 
@@ -26,71 +26,73 @@ _ADOPTION_S = 5.0
 class Sweep:
     """Periodic search of the leader for requests whose router is dead.
 
-    ``heirs`` returns the ids of the connected routers, or an empty list while nothing may be
-    assigned. ``tell`` sends a message to one of them. ``bury`` disconnects a router whose lease has
-    expired.
+    ``assignees`` returns the ids of the connected routers, or an empty list while nothing may be
+    assigned. ``send`` sends a message to one of them. ``disconnect`` disconnects a router whose
+    lease has expired.
     """
 
     def __init__(
         self,
         config: RouterConfig,
         ledger: Ledger,
-        heirs: Callable[[], list[str]],
-        tell: Tell,
-        bury: Callable[[str], None],
+        assignees: Callable[[], list[str]],
+        send: SendTo,
+        disconnect: Callable[[str], None],
     ) -> None:
         self._config = config
         self._ledger = ledger
-        self._heirs = heirs
-        self._tell = tell
-        self._bury = bury
+        self._assignees = assignees
+        self._send = send
+        self._disconnect = disconnect
         self._adopting: dict[str, float] = {}
-        self._next_heir = 0
-        self._after = 0.0
+        self._next_assignee = 0
+        self._paused_until = 0.0
 
     async def run(self) -> None:
         """Find and assign requests of dead routers at every heartbeat interval, until cancelled.
 
-        Nothing is done during ``hold_off`` or while ``heirs`` returns no router.
+        Nothing is done during ``pause`` or while ``assignees`` returns no router.
         """
         while True:
             await asyncio.sleep(self._config.heartbeat)
-            if now() > self._after and self._heirs():
+            if now() > self._paused_until and self._assignees():
                 await self._sweep()
 
-    def hold_off(self) -> None:
+    def pause(self) -> None:
         """Pause the search for the duration of one lease, so that live routers can renew theirs.
 
         They could not renew them while the ledger was unavailable.
         """
-        self._after = now() + self._config.lease
+        self._paused_until = now() + self._config.lease
 
     async def _sweep(self) -> None:
         try:
-            orphans = await self._ledger.orphans(_AT_ONCE)
+            orphans = await self._ledger.orphans(_SWEEP_BATCH)
             living = await self._ledger.gateways() if orphans else {}
         except LedgerUnavailable:
-            self.hold_off()
+            self.pause()
             return
         if orphans:
-            self._bury_all_but(living)
-        self._give_away(orphans, now())
+            self._disconnect_dead(living)
+        self._assign(orphans, now())
 
-    def _bury_all_but(self, living: Container[str]) -> None:
+    def _disconnect_dead(self, living: Container[str]) -> None:
         """Disconnect the routers that are not in ``living``, because they have no lease.
 
         This removes their requests from the queue. A frozen router still has a stream, and its
         requests would take capacity of workers.
         """
-        for gateway in self._heirs():
+        for gateway in self._assignees():
             if gateway not in living:
-                self._bury(gateway)
+                self._disconnect(gateway)
 
-    def _give_away(self, orphans: list[str], moment: float) -> None:
-        heirs = self._heirs()
-        self._adopting = {r: until for r, until in self._adopting.items() if until > moment}
-        for request_id in orphans if heirs else ():
+    def _assign(self, orphans: list[str], timestamp: float) -> None:
+        assignees = self._assignees()
+        self._adopting = {r: until for r, until in self._adopting.items() if until > timestamp}
+        for request_id in orphans if assignees else ():
             if request_id not in self._adopting:
-                self._adopting[request_id] = moment + _ADOPTION_S
-                self._next_heir = (self._next_heir + 1) % len(heirs)
-                self._tell(heirs[self._next_heir], session_pb2.LeaderMessage(adopt=[request_id]))
+                self._adopting[request_id] = timestamp + _ADOPTION_S
+                self._next_assignee = (self._next_assignee + 1) % len(assignees)
+                self._send(
+                    assignees[self._next_assignee], session_pb2.LeaderMessage(adopt=[request_id])
+                )

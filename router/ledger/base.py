@@ -40,7 +40,7 @@ from router.ledger.quota import Charge, Settlement
 
 NOTHING = Tally()
 #: Maximum number of requests that one call of ``list_requests`` examines.
-MOST_LISTED = 1000
+MAX_PAGE_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +180,16 @@ def check_end(state: State) -> State:
 
 
 def check_listed(limit: int) -> int:
-    """Return ``limit`` if it is a valid page size of a listing, from 1 to MOST_LISTED.
+    """Return ``limit`` if it is a valid page size of a listing, from 1 to MAX_PAGE_SIZE.
 
     Raises ValueError otherwise.
     """
-    if not 0 < limit <= MOST_LISTED:
-        raise ValueError(f"a page has 1 to {MOST_LISTED} requests")
+    if not 0 < limit <= MAX_PAGE_SIZE:
+        raise ValueError(f"a page has 1 to {MAX_PAGE_SIZE} requests")
     return limit
 
 
-def check_told(stored: Stored) -> Stored:
+def check_copy(stored: Stored) -> Stored:
     """Return ``stored`` if it is a consistent argument for ``Ledger.reassert``.
 
     Raises ValueError if only one of these is true: the state is RUNNING, the epoch is set. Also
@@ -369,7 +369,7 @@ class Ledger(Protocol):
         tenant: str,
         *,
         states: Collection[State] = (),
-        limit: int = MOST_LISTED,
+        limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page:
         """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
@@ -498,7 +498,7 @@ class Ledger(Protocol):
 
         The largest amounts that it may use are taken from the tenant's token buckets. It also
         counts as a concurrent request until ``settle_charges``, or until ``lease_s`` seconds have
-        passed without a ``hold``. If it was counted before, nothing more is taken. Raises
+        passed without a ``renew_charges``. If it was counted before, nothing more is taken. Raises
         RateLimited, and counts the request towards no limit, if one of them is reached. Raises
         LedgerFull.
         """
@@ -512,7 +512,7 @@ class Ledger(Protocol):
         """
         ...
 
-    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+    async def renew_charges(self, request_ids: Sequence[str], lease_s: float) -> None:
         """Let unfinished requests count as concurrent requests for ``lease_s`` seconds from now."""
         ...
 

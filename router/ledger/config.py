@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from everlift.settings import CHECKED, Count, Part, Positive
+from everlift.settings import CHECKED, Count, Fraction, Positive
 from everlift.tls import check_pair, make_absolute
 from router.ledger.redis import address
 
@@ -65,7 +65,7 @@ class LedgerConfig:
     #: memory limit of the embedded server; at the limit it refuses writes
     maxmemory_mib: Count = 1024
     #: share of a server's memory limit above which new requests are refused
-    memory_limit: Part = 0.8
+    memory_limit: Fraction = 0.8
     #: faults that an acknowledged write survives. The embedded server is started accordingly; other
     #: servers are refused if they promise less
     durability_class: DurabilityClass = "everysec"

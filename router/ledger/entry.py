@@ -39,7 +39,7 @@ from everlift.sampling import TokenLogprobs
 MAX_EVENTS = 64
 
 
-def lost_too_often(losses: int, cause: str) -> str:
+def attempts_exhausted_message(losses: int, cause: str) -> str:
     """Return the error message of a request that fails because it lost ``losses`` workers.
 
     ``cause`` is the cause of the last loss, in words.

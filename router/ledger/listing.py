@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeAlias
 
-from router.ledger.base import MOST_LISTED, Page, Position
+from router.ledger.base import MAX_PAGE_SIZE, Page, Position
 from router.ledger.entry import Entry, Event, State
 
 
@@ -36,14 +36,14 @@ class Listing:
     """Builder of a page of up to ``limit`` entries, which begins after the position ``last``.
 
     With ``last`` None it begins with the newest request. ``last`` advances with the rows that are
-    added. The page is complete when ``is_over`` is True: it has ``limit`` entries, MOST_LISTED rows
-    were examined, or no rows are left.
+    added. The page is complete when ``is_over`` is True: it has ``limit`` entries, MAX_PAGE_SIZE
+    rows were examined, or no rows are left.
     """
 
     def __init__(self, limit: int, last: Position | None) -> None:
         self._limit = limit
         self._entries: list[Entry] = []
-        self._looked_at = 0
+        self._num_examined = 0
         self.last = last
         self.is_over = False
 
@@ -60,15 +60,15 @@ class Listing:
         rows, is_end = _merged(parts, self.last)
         assert rows or is_end, "a shard that has more answers at least one of it"
         for row in rows:
-            if not self.missing or self._looked_at == MOST_LISTED:
+            if not self.missing or self._num_examined == MAX_PAGE_SIZE:
                 self.is_over = True
                 return
-            self._look_at(row)
+            self._examine(row)
         if is_end:
             self.last, self.is_over = None, True
 
-    def _look_at(self, row: Row) -> None:
-        self._looked_at += 1
+    def _examine(self, row: Row) -> None:
+        self._num_examined += 1
         self.last = row.position
         if row.entry is not None:
             self._entries.append(row.entry)
@@ -79,14 +79,14 @@ class Listing:
 
 def _merged(parts: Sequence[Part], last: Position | None) -> tuple[list[Row], bool]:
     floors = [part.rows[-1].position for part in parts if not part.is_end]
-    rows = _behind(chain.from_iterable(part.rows for part in parts), last)
+    rows = _after(chain.from_iterable(part.rows for part in parts), last)
     if floors:
         floor = max(floors)
         rows = [row for row in rows if row.position >= floor]
     return sorted(rows, reverse=True, key=lambda row: row.position), not floors
 
 
-def _behind(rows: Iterable[Row], last: Position | None) -> list[Row]:
+def _after(rows: Iterable[Row], last: Position | None) -> list[Row]:
     return [row for row in rows if last is None or row.position < last]
 
 
@@ -140,14 +140,14 @@ class Claim:
 class Listed:
     """Request id in the listing of ``tenant``.
 
-    ``is_kept_up`` tells whether the id is removed from this listing when the request no longer
+    ``is_maintained`` tells whether the id is removed from this listing when the request no longer
     exists. This holds if the request belongs to the tenant, and the listing of all tenants has it
     too.
     """
 
     request_id: str
     tenant: str
-    is_kept_up: bool
+    is_maintained: bool
 
 
 Item: TypeAlias = Audited | Stray | Claim | Listed
@@ -161,7 +161,7 @@ class Audit(Protocol):
         """
         ...
 
-    async def again(self, items: Sequence[Item]) -> list[Item]:
+    async def reread(self, items: Sequence[Item]) -> list[Item]:
         """Return the current state of ``items``, without those that no longer exist.
 
         Raises LedgerUnavailable.

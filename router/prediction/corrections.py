@@ -25,7 +25,7 @@ from collections.abc import Sequence
 #: Rate of a shift, in natural logarithm: an output longer than the median moves that by 2.5 %.
 RATE = 0.05
 #: Most groups with shifts of their own; beyond that the least recently updated ones lose theirs.
-_MOST = 4096
+_MAX_GROUPS = 4096
 
 
 class Corrections:
@@ -68,7 +68,7 @@ class Corrections:
     def _move(self, group: str, moves: Sequence[float]) -> None:
         if group not in self._shifts:
             self._shifts[group] = list(self._all)
-            if len(self._shifts) > _MOST:
+            if len(self._shifts) > _MAX_GROUPS:
                 self._shifts.popitem(last=False)
         self._shifts.move_to_end(group)
         shifts = self._shifts[group]

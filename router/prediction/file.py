@@ -13,7 +13,7 @@ from router.prediction.model import MAX_BYTES, Model
 log = logs.get_logger(__name__)
 
 #: Seconds between two checks whether the file has changed.
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 #: Device, inode, size and modification time of a file. They also differ if a symbolic link was
 #: changed to point to another file.
 _Identity = tuple[int, ...]
@@ -37,12 +37,12 @@ class PredictorFile:
         """Check the file every second, until cancelled."""
         while True:
             await self.reload()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def reload(self) -> None:
         """Load the file if it has changed; log an error if that fails."""
         try:
-            model = await asyncio.to_thread(self._news)
+            model = await asyncio.to_thread(self._read_if_changed)
             if model is not None:
                 self._load(model)
                 self._cause = ""
@@ -53,7 +53,7 @@ class PredictorFile:
         except ValueError as error:
             self._refuse(str(error))
 
-    def _news(self) -> Model | None:
+    def _read_if_changed(self) -> Model | None:
         with self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -24,7 +24,7 @@ import numpy as np
 #: Most leaves of a tree; a set of leaves is a number of as many bits.
 _LEAVES = 16
 #: Most trees of a model, in all sums together.
-_MOST_TREES = 512
+_MAX_TREES = 512
 #: By a number with a single set bit: the position of that bit.
 _PLACE_OF_BIT = np.zeros(1 << _LEAVES, np.intp)
 _PLACE_OF_BIT[1 << np.arange(_LEAVES)] = np.arange(_LEAVES)
@@ -54,8 +54,8 @@ class Forest:
         indexed by node. Raises ValueError if the trees are not valid.
         """
         counts = [len(each) for each in roots]
-        if not counts or not all(counts) or sum(counts) > _MOST_TREES:
-            raise ValueError(f"a sum has no tree, or all have more than {_MOST_TREES}")
+        if not counts or not all(counts) or sum(counts) > _MAX_TREES:
+            raise ValueError(f"a sum has no tree, or all have more than {_MAX_TREES}")
         trees = _Trees(feature, threshold, left, right, value, num_features)
         for root in (root for each in roots for root in each):
             trees.add(root)
@@ -70,10 +70,10 @@ class Forest:
 
     def sums(self, features: Sequence[float]) -> list[float]:
         """Return the value of each sum for a request, whose feature number i is ``features[i]``."""
-        left = self._all
+        remaining = self._all
         for feature, thresholds, masks in self._lines:
-            left &= masks[bisect_left(thresholds, features[feature])]
-        bits = np.frombuffer(left.to_bytes(self._num_bytes, "little"), "<u2")
+            remaining &= masks[bisect_left(thresholds, features[feature])]
+        bits = np.frombuffer(remaining.to_bytes(self._num_bytes, "little"), "<u2")
         leaves = _PLACE_OF_BIT[bits & -bits] + self._first_leaves
         sums: list[float] = np.add.reduceat(self._values[leaves], self._starts).tolist()
         return sums

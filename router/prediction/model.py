@@ -39,7 +39,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "think": ("think", "step", "prove", "solve", "calculate", "derive", "math", "proof"),
     "structured": ("json", "xml", "csv", "table", "yaml", "html", "schema", "sql"),
 }
-#: Names of the values of ``Asked.static``, in this order.
+#: Names of the values of ``RequestFeatures.static``, in this order.
 STATIC: tuple[str, ...] = (
     *("log_prompt_tokens", "log_max_tokens", "choices", "temperature", "stops", "grammar"),
     *("log_min_tokens", "hour", *WORDS),

@@ -49,28 +49,30 @@ class LengthDistribution:
         """Return the length in tokens that a fraction ``part`` of such outputs does not exceed."""
         return self.median * exp(self.sigma * NormalDist().inv_cdf(part))
 
-    def to_come(self, num_made: int, max_tokens: int) -> int:
-        """Return the expected number of remaining tokens of an output that has ``num_made`` tokens.
+    def expected_remaining(self, num_generated: int, max_tokens: int) -> int:
+        """Return the expected number of tokens of an output after its first ``num_generated`` ones.
 
         The output has at most ``max_tokens`` tokens. The result is at least 1, or 0 if the output
         already has ``max_tokens`` tokens.
         """
-        expected = max(num_made + 1, round(self._mean_beyond(num_made)))
-        return max(0, min(expected, max_tokens) - num_made)
+        expected = max(num_generated + 1, round(self._conditional_mean(num_generated)))
+        return max(0, min(expected, max_tokens) - num_generated)
 
-    def _mean_beyond(self, made: float) -> float:
-        """Return the mean length of outputs longer than ``made``.
+    def _conditional_mean(self, num_generated: float) -> float:
+        """Return the mean length of outputs longer than ``num_generated``.
 
         E[X | X > m] = E[X] * Phi(sigma - z) / Phi(-z), where z = ln(m / median) / sigma.
         """
         if not self.sigma:
             return self.median
         mean = min(_LONGEST_LENGTH, self.median * exp(min(50.0, self.sigma**2 / 2)))
-        if made < 1:
+        if num_generated < 1:
             return mean
-        z = log(made / self.median) / self.sigma
+        z = log(num_generated / self.median) / self.sigma
         longer = _below(-z)
-        return mean * _below(self.sigma - z) / longer if longer > _LEAST_PROBABILITY else made
+        return (
+            mean * _below(self.sigma - z) / longer if longer > _LEAST_PROBABILITY else num_generated
+        )
 
 
 def _below(z: float) -> float:
@@ -135,25 +137,25 @@ _WORD = re.compile(r"[^\s.,:?!()\"'`]+")
 _DAY_S = 86400.0
 
 
-class Asked(NamedTuple):
+class RequestFeatures(NamedTuple):
     """Features of a request.
 
     ``static`` holds the values of the features named in STATIC. ``groups`` holds, for each kind in
     GROUPS, the digest of the request's group: requests of the same tenant, of the same application,
     or whose prompts begin alike. A digest is empty if the request has no application, or if the
-    prompt is too short. ``moment`` is the arrival in ledger time, in seconds.
+    prompt is too short. ``arrived`` is the arrival in ledger time, in seconds.
     """
 
     static: tuple[float, ...]
     groups: tuple[str, ...]
     max_tokens: int
     choices: int
-    moment: float
+    arrived: float
 
 
-def asked(request: Request, tokenizer: Vocabulary, moment: float) -> Asked:
+def extract_features(request: Request, tokenizer: Vocabulary, arrived: float) -> RequestFeatures:
     sampling = request.sampling
-    return asked_of(
+    return features_of(
         request.prompt_ids,
         tokenizer,
         max_tokens=request.max_tokens,
@@ -164,11 +166,11 @@ def asked(request: Request, tokenizer: Vocabulary, moment: float) -> Asked:
         min_tokens=sampling.min_tokens,
         tenant=tenant_of(request.request_id),
         application=request.application,
-        moment=moment,
+        arrived=arrived,
     )
 
 
-def asked_of(
+def features_of(
     prompt_ids: Sequence[int],
     tokenizer: Vocabulary,
     *,
@@ -180,12 +182,12 @@ def asked_of(
     min_tokens: int,
     tenant: str,
     application: str,
-    moment: float,
-) -> Asked:
+    arrived: float,
+) -> RequestFeatures:
     """Return the features of a request with these properties.
 
-    ``stops`` is the number of strings that end an output. ``moment`` is the arrival in ledger time,
-    in seconds.
+    ``stops`` is the number of strings that end an output. ``arrived`` is the arrival in ledger
+    time, in seconds.
     """
     count = len(prompt_ids)
     static = (
@@ -196,7 +198,7 @@ def asked_of(
         float(stops),
         float(has_grammar),
         log1p(min_tokens),
-        moment % _DAY_S / 3600.0,
+        arrived % _DAY_S / 3600.0,
         *_counts(_ends(prompt_ids, tokenizer)),
     )
     groups = (
@@ -205,7 +207,7 @@ def asked_of(
         _beginning(prompt_ids, _OPENING),
         _beginning(prompt_ids, _TEMPLATE),
     )
-    return Asked(static, groups, max_tokens, choices, moment)
+    return RequestFeatures(static, groups, max_tokens, choices, arrived)
 
 
 def narrowest(groups: Sequence[str]) -> str:
@@ -249,7 +251,7 @@ def _digest(data: bytes) -> str:
 
 
 #: Most groups that are kept; beyond that the least recently updated ones are dropped.
-_MOST = 8192
+_MAX_GROUPS = 8192
 #: Name of the group of all requests.
 _ALL = "all"
 
@@ -267,14 +269,14 @@ class Histories:
         self._known: OrderedDict[str, History] = OrderedDict(known or {})
         self._all = self._known.pop(_ALL, History())
 
-    def features(self, asked: Asked) -> list[float]:
+    def features(self, request_features: RequestFeatures) -> list[float]:
         """Return the values of FEATURES for a request, in this order.
 
         A group without ended outputs gets the mean and variance of the next wider group that has
         some, or else those of all requests.
         """
-        values, around = list(asked.static), self._all
-        for group in asked.groups:
+        values, around = list(request_features.static), self._all
+        for group in request_features.groups:
             found = self._known.get(group) if group else None
             if found is not None:
                 around = found
@@ -290,7 +292,7 @@ class Histories:
         for group in filter(None, groups):
             self._known[group] = self._known.get(group, History()).with_one(log_length)
             self._known.move_to_end(group)
-        while len(self._known) > _MOST:
+        while len(self._known) > _MAX_GROUPS:
             self._known.popitem(last=False)
 
     def learn(self, others: Mapping[str, History]) -> None:
@@ -303,7 +305,7 @@ class Histories:
         for group, history in reversed([*others.items()]):
             if group == _ALL:
                 self._all = self._all if self._all.outputs else history
-            elif group not in self._known and len(self._known) < _MOST:
+            elif group not in self._known and len(self._known) < _MAX_GROUPS:
                 self._known[group] = history
                 self._known.move_to_end(group, last=False)
 
@@ -366,13 +368,15 @@ class Learned:
         self._corrections = Corrections((*QUANTILES, LEAST))
         self.trust = Trust(min_tau, model.tau)
 
-    def guess(self, asked: Asked) -> Guess:
-        logs = self._forest.sums(self._histories.features(asked))
-        group, uncorrected = narrowest(asked.groups), (*logs, _least_log(logs))
+    def guess(self, request_features: RequestFeatures) -> Guess:
+        logs = self._forest.sums(self._histories.features(request_features))
+        group, uncorrected = narrowest(request_features.groups), (*logs, _least_log(logs))
         *corrected, least_log = self._corrections.apply(group, uncorrected)
         length = _length(corrected)
-        tokens = length.to_come(0, asked.max_tokens)
-        return Guess(asked.groups, uncorrected, tuple(corrected), least_log, length, tokens)
+        tokens = length.expected_remaining(0, request_features.max_tokens)
+        return Guess(
+            request_features.groups, uncorrected, tuple(corrected), least_log, length, tokens
+        )
 
     def note(self, guess: Guess, num_tokens: int) -> None:
         """Record an output of the request of ``guess`` that ended after ``num_tokens`` tokens."""
@@ -476,13 +480,13 @@ class Predictor:
         self._histories.learn(model.histories)
         self._learned = Learned(model, self._histories, self._min_tau)
 
-    def predict(self, request: Request, moment: float) -> Prediction:
-        """Return the prediction for ``request``, which arrived at ``moment``.
+    def predict(self, request: Request, arrived: float) -> Prediction:
+        """Return the prediction for ``request``, which arrived at ``arrived``.
 
-        ``moment`` is ledger time in seconds.
+        ``arrived`` is ledger time in seconds.
         """
-        prediction = self._predict_length(request, moment)
-        output_tokens = request.n * prediction.length.to_come(0, request.max_tokens)
+        prediction = self._predict_length(request, arrived)
+        output_tokens = request.n * prediction.length.expected_remaining(0, request.max_tokens)
         return replace(
             prediction,
             output_tokens=output_tokens,
@@ -511,13 +515,13 @@ class Predictor:
     def _is_distrusted(self) -> bool:
         return self.trust is not None and not self.trust.is_trusted
 
-    def _predict_length(self, request: Request, moment: float) -> Prediction:
+    def _predict_length(self, request: Request, arrived: float) -> Prediction:
         ends_by_itself = request.stop or request.stop_token_ids or request.sampling.grammar
         if not ends_by_itself:
             return Prediction(LengthDistribution(request.max_tokens), is_certain=True)
         if self._learned is None:
             return Prediction(LengthDistribution(self._lengths.mean))
-        guess = self._learned.guess(asked(request, self._tokenizer, moment))
+        guess = self._learned.guess(extract_features(request, self._tokenizer, arrived))
         length = LengthDistribution(self._lengths.mean) if self._is_distrusted else guess.length
         return Prediction(length, guess=guess, learned=self._learned)
 

@@ -19,17 +19,19 @@ def kendall_tau(pairs: Collection[tuple[float, float]]) -> float:
     pairs (Kendall, Biometrika 33, 1945). The second values are inserted into a sorted list in the
     order of the first ones, where Knight (JASA 61, 1966) merges: O(n log n) comparisons.
     """
-    seen: list[float] = []
+    sorted_ys: list[float] = []
     balance = 0
     for _, tied in groupby(sorted(pairs), key=lambda pair: pair[0]):
         ys = [y for _, y in tied]
-        balance += sum(bisect_left(seen, y) - len(seen) + bisect_right(seen, y) for y in ys)
+        balance += sum(
+            bisect_left(sorted_ys, y) - len(sorted_ys) + bisect_right(sorted_ys, y) for y in ys
+        )
         for y in ys:
-            insort(seen, y)
+            insort(sorted_ys, y)
     every = _pairs(len(pairs))
-    x_told = every - _ties(x for x, _ in pairs)
-    y_told = every - _ties(y for _, y in pairs)
-    return balance / sqrt(x_told * y_told) if x_told and y_told else 0.0
+    x_untied = every - _ties(x for x, _ in pairs)
+    y_untied = every - _ties(y for _, y in pairs)
+    return balance / sqrt(x_untied * y_untied) if x_untied and y_untied else 0.0
 
 
 def _ties(values: Iterable[Hashable]) -> int:
@@ -43,7 +45,7 @@ def _pairs(count: int) -> int:
 #: Number of last ended outputs over which tau and coverage are computed.
 _WINDOW = 500
 #: Outputs between two computations of tau, each of which is O(n log n) in the window.
-_LOOK = 100
+_TAU_INTERVAL = 100
 #: Predictions are trusted again when tau is this much above the limit.
 _MARGIN = 0.05
 
@@ -64,7 +66,7 @@ class Trust:
         self._limit = limit
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._within: deque[tuple[bool, ...]] = deque(maxlen=_WINDOW)
-        self._since_look = 0
+        self._num_since_tau = 0
         self.tau = tau
         self.is_trusted = tau >= limit
 
@@ -75,9 +77,9 @@ class Trust:
         """
         self._pairs.append((predicted, actual))
         self._within.append(tuple(within))
-        self._since_look += 1
-        if self._since_look == _LOOK:
-            self._since_look = 0
+        self._num_since_tau += 1
+        if self._num_since_tau == _TAU_INTERVAL:
+            self._num_since_tau = 0
             self.tau = kendall_tau(self._pairs)
             self.is_trusted = self.tau >= self._limit + (0 if self.is_trusted else _MARGIN)
 

@@ -34,20 +34,20 @@ from router.requests.attempts import (
     Start,
     Withdraw,
     Write,
-    WriteRest,
+    WriteUnstored,
 )
 from router.requests.ledger_client import LedgerClient
 from router.requests.registry import RequestRegistry
 from router.requests.request import Choice, LiveRequest, Phase
 from router.requests.tasks import TaskGroup
 from router.requests.timeouts import WorkerWait
-from router.requests.timing import Speaker
+from router.requests.timing import WorkerConnection
 from router.requests.token_writer import TokenWriter
 
 log = logs.get_logger(__name__)
 
 #: Most tokens in the Start messages of one turn of the event loop. More would delay other requests.
-_TOKENS_AT_ONCE = 1 << 16
+_TOKENS_PER_TURN = 1 << 16
 #: Most seconds for which the end of a request waits for the leader's answer to its withdrawal. A
 #: living leader answers within a few milliseconds.
 _WITHDRAWAL_S = 0.1
@@ -74,7 +74,7 @@ class Workers(Protocol):
         """
         ...
 
-    def speaker(self, worker_id: str) -> Speaker | None:
+    def connection(self, worker_id: str) -> WorkerConnection | None:
         """Return the connection to a worker, or None if the worker is not connected."""
         ...
 
@@ -82,7 +82,7 @@ class Workers(Protocol):
 class AttemptRunner:
     """Passes events to the attempts' state machine, and carries out the effects that it returns.
 
-    ``adopt`` is called with the id of a request that the ledger assigns to this router but that
+    ``take_over`` is called with the id of a request that the ledger assigns to this router but that
     this router does not have. It takes the request over in the background.
     """
 
@@ -93,18 +93,20 @@ class AttemptRunner:
         ledger: LedgerClient,
         tasks: TaskGroup,
         workers: Workers,
-        line: LeaderClient,
-        adopt: Callable[[str], None],
+        leader_client: LeaderClient,
+        take_over: Callable[[str], None],
     ) -> None:
         self._config = config
         self._registry = registry
         self._ledger = ledger
         self._tasks = tasks
         self._workers = workers
-        self._line = line
-        self._adopt = adopt
+        self._leader_client = leader_client
+        self._take_over = take_over
         self._attempts = Attempts(config, registry.router_id, registry.counters)
-        self.writer = TokenWriter(config, registry, ledger.ledger, self._reconcile_soon, self._fail)
+        self.writer = TokenWriter(
+            config, registry, ledger.ledger, self._schedule_reconcile, self._fail
+        )
         self._worker_wait = WorkerWait(config.worker_wait, self._no_worker)
         #: pending answers of the leader to withdrawals, by request id
         self._withdrawals: dict[str, asyncio.Future[session_pb2.QueueWait]] = {}
@@ -113,12 +115,12 @@ class AttemptRunner:
             Abort: lambda it: workers.abort(*it),
             ConfirmStep: lambda it: workers.confirm(*it),
             Enqueue: lambda it: self.enqueue(it.live),
-            Withdraw: lambda it: line.withdraw(it.request_id),
+            Withdraw: lambda it: leader_client.withdraw(it.request_id),
             ReportRunning: lambda it: self._report_running(it.live),
             ReportServed: self._report_served,
-            ReportFinished: lambda it: line.report_finished(it.tpot_ratio),
+            ReportFinished: lambda it: leader_client.report_finished(it.tpot_ratio),
             Write: lambda it: self.writer.write(*it),
-            WriteRest: lambda it: self.writer.write_rest(it.live),
+            WriteUnstored: lambda it: self.writer.write_unstored(it.live),
             Release: lambda it: tasks.spawn_for(it.live, self._release(it)),
             Decline: lambda it: tasks.spawn(self._decline(it.message)),
             End: lambda it: self.end(*it),
@@ -147,7 +149,7 @@ class AttemptRunner:
         without a deadline. Return None if the request has to queue.
         """
         moves_left = self._config.max_moves
-        return self._line.reserve(
+        return self._leader_client.reserve(
             lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
         )
 
@@ -159,18 +161,18 @@ class AttemptRunner:
         """
         if entry.epoch != reservation.dispatch.epoch:
             return False
-        leader_knows = reservation.begun()
+        leader_knows = reservation.confirm()
         self.dispatched(reservation.dispatched(entry))
         if not leader_knows and live.runs_under(entry.epoch):
-            self._line.report_running(messages.running(live, self._moves_left(live)))
+            self._leader_client.report_running(messages.running(live, self._moves_left(live)))
         return True
 
     def enqueue(self, live: LiveRequest) -> None:
         self._worker_wait.start_timer(live)
-        self._line.enqueue(self.waiting(live))
+        self._leader_client.enqueue(self.waiting(live))
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
-        is_suspect = live.losses.make_suspect(live.num_tokens, self._config)
+        is_suspect = live.losses.is_suspect(live.num_tokens, self._config)
         return messages.waiting(live, self._moves_left(live), is_suspect)
 
     def running(self) -> list[session_pb2.Running]:
@@ -178,20 +180,20 @@ class AttemptRunner:
         return [messages.running(live, self._moves_left(live)) for live in self._attempts.running]
 
     def _report_running(self, live: LiveRequest) -> None:
-        self._line.report_running(messages.running(live, self._moves_left(live)))
+        self._leader_client.report_running(messages.running(live, self._moves_left(live)))
 
     def _moves_left(self, live: LiveRequest) -> int:
         return max(0, self._config.max_moves - live.num_moved)
 
     def _report_served(self, effect: ReportServed) -> None:
         live = effect.live
-        self._line.report_served(live.request_id, live.priority, effect.tokens)
+        self._leader_client.report_served(live.request_id, live.priority, effect.tokens)
 
     # the leader's events
 
     def dispatched(self, message: session_pb2.Dispatched) -> None:
         live = self._registry.get(message.request_id)
-        worker = self._workers.speaker(message.worker_id)
+        worker = self._workers.connection(message.worker_id)
         self._apply(self._attempts.on_dispatched(live, message, worker, now()))
 
     def move(self, epoch: int) -> None:
@@ -218,7 +220,7 @@ class AttemptRunner:
         If the choices are long, some are sent now and the others in later turns of the event loop.
         """
         longest = len(live.request.prompt_ids) + max(len(choice.output) for choice in choices)
-        count = max(1, _TOKENS_AT_ONCE // longest)
+        count = max(1, _TOKENS_PER_TURN // longest)
         if later := choices[count:]:
             asyncio.get_running_loop().call_soon(self._send_later, live, live.epoch, later)
         starts = [messages.start(live, choice) for choice in choices[:count]]
@@ -238,10 +240,10 @@ class AttemptRunner:
         live = self._registry.get(message.request_id)
         is_ours = entry.state is State.QUEUED and entry.gateway == self._registry.router_id
         if live is None and is_ours:
-            self._adopt(message.request_id)
+            self._take_over(message.request_id)
         elif live is None or live.is_ending:
             # The leader dispatched the request after its withdrawal, and counts it as running.
-            self._line.withdraw(message.request_id)
+            self._leader_client.withdraw(message.request_id)
         elif is_ours:
             await self.reconcile(live)
 
@@ -285,11 +287,11 @@ class AttemptRunner:
             if live.runs_under(epoch):
                 self._apply(self._attempts.on_released(live, entry, now()))
         if live.is_over:
-            self._line.withdraw(live.request_id)
+            self._leader_client.withdraw(live.request_id)
 
     # the ledger's events
 
-    def _reconcile_soon(self, live: LiveRequest) -> None:
+    def _schedule_reconcile(self, live: LiveRequest) -> None:
         self._apply([Reconcile(live, is_queued=True)])
 
     async def reconcile(self, live: LiveRequest, *, is_queued: bool = True) -> None:
@@ -315,14 +317,14 @@ class AttemptRunner:
         elif entry.epoch == live.epoch:
             self.writer.mark_stored(live, entry)
             if live.phase is not Phase.WAITING:
-                self.writer.write_rest(live)
+                self.writer.write_unstored(live)
             elif not is_queued:
                 self.enqueue(live)
         elif live.phase is not Phase.WAITING or not is_queued:
-            await self._queue_anew(live)
+            await self._requeue(live)
         # Otherwise the message of the request's dispatch is on its way to this router.
 
-    async def _queue_anew(self, live: LiveRequest) -> None:
+    async def _requeue(self, live: LiveRequest) -> None:
         self.drop(live)
         entry = await self._ledger.requeue(live)
         if not live.is_ending:
@@ -339,7 +341,7 @@ class AttemptRunner:
         is cancelled, so callers shield it.
         """
         answer: asyncio.Future[session_pb2.QueueWait] | None = None
-        if live.phase is Phase.WAITING and not self._line.is_quiet:
+        if live.phase is Phase.WAITING and not self._leader_client.is_quiet:
             answer = asyncio.get_running_loop().create_future()
             self._withdrawals[live.request_id] = answer
         self._apply(self._attempts.on_end(live, error.slug, now()))

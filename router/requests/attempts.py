@@ -20,7 +20,7 @@ from typing import NamedTuple
 from everlift import logs
 from everlift.errors import EngineFailed, EverliftError, InvalidRequest, from_slug
 from everlift.messages import FinishReason
-from everlift.request_id import bare, tenant_of
+from everlift.request_id import strip_tenant, tenant_of
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
@@ -28,18 +28,18 @@ from router.config import RouterConfig
 from router.ledger.entry import Entry, State
 from router.requests.registry import Counters
 from router.requests.request import Choice, LiveRequest, Phase
-from router.requests.timing import FINISHED, SILENT, Speaker
+from router.requests.timing import FINISHED, NO_CONNECTION, WorkerConnection
 
 #: Number of newest requests that are searched, and number of ids that are returned at most.
-_LOOKED_AT, _NAMED = 16, 8
+_MAX_SEARCHED, _MAX_RETURNED = 16, 8
 
 
 class RunningRequests:
     """Index of running requests by epoch and by worker.
 
-    ``neighbours``, ``occupants`` and ``newcomers`` search the newest ``_LOOKED_AT`` requests and
-    return at most ``_NAMED`` ids. These are ids of requests of the same tenant only, because a
-    client must not learn of other tenants' requests. The epoch of a request is the random number
+    ``neighbours``, ``occupants`` and ``newcomers`` search the newest ``_MAX_SEARCHED`` requests and
+    return at most ``_MAX_RETURNED`` ids. These are ids of requests of the same tenant only, because
+    a client must not learn of other tenants' requests. The epoch of a request is the random number
     that identifies its attempt at a worker.
     """
 
@@ -59,33 +59,33 @@ class RunningRequests:
     def get(self, epoch: int) -> LiveRequest | None:
         return self._by_epoch.get(epoch)
 
-    def of(self, worker_id: str) -> list[LiveRequest]:
+    def of_worker(self, worker_id: str) -> list[LiveRequest]:
         return list(self._by_worker.get(worker_id, {}).values())
 
     def add(self, live: LiveRequest) -> None:
         self._by_epoch[live.epoch] = live
         self._by_worker.setdefault(live.worker_id, {})[live.epoch] = live
-        newest = self._newest.setdefault(live.worker_id, deque(maxlen=_LOOKED_AT))
+        newest = self._newest.setdefault(live.worker_id, deque(maxlen=_MAX_SEARCHED))
         newest.append((live.epoch, live.request_id))
 
     def remove(self, epoch: int) -> LiveRequest | None:
         """Remove the request that runs under this epoch, and return it; None if there is none."""
         live = self._by_epoch.pop(epoch, None)
         if live is not None:
-            beside = self._by_worker[live.worker_id]
-            del beside[epoch]
-            if not beside:
+            requests = self._by_worker[live.worker_id]
+            del requests[epoch]
+            if not requests:
                 del self._by_worker[live.worker_id], self._newest[live.worker_id]
         return live
 
     def neighbours(self, request_id: str, worker_id: str) -> tuple[str, ...]:
         """Return ids of requests of the same tenant at this worker, newest first."""
-        last = islice(reversed(self._by_worker.get(worker_id, {}).values()), _LOOKED_AT)
+        last = islice(reversed(self._by_worker.get(worker_id, {}).values()), _MAX_SEARCHED)
         return _of_tenant(request_id, (live.request_id for live in last))
 
     def occupants(self, request_id: str, worker_id: str) -> tuple[str, ...]:
         """Return ids of requests of the same tenant at all workers but this one, newest first."""
-        last = islice(reversed(self._by_epoch.values()), _LOOKED_AT)
+        last = islice(reversed(self._by_epoch.values()), _MAX_SEARCHED)
         others = (live.request_id for live in last if live.worker_id != worker_id)
         return _of_tenant(request_id, others)
 
@@ -97,10 +97,10 @@ class RunningRequests:
 
 
 def _of_tenant(request_id: str, others: Iterable[str]) -> tuple[str, ...]:
-    """Return up to ``_NAMED`` distinct ids of ``others`` that have the tenant of ``request_id``."""
+    """Return up to ``_MAX_RETURNED`` distinct ids of ``others`` of the tenant of ``request_id``."""
     tenant = tenant_of(request_id)
     own = (other for other in others if tenant_of(other) == tenant)
-    return tuple(islice(dict.fromkeys(own), _NAMED))
+    return tuple(islice(dict.fromkeys(own), _MAX_RETURNED))
 
 
 log = logs.get_logger(__name__)
@@ -177,7 +177,7 @@ class Write(NamedTuple):
     offset: int
 
 
-class WriteRest(NamedTuple):
+class WriteUnstored(NamedTuple):
     """Effect: write to the ledger all output of a request that the ledger does not have."""
 
     live: LiveRequest
@@ -243,7 +243,7 @@ Effect = (
     | ReportServed
     | ReportFinished
     | Write
-    | WriteRest
+    | WriteUnstored
     | Release
     | Decline
     | End
@@ -271,7 +271,7 @@ class Attempts:
         self,
         live: LiveRequest | None,
         message: session_pb2.Dispatched,
-        worker: Speaker | None,
+        worker: WorkerConnection | None,
         now: float,
     ) -> list[Effect]:
         """Start a request at the worker that the leader chose, or decline the dispatch.
@@ -285,7 +285,7 @@ class Attempts:
         names = live.request_id, message.worker_id
         neighbours, occupants = self.running.neighbours(*names), self.running.occupants(*names)
         live.confirms_first_step = live.losses.need_confirmation(live.num_tokens, self._config)
-        live.begin_attempt(message, neighbours, worker or SILENT, now, occupants)
+        live.start_attempt(message, neighbours, worker or NO_CONNECTION, now, occupants)
         self.running.add(live)
         log.info(
             "dispatched",
@@ -296,8 +296,8 @@ class Attempts:
         )
         # After a release, the ledger rejects tokens and ends of the older epoch: write them again.
         if live.at_worker:
-            return [WriteRest(live), Start(live, live.unfinished)]
-        return [WriteRest(live), *self._all_left(live, now)]
+            return [WriteUnstored(live), Start(live, live.unfinished)]
+        return [WriteUnstored(live), *self._on_all_choices_stopped(live, now)]
 
     def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
         """Release a request because there is no stream to its worker; it will avoid this worker."""
@@ -334,7 +334,7 @@ class Attempts:
         if (live := self.running.get(eviction.epoch)) is None:
             return []
         is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)
-        cause = bare(eviction.request_id) if is_own else "a higher class"
+        cause = strip_tenant(eviction.request_id) if is_own else "a higher class"
         return self._remove(live, "evicted", f"preempted for {cause}", now)
 
     def _remove(self, live: LiveRequest, event: str, end: str, now: float) -> list[Effect]:
@@ -373,8 +373,8 @@ class Attempts:
                 "tokens missing in a frame", request_id=live.request_id, offset=progress.offset
             )
             loss = f"worker {worker_id} skipped tokens"
-            return self._lost(live, loss, now, was_in_step=True)
-        effects = self._note(live, choice, progress, len(choice.output) - offset)
+            return self._release_lost(live, loss, now, was_in_step=True)
+        effects = self._note_progress(live, choice, progress, len(choice.output) - offset)
         stop = progress.stop
         finish = FinishReason.STOP if choice.output.stopped else _FINISH_REASONS.get(stop)
         choice.finish_reason = finish
@@ -383,14 +383,14 @@ class Attempts:
         if finish and not stop:
             effects.append(Abort(worker_id, live.epoch, (choice.index,)))
         if finish or stop == session_pb2.STOP_CAUSE_RETURNED:
-            effects += self._left(live, choice, now)
+            effects += self._on_choice_stopped(live, choice, now)
         elif stop:
-            effects += self._stopped_short(live, progress, now)
+            effects += self._on_choice_failed(live, progress, now)
         return effects
 
     def on_worker_lost(self, worker_id: str, now: float) -> list[Effect]:
         """Release all requests of a lost worker, which queues them again with their tokens."""
-        lost = self.running.of(worker_id)
+        lost = self.running.of_worker(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         effects: list[Effect] = []
         for live in lost:
@@ -401,7 +401,7 @@ class Attempts:
             effects += self._release(live, now, loss=loss, was_in_step=was_in_step)
         return effects
 
-    def _note(
+    def _note_progress(
         self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress, num_new: int
     ) -> list[Effect]:
         effects: list[Effect] = []
@@ -409,29 +409,29 @@ class Attempts:
             effects.append(ConfirmStep(live.worker_id, live.epoch))
         if num_new:
             effects.append(ReportServed(live, num_new))
-        has_news = _note_blocks(live, choice, progress)
-        if has_news or live.journal.awaits_token:
+        has_block_changes = _note_blocks(live, choice, progress)
+        if has_block_changes or live.journal.awaits_token:
             live.journal.progress(progress)
-        if has_news:
+        if has_block_changes:
             self._counters.preempted += progress.preemptions
             self._counters.recomputed_tokens += progress.recomputed_tokens
             effects += _residence(live)
         return effects
 
-    def _left(self, live: LiveRequest, choice: Choice, now: float) -> list[Effect]:
+    def _on_choice_stopped(self, live: LiveRequest, choice: Choice, now: float) -> list[Effect]:
         live.at_worker.discard(choice.index)
-        return _residence(live) if live.at_worker else self._all_left(live, now)
+        return _residence(live) if live.at_worker else self._on_all_choices_stopped(live, now)
 
-    def _all_left(self, live: LiveRequest, now: float) -> list[Effect]:
+    def _on_all_choices_stopped(self, live: LiveRequest, now: float) -> list[Effect]:
         if live.unfinished:
             return self._release(live, now)
-        self._take_from_worker(live, FINISHED, now)
+        self._end_attempt(live, FINISHED, now)
         live.phase = Phase.FINISHING
-        tpot_ratio = live.judge_tpot(now)
+        tpot_ratio = live.report_tpot_ratio(now)
         finished = [] if tpot_ratio is None else [ReportFinished(tpot_ratio)]
         return [*finished, Withdraw(live.request_id)]
 
-    def _stopped_short(
+    def _on_choice_failed(
         self, live: LiveRequest, progress: session_pb2.Progress, now: float
     ) -> list[Effect]:
         error = from_slug(progress.error_slug, progress.error)
@@ -443,9 +443,11 @@ class Attempts:
         live.avoid = live.worker_id
         loss = f"the engine failed: {progress.error}"
         # The worker is not lost, so all its reports have arrived and ``has_stepped`` is certain.
-        return self._lost(live, loss, now, was_in_step=live.has_stepped)
+        return self._release_lost(live, loss, now, was_in_step=live.has_stepped)
 
-    def _lost(self, live: LiveRequest, loss: str, now: float, *, was_in_step: bool) -> list[Effect]:
+    def _release_lost(
+        self, live: LiveRequest, loss: str, now: float, *, was_in_step: bool
+    ) -> list[Effect]:
         abort = Abort(live.worker_id, live.epoch)
         return [abort, *self._release(live, now, loss=loss, was_in_step=was_in_step)]
 
@@ -461,7 +463,7 @@ class Attempts:
         end: str = "returned",
         delay_s: float = 0.0,
     ) -> list[Effect]:
-        if not self._take_from_worker(live, loss or end, now, is_lost=loss is not None):
+        if not self._end_attempt(live, loss or end, now, is_lost=loss is not None):
             return []
         return [Release(live, live.epoch, loss, was_in_step, delay_s)]
 
@@ -485,7 +487,7 @@ class Attempts:
         ``entry`` is the ledger's entry after the release.
         """
         if entry.state is State.QUEUED and entry.gateway == self._router_id:
-            live.wait_again(entry, now)
+            live.mark_queued(entry, now)
             return [Enqueue(live)]
         return [Finalize(live, entry)]
 
@@ -507,23 +509,23 @@ class Attempts:
         """
         effects: list[Effect] = [Withdraw(live.request_id)]
         worker_id, epoch = live.worker_id, live.epoch
-        if self._take_from_worker(live, end, now):
+        if self._end_attempt(live, end, now):
             effects.append(Abort(worker_id, epoch))
         return effects
 
-    def _take_from_worker(
+    def _end_attempt(
         self, live: LiveRequest, end: str, now: float, *, is_lost: bool = False
     ) -> bool:
         """End the request's attempt, if it has one; return False if no worker had the request."""
         self.note_newcomers(live)
         if self.running.remove(live.epoch) is None:
             return False
-        live.journal.left(end, now, is_lost=is_lost)
+        live.journal.end_attempt(end, now, is_lost=is_lost)
         return True
 
     def note_newcomers(self, live: LiveRequest) -> None:
         """Record in the request's journal which requests its worker received after it."""
-        live.journal.joined(self.running.newcomers(live))
+        live.journal.set_newcomers(self.running.newcomers(live))
 
 
 def _residence(live: LiveRequest) -> list[Effect]:
@@ -574,7 +576,7 @@ def _add_scored(
     scored = _new_prompt_logprobs(live, progress)
     if scored is None or not _has_logprobs(live, progress):
         return False
-    if progress.token_ids and choice.index == 0 and _lacks(live, len(scored)):
+    if progress.token_ids and choice.index == 0 and _lacks_prompt_logprobs(live, len(scored)):
         return False
     live.prompt_logprobs.extend(_parsed(scored))
     choice.output.extend(progress.token_ids[known:], _parsed(progress.logprobs[known:]))
@@ -592,28 +594,28 @@ def _new_prompt_logprobs(
     if not progress.prompt_logprobs:
         return ()
     known = 1 + len(live.prompt_logprobs) - progress.prompt_offset
-    fresh = progress.prompt_logprobs[max(known, 0) :]
-    is_whole = _has_tops(fresh, live.request.sampling.prompt_logprobs)
-    return fresh if known >= 0 and is_whole else None
+    new = progress.prompt_logprobs[max(known, 0) :]
+    is_whole = _has_tops(new, live.request.sampling.prompt_logprobs)
+    return new if known >= 0 and is_whole else None
 
 
 def _has_logprobs(live: LiveRequest, progress: session_pb2.Progress) -> bool:
-    wanted = live.request.sampling.logprobs
-    num_logprobs = 0 if wanted is None else len(progress.token_ids)
-    return len(progress.logprobs) == num_logprobs and _has_tops(progress.logprobs, wanted)
+    num_top = live.request.sampling.logprobs
+    num_logprobs = 0 if num_top is None else len(progress.token_ids)
+    return len(progress.logprobs) == num_logprobs and _has_tops(progress.logprobs, num_top)
 
 
-def _has_tops(logprobs: Sequence[pb.TokenLogprobs], wanted: int | None) -> bool:
-    """Return whether each token has ``wanted`` alternatives, which no token has for None."""
-    return all(len(it.top_ids) == len(it.top_logprobs) == wanted for it in logprobs)
+def _has_tops(logprobs: Sequence[pb.TokenLogprobs], num_top: int | None) -> bool:
+    """Return whether each token has ``num_top`` alternatives, which no token has for None."""
+    return all(len(it.top_ids) == len(it.top_logprobs) == num_top for it in logprobs)
 
 
-def _lacks(live: LiveRequest, num_fresh: int) -> bool:
+def _lacks_prompt_logprobs(live: LiveRequest, num_new: int) -> bool:
     """Return whether requested log probabilities of the prompt are incomplete even with new ones.
 
-    ``num_fresh`` is the number of new ones. All of them have to be reported before the first token.
+    ``num_new`` is the number of new ones. All of them have to be reported before the first token.
     """
-    num_known = 1 + len(live.prompt_logprobs) + num_fresh
+    num_known = 1 + len(live.prompt_logprobs) + num_new
     return live.lacks_prompt_logprobs and num_known < len(live.request.prompt_ids)
 
 

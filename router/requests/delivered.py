@@ -61,7 +61,7 @@ class Delivered:
             is_new, self._has_head = not self._has_head, True
             return piece if is_new else None
         if piece.choice in self._ended:
-            return _usage_alone(piece)
+            return _usage_only(piece)
         if piece.offset != self._offsets[piece.choice]:
             raise DataLoss(
                 f"choice {piece.choice} continues at offset {piece.offset} instead of "
@@ -78,7 +78,7 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
     return not has_more
 
 
-def _usage_alone(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
+def _usage_only(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
     """Return ``piece``, whose choice has been delivered, with usage and timing alone.
 
     Return None if it has no usage. Only the last choice to end has usage, and another choice may be

@@ -15,10 +15,10 @@ from router.requests.request import LiveRequest
 
 #: Times below this number of seconds, or below this fraction of the request's total time, are not
 #: reported.
-_LEAST_S, _LEAST_PART = 1e-3, 0.01
+_MIN_S, _MIN_FRACTION = 1e-3, 0.01
 #: Most reports between two flushes. For further requests the ledger keeps the explanation that it
 #: has.
-_MOST = 1000
+_MAX_REPORTS = 1000
 
 
 class Deliveries:
@@ -29,24 +29,24 @@ class Deliveries:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._untold: list[Explained] = []
+        self._reports: list[Explained] = []
         #: tracked requests by id; the references are weak because ended requests live as long as
         #: their readers
-        self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
+        self._tracked: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
 
     def track(self, live: LiveRequest) -> None:
         """Track a request from now on, because a client reads it."""
-        self._read[live.request_id] = live
+        self._tracked[live.request_id] = live
 
-    def going_on(self, entry: Entry) -> LiveRequest | None:
+    def in_delivery(self, entry: Entry) -> LiveRequest | None:
         """Return the request of a ledger entry if it ended here and is still read, else None.
 
         A request is still read while a client has an open stream of it at this router.
         """
-        live = self._read.get(entry.request_id)
+        live = self._tracked.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:
             return None
-        return live if live.has_untold_end and live.has_readers else None
+        return live if live.has_unreported_end and live.has_readers else None
 
     def note_delivered(self, live: LiveRequest) -> None:
         """Add a report for a request if it has ended and its client has read everything.
@@ -55,19 +55,19 @@ class Deliveries:
         report.
         """
         journal, entry = live.journal, live.entry
-        if not live.has_untold_end or not journal.is_delivered:
+        if not live.has_unreported_end or not journal.is_delivered:
             return
-        live.has_untold_end = False
-        is_much = journal.behind_s > max(_LEAST_S, _LEAST_PART * journal.total_s)
-        if is_much and len(self._untold) < _MOST:
-            packed = live.packed_explanation(journal.heard)
-            self._untold.append(Explained(entry.request_id, entry.gateway, entry.arrived, packed))
+        live.has_unreported_end = False
+        is_considerable = journal.after_last_token_s > max(_MIN_S, _MIN_FRACTION * journal.total_s)
+        if is_considerable and len(self._reports) < _MAX_REPORTS:
+            packed = live.packed_explanation(journal.last_event_at)
+            self._reports.append(Explained(entry.request_id, entry.gateway, entry.arrived, packed))
 
     async def flush(self) -> None:
         """Write the new reports to the ledger.
 
         Raises LedgerUnavailable; these reports are then lost.
         """
-        untold, self._untold = self._untold, []
-        if untold:
-            await self._ledger.explain(untold)
+        reports, self._reports = self._reports, []
+        if reports:
+            await self._ledger.explain(reports)

@@ -58,7 +58,7 @@ def explained(
     for kind, seconds, attempt in journal.spans:
         explanation.spans.add(kind=kind, seconds=seconds, attempt=attempt)
     explanation.attempts.extend(journal.earlier_attempts)
-    for each in journal.kept_attempts:
+    for each in journal.detailed_attempts:
         _add(each, explanation)
     return explanation
 
@@ -141,7 +141,7 @@ def _drop_first(explanation: pb.Explanation) -> None:
     explanation.spans.extend(map(_span, later))
 
 
-def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
+def stored_explanation(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
     """Return the explanation of a request that no router owns, from what the ledger stores.
 
     ``events`` are the request's events in the ledger. Time that no router reported is added as the
@@ -156,25 +156,25 @@ def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
     is_over = entry.state.is_final and bool(events)
     if entry.state is State.FINISHED and explanation.attempts:
         explanation.attempts[-1].end = FINISHED
-    left_s = _untold_s(explanation, entry, events[-1].time if is_over else stored.now)
-    if left_s > 0.0:
-        is_told = is_over and bool(explanation.spans)
-        kind = pb.SPAN_KIND_LEDGER if is_told else pb.SPAN_KIND_OTHER
-        explanation.spans.add(kind=kind, seconds=left_s)
-        explanation.total_s += left_s
+    unreported_s = _unreported_s(explanation, entry, events[-1].time if is_over else stored.now)
+    if unreported_s > 0.0:
+        is_reported = is_over and bool(explanation.spans)
+        kind = pb.SPAN_KIND_LEDGER if is_reported else pb.SPAN_KIND_OTHER
+        explanation.spans.add(kind=kind, seconds=unreported_s)
+        explanation.total_s += unreported_s
     return explanation
 
 
-def resumed(stored: Stored, now: float) -> Journal:
+def resumed_journal(stored: Stored, now: float) -> Journal:
     """Return the journal of a request that this router takes over from another one.
 
     The journal begins with the times that the ledger has stored. ``now`` is the router's clock in
     seconds.
     """
     explanation = pb.Explanation.FromString(stored.explanation)
-    untold_s = _untold_s(explanation, stored.entry, stored.now)
-    journal = Journal(now - explanation.total_s - max(0.0, untold_s))
-    journal.adopted(list(_spans(explanation)), stored.entry.attempts, now)
+    unreported_s = _unreported_s(explanation, stored.entry, stored.now)
+    journal = Journal(now - explanation.total_s - max(0.0, unreported_s))
+    journal.taken_over(list(_spans(explanation)), stored.entry.attempts, now)
     journal.earlier_attempts = tuple(explanation.attempts)
     journal.earlier_dropped = explanation.dropped_attempts
     journal.unread = UnreadTime(explanation.unread_s)
@@ -186,8 +186,8 @@ def resumed(stored: Stored, now: float) -> Journal:
     return journal
 
 
-def _untold_s(explanation: pb.Explanation, entry: Entry, moment: float) -> float:
-    return accepting_s(explanation) + (moment - entry.arrived) - explanation.total_s
+def _unreported_s(explanation: pb.Explanation, entry: Entry, now: float) -> float:
+    return accepting_s(explanation) + (now - entry.arrived) - explanation.total_s
 
 
 def _spans(explanation: pb.Explanation) -> Iterator[Span]:

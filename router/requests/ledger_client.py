@@ -37,7 +37,7 @@ class LedgerHealth:
         self._generation = ""
         #: whether this generation of the ledger lacks acknowledged state, and whether that was
         #: found since the last heartbeat
-        self._has_lost = self._has_just_lost = False
+        self._is_rolled_back = self._is_newly_rolled_back = False
         self._unfit = ""
         self.memory_used = 0.0
         self.is_away = False
@@ -46,34 +46,37 @@ class LedgerHealth:
         #: ledger time minus the router's clock, in seconds
         self.clock_offset_s = 0.0
 
-    def answered(self, membership: Membership, now: float) -> None:
+    def record_heartbeat(self, membership: Membership, now: float) -> None:
         self.clock_offset_s = membership.now - now
         self.is_away = False
         self.memory_used = membership.memory_used
         self._unfit = membership.unfit
         if membership.generation != self._generation:
             # A loss that was found since the last heartbeat belongs to the new generation.
-            self._generation, self._has_lost = membership.generation, self._has_just_lost
-        self._has_just_lost = False
+            self._generation, self._is_rolled_back = (
+                membership.generation,
+                self._is_newly_rolled_back,
+            )
+        self._is_newly_rolled_back = False
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         self.is_away = True
 
-    def lost(self) -> None:
+    def record_rollback(self) -> None:
         """Record that the ledger lacks state that it had acknowledged.
 
         Further calls have no effect until the ledger's next generation (restart or failover).
         """
-        if not self._has_lost:
+        if not self._is_rolled_back:
             self.rollbacks += 1
-            self._has_lost = self._has_just_lost = True
+            self._is_rolled_back = self._is_newly_rolled_back = True
 
     @property
     def is_fit(self) -> bool:
         """Return whether the ledger answers and has the required durability."""
         return not self.is_away and not self._unfit
 
-    def check_room(self) -> None:
+    def check_writable(self) -> None:
         """Check that the ledger can store a new request.
 
         Raises LedgerUnavailable if it does not answer or lacks the required durability, and
@@ -96,7 +99,7 @@ T = TypeVar("T")
 #: Seconds between two attempts of a call while the ledger is unavailable.
 _RETRY_S = 0.1
 #: Limit of losses that no request reaches.
-_NEVER = 1 << 30
+_NO_LIMIT = 1 << 30
 
 
 class LedgerClient:
@@ -148,7 +151,7 @@ class LedgerClient:
                 live.request_id,
                 epoch,
                 loss=loss,
-                max_losses=_NEVER if max_losses is None else max_losses,
+                max_losses=_NO_LIMIT if max_losses is None else max_losses,
                 tally=live.tally,
                 explanation=live.packed_explanation(now()),
             ),
@@ -215,10 +218,10 @@ class LedgerClient:
         If the ledger has other tokens than were streamed, the request ends with DataLoss. If the
         request was erased, the returned entry has the state CANCELLED.
         """
-        answer, entry = await self.retry(lambda: self.ledger.reassert(live.held()))
+        answer, entry = await self.retry(lambda: self.ledger.reassert(live.as_stored()))
         if answer is Reasserted.FORGOTTEN:
             return answer, _erased(entry)
-        self._health.lost()
+        self._health.record_rollback()
         log.warning(
             "state re-sent to the ledger", request_id=live.request_id, tokens=live.num_tokens
         )

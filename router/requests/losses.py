@@ -42,13 +42,13 @@ class Losses:
         """
         return num_tokens <= self._num_tokens or config.max_losses == 1
 
-    def make_suspect(self, num_tokens: int, config: RouterConfig) -> bool:
+    def is_suspect(self, num_tokens: int, config: RouterConfig) -> bool:
         """Return whether one more loss in a step would end the request.
 
         ``num_tokens`` is the request's number of output tokens now.
         """
-        has_gone_on = num_tokens > self._num_tokens
-        return not has_gone_on and self.in_step > 0 and self.in_step + 1 >= config.max_losses
+        has_new_tokens = num_tokens > self._num_tokens
+        return not has_new_tokens and self.in_step > 0 and self.in_step + 1 >= config.max_losses
 
     def are_too_many(self, config: RouterConfig) -> bool:
         return self.in_step >= config.max_losses or self.in_a_row >= config.max_losses_total

@@ -28,7 +28,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import unnamed
+from everlift.request_id import unnamed_request_id
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import EarlyRejection
@@ -46,13 +46,13 @@ from router.missing_workers import missing_workers
 from router.prediction.predictor import Predictor
 from router.requests.attempt_runner import AttemptRunner, Workers
 from router.requests.delivery_reports import Deliveries
-from router.requests.explanation import kept
+from router.requests.explanation import stored_explanation
 from router.requests.ledger_client import LedgerClient, LedgerHealth
-from router.requests.observer import NOBODY, Observer
+from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.recovery import Resync, Takeover
 from router.requests.registry import RecentRequests, RequestRegistry
 from router.requests.request import LiveRequest, Phase
-from router.requests.stream import Pieces, Reading
+from router.requests.stream import ChoiceReader, LiveSource
 from router.requests.submission import Submissions
 from router.requests.tasks import TaskGroup
 from router.requests.timeouts import Timeouts
@@ -73,9 +73,9 @@ class Requests:
         ledger: Ledger,
         model: ServedModel,
         workers: Workers,
-        line: LeaderClient,
+        leader_client: LeaderClient,
         memory_limit: float = DEFAULTS.memory_limit,
-        observer: Observer = NOBODY,
+        observer: Observer = NO_OBSERVER,
         tracer: Tracer = NO_TRACES,
         limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
@@ -87,7 +87,7 @@ class Requests:
         self._config = config
         self._ledger = ledger
         self._model = model
-        self._line = line
+        self._leader_client = leader_client
         self._early_rejection = EarlyRejection(config, Random())
         self._estimated_wait = EstimatedWait()
         self._ledger_health = LedgerHealth(memory_limit)
@@ -107,8 +107,8 @@ class Requests:
             self._ledger_client,
             self._tasks,
             workers,
-            line,
-            self.adopt_soon,
+            leader_client,
+            self.schedule_adoption,
         )
         self._timeouts = Timeouts(config.grace, self.attempts.end)
         self._takeover = Takeover(
@@ -120,13 +120,13 @@ class Requests:
             self._ledger_client,
             self._ledger_health,
             model,
-            line,
+            leader_client,
             self.attempts,
             self._timeouts,
             self._early_rejection,
             self._estimated_wait,
             self._takeover.attach,
-            self.adopt_soon,
+            self.schedule_adoption,
         )
 
         self._opening: set[asyncio.Task[LiveRequest]] = set()
@@ -138,7 +138,7 @@ class Requests:
         await self._ledger_client.fail(live, error)
 
     @property
-    def takes_new(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Return whether this router, its model and the ledger accept new requests."""
         return (
             self._model.is_active and not self._registry.is_closing and self._ledger_health.is_fit
@@ -171,14 +171,14 @@ class Requests:
                 ) from None
             # The client is gone, but the request may still be opened: its only reader has then
             # left.
-            opening.add_done_callback(self._left_unread)
+            opening.add_done_callback(self._on_opened_without_client)
             raise
 
-    def _left_unread(self, opening: asyncio.Task[LiveRequest]) -> None:
+    def _on_opened_without_client(self, opening: asyncio.Task[LiveRequest]) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._reader_left(opening.result())
+            self._on_reader_left(opening.result())
 
-    def turned_away(self, error: EverliftError) -> None:
+    def count_rejected(self, error: EverliftError) -> None:
         """Count a submission that was rejected with ``error`` in the metrics."""
         self._registry.observer.refused(error.slug)
 
@@ -198,7 +198,7 @@ class Requests:
         *,
         is_relayed: bool = False,
         explains: bool = False,
-    ) -> Pieces:
+    ) -> LiveSource:
         """Return a stream of a request's output, in which each choice starts at its offset.
 
         ``offsets`` are, by choice, the numbers of tokens that the client already has; those not
@@ -210,14 +210,14 @@ class Requests:
         Raises OffsetOutOfRange if there are more offsets than choices, if an offset is negative, or
         if it exceeds the readable tokens or, with a digest, the request's max_tokens.
         """
-        reading = Reading(live, offsets, digests, explains=explains)
+        reader = ChoiceReader(live, offsets, digests, explains=explains)
         self._deliveries.track(live)
-        return Pieces(live, reading, lambda: self._reader_left(live, has_grace=is_relayed))
+        return LiveSource(live, reader, lambda: self._on_reader_left(live, has_grace=is_relayed))
 
-    def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
+    def _on_reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
         self._deliveries.note_delivered(live)
         if not self._registry.is_closing:
-            self._timeouts.reader_left(live, has_grace=has_grace)
+            self._timeouts.on_reader_left(live, has_grace=has_grace)
 
     async def cancel(self, request_id: str) -> Entry:
         """Cancel a request unless it has ended, and return its ledger entry.
@@ -303,11 +303,11 @@ class Requests:
                 explanation.missing_workers = await self.missing_workers()
             return explanation
         entry = await self._ledger.get(request_id)
-        if (read := self._deliveries.going_on(entry)) is not None:
+        if (read := self._deliveries.in_delivery(entry)) is not None:
             return read.explanation(now())
         if not entry.state.is_final:
             await self._ledger_client.check_ownerless(entry.gateway)
-        return kept(*await self.get(request_id))
+        return stored_explanation(*await self.get(request_id))
 
     async def missing_workers(self) -> str:
         """Return a text that says why wanted workers are not ready.
@@ -334,12 +334,12 @@ class Requests:
 
     def ledger_answered(self, membership: Membership) -> None:
         """Record that the ledger answered this router's heartbeat, and write delivery reports."""
-        self._ledger_health.answered(membership, now())
+        self._ledger_health.record_heartbeat(membership, now())
         self._tasks.spawn(self._deliveries.flush())
 
     def ledger_failed(self) -> None:
         """Record that the ledger did not answer a heartbeat."""
-        self._ledger_health.failed()
+        self._ledger_health.record_failure()
 
     def ledger_status(self) -> pb.LedgerStatus:
         return pb.LedgerStatus(
@@ -358,7 +358,7 @@ class Requests:
         failover of a ledger server. The state is sent only if it has changed.
         """
         await self._resync.run(generation)
-        self._line.report_generation(generation)
+        self._leader_client.report_generation(generation)
 
     # operators
 
@@ -372,7 +372,9 @@ class Requests:
         live = self._registry.get(message.request_id)
         if live is not None and live.phase is Phase.WAITING:
             try:
-                live.request = self._model.begun(live.request, has_begun=live.num_tokens > 0)
+                live.request = self._model.with_fingerprint(
+                    live.request, has_output=live.num_tokens > 0
+                )
                 if not live.num_tokens:
                     self._model.check_worker(live.request, message.worker_id)
             except (UnknownModel, ContextLengthExceeded) as error:
@@ -434,9 +436,9 @@ class Requests:
         )
         live.settle(now(), refusal)
 
-    def adopt_soon(self, request_id: str) -> None:
+    def schedule_adoption(self, request_id: str) -> None:
         """Take over a lost router's request in the background, as the leader requests."""
-        self._takeover.take_over_soon(request_id)
+        self._takeover.schedule_takeover(request_id)
 
     def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
         """Yield the Waiting messages of all queued requests, sorted by ``order``, for a new leader.
@@ -483,7 +485,7 @@ class Requests:
 
     async def _write_delivered(self) -> None:
         deadline = now() + DEFAULTS.timeout
-        while any(live.is_ahead for live in self._registry) and now() < deadline:
+        while any(live.has_unledgered_output for live in self._registry) and now() < deadline:
             await asyncio.sleep(0.02)
 
 
@@ -494,4 +496,4 @@ def _is_cancelled() -> bool:
 
 
 def new_request_id() -> str:
-    return unnamed(secrets.token_hex(12))
+    return unnamed_request_id(secrets.token_hex(12))

@@ -27,15 +27,15 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         salt=request.salt,
         num_computed=_num_computed(live, choice),
         priority=request.priority,
-        predicted_tokens=live.prediction.length.to_come(0, request.max_tokens),
+        predicted_tokens=live.prediction.length.expected_remaining(0, request.max_tokens),
         confirm_first_step=live.confirms_first_step,
     )
 
 
 def _num_computed(live: LiveRequest, choice: Choice) -> int:
     known = len(live.request.prompt_ids) + len(choice.output)
-    drawn = known - 1 if len(choice.output) else 0
-    return min(max(choice.num_computed, drawn), known)
+    computed = known - 1 if len(choice.output) else 0
+    return min(max(choice.num_computed, computed), known)
 
 
 def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
@@ -59,11 +59,12 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
         choices=len(unfinished),
         priority=request.priority,
         deadline=request.deadline or 0.0,
-        ttft_deadline=_moment(live.ttft_deadline),
+        ttft_deadline=_finite_or_zero(live.ttft_deadline),
         moves_left=moves_left,
         suspect=is_suspect,
         predicted_tokens=sum(
-            length.to_come(len(choice.output), request.max_tokens) for choice in unfinished
+            length.expected_remaining(len(choice.output), request.max_tokens)
+            for choice in unfinished
         ),
         least_tokens=live.prediction.least_tokens,
         **live.prediction.queue_key._asdict(),
@@ -111,7 +112,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         preempted=live.is_preempted,
         arrived=live.arrived,
         choices=len(live.unfinished),
-        due=_moment(live.due),
+        due=_finite_or_zero(live.due),
         **live.prediction.queue_key._asdict(),
     )
 
@@ -120,5 +121,5 @@ def _output_tokens(live: LiveRequest) -> int:
     return sum(len(choice.output) for choice in live.unfinished)
 
 
-def _moment(moment: float) -> float:
-    return 0.0 if moment == inf else moment
+def _finite_or_zero(seconds: float) -> float:
+    return 0.0 if seconds == inf else seconds

@@ -25,8 +25,8 @@ class ClassObserver(Protocol):
 
     def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
 
-    def ttft_predicted(self, ttft_s: float, seen_s: float) -> None:
-        """Record the predicted time to first token ``ttft_s`` and the measured time ``seen_s``."""
+    def ttft_predicted(self, ttft_s: float, measured_s: float) -> None:
+        """Record the predicted time to first token ``ttft_s`` and the measured ``measured_s``."""
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
@@ -72,14 +72,14 @@ class Observer(Protocol):
         ...
 
 
-class _Nobody:
+class _NoObserver:
     def accepted(self, prompt_tokens: int) -> None: ...
 
     def dispatched(self, wait_s: float) -> None: ...
 
     def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
 
-    def ttft_predicted(self, ttft_s: float, seen_s: float) -> None: ...
+    def ttft_predicted(self, ttft_s: float, measured_s: float) -> None: ...
 
     def tpot_predicted(self, ratio: float) -> None: ...
 
@@ -104,4 +104,4 @@ class _Nobody:
 
 
 #: Observer of a router without metrics.
-NOBODY = _Nobody()
+NO_OBSERVER = _NoObserver()

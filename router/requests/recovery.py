@@ -15,7 +15,7 @@ from everlift.text import Tokenizer
 from router.event_loop import now
 from router.ledger.entry import State, Stored, StoredChoice
 from router.requests.attempt_runner import AttemptRunner
-from router.requests.explanation import resumed
+from router.requests.explanation import resumed_journal
 from router.requests.ledger_client import LedgerClient
 from router.requests.registry import RequestRegistry
 from router.requests.request import LiveRequest, Output, Phase
@@ -26,15 +26,15 @@ from router.requests.tokenizer import ServedModel
 log = logs.get_logger(__name__)
 
 #: Tokens of stored output that are replayed without yielding to the event loop.
-_TOKENS_AT_ONCE = 1024
+_TOKENS_PER_TURN = 1024
 #: Most requests that are sent to the ledger again concurrently, because other requests need the
 #: ledger too.
-_RESYNC_AT_ONCE = 8
+_MAX_CONCURRENT_RESYNCS = 8
 #: Most concurrent takeovers, because each one replays its tokens in the event loop.
-_TAKEOVERS_AT_ONCE = 4
+_MAX_CONCURRENT_TAKEOVERS = 4
 
 
-async def restored(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
+async def restored_request(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
     """Return a live request with the state in ``stored``, which was read from the ledger.
 
     The text of its output is decoded again from the stored tokens.
@@ -46,14 +46,14 @@ async def restored(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
         outputs,
         now(),
         stored.prompt_logprobs,
-        resumed(stored, now()),
+        resumed_journal(stored, now()),
     )
 
 
 async def _replayed(request: Request, choice: StoredChoice, tokenizer: Tokenizer) -> Output:
     output = Output.of(request, tokenizer)
-    for start in range(0, len(choice.tokens), _TOKENS_AT_ONCE):
-        part = slice(start, start + _TOKENS_AT_ONCE)
+    for start in range(0, len(choice.tokens), _TOKENS_PER_TURN):
+        part = slice(start, start + _TOKENS_PER_TURN)
         output.extend(choice.tokens[part], choice.logprobs[part])
         await asyncio.sleep(0)
     return output
@@ -88,7 +88,7 @@ class Resync:
             if self._generation and generation != self._generation:
                 log.warning("ledger has a new generation", requests=len(self._registry))
                 work = self._work()
-                await asyncio.gather(*(_run(work) for _ in range(_RESYNC_AT_ONCE)))
+                await asyncio.gather(*(_run(work) for _ in range(_MAX_CONCURRENT_RESYNCS)))
             self._generation = generation
 
     def _work(self) -> Iterator[Coroutine[Any, Any, None]]:
@@ -99,9 +99,9 @@ class Resync:
         for ended in self._registry.recent.ended:
             yield self.resend_end(ended)
         for request_id in self._registry.recent.rejected:
-            yield self._reject_again(request_id)
+            yield self._resend_rejection(request_id)
         for request_id in self._registry.recent.erased:
-            yield self._erase_again(request_id)
+            yield self._resend_erasure(request_id)
 
     async def _reconcile_owned(self, live: LiveRequest) -> None:
         if self._registry.has(live):
@@ -113,13 +113,13 @@ class Resync:
             if self._registry.recent.has(live):
                 await self._ledger.get(live)
 
-    async def _reject_again(self, request_id: str) -> None:
+    async def _resend_rejection(self, request_id: str) -> None:
         async with self._registry.locks.hold(request_id):
             if self._registry.recent.was_rejected(request_id):
                 ledger, me = self._ledger.ledger, self._registry.router_id
                 await self._ledger.retry(lambda: ledger.discard(request_id, me))
 
-    async def _erase_again(self, request_id: str) -> None:
+    async def _resend_erasure(self, request_id: str) -> None:
         async with self._registry.locks.hold(request_id):
             arrived = self._registry.recent.erased_arrival(request_id)
             if arrived is not None:
@@ -161,7 +161,7 @@ class Takeover:
         self._model = model
         self._attempts = attempts
         self._timeouts = timeouts
-        self._at_once = asyncio.Semaphore(_TAKEOVERS_AT_ONCE)
+        self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_TAKEOVERS)
 
     async def attach(self, request_id: str) -> LiveRequest:
         """Return a known request, live or ended; take it over if its router is gone.
@@ -173,14 +173,14 @@ class Takeover:
             return live
         stored = await self._ledger.ledger.read(request_id)
         if stored.entry.state.is_final:
-            return await self._ended(stored)
+            return await self._restore_ended(stored)
         return await self.take_over(request_id)
 
-    def take_over_soon(self, request_id: str) -> None:
+    def schedule_takeover(self, request_id: str) -> None:
         """Take over a request in the background, if the ledger has it and its router is gone."""
-        self._tasks.spawn(self._take_over_known(request_id))
+        self._tasks.spawn(self._take_over_if_known(request_id))
 
-    async def _take_over_known(self, request_id: str) -> None:
+    async def _take_over_if_known(self, request_id: str) -> None:
         with suppress(UnknownRequest):
             await self.take_over(request_id)
 
@@ -202,7 +202,7 @@ class Takeover:
             await self._ledger.check_ownerless(entry.gateway)
             # The semaphore is acquired late, so that these waits for the ledger do not block other
             # takeovers.
-            async with self._at_once:
+            async with self._semaphore:
                 return await self._take_from(request_id, entry.gateway)
 
     async def _take_from(self, request_id: str, owner: str) -> LiveRequest:
@@ -211,7 +211,7 @@ class Takeover:
         ledger, me = self._ledger.ledger, self._registry.router_id
         stored = await self._ledger.retry(lambda: ledger.take_over(request_id, me, owner))
         if stored.entry.state.is_final:
-            return await self._ended(stored)
+            return await self._restore_ended(stored)
         if stored.entry.gateway != me:
             await self._ledger.check_ownerless(stored.entry.gateway)
             raise Moved("another router owns this request: attach again")
@@ -219,18 +219,18 @@ class Takeover:
 
     async def _continue(self, stored: Stored) -> LiveRequest:
         try:
-            self._model.begun(stored.request, has_begun=any(stored.entry.num_tokens))
+            self._model.with_fingerprint(stored.request, has_output=any(stored.entry.num_tokens))
         except UnknownModel as error:
             return await self._fail(stored, error)
         entry = stored.entry
         log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
-        live = await restored(stored, self._model.tokenizer)
+        live = await restored_request(stored, self._model.tokenizer)
         live.accepted = True
         self._registry.add(live)
         self._attempts.enqueue(live)
         if stored.request.deadline is not None:
             self._timeouts.set_deadline(live, stored.request.deadline - stored.now)
-        self._timeouts.begin_grace(live)
+        self._timeouts.start_grace(live)
         return live
 
     async def _fail(self, stored: Stored, error: UnknownModel) -> LiveRequest:
@@ -244,14 +244,14 @@ class Takeover:
             )
         )
         self._registry.quotas.settle(entry.request_id, sum(entry.num_tokens))
-        return await self._closed(replace(stored, entry=entry))
+        return await self._restore_closed(replace(stored, entry=entry))
 
-    async def _ended(self, stored: Stored) -> LiveRequest:
+    async def _restore_ended(self, stored: Stored) -> LiveRequest:
         # Another model's tokenizer would decode the tokens to another text.
         self._model.check_name(stored.request)
-        return await self._closed(stored)
+        return await self._restore_closed(stored)
 
-    async def _closed(self, stored: Stored) -> LiveRequest:
-        live = await restored(stored, self._model.tokenizer)
+    async def _restore_closed(self, stored: Stored) -> LiveRequest:
+        live = await restored_request(stored, self._model.tokenizer)
         self._registry.close(live, stored.entry)
         return live

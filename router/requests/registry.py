@@ -13,7 +13,7 @@ from router.auth.quotas import Quotas
 from router.event_loop import now
 from router.ledger.entry import Entry, State
 from router.prediction.predictor import Prediction, Predictor
-from router.requests.observer import NOBODY, Observer
+from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.request import LiveRequest
 from router.requests.tasks import TaskGroup
 from router.requests.tracer import NO_TRACES, Tracer
@@ -142,7 +142,7 @@ class RequestRegistry:
         quotas: Quotas,
         predictor: Predictor,
         tasks: TaskGroup,
-        observer: Observer = NOBODY,
+        observer: Observer = NO_OBSERVER,
         tracer: Tracer = NO_TRACES,
     ) -> None:
         self.router_id = router_id
@@ -186,14 +186,14 @@ class RequestRegistry:
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         self.recent.discard(live.request_id)
-        self.quotas.hold(live.request_id)
+        self.quotas.start_renewal(live.request_id)
         self._live[live.request_id] = live
 
     def release(self, live: LiveRequest) -> None:
         """Stop owning the request, if it is owned."""
         if self.has(live):
             del self._live[live.request_id]
-            self.quotas.let_go(live.request_id)
+            self.quotas.stop_renewal(live.request_id)
 
     def finalize(self, live: LiveRequest, entry: Entry) -> None:
         """Stop owning a request, and end it for its clients with the result that ``entry`` states.
@@ -210,9 +210,9 @@ class RequestRegistry:
             live.settle(now(), Moved("it finished on another router: attach again"))
             return
         self._count_end(live, entry.state)
-        live.has_untold_end = entry.state.is_final and entry.gateway == self.router_id
+        live.has_unreported_end = entry.state.is_final and entry.gateway == self.router_id
         # Read the flag first: ``close`` can make the last reader leave, which clears it.
-        is_ours = live.has_untold_end
+        is_ours = live.has_unreported_end
         self.close(live, entry)
         if is_ours:
             self.recent.add_ended(live)
@@ -235,7 +235,7 @@ class RequestRegistry:
             log.warning(event, tau=round(trust.tau, 3))
 
     def trace_end(self, live: LiveRequest) -> None:
-        if self.tracer.wants(live.request.trace):
+        if self.tracer.is_recorded(live.request.trace):
             self._tasks.spawn_tracing(self.tracer.ended(live))
 
     def is_current(self, live: LiveRequest, entry: Entry) -> bool:

@@ -11,7 +11,7 @@ from typing import Self
 
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason, Request
-from everlift.request_id import bare, tenant_of
+from everlift.request_id import strip_tenant, tenant_of
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState, Tokenizer
 from everlift.v1 import inference_pb2 as pb
@@ -22,7 +22,7 @@ from router.prediction.predictor import NOTHING
 from router.requests.explanation import explained, packed, summed
 from router.requests.losses import Losses
 from router.requests.observer import ClassObserver
-from router.requests.timing import FINISHED, Journal, RequestTimes, Speaker
+from router.requests.timing import FINISHED, Journal, RequestTimes, WorkerConnection
 
 
 class Output:
@@ -107,7 +107,7 @@ class Choice:
 
     Of the tokens of ``output``, the first ``stored`` are in the ledger. The first ``readable`` may
     be read by clients. If deliveries run ahead of the ledger, ``readable`` exceeds ``stored``. The
-    first ``taken`` were read by the fastest client.
+    first ``delivered`` were read by the fastest client.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Choice:
 
         ``finish_reason`` is None if the choice has not ended.
         """
-        self.request_id = bare(request_id)
+        self.request_id = strip_tenant(request_id)
         self.index = index
         self.output = output
-        self.stored = self.readable = self.taken = len(output)
+        self.stored = self.readable = self.delivered = len(output)
         #: whether tokens were unread when more became readable or a time breakdown was requested,
         #: and no client has caught up since
-        self.is_late = False
+        self.has_slow_reader = False
         #: how the choice ended; its last tokens may still be on their way into the ledger
         self.finish_reason = finish_reason
         #: whether the choice's end is in the ledger
@@ -144,7 +144,7 @@ class Choice:
 
     # events
 
-    def begin_attempt(self, epoch: int) -> None:
+    def start_attempt(self, epoch: int) -> None:
         """Record that a worker receives the choice.
 
         ``epoch`` is the random number that identifies the attempt; later tokens carry it.
@@ -157,20 +157,20 @@ class Choice:
         self.stored = max(self.stored, count)
         return self._make_readable(self.stored)
 
-    def run_ahead(self) -> bool:
+    def make_all_readable(self) -> bool:
         """Make tokens readable that the ledger lacks; return whether more are readable now."""
         return self._make_readable(len(self.output))
 
     def _make_readable(self, count: int) -> bool:
         if count <= self.readable:
             return False
-        self.is_late = self.taken < self.readable
+        self.has_slow_reader = self.delivered < self.readable
         self.readable = count
         return True
 
-    def mark_taken(self, count: int) -> None:
+    def mark_delivered(self, count: int) -> None:
         """Record that a client has the first ``count`` tokens."""
-        self.taken = max(self.taken, count)
+        self.delivered = max(self.delivered, count)
 
     def complete(self) -> None:
         """Record that the ledger has the choice's end and all its tokens."""
@@ -322,10 +322,10 @@ class LiveRequest:
         self._num_readers = 0
         self.journal = journal or Journal(now)
         self.journal.outputs = outputs
-        self._moments = RequestTimes(self.journal, now, has_begun_elsewhere=self.num_tokens > 0)
+        self._times = RequestTimes(self.journal, now, has_earlier_output=self.num_tokens > 0)
         self._ended: float | None = None
         #: whether the request ended here and the ledger has no report of its delivery yet
-        self.has_untold_end = False
+        self.has_unreported_end = False
 
     @classmethod
     def opened(
@@ -334,7 +334,7 @@ class LiveRequest:
         """Return a new request in phase WAITING.
 
         If ``entry`` already includes the first dispatch, the returned request has the entry as it
-        was before that dispatch. The caller then has to record the dispatch with ``begin_attempt``.
+        was before that dispatch. The caller then has to record the dispatch with ``start_attempt``.
         """
         if entry.state is State.RUNNING:
             entry = replace(
@@ -349,7 +349,7 @@ class LiveRequest:
         return cls(request, entry, outputs, now, journal=journal)
 
     @property
-    def names(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """Return the request's identifiers for a log line."""
         names = {"request_id": self.request_id, "tenant": tenant_of(self.request_id)}
         if self.request.x_request_id:
@@ -415,8 +415,8 @@ class LiveRequest:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Return whether log probabilities of the prompt are requested and incomplete."""
-        wanted = self.request.sampling.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
+        is_requested = self.request.sampling.prompt_logprobs is not None
+        return is_requested and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
 
     @property
     def is_over(self) -> bool:
@@ -433,7 +433,7 @@ class LiveRequest:
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property
-    def is_ahead(self) -> bool:
+    def has_unledgered_output(self) -> bool:
         """Return whether clients may have read tokens that the ledger does not have."""
         return any(choice.readable > choice.stored for choice in self.choices)
 
@@ -446,19 +446,19 @@ class LiveRequest:
 
     def age_s(self, now: float) -> float:
         """Return the seconds since the request's call."""
-        return self._moments.age_s(now)
+        return self._times.age_s(now)
 
     # events
 
     def observe(self, observer: ClassObserver) -> None:
         """Report this request's times to ``observer`` from now on."""
-        self._moments.observer = observer
+        self._times.observer = observer
 
-    def begin_attempt(
+    def start_attempt(
         self,
         dispatched: session_pb2.Dispatched,
         neighbours: tuple[str, ...],
-        worker: Speaker,
+        worker: WorkerConnection,
         now: float,
         occupants: tuple[str, ...] = (),
     ) -> None:
@@ -484,8 +484,8 @@ class LiveRequest:
         self.has_stepped = False
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
-            choice.begin_attempt(dispatched.epoch)
-        self._moments.dispatched(dispatched, now)
+            choice.start_attempt(dispatched.epoch)
+        self._times.dispatched(dispatched, now)
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
 
     def note_cached(self, num_tokens: int) -> None:
@@ -496,7 +496,7 @@ class LiveRequest:
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
 
-    def wait_again(self, entry: Entry, now: float) -> None:
+    def mark_queued(self, entry: Entry, now: float) -> None:
         """Record that the request is queued again because its worker was lost or returned it.
 
         ``entry`` is the ledger's entry after that.
@@ -504,34 +504,36 @@ class LiveRequest:
         self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
-        self._moments.queued_again(now)
-        self.journal.queued_again(now)
+        self._times.requeued(now)
+        self.journal.requeued(now)
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
         """Record that the first ``count`` tokens of the choice are in the ledger."""
         if choice.mark_stored(count):
-            self._more_to_read(choice, now)
+            self._more_readable(choice, now)
         self.wake()
 
-    def run_ahead(self, choice: Choice, now: float) -> None:
+    def make_all_readable(self, choice: Choice, now: float) -> None:
         """Make all tokens of the choice readable before the ledger has them."""
-        if choice.run_ahead():
-            self._more_to_read(choice, now)
+        if choice.make_all_readable():
+            self._more_readable(choice, now)
         self.wake()
 
-    def _more_to_read(self, choice: Choice, now: float) -> None:
-        if choice.is_late:
-            self._late(choice, now)
-        self._moments.more_to_read(choice.index, now)
+    def _more_readable(self, choice: Choice, now: float) -> None:
+        if choice.has_slow_reader:
+            self._mark_unread(choice, now)
+        self._times.more_readable(choice.index, now)
 
-    def judge_tpot(self, now: float) -> float | None:
+    def report_tpot_ratio(self, now: float) -> float | None:
         """Return the measured divided by the predicted time per output token, and report it.
 
         The ratio is recorded as a metric. Call this at the last token. Return None, without a
         metric, if there was no prediction, if the output is too short, or if another router
         delivered the first token.
         """
-        return self._moments.judge_tpot(max(len(choice.output) for choice in self.choices), now)
+        return self._times.report_tpot_ratio(
+            max(len(choice.output) for choice in self.choices), now
+        )
 
     def complete(self, now: float) -> None:
         """End the request because the ledger has all tokens and ends of its choices."""
@@ -545,21 +547,21 @@ class LiveRequest:
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
-        self._look_at_unread(now)
+        self._mark_all_unread(now)
         self.journal.ended(FINISHED if error is None else error.slug, now)
         self.end_grace()
         self.end_worker_wait()
         if self.deadline is not None:
             self.deadline.cancel()
-        self._tell_end(now)
+        self._report_end(now)
         self.wake()
 
-    def _tell_end(self, now: float) -> None:
+    def _report_end(self, now: float) -> None:
         if self.error is not None:
-            self._moments.observer.failed(self.error.slug)
+            self._times.observer.failed(self.error.slug)
             return
         reasons = [choice.finish_reason for choice in self.choices if choice.finish_reason]
-        self._moments.finished(len(self.request.prompt_ids), self.num_tokens, reasons, now)
+        self._times.finished(len(self.request.prompt_ids), self.num_tokens, reasons, now)
 
     def end_grace(self) -> None:
         if self.grace is not None:
@@ -573,14 +575,14 @@ class LiveRequest:
 
     # readers
 
-    def join(self, wake: Callable[[], None]) -> None:
+    def add_reader(self, wake: Callable[[], None]) -> None:
         """Register a reader; ``wake`` is called whenever there may be more output to read."""
         self._num_readers += 1
         self.end_grace()
         self._watchers.add(wake)
 
-    def part(self, wake: Callable[[], None]) -> None:
-        """Remove a reader that ``join`` registered with this ``wake``."""
+    def remove_reader(self, wake: Callable[[], None]) -> None:
+        """Remove a reader that ``add_reader`` registered with this ``wake``."""
         self._num_readers -= 1
         self._watchers.discard(wake)
 
@@ -590,17 +592,17 @@ class LiveRequest:
 
     def caught_up(self, choice: Choice, now: float) -> None:
         """Record that a client has read all readable tokens of a choice."""
-        choice.is_late = False
+        choice.has_slow_reader = False
         self.journal.unread.mark_caught_up(choice.index, now)
 
-    def _look_at_unread(self, now: float) -> None:
+    def _mark_all_unread(self, now: float) -> None:
         for choice in self.choices:
-            if choice.taken < choice.readable:
-                self._late(choice, now)
+            if choice.delivered < choice.readable:
+                self._mark_unread(choice, now)
 
-    def _late(self, choice: Choice, now: float) -> None:
-        choice.is_late = True
-        self.journal.unread.mark_late(choice.index, self._moments.readable_since(choice.index, now))
+    def _mark_unread(self, choice: Choice, now: float) -> None:
+        choice.has_slow_reader = True
+        self.journal.unread.mark_unread(choice.index, self._times.readable_since(choice.index, now))
 
     async def all_stored(self) -> None:
         """Wait until the ledger has all output received so far, or the request has ended."""
@@ -621,7 +623,7 @@ class LiveRequest:
         It tells the client that the request is known. ``offset`` is where the first choice starts.
         """
         return pb.GenerateResponse(
-            request_id=bare(self.request_id),
+            request_id=strip_tenant(self.request_id),
             offset=offset,
             prompt_tokens=len(self.request.prompt_ids),
         )
@@ -658,8 +660,8 @@ class LiveRequest:
 
     def _timing(self, ended: float) -> pb.Timing:
         return pb.Timing(
-            queued_s=self._moments.queued_s,
-            time_to_first_token_s=self._moments.ttft_s(ended),
+            queued_s=self._times.queued_s,
+            time_to_first_token_s=self._times.ttft_s(ended),
             total_s=self.age_s(ended),
             attempts=self.attempts,
             migrations=self.migrations,
@@ -670,14 +672,14 @@ class LiveRequest:
 
     def explanation(self, now: float) -> pb.Explanation:
         """Return the request's time breakdown up to ``now``."""
-        self._look_at_unread(now)
+        self._mark_all_unread(now)
         return explained(
-            self.journal.until(now, is_read=self.has_readers),
+            self.journal.snapshot(now, is_read=self.has_readers),
             self.as_entry(),
             self.request,
             self.prediction,
-            self._moments.foreseen_ttft_s,
-            sum(choice.readable - choice.taken for choice in self.choices),
+            self._times.predicted_ttft_s,
+            sum(choice.readable - choice.delivered for choice in self.choices),
         )
 
     def packed_explanation(self, now: float) -> bytes:
@@ -706,9 +708,9 @@ class LiveRequest:
 
     @property
     def _last_explanation(self) -> bytes:
-        return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
+        return b"" if self.unfinished else self.packed_explanation(self.journal.last_event_at)
 
-    def held(self) -> Stored:
+    def as_stored(self) -> Stored:
         """Return all known state of the request, to restore it in a ledger that lost some of it."""
         entry = self.as_entry()
         choices = tuple(
@@ -716,8 +718,8 @@ class LiveRequest:
             for choice, count in zip(self.choices, entry.num_tokens, strict=True)
         )
         prompt_logprobs = () if self.lacks_prompt_logprobs else tuple(self.prompt_logprobs)
-        told = self.packed_explanation(self.journal.heard)
-        return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs, told)
+        explanation = self.packed_explanation(self.journal.last_event_at)
+        return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs, explanation)
 
     def as_entry(self) -> Entry:
         """Return the entry that the ledger would have if it had received everything so far.

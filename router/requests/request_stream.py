@@ -19,7 +19,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.event_loop import now
 from router.requests.delivered import Delivered
 from router.requests.stream import Source
-from router.requests.submission import given_up
+from router.requests.submission import discarded_error
 
 log = logs.get_logger(__name__)
 
@@ -92,7 +92,7 @@ class RequestStream(Source):
         try:
             piece = self._take() if self._opening is None or self._is_reopened() else None
         except UnknownRequest as error:
-            raise self._reason(error) from None
+            raise self._unknown_error(error) from None
         if piece is None and self._error is not None and not self.is_over:
             raise self._error
         return piece
@@ -135,17 +135,17 @@ class RequestStream(Source):
     def _resume(self, error: EverliftError) -> None:
         if self._delivered is None:
             self._delivered = self._source.delivered()
-        moment = now()
-        if self._deadline is None or moment - self._opened_at >= _RESUME_S:
-            self._deadline, self._retry_s = moment + _RESUME_S, _RETRY_S
+        time = now()
+        if self._deadline is None or time - self._opened_at >= _RESUME_S:
+            self._deadline, self._retry_s = time + _RESUME_S, _RETRY_S
             log.info("stream follows its request", request_id=self._request_id, cause=str(error))
-        if self._delivered is None or moment >= self._deadline:
+        if self._delivered is None or time >= self._deadline:
             raise error
         message = self._delivered.attach_request(self._request_id)
-        self._opening = asyncio.create_task(self._reopened(message, self._deadline, error))
+        self._opening = asyncio.create_task(self._find_source(message, self._deadline, error))
         self._opening.add_done_callback(lambda _: self._wake())
 
-    async def _reopened(
+    async def _find_source(
         self, message: pb.AttachRequest, deadline: float, cause: EverliftError
     ) -> Source:
         """Search for the request's new source and return it.
@@ -163,13 +163,13 @@ class RequestStream(Source):
                 if now() >= deadline:
                     raise cause from None
 
-    def _reason(self, error: UnknownRequest) -> EverliftError:
+    def _unknown_error(self, error: UnknownRequest) -> EverliftError:
         """Return the error to raise when no router knows a request that was known before."""
         if isinstance(error, ForgottenRequest):
             return error
         if self._had_output or (self._delivered is not None and self._delivered.has_output):
-            return lost(error)
-        return given_up() if self._was_submitted else error
+            return lost_output_error(error)
+        return discarded_error() if self._was_submitted else error
 
     async def aclose(self) -> None:
         if self._opening is not None:
@@ -181,7 +181,7 @@ class RequestStream(Source):
         await self._source.aclose()
 
 
-def lost(error: UnknownRequest) -> DataLoss:
+def lost_output_error(error: UnknownRequest) -> DataLoss:
     """Return the error to raise if a request is unknown although the client has output of it."""
     return DataLoss(
         f"the cluster lost delivered output: {error}; the retention of the request may be over"

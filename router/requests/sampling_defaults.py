@@ -22,17 +22,17 @@ def of_model(directory: Path) -> SamplingParams:
     Raises UnknownModel for a value of the wrong type or out of range.
     """
     path = directory / _FILE
-    given = {name: value for name, value in read_object(path).items() if value is not None}
+    values = {name: value for name, value in read_object(path).items() if value is not None}
     try:
-        return SamplingParams(**{name: _number(name, given) for name in _FIELDS if name in given})
+        return SamplingParams(**{name: _number(name, values) for name in _FIELDS if name in values})
     except (TypeError, OutOfRange) as error:
         raise UnknownModel(
             f"{path}: {error}; correct the file, or set router.sampling_defaults to none"
         ) from None
 
 
-def _number(name: str, given: dict[str, Any]) -> Any:
-    value = given[name]
+def _number(name: str, values: dict[str, Any]) -> Any:
+    value = values[name]
     is_integer = type(value) is int
     if not is_integer and (name == "top_k" or type(value) is not float):
         kind = "an integer" if name == "top_k" else "a number"
@@ -42,7 +42,7 @@ def _number(name: str, given: dict[str, Any]) -> Any:
     return float(value)
 
 
-def changed(defaults: SamplingParams) -> pb.Sampling:
+def as_proto(defaults: SamplingParams) -> pb.Sampling:
     """Return a message with the defaults of a model that differ from Everlift's own."""
     return pb.Sampling(**as_json(defaults))  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ from router.requests.delivered import Delivered
 from router.requests.request import Choice, LiveRequest
 
 
-class Reading:
+class ChoiceReader:
     """Reader of a request's choices for one client, each choice from its offset on.
 
     An offset is the number of tokens of the choice that the client already has. It may exceed the
@@ -61,7 +61,7 @@ class Reading:
         #: choices whose last piece has not been read
         self._open = list(live.choices)
         #: index in ``_open`` of the choice that is read next
-        self._turn = 0
+        self._next_index = 0
         self._check()
 
     def _check(self) -> None:
@@ -106,18 +106,18 @@ class Reading:
         its offset.
         """
         for _ in range(len(self._open)):
-            self._turn %= len(self._open)
-            choice = self._open[self._turn]
+            self._next_index %= len(self._open)
+            choice = self._open[self._next_index]
             if self._may_read(choice):
                 return self._read(choice)
-            self._turn += 1
+            self._next_index += 1
         return None
 
     def _read(self, choice: Choice) -> pb.GenerateResponse:
         piece = self._live.piece(choice, self._offsets[choice.index])
         self._offsets[choice.index] += len(piece.token_ids)
-        choice.mark_taken(self._offsets[choice.index])
-        if choice.is_late and choice.taken >= choice.readable:
+        choice.mark_delivered(self._offsets[choice.index])
+        if choice.has_slow_reader and choice.delivered >= choice.readable:
             self._live.caught_up(choice, now())
         if piece.finish_reason:
             self._end(choice, piece)
@@ -130,12 +130,12 @@ class Reading:
         if choice in self._digests and choice.readable >= offset:
             self._compare(choice, offset)
         if choice.is_complete and offset > len(choice.output):
-            raise _lost(choice, offset, f"it ended after {len(choice.output)} tokens")
+            raise _data_loss(choice, offset, f"it ended after {len(choice.output)} tokens")
         return choice not in self._digests and choice.is_readable_from(offset)
 
     def _compare(self, choice: Choice, offset: int) -> None:
         if token_digest(choice.output.tokens[:offset]) != self._digests.pop(choice):
-            raise _lost(choice, offset, "the tokens before it are others")
+            raise _data_loss(choice, offset, "the tokens before it are others")
 
     def _end(self, choice: Choice, piece: pb.GenerateResponse) -> None:
         self._open.remove(choice)
@@ -143,7 +143,7 @@ class Reading:
             self._live.close(piece, now(), explains=self._explains)
 
 
-def _lost(choice: Choice, offset: int, cause: str) -> DataLoss:
+def _data_loss(choice: Choice, offset: int, cause: str) -> DataLoss:
     return DataLoss(f"choice {choice.index} cannot be continued at offset {offset}: {cause}")
 
 
@@ -192,7 +192,7 @@ class Relay:
             while (piece := await wire.read(call)) is not None:
                 yield piece
 
-    async def ask(self, address: str, method: _Method[Q, A], message: Q) -> A:
+    async def call(self, address: str, method: _Method[Q, A], message: Q) -> A:
         async with self._transport.channel(address) as channel:
             call = method(_stub(channel))(message)
             return await wire.answer(call, call)
@@ -214,9 +214,9 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     resumable: ClassVar[tuple[type[EverliftError], ...]] = ()
 
     def __init__(self) -> None:
-        self._came = asyncio.Event()
+        self._more = asyncio.Event()
         #: called in the event loop's thread when there may be more pieces; must not block
-        self.on_more: Callable[[], None] = self._came.set
+        self.on_more: Callable[[], None] = self._more.set
 
     @property
     @abstractmethod
@@ -239,15 +239,15 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
     async def __anext__(self) -> pb.GenerateResponse:
         while True:
-            self._came.clear()
+            self._more.clear()
             if (piece := self.poll()) is not None:
                 return piece
             if self.is_over:
                 raise StopAsyncIteration
-            await self._came.wait()
+            await self._more.wait()
 
 
-class Carried(Source):
+class RelayedSource(Source):
     """Source of the pieces that another router sends; it requests one piece at a time."""
 
     resumable = (Moved, Unreachable, RouterStopping, LedgerUnavailable)
@@ -285,29 +285,31 @@ class Carried(Source):
         await self._pieces.aclose()
 
 
-class Pieces(Source):
+class LiveSource(Source):
     """Source of a live request's pieces, registered as a reader of the request until it is closed.
 
-    ``left`` is called when the source is closed. Each piece is made when it is polled.
+    ``on_close`` is called when the source is closed. Each piece is made when it is polled.
     """
 
     resumable = (Moved,)
 
-    def __init__(self, live: LiveRequest, reading: Reading, left: Callable[[], None]) -> None:
+    def __init__(
+        self, live: LiveRequest, reader: ChoiceReader, on_close: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._live = live
-        self._reading = reading
-        self._left = left
-        self._head: pb.GenerateResponse | None = reading.head()
+        self._reader = reader
+        self._on_close = on_close
+        self._head: pb.GenerateResponse | None = reader.head()
         self._is_closed = False
-        live.join(self._wake)
+        live.add_reader(self._wake)
 
     def _wake(self) -> None:
         self.on_more()
 
     @property
     def is_over(self) -> bool:
-        return self._reading.is_at_end or self._is_closed
+        return self._reader.is_at_end or self._is_closed
 
     def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now, or None.
@@ -319,17 +321,17 @@ class Pieces(Source):
         if (piece := self._head) is not None:
             self._head = None
         elif not self._is_closed:
-            piece = self._reading.next()
+            piece = self._reader.next()
             if piece is None and self._live.error is not None and not self.is_over:
                 raise self._live.error.with_traceback(None)
         return piece
 
     def delivered(self) -> Delivered | None:
-        return self._reading.delivered()
+        return self._reader.delivered()
 
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._live.part(self._wake)
-            self._left()
-            self._came.set()
+            self._live.remove_reader(self._wake)
+            self._on_close()
+            self._more.set()

@@ -20,7 +20,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import bare, is_named
+from everlift.request_id import is_named, strip_tenant
 from router.admission.load_shedding import EarlyRejection
 from router.admission.wait_estimate import EstimatedWait
 from router.event_loop import now
@@ -42,8 +42,9 @@ log = logs.get_logger(__name__)
 class Submissions:
     """Opens new requests: checks, charges to quotas, stores in the ledger, and starts them.
 
-    ``attach`` returns the request with this id, which the ledger already has. ``adopt`` takes over,
-    in the background, a request that the ledger may have, unless another living router owns it.
+    ``attach`` returns the request with this id, which the ledger already has. ``take_over``
+    takes over, in the background, a request that the ledger may have, unless another living router
+    owns it.
     """
 
     def __init__(
@@ -52,25 +53,25 @@ class Submissions:
         ledger: LedgerClient,
         health: LedgerHealth,
         model: ServedModel,
-        line: LeaderClient,
+        leader_client: LeaderClient,
         attempts: AttemptRunner,
         timeouts: Timeouts,
         early_rejection: EarlyRejection,
         estimated_wait: EstimatedWait,
         attach: Callable[[str], Awaitable[LiveRequest]],
-        adopt: Callable[[str], None],
+        take_over: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._ledger = ledger.ledger
         self._health = health
         self._model = model
-        self._line = line
+        self._leader_client = leader_client
         self._attempts = attempts
         self._timeouts = timeouts
         self._early_rejection = early_rejection
         self._estimated_wait = estimated_wait
         self._attach = attach
-        self._adopt = adopt
+        self._take_over = take_over
         self._quotas = registry.quotas
 
     async def open_request(
@@ -96,7 +97,7 @@ class Submissions:
         try:
             return await self._attach(request.request_id)
         except UnknownRequest:
-            raise given_up() from None
+            raise discarded_error() from None
 
     async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
         """Check that a request can be accepted, and return the prediction of its output lengths.
@@ -109,8 +110,10 @@ class Submissions:
         if self._registry.is_closing:
             raise RouterStopping("this router is stopping: send the request to another router")
         try:
-            self._health.check_room()
-            self._early_rejection.admit(request_id, request.priority, self._line.queued, now())
+            self._health.check_writable()
+            self._early_rejection.admit(
+                request_id, request.priority, self._leader_client.queued, now()
+            )
             prediction = self._predict(request)
             self._early_rejection.check_in_time(
                 request_id,
@@ -149,7 +152,7 @@ class Submissions:
         """Open the request and return it; return None if the ledger already has its id."""
         is_charged = await self._charge(request)
         prediction = self._with_wait(request, prediction)
-        reservation, has_begun = None, False
+        reservation, has_started = None, False
         # A worker may have announced a shorter context after the request was resolved. The request
         # is then queued without a reservation, and the check at its dispatch rejects it.
         if self._model.fits(request):
@@ -161,11 +164,11 @@ class Submissions:
                 return None
             live = self._register(request, opened, timeout_s, journal, prediction)
             if reservation is not None:
-                has_begun = self._attempts.start_reserved(live, opened.entry, reservation)
+                has_started = self._attempts.start_reserved(live, opened.entry, reservation)
         finally:
-            if reservation is not None and not has_begun:
+            if reservation is not None and not has_started:
                 reservation.cancel()
-        if not has_begun:
+        if not has_started:
             self._attempts.enqueue(live)
         self._timeouts.set_deadline(live, timeout_s)
         return live
@@ -201,7 +204,7 @@ class Submissions:
             opened = await self._ledger.open(request, self._registry.router_id, timeout_s, dispatch)
         except LedgerUnavailable:
             # The ledger may have opened and charged the request although its answer is missing.
-            self._adopt(request.request_id)
+            self._take_over(request.request_id)
             raise
         except EverliftError:
             if is_charged:
@@ -227,11 +230,11 @@ class Submissions:
         live = LiveRequest.opened(request, opened.entry, self._model.tokenizer, now(), journal)
         self._registry.add(live, prediction)
         self._registry.observer.of_class(live.priority).accepted(len(request.prompt_ids))
-        log.info("accepted", **live.names, prompt_tokens=len(request.prompt_ids))
+        log.info("accepted", **live.log_fields, prompt_tokens=len(request.prompt_ids))
         return live
 
 
-def given_up() -> Moved:
+def discarded_error() -> Moved:
     """Return the error for a submission whose request another router rejected or erased."""
     return Moved("another router discarded this request: send it again")
 
@@ -240,5 +243,6 @@ def check_same_body(request: Request, body_hash: bytes) -> None:
     """Raise RequestConflict if ``body_hash`` is not the hash of the body of ``request``."""
     if request.body_hash != body_hash:
         raise RequestConflict(
-            f'request id "{bare(request.request_id)}" already exists with a different request body'
+            f'request id "{strip_tenant(request.request_id)}" already exists with a different '
+            "request body"
         )

@@ -33,7 +33,7 @@ class Timeouts:
         if not live.is_ending:
             self._end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
 
-    def reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
+    def on_reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
         """Cancel a request whose last reader has left, at once or after its grace period.
 
         With ``has_grace``, the request gets the grace period even if it is to be cancelled at once
@@ -44,9 +44,9 @@ class Timeouts:
         if live.on_disconnect is OnDisconnect.CANCEL and not has_grace:
             self._cancel(live, "its client disconnected")
         else:
-            self.begin_grace(live)
+            self.start_grace(live)
 
-    def begin_grace(self, live: LiveRequest) -> None:
+    def start_grace(self, live: LiveRequest) -> None:
         """Cancel the request after the grace period, unless a client attaches before.
 
         A request whose ``on_disconnect`` is CONTINUE is not cancelled.
@@ -65,12 +65,12 @@ class Timeouts:
 class WorkerWait:
     """Time limit of queued requests while the cluster has no worker.
 
-    After ``longest_s`` seconds without a worker, ``fail`` is called to end the request. Before the
+    After ``limit_s`` seconds without a worker, ``fail`` is called to end the request. Before the
     first ``worker_up``, the cluster counts as having no worker.
     """
 
-    def __init__(self, longest_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:
-        self._longest_s = longest_s
+    def __init__(self, limit_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:
+        self._limit_s = limit_s
         self._fail = fail
         self._has_worker = False
 
@@ -82,7 +82,7 @@ class WorkerWait:
         live.end_worker_wait()
         if not self._has_worker:
             loop = asyncio.get_running_loop()
-            live.worker_wait = loop.call_later(self._longest_s, self._expire, live)
+            live.worker_wait = loop.call_later(self._limit_s, self._expire, live)
 
     def worker_up(self, requests: Iterable[LiveRequest]) -> None:
         if not self._has_worker:
@@ -98,4 +98,4 @@ class WorkerWait:
 
     def _expire(self, live: LiveRequest) -> None:
         if live.phase is Phase.WAITING:
-            self._fail(live, NoWorker(f"no worker was connected for {self._longest_s:g} s"))
+            self._fail(live, NoWorker(f"no worker was connected for {self._limit_s:g} s"))

@@ -31,9 +31,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.admission.throughput import seen_ratio
+from router.admission.throughput import measured_tpot_ratio
 from router.ledger.entry import MAX_EVENTS
-from router.requests.observer import NOBODY, ClassObserver
+from router.requests.observer import NO_OBSERVER, ClassObserver
 
 
 class UnreadTime:
@@ -48,7 +48,7 @@ class UnreadTime:
         self._choices: set[int] = set()
         self._since = inf
 
-    def mark_late(self, index: int, since: float) -> None:
+    def mark_unread(self, index: int, since: float) -> None:
         """Record that the choice ``index`` has had unread tokens since the time ``since``."""
         self._choices.add(index)
         self._since = min(self._since, max(since, self._counted))
@@ -60,7 +60,7 @@ class UnreadTime:
             self._seconds += max(0.0, now - self._since)
             self._counted, self._since = now, inf
 
-    def until(self, now: float) -> float:
+    def seconds_until(self, now: float) -> float:
         """Return the seconds, up to ``now``, in which the client had unread tokens."""
         return self._seconds + max(0.0, now - self._since)
 
@@ -69,7 +69,7 @@ class UnreadTime:
 Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
 
 
-def in_queue(queue_wait: session_pb2.QueueWait) -> list[Share]:
+def queue_shares(queue_wait: session_pb2.QueueWait) -> list[Share]:
     return [
         (pb.SPAN_KIND_NO_WORKER, queue_wait.no_worker_s),
         (pb.SPAN_KIND_QUEUE, max(0.0, queue_wait.seconds - queue_wait.no_worker_s)),
@@ -77,7 +77,7 @@ def in_queue(queue_wait: session_pb2.QueueWait) -> list[Share]:
     ]
 
 
-def at_worker(breakdown: session_pb2.TimeBreakdown) -> list[Share]:
+def worker_shares(breakdown: session_pb2.TimeBreakdown) -> list[Share]:
     interference_s = (
         breakdown.prefill_interference_s
         + breakdown.decode_interference_s
@@ -98,32 +98,33 @@ def at_worker(breakdown: session_pb2.TimeBreakdown) -> list[Share]:
 _MAX_PAUSES = 32
 
 
-_NOTHING = session_pb2.TimeBreakdown()
+_NO_BREAKDOWN = session_pb2.TimeBreakdown()
 
 
-class Speaker(Protocol):
+class WorkerConnection(Protocol):
     """Connection to a worker.
 
-    ``last_heard`` is the arrival time of the worker's last message. ``decoding`` is the worker's
-    last report on the steps since its start. It contains the time breakdown of a hypothetical
-    sequence that decoded in each step, with the average times of the sequences that did.
+    ``last_message_at`` is the arrival time of the worker's last message. ``decoding`` is the
+    worker's last report on the steps since its start. It contains the time breakdown of a
+    hypothetical sequence that decoded in each step, with the average times of the sequences that
+    did.
     """
 
     @property
-    def last_heard(self) -> float: ...
+    def last_message_at(self) -> float: ...
 
     @property
     def decoding(self) -> session_pb2.TimeBreakdown: ...
 
 
-class Silent:
-    """Speaker of a worker that cannot be reached and has never sent a message."""
+class NoConnection:
+    """Connection to a worker that cannot be reached and has never sent a message."""
 
-    last_heard = -inf
-    decoding = _NOTHING
+    last_message_at = -inf
+    decoding = _NO_BREAKDOWN
 
 
-SILENT = Silent()
+NO_CONNECTION = NoConnection()
 
 
 @dataclass(slots=True)
@@ -159,7 +160,7 @@ class Attempt:
     newcomers: tuple[str, ...] = ()
     queue: pb.QueueBypass | None = None
     #: None after the end of the attempt
-    worker: Speaker | None = None
+    worker: WorkerConnection | None = None
     #: the request's outputs by choice, and their number of tokens at the dispatch
     outputs: Sequence[Sized] = ()
     tokens_before: int = 0
@@ -178,19 +179,19 @@ class Attempt:
     preempted: set[int] = field(default_factory=set)
     #: the worker's last breakdown, which is for one choice, and the time at which it arrived
     breakdown: session_pb2.TimeBreakdown | None = None
-    accounted: float | None = None
+    breakdown_at: float | None = None
     #: the worker's report on decoding sequences at that time, and its increase since then
-    _decoding: session_pb2.TimeBreakdown = field(default_factory=lambda: _NOTHING)
-    since: session_pb2.TimeBreakdown = field(default_factory=lambda: _NOTHING)
+    _decoding: session_pb2.TimeBreakdown = field(default_factory=lambda: _NO_BREAKDOWN)
+    decoding_since: session_pb2.TimeBreakdown = field(default_factory=lambda: _NO_BREAKDOWN)
     #: whether the worker has reported anything on the attempt
-    is_begun: bool = False
+    has_report: bool = False
     #: time of the worker's last message, if it has reported anything on the attempt
-    heard: float | None = None
+    last_message_at: float | None = None
     #: how the attempt ended; empty while it continues
     end: str = ""
 
     @property
-    def unaccounted(self) -> pb.SpanKind.ValueType:
+    def open_kind(self) -> pb.SpanKind.ValueType:
         """Return the kind of span that covers the time since the worker's last breakdown."""
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
@@ -210,11 +211,13 @@ class Attempt:
         The seconds are averages over the sequences that decoded at the worker in this time, because
         the worker reports no breakdown for this request alone.
         """
-        return at_worker(self.since)
+        return worker_shares(self.decoding_since)
 
     @property
     def steps(self) -> int:
-        return self.since.steps + (self.breakdown.steps if self.breakdown is not None else 0)
+        return self.decoding_since.steps + (
+            self.breakdown.steps if self.breakdown is not None else 0
+        )
 
     @property
     def last_token(self) -> float | None:
@@ -226,7 +229,7 @@ class Attempt:
         if self.first_token is None:
             return None
         pause = self.pauses[-1] if self.pauses else None
-        return pause.since if pause is not None and pause.until is None else self.heard
+        return pause.since if pause is not None and pause.until is None else self.last_message_at
 
     # reports of the worker
 
@@ -238,13 +241,13 @@ class Attempt:
         if self.worker is None:
             return
         self.new_tokens = sum(map(len, self.outputs)) - self.tokens_before
-        if not self.is_begun:
+        if not self.has_report:
             return
-        self.heard = self.worker.last_heard
-        if self.first_token is None or self.accounted is None or self._is_preempted:
+        self.last_message_at = self.worker.last_message_at
+        if self.first_token is None or self.breakdown_at is None or self._is_preempted:
             return
-        if self.heard > self.accounted:
-            self.since = _between(self._decoding, self.worker.decoding)
+        if self.last_message_at > self.breakdown_at:
+            self.decoding_since = _between(self._decoding, self.worker.decoding)
 
     def close(self, end: str) -> None:
         self.worker, self.outputs, self.end = None, (), end
@@ -252,18 +255,18 @@ class Attempt:
     def add_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
         """Record a time breakdown that the worker reported; it replaces the one before."""
         assert self.worker is not None
-        self.is_begun, self.accounted = True, self.worker.last_heard
+        self.has_report, self.breakdown_at = True, self.worker.last_message_at
         # A reference to the breakdown would keep the worker's whole frame in memory, so copy it.
         self.breakdown = session_pb2.TimeBreakdown()
         self.breakdown.CopyFrom(breakdown)
-        self._decoding, self.since = self.worker.decoding, _NOTHING
+        self._decoding, self.decoding_since = self.worker.decoding, _NO_BREAKDOWN
 
     def progress(self, message: session_pb2.Progress) -> None:
         """Record a worker's progress report, except for its tokens, which the outputs have."""
-        self.is_begun = True
+        self.has_report = True
         self.update()
         if self.new_tokens and self.first_token is None:
-            self.first_token = self.heard
+            self.first_token = self.last_message_at
         if self.waited_s is None and message.HasField("waited_s"):
             self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
         self.prefilled_tokens = message.prefilled_tokens or self.prefilled_tokens
@@ -275,16 +278,16 @@ class Attempt:
             self._resume(message.choice)
 
     def _pause(self, choice: int) -> None:
-        assert self.heard is not None
+        assert self.last_message_at is not None
         self.preempted.add(choice)
         if len(self.pauses) < _MAX_PAUSES:
-            self.pauses.append(Pause(choice, self.heard))
+            self.pauses.append(Pause(choice, self.last_message_at))
 
     def _resume(self, choice: int) -> None:
         self.preempted.discard(choice)
         for pause in self.pauses:
             if pause.choice == choice and pause.until is None:
-                pause.until = self.heard
+                pause.until = self.last_message_at
 
 
 def _between(
@@ -300,15 +303,15 @@ def _between(
 
 
 #: Number of last attempts whose spans are kept one by one. Those of earlier attempts are summed.
-MAX_TOLD = 8
+MAX_DETAILED_ATTEMPTS = 8
 #: End of an attempt that brought the request's last token.
 FINISHED = "finished"
 
 #: A queue wait of at most this many seconds is not a wait for capacity: the queue itself takes that
 #: long.
-_NOTHING_S = 1e-3
+_NEGLIGIBLE_WAIT_S = 1e-3
 #: Kinds of the last spans of a request, in this order.
-_BEHIND = (pb.SPAN_KIND_LEDGER, pb.SPAN_KIND_CLIENT)
+_AFTER_LAST_TOKEN = (pb.SPAN_KIND_LEDGER, pb.SPAN_KIND_CLIENT)
 
 
 class Span(NamedTuple):
@@ -318,10 +321,10 @@ class Span(NamedTuple):
 
 
 class Journal:
-    """Times of a request, as consecutive spans from its call at ``came`` on."""
+    """Times of a request, as consecutive spans from its call at ``called_at`` on."""
 
-    def __init__(self, came: float) -> None:
-        self.came = came
+    def __init__(self, called_at: float) -> None:
+        self.called_at = called_at
         #: seconds from the call until the request was in the ledger; None if another router
         #: accepted it
         self.accept_s: float | None = None
@@ -346,13 +349,13 @@ class Journal:
         self._attempts: deque[Attempt] = deque(maxlen=MAX_EVENTS)
         self._spans: list[Span] = []
         #: seconds of the attempts whose spans were dropped, by kind
-        self._early: dict[pb.SpanKind.ValueType, float] = {}
+        self._dropped_s: dict[pb.SpanKind.ValueType, float] = {}
         self._first_token: float | None = None
         self._num_dispatched = 0
         self._is_delivered = False
-        self._until = came
+        self._until = called_at
         #: kind of the time since ``_until``; unspecified after the end
-        self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_RECEIVE
+        self._open_kind: pb.SpanKind.ValueType = pb.SPAN_KIND_RECEIVE
         self._is_at_worker = False
         #: number of the attempt that the next span belongs to, and of the last attempt
         self._number = self._last_attempt = 0
@@ -362,19 +365,19 @@ class Journal:
 
     @property
     def is_open(self) -> bool:
-        return self._open != pb.SPAN_KIND_UNSPECIFIED
+        return self._open_kind != pb.SPAN_KIND_UNSPECIFIED
 
     # results
 
     @property
     def total_s(self) -> float:
         """Return the seconds from the call to the last event, which is the sum of the spans."""
-        return self._until - self.came
+        return self._until - self.called_at
 
     @property
     def unread_s(self) -> float:
         """Return the seconds of ``total_s`` in which a client had unread tokens."""
-        return min(self.total_s, self.unread.until(self._until))
+        return min(self.total_s, self.unread.seconds_until(self._until))
 
     @property
     def is_delivered(self) -> bool:
@@ -382,19 +385,23 @@ class Journal:
         return self._is_delivered
 
     @property
-    def behind_s(self) -> float:
+    def after_last_token_s(self) -> float:
         """Return the seconds from the last token until the end was stored and delivered."""
-        last = self._spans[-len(_BEHIND) :]
-        return sum(span.seconds for span in last if span.kind in _BEHIND)
+        last = self._spans[-len(_AFTER_LAST_TOKEN) :]
+        return sum(span.seconds for span in last if span.kind in _AFTER_LAST_TOKEN)
 
     @property
-    def heard(self) -> float:
+    def last_event_at(self) -> float:
         """Return the time of the last event or of the worker's last message, if that is later."""
         if not self._is_at_worker:
             return self._until
         attempt = self._attempts[-1]
         attempt.update()
-        return self._until if attempt.heard is None else max(self._until, attempt.heard)
+        return (
+            self._until
+            if attempt.last_message_at is None
+            else max(self._until, attempt.last_message_at)
+        )
 
     @property
     def spans(self) -> list[Span]:
@@ -403,20 +410,20 @@ class Journal:
         Spans of dropped attempts are summed by kind.
         """
         first = list(takewhile(lambda span: not span.attempt, self._spans))
-        early = (Span(kind, seconds) for kind, seconds in sorted(self._early.items()))
+        early = (Span(kind, seconds) for kind, seconds in sorted(self._dropped_s.items()))
         return [*first, *early, *self._spans[len(first) :]]
 
     @property
-    def kept_attempts(self) -> list[Attempt]:
-        """Return the last ``MAX_TOLD`` attempts, whose spans are kept one by one."""
-        return list(self._attempts)[-MAX_TOLD:]
+    def detailed_attempts(self) -> list[Attempt]:
+        """Return the last ``MAX_DETAILED_ATTEMPTS`` attempts, whose spans are kept one by one."""
+        return list(self._attempts)[-MAX_DETAILED_ATTEMPTS:]
 
     @property
     def num_dropped(self) -> int:
         """Return the number of attempts before these, of which only summed spans are kept."""
-        return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
+        return self.earlier_dropped + max(0, self._num_dispatched - MAX_DETAILED_ATTEMPTS)
 
-    def until(self, now: float, *, is_read: bool = False) -> Journal:
+    def snapshot(self, now: float, *, is_read: bool = False) -> Journal:
         """Return a journal with the times up to ``now``.
 
         Before the request's end, the current span ends at ``now``. After its end, a span of the
@@ -430,9 +437,9 @@ class Journal:
         journal._spans = [*self._spans]
         if journal._is_at_worker:
             journal._attempts[-1].update()
-            journal._leave(now, is_lost=False)
+            journal._add_attempt_spans(now, is_lost=False)
         if journal.is_open:
-            journal._lap(journal._open, now)
+            journal._add_span(journal._open_kind, now)
         elif is_read:
             journal.delivered(now)
         return journal
@@ -441,22 +448,22 @@ class Journal:
 
     def received(self, now: float) -> None:
         """Record that the call is checked and the prompt tokenised."""
-        self._lap(pb.SPAN_KIND_RECEIVE, now)
+        self._add_span(pb.SPAN_KIND_RECEIVE, now)
 
     def accepted(self, now: float) -> None:
         """Record that the ledger has the request."""
-        self._lap(pb.SPAN_KIND_LEDGER, now)
-        self.accept_s = now - self.came
+        self._add_span(pb.SPAN_KIND_LEDGER, now)
+        self.accept_s = now - self.called_at
         self._queue()
 
-    def adopted(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
+    def taken_over(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
         """Record a takeover: add the spans that the request's previous router recorded.
 
         The request has had ``num_attempts`` attempts before.
         """
         for span in earlier:
-            self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
-        self._lap(pb.SPAN_KIND_OTHER, now, 0)
+            self._add_span(span.kind, min(self._until + span.seconds, now), span.attempt)
+        self._add_span(pb.SPAN_KIND_OTHER, now, 0)
         self._last_attempt = num_attempts
         self._queue()
 
@@ -467,7 +474,7 @@ class Journal:
         message: session_pb2.Dispatched,
         known_tokens: int,
         neighbours: tuple[str, ...],
-        worker: Speaker,
+        worker: WorkerConnection,
         now: float,
         occupants: tuple[str, ...] = (),
     ) -> None:
@@ -477,7 +484,7 @@ class Journal:
         and at other workers. Occupants are kept only if the request waited for capacity.
         """
         queue_wait = message.queue_wait if message.HasField("queue_wait") else None
-        shares = {} if queue_wait is None else dict(in_queue(queue_wait))
+        shares = {} if queue_wait is None else dict(queue_shares(queue_wait))
         self._number = self._last_attempt = message.attempt
         self.bypassed += message.bypassed
         self._divide(pb.SPAN_KIND_NETWORK, [*shares.items()], now)
@@ -488,7 +495,7 @@ class Journal:
                 message.worker_id,
                 known_tokens,
                 neighbours,
-                occupants if shares.get(pb.SPAN_KIND_QUEUE, 0.0) > _NOTHING_S else (),
+                occupants if shares.get(pb.SPAN_KIND_QUEUE, 0.0) > _NEGLIGIBLE_WAIT_S else (),
                 queue=None if queue_wait is None else _copied(queue_wait.queue),
                 worker=worker,
                 outputs=self.outputs,
@@ -497,10 +504,10 @@ class Journal:
         )
         self._is_at_worker = self.awaits_token = True
         self._num_dispatched += 1
-        if self._num_dispatched > MAX_TOLD:
-            self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
+        if self._num_dispatched > MAX_DETAILED_ATTEMPTS:
+            self._merge_attempts_up_to(self._attempts[-MAX_DETAILED_ATTEMPTS - 1].number)
 
-    def joined(self, newcomers: tuple[str, ...]) -> None:
+    def set_newcomers(self, newcomers: tuple[str, ...]) -> None:
         """Set the ids of the requests that the worker received after this one.
 
         Do nothing if no worker has the request.
@@ -525,7 +532,7 @@ class Journal:
         if self._first_token is None:
             self._first_token = attempt.first_token
 
-    def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
+    def end_attempt(self, end: str, now: float, *, is_lost: bool = False) -> None:
         """End the attempt, if there is one, because no worker has the request any more.
 
         ``end`` is a text that says how it ended. ``is_lost`` states whether the worker lost the
@@ -535,33 +542,33 @@ class Journal:
             return
         attempt, is_finished = self._attempts[-1], end == FINISHED
         attempt.update()
-        if is_finished and attempt.heard is not None:
-            now = attempt.heard
-        self._leave(now, is_lost=is_lost)
+        if is_finished and attempt.last_message_at is not None:
+            now = attempt.last_message_at
+        self._add_attempt_spans(now, is_lost=is_lost)
         attempt.close(end)
         self.awaits_token = False
         self._is_at_worker = False
-        self._open = pb.SPAN_KIND_LEDGER if is_finished else pb.SPAN_KIND_MIGRATION
+        self._open_kind = pb.SPAN_KIND_LEDGER if is_finished else pb.SPAN_KIND_MIGRATION
 
-    def queued_again(self, now: float) -> None:
-        self.left("", now)
-        self._lap(self._open, now)
+    def requeued(self, now: float) -> None:
+        self.end_attempt("", now)
+        self._add_span(self._open_kind, now)
         self._queue()
 
     def withdrawn(self, queue_wait: session_pb2.QueueWait, now: float) -> None:
         """Record the leader's report on the queue wait of a request that ended in the queue."""
         if self._is_queued:
-            self._divide(pb.SPAN_KIND_NETWORK, in_queue(queue_wait), now)
-            self._open = pb.SPAN_KIND_LEDGER
+            self._divide(pb.SPAN_KIND_NETWORK, queue_shares(queue_wait), now)
+            self._open_kind = pb.SPAN_KIND_LEDGER
 
     # reading and end
 
     def readable(self, now: float) -> None:
         """Record the first token that clients can read at this router."""
         if self.accept_s is not None:
-            self.readable_s = now - self.came - self.accept_s
+            self.readable_s = now - self.called_at - self.accept_s
         if self.ttft_s is None:
-            self.ttft_s = now - self.came
+            self.ttft_s = now - self.called_at
             if self._first_token is not None:
                 self.ledger_s = now - self._first_token
 
@@ -571,63 +578,67 @@ class Journal:
         ``end`` is a text that says how. It is also the end of the attempt, if a worker has the
         request.
         """
-        self.left(end, now)
+        self.end_attempt(end, now)
         if self.is_open:
-            self._lap(pb.SPAN_KIND_QUEUE if self._is_queued else pb.SPAN_KIND_LEDGER, now)
-        self._open = pb.SPAN_KIND_UNSPECIFIED
+            self._add_span(pb.SPAN_KIND_QUEUE if self._is_queued else pb.SPAN_KIND_LEDGER, now)
+        self._open_kind = pb.SPAN_KIND_UNSPECIFIED
 
     def delivered(self, now: float) -> None:
         """Record that a client has read everything; only the first call counts."""
         if not self.is_open and not self._is_delivered:
-            self._lap(pb.SPAN_KIND_CLIENT, now)
+            self._add_span(pb.SPAN_KIND_CLIENT, now)
             self._is_delivered = True
 
     # spans
 
     @property
     def _is_queued(self) -> bool:
-        return self._open == pb.SPAN_KIND_QUEUE and not self._is_at_worker
+        return self._open_kind == pb.SPAN_KIND_QUEUE and not self._is_at_worker
 
     def _queue(self) -> None:
-        self._open = pb.SPAN_KIND_QUEUE
+        self._open_kind = pb.SPAN_KIND_QUEUE
         self._number = self._last_attempt + 1
 
-    def _leave(self, now: float, *, is_lost: bool) -> None:
+    def _add_attempt_spans(self, now: float, *, is_lost: bool) -> None:
         attempt = self._attempts[-1]
-        if attempt.breakdown is not None and attempt.accounted is not None:
-            self._divide(pb.SPAN_KIND_NETWORK, at_worker(attempt.breakdown), attempt.accounted)
-            if attempt.heard is not None and attempt.since.steps:
-                self._divide(attempt.unaccounted, attempt.shares, attempt.heard)
-        elif attempt.waited_s is not None and attempt.heard is not None:
-            first = attempt.heard if attempt.first_token is None else attempt.first_token
-            self._lap(pb.SPAN_KIND_WORKER_WAIT, min(self._until + attempt.waited_s, first))
-            self._lap(pb.SPAN_KIND_PREFILL, first)
-        if attempt.heard is not None:
-            self._lap(attempt.unaccounted, attempt.heard)
-            self._lap(pb.SPAN_KIND_MIGRATION if is_lost else attempt.unaccounted, now)
+        if attempt.breakdown is not None and attempt.breakdown_at is not None:
+            self._divide(
+                pb.SPAN_KIND_NETWORK, worker_shares(attempt.breakdown), attempt.breakdown_at
+            )
+            if attempt.last_message_at is not None and attempt.decoding_since.steps:
+                self._divide(attempt.open_kind, attempt.shares, attempt.last_message_at)
+        elif attempt.waited_s is not None and attempt.last_message_at is not None:
+            first = attempt.last_message_at if attempt.first_token is None else attempt.first_token
+            self._add_span(pb.SPAN_KIND_WORKER_WAIT, min(self._until + attempt.waited_s, first))
+            self._add_span(pb.SPAN_KIND_PREFILL, first)
+        if attempt.last_message_at is not None:
+            self._add_span(attempt.open_kind, attempt.last_message_at)
+            self._add_span(pb.SPAN_KIND_MIGRATION if is_lost else attempt.open_kind, now)
         else:
-            self._lap(pb.SPAN_KIND_OTHER if is_lost else pb.SPAN_KIND_WORKER_WAIT, now)
+            self._add_span(pb.SPAN_KIND_OTHER if is_lost else pb.SPAN_KIND_WORKER_WAIT, now)
 
     def _divide(
         self,
-        rest: pb.SpanKind.ValueType,
+        rest_kind: pb.SpanKind.ValueType,
         shares: Sequence[Share],
         until: float,
     ) -> None:
         """Divide the time up to ``until`` into spans, by shares that the leader or worker reported.
 
         If the sum of the shares exceeds this time, all of them are scaled down. If the sum is less,
-        the remaining time precedes them as a span of kind ``rest``.
+        the remaining time precedes them as a span of kind ``rest_kind``.
         """
-        whole, told = max(0.0, until - self._until), sum(seconds for _, seconds in shares)
-        scale = min(1.0, whole / told) if told > 0.0 else 0.0
-        self._lap(rest, until - scale * told)
+        whole, reported = max(0.0, until - self._until), sum(seconds for _, seconds in shares)
+        scale = min(1.0, whole / reported) if reported > 0.0 else 0.0
+        self._add_span(rest_kind, until - scale * reported)
         for kind, seconds in shares:
             if seconds > 0.0:
-                self._lap(kind, min(self._until + scale * seconds, until))
+                self._add_span(kind, min(self._until + scale * seconds, until))
         self._until = max(self._until, until)
 
-    def _lap(self, kind: pb.SpanKind.ValueType, until: float, attempt: int | None = None) -> None:
+    def _add_span(
+        self, kind: pb.SpanKind.ValueType, until: float, attempt: int | None = None
+    ) -> None:
         if until > self._until:
             number = self._number if attempt is None else attempt
             seconds = until - self._until
@@ -638,7 +649,7 @@ class Journal:
                 self._spans.append(Span(kind, seconds, number))
             self._until = until
 
-    def _forget_up_to(self, attempt: int) -> None:
+    def _merge_attempts_up_to(self, attempt: int) -> None:
         """Keep only sums of the spans of attempts up to this one.
 
         Spans before the first attempt stay as they are.
@@ -647,7 +658,7 @@ class Journal:
         self.earlier_attempts = ()
         for span in self._spans:
             if 1 <= span.attempt <= attempt:
-                self._early[span.kind] = self._early.get(span.kind, 0.0) + span.seconds
+                self._dropped_s[span.kind] = self._dropped_s.get(span.kind, 0.0) + span.seconds
         self._spans = [span for span in self._spans if not 1 <= span.attempt <= attempt]
 
 
@@ -660,16 +671,16 @@ def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
 class RequestTimes:
     """Times of a request at this router, which are reported to ``observer`` as metrics.
 
-    ``has_begun_elsewhere`` states that another router has delivered the first token.
+    ``has_earlier_output`` states that another router has delivered the first token.
     """
 
-    def __init__(self, journal: Journal, now: float, *, has_begun_elsewhere: bool) -> None:
-        self.observer: ClassObserver = NOBODY
+    def __init__(self, journal: Journal, now: float, *, has_earlier_output: bool) -> None:
+        self.observer: ClassObserver = NO_OBSERVER
         #: seconds in the queue before dispatches, over all attempts
         self.queued_s = 0.0
         self._journal = journal
-        self._has_begun_elsewhere = has_begun_elsewhere
-        self._taken = self._waiting_since = now
+        self._has_earlier_output = has_earlier_output
+        self._owned_since = self._waiting_since = now
         self._dispatched: float | None = None
         self._predicted_ttft_s: float | None = None
         self._predicted_tpot_s: float | None = None
@@ -679,11 +690,11 @@ class RequestTimes:
 
     def age_s(self, now: float) -> float:
         """Return the seconds since the call."""
-        return now - self._journal.came
+        return now - self._journal.called_at
 
     # events
 
-    def queued_again(self, now: float) -> None:
+    def requeued(self, now: float) -> None:
         self._waiting_since = now
 
     def dispatched(self, message: session_pb2.Dispatched, now: float) -> None:
@@ -697,7 +708,7 @@ class RequestTimes:
             self._dispatched = now
             self.observer.dispatched(self.queued_s)
 
-    def more_to_read(self, choice: int, now: float) -> None:
+    def more_readable(self, choice: int, now: float) -> None:
         """Record that more tokens of a choice became readable, and report the time to the observer.
 
         For the first token of the request, the time since the call is reported. For later tokens,
@@ -705,29 +716,29 @@ class RequestTimes:
         """
         if self._first_token is None:
             self._first_token = now
-            if not self._has_begun_elsewhere:
-                self._first_to_read(now)
+            if not self._has_earlier_output:
+                self._first_readable(now)
         if (before := self._readable_since.get(choice)) is not None:
             self.observer.next_tokens(now - before)
         self._readable_since[choice] = now
 
-    def _first_to_read(self, now: float) -> None:
+    def _first_readable(self, now: float) -> None:
         self._journal.readable(now)
         if self._dispatched is not None:
             self.observer.first_token(self.age_s(now), now - self._dispatched)
             if self._predicted_ttft_s is not None:
-                self.observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
+                self.observer.ttft_predicted(self._predicted_ttft_s, now - self._owned_since)
 
-    def judge_tpot(self, longest: int, now: float) -> float | None:
+    def report_tpot_ratio(self, longest: int, now: float) -> float | None:
         """Return the measured divided by the predicted time per output token, and report it.
 
         The ratio is reported to the observer. ``longest`` is the number of tokens of the longest
         choice, and ``now`` the time of the last token. Return None, without a report, if there was
         no prediction, if the output is too short, or if another router delivered the first token.
         """
-        if self._first_token is None or self._has_begun_elsewhere:
+        if self._first_token is None or self._has_earlier_output:
             return None
-        ratio = seen_ratio(self._predicted_tpot_s, now - self._first_token, longest)
+        ratio = measured_tpot_ratio(self._predicted_tpot_s, now - self._first_token, longest)
         if ratio is not None:
             self.observer.tpot_predicted(ratio)
         return ratio
@@ -738,7 +749,7 @@ class RequestTimes:
         """Report to the observer that the request has ended with its last token."""
         self.observer.finished(
             self.age_s(now),
-            now - self._began_to_tell(now),
+            now - self._first_token_or(now),
             prompt_tokens,
             output_tokens,
             self._journal.bypassed,
@@ -756,15 +767,15 @@ class RequestTimes:
 
     def ttft_s(self, ended: float) -> float:
         """Return the seconds from the call to the first token, or to ``ended`` without a token."""
-        told_s = self._journal.ttft_s
-        return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
+        recorded_s = self._journal.ttft_s
+        return self.age_s(self._first_token_or(ended)) if recorded_s is None else recorded_s
 
     @property
-    def foreseen_ttft_s(self) -> float | None:
+    def predicted_ttft_s(self) -> float | None:
         """Return the predicted seconds from the call to the first token; None if unknown."""
         if self._predicted_ttft_s is None:
             return None
-        return self.age_s(self._taken) + self._predicted_ttft_s
+        return self.age_s(self._owned_since) + self._predicted_ttft_s
 
-    def _began_to_tell(self, ended: float) -> float:
+    def _first_token_or(self, ended: float) -> float:
         return ended if self._first_token is None else self._first_token

@@ -27,7 +27,7 @@ _Key = tuple[LiveRequest, int, int]
 #: Seconds between two attempts while the ledger is unavailable.
 _RETRY_S = 0.1
 #: Answers that are handled without yielding to the event loop.
-_AT_ONCE = 64
+_ANSWERS_PER_TURN = 64
 #: Seconds after which an answer is late. Time in which the event loop was stalled does not count.
 _LATE_S = 0.3
 
@@ -76,15 +76,15 @@ class LedgerAppender:
                 answers = await self._append(batch)
             except LedgerUnavailable as error:
                 log.warning("ledger unavailable", cause=str(error), appends=len(batch))
-                self._put_back(batch)
+                self._requeue(batch)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            told = zip(batch.items(), answers, strict=True)
-            answered = [(live, append, answer) for ((live, *_), append), answer in told]
-            for first in range(0, len(answered), _AT_ONCE):
+            pairs = zip(batch.items(), answers, strict=True)
+            answered = [(live, append, answer) for ((live, *_), append), answer in pairs]
+            for first in range(0, len(answered), _ANSWERS_PER_TURN):
                 if first:
                     await asyncio.sleep(0)
-                self._on_answers(answered[first : first + _AT_ONCE])
+                self._on_answers(answered[first : first + _ANSWERS_PER_TURN])
 
     async def _gather(self) -> None:
         if self._gather_s:
@@ -109,7 +109,7 @@ class LedgerAppender:
         finally:
             call.cancel()
 
-    def _put_back(self, batch: dict[_Key, Append]) -> None:
+    def _requeue(self, batch: dict[_Key, Append]) -> None:
         later, self._pending = self._pending, batch
         for (live, *_), append in later.items():
             self.add(live, append)
@@ -155,11 +155,11 @@ class TokenWriter:
         self._registry = registry
         self._on_difference = on_difference
         self._on_failure = on_failure
-        self._is_behind = config.durability == "behind"
-        self._may_go_on_s = config.unledgered if config.on_ledger_loss == "available" else 0.0
+        self._is_write_behind = config.durability == "behind"
+        self._max_unledgered_s = config.unledgered if config.on_ledger_loss == "available" else 0.0
         self._away_since: float | None = None
         self._appender = LedgerAppender(
-            ledger, self._answered, self._away, _GATHER_S if self._is_behind else 0.0
+            ledger, self._on_answers, self._on_away, _GATHER_S if self._is_write_behind else 0.0
         )
 
     async def run(self) -> None:
@@ -178,10 +178,10 @@ class TokenWriter:
         "behind" they are readable at once, unless the ledger has been unavailable for too long.
         """
         self._appender.add(live, live.append(choice, offset))
-        if self._is_behind and self._may_run_ahead():
-            live.run_ahead(choice, now())
+        if self._is_write_behind and self._may_deliver_unledgered():
+            live.make_all_readable(choice, now())
 
-    def write_rest(self, live: LiveRequest) -> None:
+    def write_unstored(self, live: LiveRequest) -> None:
         """Queue all output that the ledger does not have for the next write to the ledger."""
         for choice in live.choices:
             if not choice.is_stored:
@@ -192,40 +192,42 @@ class TokenWriter:
 
         Return earlier if the request has ended.
         """
-        self.write_rest(live)
+        self.write_unstored(live)
         await live.all_stored()
 
     def mark_stored(self, live: LiveRequest, entry: Entry) -> None:
         """Mark as stored the tokens that the ledger has according to ``entry``."""
-        heard = now()
+        answered_at = now()
         for choice, count in zip(live.choices, entry.num_tokens, strict=True):
-            self._mark(live, choice, count, heard)
+            self._mark(live, choice, count, answered_at)
 
-    def _mark(self, live: LiveRequest, choice: Choice, count: int, heard: float) -> None:
+    def _mark(self, live: LiveRequest, choice: Choice, count: int, answered_at: float) -> None:
         self._registry.counters.output_tokens += max(0, count - choice.stored)
-        live.mark_stored(choice, count, heard)
+        live.mark_stored(choice, count, answered_at)
 
     # the ledger's answers, or their absence
 
-    def _answered(self, answered: Sequence[Answered]) -> None:
-        self._away_since, heard = None, now()
+    def _on_answers(self, answered: Sequence[Answered]) -> None:
+        self._away_since, answered_at = None, now()
         for live, append, answer in answered:
             if self._registry.has(live):
-                self._on_answer(live, append, answer, heard)
+                self._on_answer(live, append, answer, answered_at)
 
-    def _on_answer(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
+    def _on_answer(
+        self, live: LiveRequest, append: Append, answer: Appended, answered_at: float
+    ) -> None:
         if answer is Appended.FINISHED:
-            self._finished(live, heard)
+            self._on_finished(live, answered_at)
         elif answer is Appended.OK:
-            self._stored(live, append, heard)
+            self._on_stored(live, append, answered_at)
         elif answer is Appended.LIMIT:
             self._on_failure(live, DataLoss(f"more than max_tokens at offset {append.offset}"))
         elif append.epoch == live.epoch:
             self._on_difference(live)
 
-    def _stored(self, live: LiveRequest, append: Append, heard: float) -> None:
+    def _on_stored(self, live: LiveRequest, append: Append, answered_at: float) -> None:
         choice = live.choices[append.choice]
-        self._mark(live, choice, append.offset + len(append.tokens), heard)
+        self._mark(live, choice, append.offset + len(append.tokens), answered_at)
         if not append.finish_reason:
             return
         if all(other.is_complete for other in live.choices if other is not choice):
@@ -236,21 +238,21 @@ class TokenWriter:
             choice.complete()
             live.wake()
 
-    def _finished(self, live: LiveRequest, heard: float) -> None:
+    def _on_finished(self, live: LiveRequest, answered_at: float) -> None:
         for choice in live.choices:
-            self._mark(live, choice, len(choice.output), heard)
+            self._mark(live, choice, len(choice.output), answered_at)
         self._registry.finalize(live, _finished_entry(live))
-        log.info("finished", **live.names, tokens=live.num_tokens)
+        log.info("finished", **live.log_fields, tokens=live.num_tokens)
 
-    def _away(self, live: LiveRequest, append: Append) -> None:
+    def _on_away(self, live: LiveRequest, append: Append) -> None:
         if self._away_since is None:
             self._away_since = now()
-        if self._registry.has(live) and self._may_run_ahead():
-            live.run_ahead(live.choices[append.choice], now())
+        if self._registry.has(live) and self._may_deliver_unledgered():
+            live.make_all_readable(live.choices[append.choice], now())
 
-    def _may_run_ahead(self) -> bool:
+    def _may_deliver_unledgered(self) -> bool:
         """Return whether clients may read output now that the ledger does not have."""
-        return self._away_since is None or now() - self._away_since < self._may_go_on_s
+        return self._away_since is None or now() - self._away_since < self._max_unledgered_s
 
 
 def _finished_entry(live: LiveRequest) -> Entry:

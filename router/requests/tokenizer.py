@@ -37,7 +37,7 @@ _MAX_CHARACTERS_PER_TOKEN = 128
 #: is tokenised. Prose has 3 to 5 bytes per token, so few texts that fit are counted.
 _COUNTED_BYTES_PER_TOKEN = 6
 #: Characters of a piece whose tokens are counted.
-_COUNTED_AT_ONCE = 1 << 14
+_COUNTED_CHARACTERS = 1 << 14
 #: Names of the context length in the configurations of the model families.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 #: Value of a limit that the configuration does not state. The limits that workers announce bound
@@ -162,7 +162,7 @@ class ServedModel:
     #: activated a moment ago
     is_switching: bool = field(default=False, init=False)
     #: most tokens of a sequence that a worker can hold, by worker id
-    _rooms: dict[str, int] = field(default_factory=dict, init=False)
+    _capacities: dict[str, int] = field(default_factory=dict, init=False)
 
     @classmethod
     def load(
@@ -201,24 +201,24 @@ class ServedModel:
             ),
         )
 
-    def expect(self, last: session_pb2.WorkerInfo) -> None:
+    def assume_limit(self, last: session_pb2.WorkerInfo) -> None:
         """Use the length limit that the worker ``last`` announced in the past.
 
-        The limit holds until a worker is connected (``limit``). The fingerprint stays unknown until
-        then. Do nothing if that worker had another model.
+        The limit holds until a worker is connected (``update_limits``). The fingerprint stays
+        unknown until then. Do nothing if that worker had another model.
         """
         if last.model == self.name:
-            self.max_model_len = _room(last)
+            self.max_model_len = _capacity(last)
 
-    def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
+    def update_limits(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
         """Use the limits and the fingerprint that the connected workers announced.
 
         Without workers, the last limits stay in effect.
         """
-        self._rooms = {worker.worker_id: _room(worker) for worker in workers}
+        self._capacities = {worker.worker_id: _capacity(worker) for worker in workers}
         if workers:
             self.fingerprint = workers[-1].fingerprint
-            self.max_model_len = min(self._rooms.values())
+            self.max_model_len = min(self._capacities.values())
 
     @property
     def longest_sequence(self) -> int:
@@ -243,16 +243,16 @@ class ServedModel:
         The request may have been accepted before this worker was known. An unknown worker, or a
         request with ``clamp_max_tokens``, passes the check.
         """
-        room = self._rooms.get(worker_id)
-        if room is not None and not request.clamp_max_tokens:
-            _check_total(len(request.prompt_ids), request.max_tokens, room)
+        capacity = self._capacities.get(worker_id)
+        if capacity is not None and not request.clamp_max_tokens:
+            _check_total(len(request.prompt_ids), request.max_tokens, capacity)
 
     def check_name(self, request: Request) -> None:
         """Raise UnknownModel if a stored request is for another model."""
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is no longer served")
 
-    def check_asked(self, name: str) -> None:
+    def check_requested(self, name: str) -> None:
         """Check that ``name``, the model that a request asks for, is this model's name or empty.
 
         Raises UnknownModel, or RouterStopping while models are being switched (``is_switching``).
@@ -264,10 +264,10 @@ class ServedModel:
             raise RouterStopping(f"{cause}, and one model is replacing another: try again")
         raise UnknownModel(cause, field="model")
 
-    def begun(self, request: Request, *, has_begun: bool) -> Request:
+    def with_fingerprint(self, request: Request, *, has_output: bool) -> Request:
         """Return the request with the fingerprint that this model's workers announced.
 
-        ``has_begun`` states whether the request has output already. Raises UnknownModel if the
+        ``has_output`` states whether the request has output already. Raises UnknownModel if the
         request is for another model, or if its output was made with another fingerprint: other
         weights, another tokenizer or other settings. A fingerprint that is not known yet matches
         every other.
@@ -275,7 +275,7 @@ class ServedModel:
         self.check_name(request)
         if self.fingerprint in ("", request.fingerprint):
             return request
-        if has_begun and request.fingerprint:
+        if has_output and request.fingerprint:
             raise UnknownModel(
                 f"the model {self.name!r} has changed since the request began: "
                 f"its fingerprint was {request.fingerprint} and is {self.fingerprint}"
@@ -289,13 +289,13 @@ class ServedModel:
         are being switched. Raises EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange
         for an invalid token id or parameter.
         """
-        self.check_asked(submission.model)
+        self.check_requested(submission.model)
         prompt_ids = self._prompt_ids(submission.prompt)
-        room = self._room_behind(len(prompt_ids))
+        max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
         if submission.max_tokens is not None and not is_clamped:
             _check_total(len(prompt_ids), submission.max_tokens, self.longest_sequence)
-        max_tokens = min(room, submission.max_tokens or room)
+        max_tokens = min(max_output, submission.max_tokens or max_output)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
         self._check_sampling(submission.sampling, max_tokens)
         _check_amount(submission, len(prompt_ids), max_tokens)
@@ -326,12 +326,12 @@ class ServedModel:
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
         )
 
-    def _room_behind(self, num_prompt: int) -> int:
-        room = self.longest_sequence - num_prompt
-        if room < 1:
-            what = f"the prompt of {num_prompt} tokens leaves no room for an output token"
-            raise PromptTooLong(self._too_long(what), field="prompt")
-        return room
+    def _max_output(self, num_prompt: int) -> int:
+        max_output = self.longest_sequence - num_prompt
+        if max_output < 1:
+            detail = f"the prompt of {num_prompt} tokens leaves no room for an output token"
+            raise PromptTooLong(self._too_long(detail), field="prompt")
+        return max_output
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -377,15 +377,15 @@ class ServedModel:
         if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
             return
         num_tokens = 0
-        for start in range(0, len(text), _COUNTED_AT_ONCE):
-            piece = text[start : start + _COUNTED_AT_ONCE]
+        for start in range(0, len(text), _COUNTED_CHARACTERS):
+            piece = text[start : start + _COUNTED_CHARACTERS]
             num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
             if num_tokens > 2 * limit:
-                what = (
+                detail = (
                     f"the first {start + len(piece)} of its {len(text)} characters have about "
                     f"{num_tokens} tokens"
                 )
-                raise PromptTooLong(self._too_long(what), field="prompt")
+                raise PromptTooLong(self._too_long(detail), field="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text, which may exceed the context.
@@ -405,16 +405,16 @@ class ServedModel:
             # Each token stands for a limited number of characters, so this text is certainly too
             # long.
             if len(prompt) > self.longest_sequence * _MAX_CHARACTERS_PER_TOKEN:
-                what = f"{len(prompt)} characters do not fit"
-                raise PromptTextTooLong(self._too_long(what), field="text")
+                detail = f"{len(prompt)} characters do not fit"
+                raise PromptTextTooLong(self._too_long(detail), field="text")
         elif len(prompt) > self.longest_sequence:
-            what = f"{len(prompt)} tokens do not fit"
-            raise PromptTooLong(self._too_long(what), field="tokens")
+            detail = f"{len(prompt)} tokens do not fit"
+            raise PromptTooLong(self._too_long(detail), field="tokens")
 
-    def _too_long(self, what: str) -> str:
+    def _too_long(self, detail: str) -> str:
         return (
             "the prompt is too long: this model's maximum context length is "
-            f"{self.longest_sequence} tokens (worker.max_model_len), and {what}"
+            f"{self.longest_sequence} tokens (worker.max_model_len), and {detail}"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -445,7 +445,7 @@ class ServedModel:
             )
 
 
-def _room(worker: session_pb2.WorkerInfo) -> int:
+def _capacity(worker: session_pb2.WorkerInfo) -> int:
     return min(worker.max_model_len, worker.num_blocks * BLOCK_SIZE)
 
 

@@ -12,14 +12,14 @@ from router.requests.request import LiveRequest
 class Tracer(Protocol):
     """Recorder of distributed traces of a router's requests."""
 
-    def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+    def start_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
         """Return the trace context for the span of a call with this metadata, or None without one.
 
         The span is a child of the client's span, if the metadata contains a trace context.
         """
         ...
 
-    def wants(self, trace: TraceContext | None) -> bool:
+    def is_recorded(self, trace: TraceContext | None) -> bool:
         """Return whether ``ended`` must be called for a request with this trace context."""
         ...
 
@@ -35,10 +35,10 @@ class Tracer(Protocol):
 
 
 class _NoTraces:
-    def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+    def start_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
         return None
 
-    def wants(self, trace: TraceContext | None) -> bool:
+    def is_recorded(self, trace: TraceContext | None) -> bool:
         return False
 
     def refused(

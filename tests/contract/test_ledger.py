@@ -20,7 +20,7 @@ from everlift.errors import (
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.base import (
-    MOST_LISTED,
+    MAX_PAGE_SIZE,
     ClusterPolicy,
     Ledger,
     NotQueued,
@@ -41,7 +41,7 @@ from router.ledger.entry import (
     Stored,
     StoredChoice,
     Tally,
-    lost_too_often,
+    attempts_exhausted_message,
 )
 from tests.support.ledger.ledgers import (
     Tick,
@@ -1333,7 +1333,7 @@ async def test_release_counts_losses_until_failure(ledger: Ledger) -> None:
     assert (entry.state, entry.attempts, entry.losses) == (State.FAILED, 3, 2)
     assert (entry.error_slug, entry.error_message) == (
         AttemptsExhausted.slug,
-        lost_too_often(2, "why"),
+        attempts_exhausted_message(2, "why"),
     )
 
 
@@ -1725,7 +1725,7 @@ async def test_scaling_is_read_with_its_age(ledger: Ledger) -> None:
 
 
 async def names(
-    ledger: Ledger, tenant: str = "", limit: int = MOST_LISTED, states: Collection[State] = ()
+    ledger: Ledger, tenant: str = "", limit: int = MAX_PAGE_SIZE, states: Collection[State] = ()
 ) -> list[str]:
     """Of all that is listed, page by page."""
     found: list[str] = []
@@ -1744,7 +1744,7 @@ async def open_all(ledger: Ledger, tick: Tick, *request_ids: str) -> None:
         await tick()
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5, 7, MOST_LISTED])
+@pytest.mark.parametrize("limit", [1, 2, 5, 7, MAX_PAGE_SIZE])
 async def test_listing_is_newest_first_in_pages(ledger: Ledger, tick: Tick, limit: int) -> None:
     ids = [f"r{number}" for number in range(7)]
     await open_all(ledger, tick, *ids)
@@ -1799,7 +1799,7 @@ async def test_ledger_listing_filters_by_state(ledger: Ledger, tick: Tick) -> No
 
 async def test_listing_page_examines_bounded_number_of_requests(ledger: Ledger) -> None:
     await run(ledger, "first")
-    for number in range(MOST_LISTED):
+    for number in range(MAX_PAGE_SIZE):
         await ledger.open(make_request(f"r{number:04}"), "gateway")
     page = await ledger.list_requests("", states=[State.RUNNING])
     assert page.entries == () and page.last is not None and page.last.request_id == "r0000"
@@ -1807,7 +1807,7 @@ async def test_listing_page_examines_bounded_number_of_requests(ledger: Ledger) 
     assert [entry.request_id for entry in rest.entries] == ["first"] and rest.last is None
 
 
-@pytest.mark.parametrize("limit", [0, MOST_LISTED + 1])
+@pytest.mark.parametrize("limit", [0, MAX_PAGE_SIZE + 1])
 async def test_listing_rejects_invalid_page_size(ledger: Ledger, limit: int) -> None:
     with pytest.raises(ValueError, match="a page has"):
         await ledger.list_requests("", limit=limit)

@@ -348,7 +348,7 @@ async def test_tenant_keys_expire_when_buckets_are_full(ledger: RedisLedger, key
     left = await keys.left_ms()
     assert left.keys() == {"slots:acme", "charges:acme", "buckets:acme"}
     assert 0 < min(left.values()) <= max(left.values()) <= 61_000
-    await ledger.hold(["acme/r"], 100.0)
+    await ledger.renew_charges(["acme/r"], 100.0)
     left = await keys.left_ms()
     assert min(left["slots:acme"], left["charges:acme"]) > 61_000
     await ledger.settle_charges([Settlement("acme/r", 9)])

@@ -175,7 +175,7 @@ async def test_settlements_of_many_tenants_share_one_call(ledger: Ledger) -> Non
     for each in charges:
         assert await ledger.charge(replace(each, request_id=f"{each.request_id}-2"), AGES_S)
     await ledger.settle_charges([])
-    await ledger.hold([], AGES_S)
+    await ledger.renew_charges([], AGES_S)
 
 
 # slots and their leases
@@ -197,7 +197,7 @@ async def test_slot_counts_until_lease_expires(ledger: Ledger, tick: Tick) -> No
 async def test_held_slot_does_not_expire(ledger: Ledger, tick: Tick) -> None:
     assert await ledger.charge(charge("a", **{AT_A_TIME: 2}), LEASE_S)
     assert await ledger.charge(charge("b", **{AT_A_TIME: 2}), LEASE_S)
-    await ledger.hold(["acme/a"], AGES_S)
+    await ledger.renew_charges(["acme/a"], AGES_S)
 
     async def is_one_free() -> bool:
         try:
@@ -217,10 +217,10 @@ async def test_resent_request_keeps_its_slot(ledger: Ledger, tick: Tick) -> None
     assert not await is_free(ledger)
 
 
-async def test_hold_restores_expired_slot(ledger: Ledger, tick: Tick) -> None:
+async def test_renew_charges_restores_expired_slot(ledger: Ledger, tick: Tick) -> None:
     assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), LEASE_S)
     await eventually(lambda: is_free(ledger), tick)
-    await ledger.hold(["acme/a"], AGES_S)
+    await ledger.renew_charges(["acme/a"], AGES_S)
     await settle(ledger, "next", 0)
     assert not await is_free(ledger, "third")
 

@@ -165,7 +165,7 @@ class _OneWorker:
 
     def __init__(self) -> None:
         info = SimpleNamespace(worker_id="abc123", tensor_parallel=2)
-        self.links = (SimpleNamespace(info=info, is_up=True, hold=_check_seconds),)
+        self.links = (SimpleNamespace(info=info, is_up=True, delay_messages=_check_seconds),)
 
     def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
         assert worker_id == "abc123"

@@ -25,7 +25,7 @@ from router.api.openai.event_id import EventId
 from router.auth.access import Table
 from router.auth.caller import Scope
 from router.auth.document import Document
-from router.auth.key import Key, hash_of, whole
+from router.auth.key import Key, hash_of, join_key
 from router.console.actions import check_own_page, message_of
 from router.observability.metrics.http_server import MAX_HEAD_BYTES, MetricsServer, encoder
 from tests.fuzz.mutation import json_reshaped, parts_reshaped
@@ -306,7 +306,7 @@ _SCRAPES = (
 
 # headers and tokens: what one looks like in the first line, what it is in the rest
 
-_KEY = whole("0123456789ab", "x" * 43)
+_KEY = join_key("0123456789ab", "x" * 43)
 _REGISTRY = CollectorRegistry()
 Gauge("everlift_waiting", "requests that wait", registry=_REGISTRY).set(1)
 _TABLE = Table(
@@ -323,8 +323,8 @@ _TABLE = Table(
 def _submission(text: str) -> None:
     given = dict(line.partition(": ")[::2] for line in text.split("\n"))
     message = pb.GenerateRequest()
-    service.apply(message, given)
-    service.apply(pb.GenerateRequest(), given, place=3)
+    service.apply_headers(message, given)
+    service.apply_headers(pb.GenerateRequest(), given, place=3)
     message.SerializeToString()
 
 
@@ -356,7 +356,9 @@ def _event_id(text: str) -> None:
 
 
 def _page(text: str) -> None:
-    assert service.read(service.write(service.read(text))) == service.read(text)
+    assert service.parse_page_token(
+        service.page_token(service.parse_page_token(text))
+    ) == service.parse_page_token(text)
 
 
 _HEADERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
@@ -370,7 +372,7 @@ _HEADERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "credential": (_credential, (f"authorization: Bearer {_KEY}", f"x-api-key: {_KEY}")),
     "trace": (_trace, ("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01\na=b,c@d=e",)),
     "event_id": (_event_id, ("r:1/12.57,7.30e",)),
-    "page_token": (_page, (service.write(service.Position(17.5, "acme/r:1")),)),
+    "page_token": (_page, (service.page_token(service.Position(17.5, "acme/r:1")),)),
     "own_page": (
         _own_page,
         (

@@ -104,10 +104,10 @@ def test_ramp_finds_saturation_within_ten_percent(
         ramp.report(rate, rate <= saturation)
         tried += 1
     assert tried <= 12
-    assert ramp.kept is None or ramp.kept <= saturation
-    assert ramp.too_much is None or ramp.too_much > saturation
-    if ramp.kept is not None and ramp.too_much is not None:
-        assert ramp.too_much <= 1.1 * ramp.kept
+    assert ramp.highest_sustained is None or ramp.highest_sustained <= saturation
+    assert ramp.lowest_unsustained is None or ramp.lowest_unsustained > saturation
+    if ramp.highest_sustained is not None and ramp.lowest_unsustained is not None:
+        assert ramp.lowest_unsustained <= 1.1 * ramp.highest_sustained
 
 
 @given(st.lists(st.binary(max_size=9).map(bytes.hex), max_size=9), st.lists(st.integers(0, 200)))

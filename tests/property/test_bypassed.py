@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from router.admission.policy import (
     EarliestDeadline,
     HighestResponseRatio,
-    NeverLonger,
     Policy,
     PredictedRank,
     ShortestWork,
+    StarvationLimit,
 )
 from router.admission.queue import AdmissionQueue
 from router.admission.request import QueueKey, Waiting
@@ -212,7 +212,7 @@ def _may_pass(policy: Policy, later: Waiting, queue_wait: QueueWait) -> bool:
             is_shorter = later.queue_key.predicted_total < waiting.queue_key.predicted_total
             waited_s = queue_wait.moment - waiting.arrived
             return behind_s <= (waited_s * (1 - part) if is_shorter else 0.0)
-        case NeverLonger(inner, limit_s):
+        case StarvationLimit(inner, limit_s):
             return behind_s <= limit_s and _may_pass(inner, later, queue_wait)
     return behind_s <= 0.0
 

@@ -12,8 +12,8 @@ from cluster.simulator.multi_step import MultiStepScheduler
 from tests.support.worker.worker_support import POLICIES, limits, sequence
 from worker.config import Scheduling
 from worker.engine.limits import Limits
-from worker.engine.outcome import NO_NEWS, Outcome
-from worker.engine.plan import NOTHING_DRAWN, Plan, RowResult
+from worker.engine.outcome import NO_UPDATE, Outcome
+from worker.engine.plan import NOTHING_SAMPLED, Plan, RowResult
 from worker.engine.sequence import Sequence
 
 #: What everybody draws: an output fills blocks that other outputs, and prompts, have as well.
@@ -83,7 +83,7 @@ bounds = st.builds(
 
 def results(plan: Plan) -> list[RowResult]:
     drawn = RowResult((DRAWN,))
-    return [drawn if samples else NOTHING_DRAWN for samples in plan.rows.samples.tolist()]
+    return [drawn if samples else NOTHING_SAMPLED for samples in plan.rows.samples.tolist()]
 
 
 def step(scheduler: MultiStepScheduler) -> list[Outcome]:
@@ -94,11 +94,11 @@ def step(scheduler: MultiStepScheduler) -> list[Outcome]:
 
 def drawn_step(scheduler: MultiStepScheduler) -> list[Outcome]:
     plan = scheduler.schedule()
-    return scheduler.commit_drawn(plan, DRAWN) if plan.rows else []
+    return scheduler.commit_sampled(plan, DRAWN) if plan.rows else []
 
 
 def is_news(outcome: Outcome) -> bool:
-    return outcome.news != NO_NEWS or outcome.stop is not None
+    return outcome.update != NO_UPDATE or outcome.stop is not None
 
 
 def state(scheduler: MultiStepScheduler) -> object:
@@ -106,7 +106,15 @@ def state(scheduler: MultiStepScheduler) -> object:
     batch = scheduler._batch
     pool, slot_table = batch._pool, batch.slot_table
     sequences = [
-        (it.key, it.tokens, it.num_computed, it.slot, it.block_table, it.news, it.is_preempted)
+        (
+            it.key,
+            it.tokens,
+            it.num_computed,
+            it.slot,
+            it.block_table,
+            it.pending_update,
+            it.is_preempted,
+        )
         for it in sorted(scheduler, key=lambda it: it.order)
     ]
     blocks = (pool._users, pool._hashes, pool._by_hash, list(pool._free), pool.num_cached)
@@ -178,7 +186,7 @@ def test_multi_step_scheduler_counts_all_uniform_steps(bounds: Limits, come: lis
         elif not (plan := scheduler.schedule()).rows:
             break
         else:
-            scheduler.commit_drawn(plan, DRAWN)
+            scheduler.commit_sampled(plan, DRAWN)
     assert not len(scheduler)
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.throughput import ThroughputEstimator, Work, slow
+from router.admission.throughput import ThroughputEstimator, Work, slow_workers
 
 FACTOR = 2.0
 NOW = 1.0
@@ -17,16 +17,16 @@ histories = st.lists(st.tuples(st.integers(0, 4000), st.floats(0.001, 0.5)), min
 
 
 def pace_of(history: list[tuple[int, float]]) -> ThroughputEstimator:
-    pace, work = ThroughputEstimator(), Work()
-    pace.measure(work, False, -float(len(history)))
+    throughput, work = ThroughputEstimator(), Work()
+    throughput.measure(work, False, -float(len(history)))
     for second, (tokens, seconds) in enumerate(history, 1 - len(history)):
         work = Work(
             step=work.step + 1,
             computed_tokens=work.computed_tokens + tokens,
             busy_s=work.busy_s + seconds,
         )
-        pace.measure(work, False, float(second))
-    return pace
+        throughput.measure(work, False, float(second))
+    return throughput
 
 
 @given(st.lists(histories, max_size=7))
@@ -34,12 +34,12 @@ def test_slow_workers_match_pairwise_comparison(
     all_histories: list[list[tuple[int, float]]],
 ) -> None:
     paces = {str(index): pace_of(history) for index, history in enumerate(all_histories)}
-    seconds = [pace.step_s for pace in paces.values() if pace.step_s]
+    seconds = [throughput.step_s for throughput in paces.values() if throughput.step_s]
     expected = {
         name
-        for name, pace in paces.items()
+        for name, throughput in paces.items()
         if len(seconds) > 1
-        and pace.step_s > median(seconds)
-        and pace.is_slower([it for it in paces.values() if it is not pace], FACTOR, NOW)
+        and throughput.step_s > median(seconds)
+        and throughput.is_slower([it for it in paces.values() if it is not throughput], FACTOR, NOW)
     }
-    assert slow(paces, FACTOR, NOW) == expected
+    assert slow_workers(paces, FACTOR, NOW) == expected

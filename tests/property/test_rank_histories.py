@@ -23,7 +23,7 @@ from worker.config import Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.engine.outcome import Abort, SequenceKey, Stop
-from worker.engine.plan import Launched, Plan, RowResult
+from worker.engine.plan import LaunchedStep, Plan, RowResult
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.runner.fake_runner import FakeRunner, expected_tokens
 from worker.serving.inbox import Inbox, Orders
@@ -79,13 +79,13 @@ class AskedRunner(FakeRunner):
         self.ask("execute", plan.step)
         return self.agreed(plan.step, super().execute(plan))
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _launch(self, plan: Plan) -> LaunchedStep:
         self.ask("forward", plan.step)
         return AskedStep(self, plan.step, super()._launch(plan))
 
 
 class AskedStep:
-    def __init__(self, runner: AskedRunner, step: int, launched: Launched) -> None:
+    def __init__(self, runner: AskedRunner, step: int, launched: LaunchedStep) -> None:
         self._runner, self._step, self._launched = runner, step, launched
 
     def sample(self) -> None:
@@ -200,7 +200,7 @@ class Rank0:
             orders.aborts.append(abort)
             self.aborted.update(key for key in self.jobs if key in abort)
         self.runner.fault = event.fault
-        self.loop.turn(orders)
+        self.loop.run_iteration(orders)
 
     def start(self, job: Job) -> EngineSequence:
         sequence = job.sequence(self.num_requests, self.bounds)
@@ -213,7 +213,7 @@ class Rank0:
         for _ in range(10_000):
             if not self.engine.has_work:
                 return
-            self.loop.turn(Orders())
+            self.loop.run_iteration(Orders())
         raise AssertionError("still at work")
 
     def check_tokens(self) -> None:
@@ -234,7 +234,7 @@ def test_ranks_follow_log_of_rank_0_exactly(
     for event in (crowd, *events):
         this.happen(event)
     if drains:
-        this.loop.turn(Orders(drain=True))
+        this.loop.run_iteration(Orders(drain=True))
     this.finish()
     this.check_tokens()
 

@@ -124,7 +124,7 @@ def test_stop_matcher_holds_back_only_possible_stop_prefix(text: str, strings: l
     matcher = StopMatcher(strings)
     out = ""
     for end, char in enumerate(text, 1):
-        out += matcher.feed(char, counts=False)
+        out += matcher.feed(char, can_match=False)
         held = next(
             n for n in range(end, -1, -1) if n == 0 or _begins(strings, text[end - n : end])
         )

@@ -18,7 +18,7 @@ from worker.config import Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.engine.outcome import Abort, Residence, SequenceKey
-from worker.engine.plan import Launched, Plan, Row, RowResult
+from worker.engine.plan import LaunchedStep, Plan, Row, RowResult
 from worker.engine.sequence import NO_SLOT, Sequence
 from worker.engine.time_breakdown import Part, TimeBreakdown
 from worker.serving.inbox import Inbox, Orders
@@ -75,13 +75,13 @@ class Watched(Faulty):
         self._run.compute()
         return super().execute(plan)
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _launch(self, plan: Plan) -> LaunchedStep:
         self._run.planned(plan)
         return WatchedStep(super()._launch(plan), self._run)
 
 
 class WatchedStep:
-    def __init__(self, launched: Launched, run: Run) -> None:
+    def __init__(self, launched: LaunchedStep, run: Run) -> None:
         self._launched, self._run = launched, run
 
     def sample(self) -> None:
@@ -177,7 +177,7 @@ class Run:
                 seen.recompute += own_s * share.num_again / share.count
                 seen.prefill += own_s * (1.0 - share.num_again / share.count)
             else:
-                alone_s = decodes_s * costs.alone(cost[key], decodes)
+                alone_s = decodes_s * costs.fraction_alone(cost[key], decodes)
                 seen.decode += alone_s
             seen.stalled += prompts_s - own_s
             seen.co_tenancy += decodes_s - alone_s
@@ -208,7 +208,7 @@ class Run:
             self.num_requests += 1
             for job in request:
                 sequence = job.sequence(self.num_requests, self.engine.limits)
-                sequence.came = self.now
+                sequence.arrived_at = self.now
                 self.sequences[sequence.key] = sequence
                 orders.starts.append(sequence)
         if event.abort is not None and event.abort[0] < self.num_requests:
@@ -224,14 +224,14 @@ class Run:
         # Between two turns; a step may be in flight.
         self.pass_time(self.dice.choice([0.0, 0.0, 0.001, 0.4]), orders.starts)
         self.ends.clear()
-        self.loop.turn(orders)
+        self.loop.run_iteration(orders)
         self.engine.check_integrity()
 
     def check(self, report: Report) -> None:
         breakdowns = {it.key: it.breakdown for it in report.breakdowns}
         assert len(breakdowns) == len(report.breakdowns), "told twice"
         for outcome in report.outcomes:
-            preempted = outcome.news.residence is Residence.PREEMPTED and not outcome.tokens
+            preempted = outcome.update.residence is Residence.PREEMPTED and not outcome.tokens
             if outcome.stop is not None or preempted:
                 assert outcome.key in breakdowns
         for it in report.breakdowns:
@@ -243,7 +243,7 @@ class Run:
         close = 1e-9 * max(1.0, self.now)
         assert breakdown.until in (self.now, *self.ends)
         assert breakdown.seconds == pytest.approx(
-            breakdown.until - self.sequences[key].came, abs=close
+            breakdown.until - self.sequences[key].arrived_at, abs=close
         )
         before = self.told.get(key, TimeBreakdown(self.now))
         pairs = zip(before.parts, breakdown.parts, strict=True)
@@ -286,4 +286,4 @@ def check_all(this: Run, events: list[Event], drains: bool) -> None:
         while this.engine.has_work:
             this.happen(Event([]))
     breakdowns = this.loop._breakdowns
-    assert not breakdowns._num_there and not any(breakdowns._there)
+    assert not breakdowns._num_occupied and not any(breakdowns._sequences)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.request_id import qualified, tenant_of
+from everlift.request_id import qualify, tenant_of
 from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
 from router.admission.policy import Fifo, HighestResponseRatio, Policy, ShortestWork
@@ -81,7 +81,7 @@ class Life:
     def _waiting(self, tenant: str, longest_prompt: int, longest_output: int) -> Waiting:
         prompt = self._dice.randint(1, longest_prompt)
         output = self._dice.randint(1, longest_output)
-        name, total = qualified(tenant, str(self._moment)), prompt + output
+        name, total = qualify(tenant, str(self._moment)), prompt + output
         return Waiting(name, "g", self._moment, prompt, output, queue_key=QueueKey(total))
 
     def _come(self, waiting: Waiting) -> None:
@@ -121,7 +121,7 @@ class Life:
         for each in self._running:
             tenant = tenant_of(each.waiting.request_id)
             self._served[tenant] += OUTPUT
-            self._share.on_handover([pb.ServedTokens(tenant=tenant, tokens=1)])
+            self._share.charge_outputs([pb.ServedTokens(tenant=tenant, tokens=1)])
         self._running = [replace(it, left=it.left - 1) for it in self._running if it.left > 1]
         if self._running and self._dice.random() < 0.1:
             self._come(_again(self._running.pop(self._dice.randrange(len(self._running)))))

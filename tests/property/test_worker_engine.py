@@ -18,7 +18,7 @@ from worker.config import FakeModel, Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.engine.outcome import Abort, SequenceKey, Stop
-from worker.engine.plan import NO_ROWS, Launched, Plan, RowResult
+from worker.engine.plan import NO_ROWS, LaunchedStep, Plan, RowResult
 from worker.engine.sequence import Sequence
 from worker.runner.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 
@@ -170,7 +170,7 @@ class Faulty(FakeRunner):
             results[fault % len(results)] = RowResult(error=EngineFailed("in this row"))
         return results
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _launch(self, plan: Plan) -> LaunchedStep:
         """The fault that makes a step fail comes in one of two when it is launched, or else when
         its results are waited for."""
         fault, self.fault = self.fault, None
@@ -194,7 +194,7 @@ class Step:
     """A step that was launched, perhaps with a fault: then what it copied is wrong, too."""
 
     def __init__(
-        self, launched: Launched, spoil: Callable[[], None], fails: bool, fault: int | None
+        self, launched: LaunchedStep, spoil: Callable[[], None], fails: bool, fault: int | None
     ) -> None:
         self.launched = launched
         self.spoil = spoil

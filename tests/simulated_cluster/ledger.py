@@ -23,7 +23,7 @@ from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.listing import Item
 from router.ledger.memory.memory import MemoryLedger
-from router.requests.explanation import kept
+from router.requests.explanation import stored_explanation
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class LedgerServer:
     def explained(self, request_id: str) -> pb.Explanation:
         """Where its time went, by what it knows."""
         stored = _at_once(self.memory.read(request_id))
-        return kept(stored, _at_once(self.memory.events(request_id)))
+        return stored_explanation(stored, _at_once(self.memory.events(request_id)))
 
     def age_s(self, request_id: str) -> float:
         """From its arrival to what happened to it last."""

@@ -127,7 +127,7 @@ class SimWorker:
 
     async def _join(self, announcer: Announcer) -> None:
         await announcer.announce()
-        await announcer.keep(lambda: self.server.is_alone)
+        await announcer.keep_registered(lambda: self.server.has_no_router)
 
     def slow_down(self, factor: float, seconds: float) -> None:
         """Its steps take so many times as long, for so long."""
@@ -154,7 +154,7 @@ class SimWorker:
                 await self._orders.come.wait()
                 continue
             self._confirmed.set()
-            self._loop.turn(orders)
+            self._loop.run_iteration(orders)
             # The step begins when the routers have what they must know before it.
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONFIRM_S):

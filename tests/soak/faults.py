@@ -7,8 +7,14 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from cluster.chaos.dice import Dice
-from cluster.chaos.run import Happened, leave_none_drained, look, make, willing
+from cluster.chaos.dice import FaultGenerator
+from cluster.chaos.run import (
+    Injection,
+    accepting_workers,
+    inject,
+    poll_workers,
+    replace_drained_workers,
+)
 from everlift import AsyncClient
 from everlift.errors import EverliftError
 
@@ -19,9 +25,9 @@ class Faults:
     def __init__(
         self, routers: Sequence[str], seed: int, names: Sequence[str], every_s: tuple[float, float]
     ) -> None:
-        self.log: list[Happened] = []
+        self.log: list[Injection] = []
         self._routers = routers
-        self._dice = Dice(seed, names)
+        self._fault_generator = FaultGenerator(seed, names)
         self._rng = Random(seed)
         self._every_s = every_s
 
@@ -31,15 +37,15 @@ class Faults:
             while time.monotonic() < end:
                 await asyncio.sleep(self._rng.uniform(*self._every_s))
                 await self._make_one(client)
-            await leave_none_drained(client)
+            await replace_drained_workers(client)
 
     async def _make_one(self, client: AsyncClient) -> None:
         try:
             async with asyncio.timeout(_LOOK_S):
-                workers = willing(await look(client))
+                workers = accepting_workers(await poll_workers(client))
         except (EverliftError, TimeoutError):
             # No router can say who is there: what strikes no worker is still possible.
             workers = []
-        happening = self._dice.throw(time.monotonic(), workers)
-        if happening is not None:
-            self.log.append(await make(client, happening))
+        event = self._fault_generator.next_event(time.monotonic(), workers)
+        if event is not None:
+            self.log.append(await inject(client, event))

@@ -20,8 +20,8 @@ from rich.console import Console
 from benchmarks.report import machine
 from cluster.chaos.check import Result, check
 from cluster.chaos.dice import NAMES
-from cluster.chaos.run import Happened
-from cluster.chaos.view import happened, result_table
+from cluster.chaos.run import Injection
+from cluster.chaos.view import injections_table, result_table
 from cluster.config import Config, load
 from cluster.local.processes import ProcessCluster
 from cluster.ray.ray_cluster import RayCluster
@@ -80,7 +80,7 @@ class Outcome:
     rate: float
     seconds: float
     seen: Sequence[Seen]
-    log: Sequence[Happened]
+    log: Sequence[Injection]
     result: Result
     stored: dict[str, Stored]
 
@@ -220,7 +220,7 @@ def _report(name: str, config: Config, outcome: Outcome) -> None:
     if path := os.environ.get("SOAK_REPORT"):
         _write(Path(path), name, figures)
     console = Console(highlight=False, width=120)
-    console.print(f"\nsoak: {name}", happened(outcome.log), result_table(outcome.result))
+    console.print(f"\nsoak: {name}", injections_table(outcome.log), result_table(outcome.result))
     console.print_json(json.dumps(figures))
     for each in [*outcome.lost, *outcome.wrong, *outcome.unlike_ledger][:10]:
         console.print(each, outcome.stored[each.request_id])

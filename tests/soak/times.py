@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import quantiles
 
-from cluster.chaos.run import Happened
+from cluster.chaos.run import Injection
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
 
@@ -59,7 +59,7 @@ def written(log_dir: Path) -> list[Line]:
     )
 
 
-def struck(log: Sequence[Happened], lines: Sequence[Line]) -> list[Happened]:
+def struck(log: Sequence[Injection], lines: Sequence[Line]) -> list[Injection]:
     """The faults that came to pass, each of a worker from the moment at which that worker said so:
     what lies between asking for a fault and its coming true is nobody's silence."""
     own_words = [line for line in lines if line.event == "fault" and line.worker_id]
@@ -70,15 +70,15 @@ def struck(log: Sequence[Happened], lines: Sequence[Line]) -> list[Happened]:
     ]
 
 
-def _moved(fault: Happened, own_words: Sequence[Line]) -> Happened | None:
+def _moved(fault: Injection, own_words: Sequence[Line]) -> Injection | None:
     """None of a fault that did not come to pass in time: its worker was lost by another one."""
     if fault.name not in SILENCING:
         return fault
-    words = (line for line in _around(fault, own_words) if line.worker_id == fault.struck)
+    words = (line for line in _around(fault, own_words) if line.worker_id == fault.target)
     return next((replace(fault, at=line.time) for line in words), None)
 
 
-def of_workers_alone(log: Sequence[Happened]) -> list[Happened]:
+def of_workers_alone(log: Sequence[Injection]) -> list[Injection]:
     """Those that struck a worker while no router and not the ledger had a fault of its own."""
     others = sorted(each.at for each in log if each.name not in _OF_WORKERS)
     return [
@@ -89,14 +89,14 @@ def of_workers_alone(log: Sequence[Happened]) -> list[Happened]:
     ]
 
 
-def _around(fault: Happened, lines: Sequence[Line]) -> Sequence[Line]:
+def _around(fault: Injection, lines: Sequence[Line]) -> Sequence[Line]:
     """From the fault on, for as long as something may be its consequence."""
     begin = bisect_left(lines, fault.at - _CLOCK_S, key=lambda line: line.time)
     end = bisect_right(lines, fault.at + _LATEST_S, key=lambda line: line.time)
     return lines[begin:end]
 
 
-def detections(log: Sequence[Happened], lines: Sequence[Line]) -> dict[str, list[float]]:
+def detections(log: Sequence[Injection], lines: Sequence[Line]) -> dict[str, list[float]]:
     """Of faults that came to pass, by name: from each silenced worker's fault to each router's word
     that it is lost; and from a router's fault to the next leader, if it was the leader's."""
     found: dict[str, list[float]] = {}
@@ -106,7 +106,7 @@ def detections(log: Sequence[Happened], lines: Sequence[Line]) -> dict[str, list
     return found
 
 
-def _noticed(fault: Happened, lines: Sequence[Line]) -> Iterable[Line]:
+def _noticed(fault: Injection, lines: Sequence[Line]) -> Iterable[Line]:
     """The first line of each router about it. One that stood still meanwhile, as by a fault of its
     own, could not notice anything."""
     around = _around(fault, lines)
@@ -126,16 +126,16 @@ def _stood_still(noticed: Line, around: Sequence[Line]) -> bool:
     )
 
 
-def _is_about(line: Line, fault: Happened) -> bool:
+def _is_about(line: Line, fault: Injection) -> bool:
     if fault.name == LEADERS:
         return line.event == "leadership acquired"
     return (
-        fault.name in SILENCING and line.event == "worker lost" and line.worker_id == fault.struck
+        fault.name in SILENCING and line.event == "worker lost" and line.worker_id == fault.target
     )
 
 
 def next_tokens(
-    log: Sequence[Happened], seen: Iterable[Seen], events: Mapping[str, Sequence[Event]]
+    log: Sequence[Injection], seen: Iterable[Seen], events: Mapping[str, Sequence[Event]]
 ) -> list[float]:
     """From the fault of a worker to the next token of each stream that it had."""
     faults = [each for each in log if each.name in SILENCING]
@@ -144,7 +144,7 @@ def next_tokens(
         for stream in seen
         for worker_id, began, ended in _stays(events.get(stream.request_id, ()))
         for fault in faults
-        if fault.struck == worker_id and began < fault.at < ended
+        if fault.target == worker_id and began < fault.at < ended
         if (gap := _gap(stream, fault.at)) is not None
     ]
 

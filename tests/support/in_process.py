@@ -46,7 +46,7 @@ class Held:
     @property
     def num_requests(self) -> int:
         assert self._rank._sessions is not None
-        return len(self._rank._sessions._claims)
+        return len(self._rank._sessions._attempts)
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -122,7 +122,7 @@ class Cluster:
         await router._internal.stop(None)
         await router._http.stop(0)
         await router._metrics.stop()
-        await router._line.close()
+        await router._leader_client.close()
         await router._sessions.close()
         if router._template is not None:
             await router._template.close()

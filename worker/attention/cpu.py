@@ -26,8 +26,8 @@ from worker.native import native
 _SOURCE = Path(__file__).with_name("paged.cpp")
 #: Up to this many elements of keys to write, or multiplications of queries by keys, one thread
 #: finishes before the others could take part, even while these are spinning.
-_WRITTEN_ALONE = 1 << 11
-_ATTENDED_ALONE = 1 << 18
+_MAX_SERIAL_WRITE = 1 << 11
+_MAX_SERIAL_ATTEND = 1 << 18
 
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -125,7 +125,7 @@ class CpuStep:
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        key, value = _with_whole_tokens(key), _with_whole_tokens(value)
+        key, value = _contiguous_tokens(key), _contiguous_tokens(value)
         self.kernel.write(
             self.cache,
             self.step,
@@ -134,11 +134,11 @@ class CpuStep:
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            self._threads_for(key.numel(), _WRITTEN_ALONE),
+            self._threads_for(key.numel(), _MAX_SERIAL_WRITE),
         )
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
-        query = _with_whole_tokens(query)
+        query = _contiguous_tokens(query)
         out = torch.empty(query.shape, dtype=query.dtype)
         sinks = None if form.sinks is None else form.sinks.float()
         self.kernel.attend(
@@ -150,15 +150,15 @@ class CpuStep:
             out.data_ptr(),
             query.shape[1],
             native_form(form, sinks),
-            self._threads_for(self._num_pairs() * query[0].numel(), _ATTENDED_ALONE),
+            self._threads_for(self._num_pairs() * query[0].numel(), _MAX_SERIAL_ATTEND),
         )
         return out
 
     def _num_pairs(self) -> int:
         return int(self._rows.counts @ (self._rows.starts + self._rows.counts))
 
-    def _threads_for(self, work: int, alone: int) -> int:
-        return 1 if work <= alone else self._threads
+    def _threads_for(self, work: int, max_serial: int) -> int:
+        return 1 if work <= max_serial else self._threads
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -179,7 +179,7 @@ def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
     )
 
 
-def _with_whole_tokens(heads: Tensor) -> Tensor:
+def _contiguous_tokens(heads: Tensor) -> Tensor:
     """Return ``heads`` [tokens, heads, head_dim], copied if a token's heads are not contiguous."""
     head_dim = heads.shape[2]
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()

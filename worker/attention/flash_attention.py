@@ -49,15 +49,15 @@ class FlashStep:
         self._prompts = prompts
 
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
-        there = self._prompts.there
+        tensors = self._prompts.tensors
         keys, values = (part.transpose(1, 2) for part in layer.unbind(1))
         attended: Tensor = self._attend(
             query,
             keys,
             values,
-            cache_seqlens=there.lengths,
-            page_table=there.tables,
-            cu_seqlens_q=there.bounds,
+            cache_seqlens=tensors.lengths,
+            page_table=tensors.tables,
+            cu_seqlens_q=tensors.bounds,
             max_seqlen_q=int(self._prompts.counts.max()),
             softmax_scale=form.scale,
             causal=True,

@@ -24,8 +24,8 @@ _MODULE = "flashinfer"
 _AMPERE = 8
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
-#: Size of the work space that FlashInfer's documentation recommends.
-_ROOM_BYTES = 128 << 20
+#: Size of the workspace that FlashInfer's documentation recommends.
+_WORKSPACE_BYTES = 128 << 20
 
 _Key = tuple[int, float, int | None, float | None]
 
@@ -41,7 +41,7 @@ class FlashInfer:
     def __init__(self, device: torch.device) -> None:
         self._wrapper: Any = import_module(_MODULE).BatchPrefillWithPagedKVCacheWrapper
         self._device = device
-        self._room = torch.empty(_ROOM_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planners: dict[_Key, _Planner] = {}
 
     @staticmethod
@@ -58,7 +58,7 @@ class FlashInfer:
     def planner(self, heads: int, form: AttentionForm) -> _Planner:
         key = (heads, form.scale, form.window, form.softcap)
         if key not in self._planners:
-            self._planners[key] = _Planner(self._wrapper(self._room, "HND"), self._device)
+            self._planners[key] = _Planner(self._wrapper(self._workspace, "HND"), self._device)
         return self._planners[key]
 
 
@@ -81,10 +81,10 @@ class _Planner:
         num_pages = -(-prompts.lengths // BLOCK_SIZE)
         pages = prompts.tables[np.arange(prompts.tables.shape[1]) < num_pages[:, np.newaxis]]
         self._wrapper.plan(
-            _here(bounds_of(prompts.counts)),
-            _here(bounds_of(num_pages)),
+            _host_tensor(bounds_of(prompts.counts)),
+            _host_tensor(bounds_of(num_pages)),
             upload(pages, self._device, torch.int32),
-            _here(prompts.lengths - (num_pages - 1) * BLOCK_SIZE),
+            _host_tensor(prompts.lengths - (num_pages - 1) * BLOCK_SIZE),
             query.shape[1],
             layer.shape[2],
             layer.shape[4],
@@ -116,5 +116,5 @@ class FlashInferStep:
         return attended
 
 
-def _here(column: NDArray[Any]) -> Tensor:
+def _host_tensor(column: NDArray[Any]) -> Tensor:
     return torch.from_numpy(column.astype(np.int32))

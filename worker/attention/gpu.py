@@ -40,7 +40,7 @@ from worker.engine.plan import Ints, Rows
 from worker.model.rope import Angle
 
 
-class WantedTiles(NamedTuple):
+class TileKey(NamedTuple):
     """Key of the tiles (attention/tiles.py) for a layer with ``group`` query heads per KV head.
 
     The tiles cover all rows with ``is_for_all``, else only those that no third-party kernel
@@ -51,7 +51,7 @@ class WantedTiles(NamedTuple):
     is_for_all: bool
 
 
-_TileSets = Callable[[WantedTiles], list[TileSet]]
+_TileSets = Callable[[TileKey], list[TileSet]]
 
 
 class GpuAttention:
@@ -69,7 +69,7 @@ class GpuAttention:
         self._multiprocessors = multiprocessors
         self._prompt_kernels = prompt_kernels
         #: tiles that layers have requested so far
-        self._asked: set[WantedTiles] = set()
+        self._requested: set[TileKey] = set()
 
     @property
     def name(self) -> str:
@@ -94,37 +94,37 @@ class GpuAttention:
         return GpuStep(self._cache, lambda: table, tile_sets, None)
 
     def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
-        """Return a function that maps a WantedTiles to its tile sets on the device.
+        """Return a function that maps a TileKey to its tile sets on the device.
 
         The rows have ``counts`` [n] new tokens. Rows in ``span`` may be computed by third-party
         kernels. Tile sets that layers of earlier steps requested are added to ``parcel``, which is
         copied as a whole; others are copied to the device when they are requested.
         """
-        likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
-        known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
+        likely = (key for key in self._requested if key.is_for_all or span is not None)
+        known = {key: self._sent(counts, span, key, parcel) for key in likely}
 
-        def tile_sets(wanted: WantedTiles) -> list[TileSet]:
-            self._asked.add(wanted)
-            sent = known.get(wanted) or self._sent(counts, span, wanted, Parcel(self._device))
+        def tile_sets(tile_key: TileKey) -> list[TileSet]:
+            self._requested.add(tile_key)
+            sent = known.get(tile_key) or self._sent(counts, span, tile_key, Parcel(self._device))
             return [tiles() for tiles in sent]
 
         return tile_sets
 
     def _sent(
-        self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
+        self, counts: Ints, span: slice | None, tile_key: TileKey, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
-        """Add the data of the wanted tile sets to ``parcel``; return a getter of each TileSet.
+        """Add the tile sets of ``tile_key`` to ``parcel``; return a getter of each TileSet.
 
         ``counts`` and ``span`` are those of ``_tile_sets``. There are at most two tile sets: the
         kernel is launched separately for rows with few new tokens and for the other rows.
         """
         is_ours = np.ones(len(counts), np.bool_)
-        if span is not None and not wanted.is_for_all:
+        if span is not None and not tile_key.is_for_all:
             is_ours[span] = False
         chosen = ((narrow_rows(counts), NARROW), (wide_rows(counts), WIDE))
         ours = ((rows[is_ours[rows]], least) for rows, least in chosen)
         return [
-            self._tile_set(counts, rows, least, wanted.group, parcel)
+            self._tile_set(counts, rows, least, tile_key.group, parcel)
             for rows, least in ours
             if len(rows)
         ]
@@ -165,17 +165,17 @@ class GpuStep:
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         place(self._cache, layer, self._table(), key, value, 0, None)
 
-    def turn_and_write(
-        self, layer: int, turned: Tensor, num_query: int, value: Tensor, angle: Angle
+    def rotate_and_write(
+        self, layer: int, rotated: Tensor, num_query: int, value: Tensor, angle: Angle
     ) -> Tensor:
         """Rotate queries in place and return them; write rotated keys and ``value`` to the cache.
 
-        ``turned`` [tokens, heads, head_dim] has ``num_query`` query heads followed by the key
+        ``rotated`` [tokens, heads, head_dim] has ``num_query`` query heads followed by the key
         heads.
         """
-        assert turned.stride(2) == 1, "a copy would be turned"
-        place(self._cache, layer, self._table(), turned, value, num_query, angle)
-        return turned[:, :num_query]
+        assert rotated.stride(2) == 1, "a copy would be rotated"
+        place(self._cache, layer, self._table(), rotated, value, num_query, angle)
+        return rotated[:, :num_query]
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
         if self._prompts is None:
@@ -191,8 +191,8 @@ class GpuStep:
 
     def _attend(self, layer: int, query: Tensor, form: AttentionForm, is_for_all: bool) -> Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        wanted = WantedTiles(query.shape[1] // self._cache.kv_heads, is_for_all)
-        for tiles in self._tile_sets(wanted):
+        tile_key = TileKey(query.shape[1] // self._cache.kv_heads, is_for_all)
+        for tiles in self._tile_sets(tile_key):
             attend(self._cache, layer, self._table(), tiles, query, form, out)
         return out
 

@@ -70,23 +70,23 @@ def place(
     cache: KVCache,
     layer: int,
     table: RowTable,
-    turned: Tensor,
+    rotated: Tensor,
     value: Tensor,
     num_query: int,
     angle: Angle | None,
 ) -> None:
     """Launch the kernel that rotates queries and keys and writes keys and values to the cache.
 
-    ``turned`` has ``num_query`` query heads followed by the key heads. Without an ``angle`` nothing
-    is rotated.
+    ``rotated`` has ``num_query`` query heads followed by the key heads. Without an ``angle``
+    nothing is rotated.
     """
-    turned, value = _with_whole_heads(turned), _with_whole_heads(value)
+    rotated, value = _contiguous_heads(rotated), _contiguous_heads(value)
     keys = cache.layer(layer)
     kv_heads, head_dim = value.shape[1:]
     cos, sin = (value, value) if angle is None else angle
     half = 0 if angle is None else cos.shape[-1] // 2
     turn_and_place[(len(value), -(-(num_query + 2 * kv_heads) // _HEADS))](
-        turned,
+        rotated,
         value,
         cos,
         sin,
@@ -95,8 +95,8 @@ def place(
         table.positions,
         table.tables,
         table.width,
-        turned.stride(0),
-        turned.stride(1),
+        rotated.stride(0),
+        rotated.stride(1),
         value.stride(0),
         value.stride(1),
         2 * half,
@@ -128,10 +128,10 @@ def attend(
     ``query`` and ``out`` [tokens, heads, head_dim] contain all tokens of the step; ``out`` is
     contiguous.
     """
-    query = _with_whole_heads(query)
+    query = _contiguous_heads(query)
     keys = cache.layer(layer)
     num_tiles, heads, head_dim = len(tiles.rows), *query.shape[1:]
-    sums, states = _room_for_splits(tiles, heads, head_dim, query.device)
+    sums, states = _split_buffers(tiles, heads, head_dim, query.device)
     sinks = None if form.sinks is None else form.sinks.float()
     described: dict[str, Any] = {
         "HEADS": heads,
@@ -204,7 +204,7 @@ def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
     return {"BLOCK_KEYS": num_keys, "num_warps": 4, "num_stages": 3}
 
 
-def _room_for_splits(
+def _split_buffers(
     tiles: TileSet, heads: int, head_dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     if tiles.splits == 1:
@@ -219,6 +219,6 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _with_whole_heads(heads: Tensor) -> Tensor:
+def _contiguous_heads(heads: Tensor) -> Tensor:
     """Return ``heads`` [tokens, heads, head_dim], copied unless each head is contiguous."""
     return heads if heads.stride(2) == 1 else heads.contiguous()

@@ -19,7 +19,7 @@ from worker.attention.prompts import (
     PromptBackend,
     PromptKernels,
     Prompts,
-    PromptsThere,
+    PromptTensors,
     bounds_of,
 )
 from worker.attention.reference import ReferenceAttention
@@ -71,11 +71,11 @@ def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | 
     """
     tensor = cache.tensor
     like = _Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
-    return _tried(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed
+    return _try_cached(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed
 
 
 @cache_of
-def _tried(backend_class: BackendClass, like: _Like) -> PromptKernels | None:
+def _try_cached(backend_class: BackendClass, like: _Like) -> PromptKernels | None:
     try:
         if not backend_class.fits(like.head_dim, like.dtype, like.device):
             return None
@@ -154,5 +154,5 @@ def _filled(like: _Like, rows: Rows, random: torch.Generator) -> KVCache:
 def _prompts(rows: Rows, device: torch.device) -> Prompts:
     lengths, tables = rows.starts + rows.counts, rows.tables[rows.slots]
     columns = bounds_of(rows.counts), lengths, tables
-    there = PromptsThere(*(upload(column, device, torch.int32) for column in columns))
-    return Prompts(rows.counts, lengths, tables, there)
+    tensors = PromptTensors(*(upload(column, device, torch.int32) for column in columns))
+    return Prompts(rows.counts, lengths, tables, tensors)

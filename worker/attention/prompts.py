@@ -41,17 +41,17 @@ class Prompts:
 
     A row's sequence has ``lengths`` [n] positions, of which the last ``counts`` [n] are new tokens.
     The blocks of all positions are ``tables`` [n, width]. Entries of ``tables`` after a row's last
-    block are undefined. ``there`` has the same data on the device.
+    block are undefined. ``tensors`` are the same data on the device.
     """
 
     counts: Ints
     lengths: Ints
     tables: NDArray[np.int32]
-    there: PromptsThere
+    tensors: PromptTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptsThere:
+class PromptTensors:
     """Data of Prompts on the device, as int32 tensors.
 
     The new tokens of row i are those from ``bounds[i]`` to before ``bounds[i + 1]`` of the prompts'
@@ -112,7 +112,7 @@ class PromptKernels:
     def name(self) -> str:
         return self._backend.name
 
-    def take(self, form: AttentionForm) -> bool:
+    def supports(self, form: AttentionForm) -> bool:
         return self._works and form.sinks is None and Feature.of(form) in self._features
 
     def of_step(
@@ -125,18 +125,18 @@ class PromptKernels:
         """
         counts = rows.counts[span]
         lengths = rows.starts[span] + counts
-        bounds_there = parcel.add(bounds_of(counts))
-        lengths_there = parcel.add(lengths.astype(np.int32))
+        device_bounds = parcel.add(bounds_of(counts))
+        device_lengths = parcel.add(lengths.astype(np.int32))
 
         def prepare() -> PromptStep:
-            there = PromptsThere(bounds_there(), lengths_there(), tables())
-            blocks = rows.tables[rows.slots[span], : there.tables.shape[1]]
-            return self._backend.prepare(Prompts(counts, lengths, blocks, there))
+            tensors = PromptTensors(device_bounds(), device_lengths(), tables())
+            blocks = rows.tables[rows.slots[span], : tensors.tables.shape[1]]
+            return self._backend.prepare(Prompts(counts, lengths, blocks, tensors))
 
         first = int(rows.firsts[span.start])
         return PromptAttention(self, slice(first, first + int(counts.sum())), prepare)
 
-    def give_up(self, error: Exception) -> None:
+    def disable(self, error: Exception) -> None:
         self._works = False
         log.warning("prompts use Everlift's attention kernel", left=self.name, cause=repr(error))
 
@@ -159,12 +159,12 @@ class PromptAttention:
         is the cache of one layer. A failure of the third-party kernels is logged, and they are not
         used again; torch.OutOfMemoryError is raised instead.
         """
-        if not self._kernels.take(form):
+        if not self._kernels.supports(form):
             return None
         try:
             return self._prepare().attend(layer, query[self.tokens], form)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self._kernels.give_up(error)
+            self._kernels.disable(error)
             return None

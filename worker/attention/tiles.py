@@ -66,5 +66,5 @@ def num_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
     compiled. It does not depend on the lengths of the rows, because a captured step must serve rows
     of any length.
     """
-    wanted = -(-_PROGRAMS * multiprocessors // (tiles * kv_heads))
-    return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
+    splits = -(-_PROGRAMS * multiprocessors // (tiles * kv_heads))
+    return min(MAX_SPLITS, 1 << (splits - 1).bit_length())

@@ -16,26 +16,26 @@ from worker.native import native
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(requested: str) -> torch.device:
     """Return the device for ``auto``, ``cpu`` or ``cuda``; ``auto`` is a GPU if there is one.
 
-    Raises ValueError if ``wanted`` is ``cuda`` and torch finds no CUDA device.
+    Raises ValueError if ``requested`` is ``cuda`` and torch finds no CUDA device.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch finds no CUDA device here")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(requested)
 
 
-def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") -> torch.dtype:
-    """Return the dtype to compute in; ``wanted`` is the name of a torch dtype, or ``auto``.
+def choose_dtype(requested: str, device: torch.device, quantization: str = "none") -> torch.dtype:
+    """Return the dtype to compute in; ``requested`` is the name of a torch dtype, or ``auto``.
 
     ``auto`` is bfloat16 if the device computes in it natively and the weights are not quantised,
     and float32 otherwise.
     """
-    if wanted != "auto":
-        return _DTYPES[wanted]
+    if requested != "auto":
+        return _DTYPES[requested]
     if quantization != "none":
         return torch.float32
     has_bfloat16 = _gpu_has_bfloat16 if device.type == "cuda" else native.has_bfloat16
@@ -77,9 +77,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def use_threads(wanted: int | None) -> None:
-    """Set the number of torch's threads to ``wanted``, or to this process's cores if it is None."""
-    torch.set_num_threads(wanted or _cores())
+def use_threads(num_threads: int | None) -> None:
+    """Set the number of torch's threads to ``num_threads``, or to this process's cores if None."""
+    torch.set_num_threads(num_threads or _cores())
 
 
 def _cores() -> int:

@@ -18,10 +18,10 @@ log = logs.get_logger(__name__)
 _INTERVAL_S = 1.0
 
 
-async def watch(device: str, tell: Callable[[float], None]) -> None:
+async def watch(device: str, report: Callable[[float], None]) -> None:
     """Report the fraction of recent time in which the GPU was busy, once a second until cancelled.
 
-    ``tell`` is called with a number from 0 to 1. ``device`` is the setting: ``auto``, ``cpu`` or
+    ``report`` is called with a number from 0 to 1. ``device`` is the setting: ``auto``, ``cpu`` or
     ``cuda``. Returns at once if that is not a GPU, and as soon as NVML (NVIDIA's management
     library) cannot be queried, for example without pynvml.
     """
@@ -29,7 +29,7 @@ async def watch(device: str, tell: Callable[[float], None]) -> None:
         return
     try:
         while True:
-            tell(await asyncio.to_thread(torch.cuda.utilization, chosen) / 100)
+            report(await asyncio.to_thread(torch.cuda.utilization, chosen) / 100)
             await asyncio.sleep(_INTERVAL_S)
     except Exception as error:
         log.info("GPU utilisation unknown", cause=str(error))
@@ -47,19 +47,19 @@ class DeviceMemory(Protocol):
         ...
 
     @property
-    def held(self) -> int:
-        """Memory held by torch in this process: tensors, and freed memory that torch caches."""
+    def reserved(self) -> int:
+        """Memory reserved by torch in this process: tensors, and freed memory that torch caches."""
         ...
 
     @property
-    def most_held(self) -> int:
-        """Maximum of ``held`` since the last ``release``, or since the process started."""
+    def peak_reserved(self) -> int:
+        """Maximum of ``reserved`` since the last ``release``, or since the process started."""
         ...
 
     def release(self) -> None:
         """Wait for all submitted work, then free the memory in torch's cache.
 
-        ``most_held`` restarts at the memory that is still held.
+        ``peak_reserved`` restarts at the memory that is still reserved.
         """
         ...
 
@@ -80,11 +80,11 @@ class CudaMemory:
         return total - free
 
     @property
-    def held(self) -> int:
+    def reserved(self) -> int:
         return torch.cuda.memory_reserved(self._device)
 
     @property
-    def most_held(self) -> int:
+    def peak_reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
 
     def release(self) -> None:

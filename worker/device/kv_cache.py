@@ -22,10 +22,10 @@ from everlift.hashes import BLOCK_SIZE
 #: Linux has had MADV_POPULATE_WRITE since 5.14; Python's mmap does not define it.
 _MADV_POPULATE_WRITE = 23
 #: Bytes that are touched by one call: a huge page.
-_TAKEN_AT_ONCE = 2 << 20
+_PREFAULT_STEP_BYTES = 2 << 20
 #: Bytes that are touched at start, which took 0.17 s of a core where it was measured. Touching much
 #: more slowed down a batch that arrived at the same time (benchmarks/RESULTS.md).
-_TAKEN_AHEAD = 256 << 20
+_PREFAULT_BYTES = 256 << 20
 
 
 class KVCache:
@@ -44,7 +44,7 @@ class KVCache:
         self.kv_heads = kv_heads
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
-            _ask_for_huge_pages(self.tensor)
+            _advise_huge_pages(self.tensor)
         self.runs_per_block = num_layers * 2 * kv_heads
         #: [num_blocks * runs_per_block, BLOCK_SIZE * head_dim], a view: each row has one head's
         #: keys or values of one block in one layer
@@ -54,14 +54,14 @@ class KVCache:
     def num_blocks(self) -> int:
         return self.tensor.shape[0]
 
-    def take_memory(self) -> threading.Thread:
+    def prefault(self) -> threading.Thread:
         """Start a thread that makes the kernel allocate the cache's first memory pages; return it.
 
         The steps of the first requests then do not wait for these allocations. No content is
         changed, so the cache may be used meanwhile. Only for a cache in host memory.
         """
         thread = threading.Thread(
-            target=_take_memory, args=(self.tensor,), name="kv-cache-memory", daemon=True
+            target=_prefault, args=(self.tensor,), name="kv-cache-memory", daemon=True
         )
         thread.start()
         return thread
@@ -76,7 +76,7 @@ def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
     return math.prod(_block_shape(num_layers, kv_heads, head_dim)) * dtype.itemsize
 
 
-def _ask_for_huge_pages(tensor: Tensor) -> None:
+def _advise_huge_pages(tensor: Tensor) -> None:
     """Ask the kernel to back a tensor in host memory with huge pages, if it supports them.
 
     A sequence's blocks are scattered in the tensor, and with pages of 4 KiB nearly every head of a
@@ -87,16 +87,16 @@ def _ask_for_huge_pages(tensor: Tensor) -> None:
         _advise(pages.start, len(pages), mmap.MADV_HUGEPAGE)
 
 
-def _take_memory(tensor: Tensor) -> None:
+def _prefault(tensor: Tensor) -> None:
     """Allocate the first pages of ``tensor`` in small parts: other threads allocate in between.
 
     Does nothing if the kernel does not support it.
     """
     if not sys.platform.startswith("linux"):
         return
-    pages = _whole_pages(tensor)[:_TAKEN_AHEAD]
-    for begin in pages[::_TAKEN_AT_ONCE]:
-        if not _advise(begin, min(_TAKEN_AT_ONCE, pages.stop - begin), _MADV_POPULATE_WRITE):
+    pages = _whole_pages(tensor)[:_PREFAULT_BYTES]
+    for begin in pages[::_PREFAULT_STEP_BYTES]:
+        if not _advise(begin, min(_PREFAULT_STEP_BYTES, pages.stop - begin), _MADV_POPULATE_WRITE):
             return
 
 

@@ -64,7 +64,7 @@ def cuda_streams(device: torch.device) -> CopyStreams:
     return CopyStreams(CudaStream(device), CudaStream(device, out), CudaStream(device, into))
 
 
-class Arriving:
+class HostCopy:
     """Copy of ``tensor`` to the host, submitted when this object is created.
 
     On a GPU the copy runs once ``tensor`` is computed; a CPU tensor is not copied.

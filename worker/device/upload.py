@@ -40,51 +40,51 @@ class Parcel:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arrays: list[NDArray[Any]] = []
-        self._there: list[Tensor] | None = None
+        self._tensors: list[Tensor] | None = None
 
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
         """Add an array, and return a function that returns it as a tensor on the device.
 
         The tensor has the array's shape and type. The first call of any of these functions copies
-        all arrays, unless ``arrive`` was called. After that no array can be added.
+        all arrays, unless ``unpack`` was called. After that no array can be added.
         """
-        assert self._there is None, "the previous copy has not finished"
+        assert self._tensors is None, "the previous copy has not finished"
         self._arrays.append(array)
         index = len(self._arrays) - 1
-        return lambda: self._arrived()[index]
+        return lambda: self._unpacked()[index]
 
     def packed(self) -> NDArray[np.int32]:
         """Return all arrays as one int32 array; each begins at a multiple of 16 bytes."""
-        together = np.empty(sum(map(_room, self._arrays)), np.uint8)
+        together = np.empty(sum(map(_padded_bytes, self._arrays)), np.uint8)
         first = 0
         for array in self._arrays:
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             together[first : first + array.nbytes] = flat
-            first += _room(array)
+            first += _padded_bytes(array)
         return together.view(np.int32)
 
-    def arrive(self, packed: Tensor) -> None:
+    def unpack(self, packed: Tensor) -> None:
         """Take the tensors of all arrays from ``packed``, so that no other copy is made.
 
         ``packed`` must be the result of the method ``packed`` after a copy to the device: int32,
         and aligned to 16 bytes.
         """
-        self._there, first = [], 0
+        self._tensors, first = [], 0
         for array in self._arrays:
             part = packed[first : first + array.nbytes // packed.itemsize]
-            self._there.append(part.view(_dtype(array)).view(array.shape))
-            first += _room(array) // packed.itemsize
+            self._tensors.append(part.view(_dtype(array)).view(array.shape))
+            first += _padded_bytes(array) // packed.itemsize
 
-    def _arrived(self) -> list[Tensor]:
-        if self._there is None and self._device.type == "cpu":
-            self._there = [torch.as_tensor(array) for array in self._arrays]
-        elif self._there is None:
-            self.arrive(_copied(torch.from_numpy(self.packed()), self._device))
-        assert self._there is not None
-        return self._there
+    def _unpacked(self) -> list[Tensor]:
+        if self._tensors is None and self._device.type == "cpu":
+            self._tensors = [torch.as_tensor(array) for array in self._arrays]
+        elif self._tensors is None:
+            self.unpack(_copied(torch.from_numpy(self.packed()), self._device))
+        assert self._tensors is not None
+        return self._tensors
 
 
-def _room(array: NDArray[Any]) -> int:
+def _padded_bytes(array: NDArray[Any]) -> int:
     return -(-array.nbytes // _ALIGNED) * _ALIGNED
 
 

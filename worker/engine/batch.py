@@ -85,7 +85,7 @@ class Batch:
             hits.append(block_hash)
         return hits
 
-    def has_room(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
+    def can_admit(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
         """Return whether enough blocks are free to admit ``sequence``.
 
         It needs a free block for each block of its known tokens, except for those that are in
@@ -100,9 +100,9 @@ class Batch:
         """Give a sequence a slot, and blocks for its known tokens.
 
         ``hits`` are the hashes that ``prefix_hits`` returned; the cached blocks with these hashes
-        become the sequence's first blocks. ``has_room`` must be true.
+        become the sequence's first blocks. ``can_admit`` must be true.
         """
-        self.give_up(sequence)
+        self.stop_swapping(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
         self._slots[sequence.slot] = sequence
         self._vacated.discard(sequence.slot)
@@ -110,7 +110,7 @@ class Batch:
         sequence.num_computed = len(hits) * BLOCK_SIZE
         self.slot_table.write(sequence)
         self._extend(sequence, self._pool.claim(hits))
-        self.take_blocks(sequence, sequence.num_known)
+        self.allocate_blocks(sequence, sequence.num_known)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the batch: free its slot and blocks; full blocks stay cached."""
@@ -130,16 +130,16 @@ class Batch:
         evicted are copied to host memory, if there is room.
         """
         sequence.num_computed_before = sequence.most_computed
-        sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
-        self._store.want(sequence.hashes_before())
+        sequence.num_to_restore = max(sequence.num_to_restore, sequence.num_computed)
+        self._store.mark_needed(sequence.hashes_to_restore())
         self.remove(sequence)
 
-    def give_up(self, sequence: Sequence) -> None:
+    def stop_swapping(self, sequence: Sequence) -> None:
         """Stop copying the evicted blocks of a preempted sequence to host memory.
 
         Does nothing for a sequence that was never preempted.
         """
-        self._store.unwant(sequence.hashes_before())
+        self._store.unmark_needed(sequence.hashes_to_restore())
 
     @property
     def vacated(self) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ class Batch:
 
     # blocks
 
-    def take_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+    def allocate_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Extend the block table of a sequence until it covers ``num_tokens`` tokens.
 
         Does nothing if it covers them already. Enough blocks must be free.
@@ -163,7 +163,7 @@ class Batch:
         if count > 0:
             self._extend(sequence, self._pool.allocate(count))
 
-    def take_one(self, slots: Ints) -> None:
+    def allocate_one_each(self, slots: Ints) -> None:
         """Allocate one block for each sequence in ``slots``; enough blocks must be free."""
         blocks = self._pool.allocate(len(slots))
         for sequence, block in zip(self.at(slots), blocks, strict=True):
@@ -180,7 +180,7 @@ class Batch:
             needed = blocks_for(sequence.num_known)
             self._pool.free(sequence.block_table[needed:])
             sequence.block_table = sequence.block_table[:needed]
-            self.slot_table.cut(sequence.slot, len(sequence.block_table))
+            self.slot_table.truncate(sequence.slot, len(sequence.block_table))
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Cache, under their hashes, the blocks that become full with the tokens of a range.
@@ -210,8 +210,8 @@ class Batch:
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.invalidate(block)
 
-    def invalidate_gone(self, sequence: Sequence, num_computed: int) -> None:
-        """Remove the blocks of a sequence that left before its row failed from the prefix cache.
+    def invalidate_removed(self, sequence: Sequence, num_computed: int) -> None:
+        """Remove the blocks of a sequence, removed before its row failed, from the prefix cache.
 
         They are found by the hashes of its first ``num_computed`` tokens, because its slot and
         blocks may belong to other sequences by now. Prefix-cache hits that are in use stay.
@@ -228,19 +228,19 @@ class Batch:
 
         The first tuple has the copies to host memory, the second those from it.
         """
-        return self._store.planned()
+        return self._store.planned_copies()
 
-    def copied(self) -> None:
+    def commit_copies(self) -> None:
         """Record that the planned copies were made, or will be made before any later step runs."""
-        self._store.done()
+        self._store.commit_copies()
 
-    def failed(self, plan: Plan) -> None:
+    def roll_back(self, plan: Plan) -> None:
         """Undo the caching of the blocks that the failed step of ``plan`` was to write.
 
         The hashes of blocks that it was to fill, or to load from host memory, are removed. Its
         copies to host memory are discarded.
         """
-        self._store.failed()
+        self._store.discard_copies()
         for copy in plan.loads:
             self._pool.unpublish(copy.block)
         for row in plan.rows:
@@ -253,7 +253,7 @@ class Batch:
         """
         self._pool.check_integrity(s.block_table for s in self)
         self.slot_table.check_integrity(self)
-        self._store.check_integrity(h for s in preempted for h in s.hashes_before())
+        self._store.check_integrity(h for s in preempted for h in s.hashes_to_restore())
         assert sorted([*self._free_slots, *self._slots]) == [*range(self._limits.max_num_seqs)]
         for slot, sequence in self._slots.items():
             assert sequence.slot == slot, f"slot {slot}"

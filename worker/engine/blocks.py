@@ -99,10 +99,10 @@ class BlockPool:
         """
         # Blocks that are in the pool are taken first, so that no load reuses one of them; the last
         # block comes first, as in free().
-        held = [self._share(block_hash) for block_hash in reversed(hashes)]
+        shared = [self._share(block_hash) for block_hash in reversed(hashes)]
         return tuple(
             self._load(block_hash) if block is None else block
-            for block, block_hash in zip(reversed(held), hashes, strict=True)
+            for block, block_hash in zip(reversed(shared), hashes, strict=True)
         )
 
     def _share(self, block_hash: bytes) -> int | None:

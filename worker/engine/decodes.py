@@ -24,19 +24,19 @@ _OFFSET = 3
 
 
 class Decodes:
-    """Sums over steps and, for each noted slot, their values when its decoding began.
+    """Sums over steps and, for each tracked slot, their values when its decoding began.
 
-    A batch slot is noted while its sequence decodes. Its position is the position of the token that
-    it computes in the next step. To drain a slot is to read its time and to restart it at 0.
+    A batch slot is tracked while its sequence decodes. Its position is the position of the token
+    that it computes in the next step. To reset a slot is to read its time and to restart it at 0.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_steps = 0
         self._base = self._slope = self._moment = 0.0
-        #: [slots, 4]: the three sums when the slot was noted or last drained, and its offset
-        self._notes = np.zeros((num_slots, 4))
-        self.is_noted: Flags = np.zeros(num_slots, np.bool_)
-        self._num_noted = self._offsets = 0
+        #: [slots, 4]: the three sums when the slot was tracked or last reset, and its offset
+        self._snapshots = np.zeros((num_slots, 4))
+        self.is_tracked: Flags = np.zeros(num_slots, np.bool_)
+        self._num_tracked = self._offsets = 0
 
     @property
     def is_long(self) -> bool:
@@ -45,40 +45,40 @@ class Decodes:
 
     @property
     def positions(self) -> int:
-        """Return the sum of the positions of all noted slots."""
-        return self._offsets + self._num_noted * (self._num_steps - 1)
+        """Return the sum of the positions of all tracked slots."""
+        return self._offsets + self._num_tracked * (self._num_steps - 1)
 
     def positions_of(self, slots: Ints) -> int:
-        """Return the sum of the positions of ``slots``, which must be noted."""
-        return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
+        """Return the sum of the positions of ``slots``, which must be tracked."""
+        return int(self._snapshots[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
 
     def begin_decode(self, slot: int, position: int) -> None:
-        """Start to note a slot: its sequence decodes the token at ``position`` in the next step."""
+        """Track a slot: its sequence decodes the token at ``position`` in the next step."""
         offset = position + 1 - self._num_steps
-        self._notes[slot] = self._base, self._slope, self._moment, offset
-        self.is_noted[slot] = True
-        self._num_noted += 1
+        self._snapshots[slot] = self._base, self._slope, self._moment, offset
+        self.is_tracked[slot] = True
+        self._num_tracked += 1
         self._offsets += offset
 
     def seconds(self, slot: int) -> float:
         """Return the time, in seconds, that the steps of a slot would have taken alone.
 
-        It counts from when the slot was noted or last drained, and is 0 if the slot is not noted.
+        It counts from when the slot was tracked or last reset, and is 0 if the slot is not tracked.
         """
-        if not self.is_noted[slot]:
+        if not self.is_tracked[slot]:
             return 0.0
-        base, slope, moment, offset = map(float, self._notes[slot])
+        base, slope, moment, offset = map(float, self._snapshots[slot])
         return self._base - base + offset * (self._slope - slope) + self._moment - moment
 
     def drop(self, slot: int) -> None:
-        """Stop noting a slot, if it is noted."""
-        if self.is_noted[slot]:
-            self.is_noted[slot] = False
-            self._num_noted -= 1
-            self._offsets -= int(self._notes[slot, _OFFSET])
+        """Stop tracking a slot, if it is tracked."""
+        if self.is_tracked[slot]:
+            self.is_tracked[slot] = False
+            self._num_tracked -= 1
+            self._offsets -= int(self._snapshots[slot, _OFFSET])
 
     def add(self, base: float, slope: float) -> None:
-        """Add a step in which every noted slot computes one token.
+        """Add a step in which every tracked slot computes one token.
 
         A slot at position p would have taken ``base + slope * (p + 1)`` seconds alone.
         """
@@ -89,40 +89,40 @@ class Decodes:
 
     # several slots at once
 
-    def drain(self, slots: Ints) -> NDArray[np.float64]:
+    def pop_seconds(self, slots: Ints) -> NDArray[np.float64]:
         """Return the ``seconds`` of each of ``slots``, float [n], and restart them at 0.
 
-        All slots must be noted.
+        All slots must be tracked.
         """
-        base, slope, moment, offset = self._notes[slots].T
+        base, slope, moment, offset = self._snapshots[slots].T
         seconds: NDArray[np.float64] = (
             self._base - base + offset * (self._slope - slope) + self._moment - moment
         )
-        self._notes[slots, :_OFFSET] = self._base, self._slope, self._moment
+        self._snapshots[slots, :_OFFSET] = self._base, self._slope, self._moment
         return seconds
 
-    def sit_out(self, slots: Ints) -> None:
-        """Undo the last ``add`` for ``slots``, which are noted but were not in that step.
+    def undo_add(self, slots: Ints) -> None:
+        """Undo the last ``add`` for ``slots``, which are tracked but were not in that step.
 
-        They must have been drained right before that step was added.
+        They must have been reset right before that step was added.
         """
-        self._notes[slots, :_OFFSET] = self._base, self._slope, self._moment
-        self._notes[slots, _OFFSET] -= 1
+        self._snapshots[slots, :_OFFSET] = self._base, self._slope, self._moment
+        self._snapshots[slots, _OFFSET] -= 1
         self._offsets -= len(slots)
 
-    def place(self, slots: Ints, positions: Ints) -> None:
+    def set_positions(self, slots: Ints, positions: Ints) -> None:
         """Set the positions [n] of ``slots`` [n], which accepted drafts have moved further.
 
-        All slots must be noted, and must have been drained since the last ``add``.
+        All slots must be tracked, and must have been reset since the last ``add``.
         """
         offsets = positions + 1 - self._num_steps
-        self._offsets += int(offsets.sum() - self._notes[slots, _OFFSET].sum())
-        self._notes[slots, _OFFSET] = offsets
+        self._offsets += int(offsets.sum() - self._snapshots[slots, _OFFSET].sum())
+        self._snapshots[slots, _OFFSET] = offsets
 
-    def begin_anew(self) -> None:
-        """Restart the sums at 0. All noted slots must have just been drained."""
-        self._notes[:, :_OFFSET] = 0.0
-        self._notes[:, _OFFSET] += self._num_steps
-        self._offsets += self._num_noted * self._num_steps
+    def restart_sums(self) -> None:
+        """Restart the sums at 0. All tracked slots must have just been reset."""
+        self._snapshots[:, :_OFFSET] = 0.0
+        self._snapshots[:, _OFFSET] += self._num_steps
+        self._offsets += self._num_tracked * self._num_steps
         self._num_steps = 0
         self._base = self._slope = self._moment = 0.0

@@ -27,11 +27,11 @@ from worker.engine.plan import (
     NO_ROWS,
     DeviceLost,
     Launch,
-    Launched,
+    LaunchedStep,
+    OutOfMemory,
     Plan,
     RowResult,
     Runner,
-    TooLittleMemory,
     plan_digest,
 )
 from worker.engine.scheduler import Scheduler
@@ -42,9 +42,9 @@ from worker.engine.time_breakdowns import TimeBreakdowns
 log = logs.get_logger(__name__)
 
 #: Exceptions that every rank raises for the same step if one rank does.
-OF_ALL_RANKS: tuple[type[Exception], ...] = (EngineFailed, TooLittleMemory)
+COLLECTIVE_ERRORS: tuple[type[Exception], ...] = (EngineFailed, OutOfMemory)
 
-_AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
+_PREVIOUS_STEP_FAILED = EngineFailed("the step before failed")
 
 
 class EngineBroken(Exception):
@@ -61,7 +61,8 @@ class Engine:
 
     Each step runs in the context manager that ``within`` returns for its plan. ``stopwatch`` times
     the parts of steps. ``launch`` is ``runner.launch`` or None. With it, each step is launched
-    before the results of the previous one are committed, which ``limits.plans_ahead`` must allow.
+    before the results of the previous one are committed, which ``limits.can_launch_ahead`` must
+    allow.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class Engine:
         stopwatch: Stopwatch = STOPPED,
         launch: Launch | None = None,
     ) -> None:
-        assert launch is None or limits.plans_ahead, "no step can be planned ahead"
+        assert launch is None or limits.can_launch_ahead, "no step can be planned ahead"
         self.limits = limits
         self._launch = launch
         #: the launched step that is not committed yet
-        self._in_flight: tuple[InFlightStep, Launched] | None = None
+        self._in_flight: tuple[InFlightStep, LaunchedStep] | None = None
         self._within = within
         self._stopwatch = stopwatch
         self._runner = runner
         self._scheduler = Scheduler(limits)
         self._survivable = survivable
-        self._last_failed = False
+        self._last_step_failed = False
         self._plan = Plan(0, NO_ROWS)
         #: results of launched steps that the last call of ``step`` committed
         self._committed: list[RowResult] = []
@@ -133,12 +134,12 @@ class Engine:
         """Return the slots whose grammar masks are not ready; always empty above rank 0."""
         return self._runner.unready_slots()
 
-    def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
+    def step(self, held_slots: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
         """Run one step, and return the new tokens and ends of sequences as outcomes.
 
         The outcomes are those of this step or, if steps are launched ahead, usually those of the
-        previous one. In the ``held`` batch slots nothing is sampled, except in one of them if no
-        other sequence can run. ``now`` is the start of the step, in seconds on rank 0's clock.
+        previous one. In the batch slots ``held_slots`` nothing is sampled, except in one of them if
+        no other sequence can run. ``now`` is the start of the step, in seconds on rank 0's clock.
         Raises EngineBroken if a step failed and no further one can run.
         """
         self._stopwatch.start()
@@ -148,14 +149,14 @@ class Engine:
             if self._in_flight and self._scheduler.must_commit_first()
             else []
         )
-        self._plan = self._scheduler.schedule(held, now)
+        self._plan = self._scheduler.schedule(held_slots, now)
         self._stopwatch.lap(Part.SCHEDULE)
         if not self._plan.rows:
             return [*committed, *self.commit_in_flight()]
         if self.before_admission is not None and (admitted := self._scheduler.newcomers):
             self.before_admission(admitted)
         launch = self._launch
-        outcomes = self._execute(now) if launch is None else self._run_ahead(launch, now)
+        outcomes = self._execute(now) if launch is None else self._launch_ahead(launch, now)
         self._release()
         return [*committed, *outcomes]
 
@@ -172,7 +173,7 @@ class Engine:
         self._release()
         return outcomes
 
-    def _run_ahead(self, launch: Launch, now: float) -> list[Outcome]:
+    def _launch_ahead(self, launch: Launch, now: float) -> list[Outcome]:
         plan, step = self._plan, self._scheduler.in_flight_step(self._plan)
         with self._within(plan):
             try:
@@ -180,21 +181,24 @@ class Engine:
             except Exception as error:
                 committed = self._commit_last()
                 self._begin_breakdown(now)
-                return [*committed, *self._failed(step.left(), error)]
-            self._scheduler.launched()
+                return [*committed, *self._handle_failure(step.remaining_plan(), error)]
+            self._scheduler.mark_launched()
             self._stopwatch.lap(Part.MODEL)
-            follows, outcomes = self._in_flight is not None, self._scheduler.notices()
+            follows, outcomes = (
+                self._in_flight is not None,
+                self._scheduler.take_preemption_outcomes(),
+            )
             outcomes += self._commit_last()
             self._begin_breakdown(now)
-            if follows and self._last_failed:
+            if follows and self._last_step_failed:
                 # This step reads KV that the failed step was to write.
-                return [*outcomes, *self._scheduler.fail_in_flight(step, _AFTER_A_FAILED_STEP)]
+                return [*outcomes, *self._scheduler.fail_in_flight(step, _PREVIOUS_STEP_FAILED)]
             try:
                 launched.sample()
                 # The scores of a prompt's chunk must be reported before its next chunk is planned.
                 results = launched.results() if plan.rows.scores_prompt.any() else None
             except Exception as error:
-                return [*outcomes, *self._failed(step.left(), error)]
+                return [*outcomes, *self._handle_failure(step.remaining_plan(), error)]
             step.launch()
             if results is None:
                 self._in_flight = step, launched
@@ -210,7 +214,9 @@ class Engine:
             results = launched.results()
         except Exception as error:
             step.commit()
-            outcomes = self._scheduler.fail_in_flight(step, self._survived(step.plan, error))
+            outcomes = self._scheduler.fail_in_flight(
+                step, self._check_survivable(step.plan, error)
+            )
             self._end_breakdown()
             return outcomes
         return self._commit(step, results)
@@ -218,7 +224,7 @@ class Engine:
     def _commit(self, step: InFlightStep, results: list[RowResult]) -> list[Outcome]:
         self._stopwatch.lap(Part.SAMPLE)
         self._committed += results
-        self._last_failed = False
+        self._last_step_failed = False
         outcomes = self._scheduler.commit_in_flight(step, results)
         self._stopwatch.lap(Part.COMMIT)
         self._end_breakdown()
@@ -230,27 +236,27 @@ class Engine:
             with self._within(self._plan):
                 results = self._runner.execute(self._plan)
         except Exception as error:
-            return self._failed(self._plan, error)
+            return self._handle_failure(self._plan, error)
         self._stopwatch.lap(Part.MODEL)
-        self._last_failed = False
+        self._last_step_failed = False
         outcomes = self._scheduler.commit(self._plan, results)
         self._stopwatch.lap(Part.COMMIT)
         return outcomes
 
-    def _failed(self, plan: Plan, error: Exception) -> list[Outcome]:
+    def _handle_failure(self, plan: Plan, error: Exception) -> list[Outcome]:
         if isinstance(error, MemoryError) and isinstance(error, self._survivable):
             log.warning("out of memory", step=plan.step, tokens=plan.num_tokens)
             if self.breakdowns is not None:
-                self.breakdowns.in_vain()
+                self.breakdowns.mark_step_failed()
             return self._scheduler.retract(plan, EngineFailed("out of memory"))
-        return self._scheduler.fail(plan, self._survived(plan, error))
+        return self._scheduler.fail(plan, self._check_survivable(plan, error))
 
-    def _survived(self, plan: Plan, error: Exception) -> EngineFailed:
+    def _check_survivable(self, plan: Plan, error: Exception) -> EngineFailed:
         log.exception("step failed", step=plan.step)
         is_survivable = isinstance(error, self._survivable) and not isinstance(error, DeviceLost)
-        if self._last_failed or not is_survivable:
+        if self._last_step_failed or not is_survivable:
             raise EngineBroken(f"step {plan.step}: {error!r}") from error
-        self._last_failed = True
+        self._last_step_failed = True
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
         return EngineFailed(f"the step failed: {cause}")
 

@@ -34,28 +34,28 @@ class InFlightStep:
         self._sequences = batch.at(plan.rows.slots)
 
     @property
-    def _here(self) -> Flags:
+    def _is_present(self) -> Flags:
         """Return for each of the n rows whether its sequence is still in its slot, bool [n]."""
         slots = self.plan.rows.slots.tolist()
         here = [each.slot == slot for each, slot in zip(self._sequences, slots, strict=True)]
         return np.array(here, np.bool_)
 
-    def left(self) -> Plan:
+    def remaining_plan(self) -> Plan:
         """Return the plan without the rows of sequences that were removed from the batch."""
-        here = self._here
-        return self.plan if here.all() else replace(self.plan, rows=self.plan.rows.only(here))
+        here = self._is_present
+        return self.plan if here.all() else replace(self.plan, rows=self.plan.rows.select(here))
 
-    def of_those_left(self, results: Several[RowResult]) -> list[RowResult]:
-        return [*compress(results, self._here.tolist())]
+    def remaining_results(self, results: Several[RowResult]) -> list[RowResult]:
+        return [*compress(results, self._is_present.tolist())]
 
-    def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
+    def removed_failures(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
         """Return the sequences that were removed from the batch and whose rows failed.
 
         ``results`` are the results of all rows. Each sequence comes with the number of its tokens
         that would have been computed after this step.
         """
         rows = self.plan.rows
-        columns = (self._sequences, self._here.tolist(), rows.known_ends.tolist(), results)
+        columns = (self._sequences, self._is_present.tolist(), rows.known_ends.tolist(), results)
         return [
             (sequence, end)
             for sequence, is_here, end, result in zip(*columns, strict=True)
@@ -63,7 +63,7 @@ class InFlightStep:
         ]
 
     def launch(self) -> None:
-        rows = self.left().rows
+        rows = self.remaining_plan().rows
         columns = (rows.slots, rows.known_ends, rows.samples)
         for slot, end, samples in zip(*(it.tolist() for it in columns), strict=True):
             self._batch[slot].mark_launched(end, samples)
@@ -71,7 +71,7 @@ class InFlightStep:
 
     def commit(self) -> Plan:
         """Undo ``launch`` in the batch, and return the plan without rows of removed sequences."""
-        plan = self.left()
+        plan = self.remaining_plan()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
         for slot, start, samples in zip(*(it.tolist() for it in columns), strict=True):
             self._batch[slot].commit_step(start, samples)

@@ -56,7 +56,7 @@ class Limits:
     scheduling: Scheduling = field(default_factory=Scheduling)
 
     @property
-    def plans_ahead(self) -> bool:
+    def can_launch_ahead(self) -> bool:
         """Return whether a step can be planned before the previous step's tokens are known.
 
         True unless draft tokens are enabled.
@@ -70,11 +70,11 @@ class Limits:
         ``max_model_len`` is the smallest of the configured value (if any), the model's context
         length, and the number of tokens that the KV blocks hold. Routers receive that value.
         """
-        wanted = config.max_model_len or runner.max_model_len
+        requested = config.max_model_len or runner.max_model_len
         return cls(
             num_blocks=runner.num_blocks,
             vocab_size=runner.vocab_size,
-            max_model_len=min(wanted, runner.max_model_len, runner.num_blocks * BLOCK_SIZE),
+            max_model_len=min(requested, runner.max_model_len, runner.num_blocks * BLOCK_SIZE),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.batched_tokens(runner.device_kind),
             watermark_blocks=max(1, int(config.watermark * runner.num_blocks)),

@@ -68,7 +68,7 @@ class Residence(Enum):
     RESUMED = session_pb2.RESIDENCE_RESUMED
 
 
-class News(NamedTuple):
+class SequenceUpdate(NamedTuple):
     """Changes of a sequence, other than new tokens, since its last outcome.
 
     ``residence`` is the last preemption or resumption, or None. ``preemptions`` and
@@ -84,7 +84,7 @@ class News(NamedTuple):
     cached_tokens: int = 0
 
 
-NO_NEWS = News()
+NO_UPDATE = SequenceUpdate()
 
 
 class Outcome(NamedTuple):
@@ -106,5 +106,5 @@ class Outcome(NamedTuple):
     prompt_offset: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_computed: int = 0
-    news: News = NO_NEWS
+    update: SequenceUpdate = NO_UPDATE
     prefilled_tokens: int = 0

@@ -135,7 +135,7 @@ class Rows:
         zeros, ones = np.zeros_like(slots), np.ones_like(slots)
         return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
 
-    def then(self, others: Rows) -> Rows:
+    def concat(self, others: Rows) -> Rows:
         """Return these rows followed by ``others``, whose ``tables`` must be the same array."""
         assert others.tables is self.tables
         return Rows(
@@ -149,7 +149,7 @@ class Rows:
             tables=self.tables,
         )
 
-    def only(self, chosen: Flags) -> Rows:
+    def select(self, chosen: Flags) -> Rows:
         """Return the rows for which ``chosen`` [n] is true."""
         return Rows(
             slots=self.slots[chosen],
@@ -252,10 +252,10 @@ NO_ROWS = Rows.of(())
 
 
 class BlockCopy(NamedTuple):
-    """Copy between ``block`` of the KV cache and ``place``, the index of a block in host memory."""
+    """Copy between ``block`` of the KV cache and ``host_block`` of host memory; both are ids."""
 
     block: int
-    place: int
+    host_block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,16 +296,16 @@ class RowResult(NamedTuple):
 
 
 #: Result of a row that does not sample.
-NOTHING_DRAWN = RowResult()
+NOTHING_SAMPLED = RowResult()
 
 
-class Launched(Protocol):
+class LaunchedStep(Protocol):
     """Step that was submitted to the device, which may still be computing it."""
 
     def sample(self) -> None:
         """Start to sample the tokens of the rows, after the previous step's tokens are known.
 
-        Raises TooLittleMemory, DeviceLost, or another exception if the step fails; the step's block
+        Raises OutOfMemory, DeviceLost, or another exception if the step fails; the step's block
         copies are made even then.
         """
         ...
@@ -313,17 +313,17 @@ class Launched(Protocol):
     def results(self) -> list[RowResult]:
         """Wait for the sampled tokens, and return a result for each row.
 
-        Raises TooLittleMemory, DeviceLost, or another exception if the step fails.
+        Raises OutOfMemory, DeviceLost, or another exception if the step fails.
         """
         ...
 
 
 #: Function that launches a step; tokens of its plan that the previous step samples may be UNKNOWN.
 #: Raises what Runner.execute raises.
-Launch = Callable[[Plan], Launched]
+Launch = Callable[[Plan], LaunchedStep]
 
 
-class TooLittleMemory(MemoryError):
+class OutOfMemory(MemoryError):
     """Raised if a rank has too little memory for a step.
 
     All ranks then raise it, at the same point of the step.
@@ -379,7 +379,7 @@ class Runner(Protocol):
     def execute(self, plan: Plan) -> list[RowResult]:
         """Run one step and return a result for each row, with the same tokens on every rank.
 
-        Raises TooLittleMemory on all ranks if one has too little memory for a step of this size.
+        Raises OutOfMemory on all ranks if one has too little memory for a step of this size.
         The KV that the step was to write may then be written in part, and the runner's state of the
         step's slots may be incomplete. Raises DeviceLost, or another exception if the step fails.
         """
@@ -392,10 +392,10 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
-    """Return a digest of a plan and of the sampled tokens in ``landed``.
+def plan_digest(plan: Plan, committed: Iterable[RowResult] = ()) -> bytes:
+    """Return a digest of a plan and of the sampled tokens in ``committed``.
 
-    Ranks compare digests to detect that their plans or tokens differ. ``landed`` are the results
+    Ranks compare digests to detect that their plans or tokens differ. ``committed`` are the results
     that the same call of ``Engine.step`` committed. The digest covers the step number, the block
     copies, and each row's slot, start, tokens and blocks. Admissions are left out, because all
     ranks get their content from the same log.
@@ -415,5 +415,5 @@ def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
     for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
         if slot in admitted:
             digest.update(rows.tables[slot, : start // BLOCK_SIZE].tobytes())
-    digest.update(array("q", chain.from_iterable(each.tokens for each in landed)).tobytes())
+    digest.update(array("q", chain.from_iterable(each.tokens for each in committed)).tobytes())
     return digest.digest()

@@ -62,14 +62,14 @@ class Scheduler:
         self._kv_tokens = 0
         self._num_pairs = 0
         self._released_blocks = 0
-        #: sequences preempted since the last call of ``notices``
+        #: sequences preempted since the last call of ``take_preemption_outcomes``
         self._victims: dict[SequenceKey, Sequence] = {}
         #: slots that the current plan gave to newly admitted sequences
         self._newcomers: frozenset[int] = frozenset()
         #: number of tokens of the current plan
         self._num_planned = 0
         #: slots whose state in the runner is unknown after a failed step
-        self._doubtful: set[int] = set()
+        self._stale_slots: set[int] = set()
 
     # membership
 
@@ -102,7 +102,7 @@ class Scheduler:
         self._victims.pop(sequence.key, None)
         if sequence.slot == NO_SLOT:
             self._waiting.remove(sequence)
-            self._batch.give_up(sequence)
+            self._batch.stop_swapping(sequence)
         else:
             self._released_blocks -= self._batch.num_blocks_free
             self._batch.remove(sequence)
@@ -139,19 +139,20 @@ class Scheduler:
 
     # one step
 
-    def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:
+    def schedule(self, held_slots: Collection[int] = (), now: float = 0.0) -> Plan:
         """Return the plan of the step that begins at ``now``; it has no rows if nothing can run.
 
-        ``held`` are the batch slots whose grammar masks are not ready. So that they delay no other
-        sequence, nothing is sampled in them, except in one of them if no other sequence can run.
+        ``held_slots`` are the batch slots whose grammar masks are not ready. So that they delay no
+        other sequence, nothing is sampled in them, except in one of them if no other sequence can
+        run.
         """
         self._step += 1
-        self._make_room()
-        selected = self._selection.select(self._budget.tokens, held, now)
+        self._allocate_or_preempt()
+        selected = self._selection.select(self._budget.tokens, held_slots, now)
         drafts = self._drafts(selected.decoding, self._budget.tokens - selected.num_tokens)
         rows = self._rows(selected, drafts)
         self._num_planned = rows.num_tokens
-        admissions = self._admissions(rows, [share.sequence for share in selected.admitted])
+        admissions = self._admissions(rows, [chunk.sequence for chunk in selected.admitted])
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
@@ -159,13 +160,13 @@ class Scheduler:
 
         These are the new tokens and ends, and the preemptions since the last commit.
         """
-        self._batch.copied()
+        self._batch.commit_copies()
         return self._commit(plan, results)
 
     def _commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
-        self._executed(plan)
+        self._count_step(plan)
         outcomes = self._commit_rows(plan.rows, results)
-        return [*self.notices(), *outcomes]
+        return [*self.take_preemption_outcomes(), *outcomes]
 
     # steps that the device computes while the next one is planned
 
@@ -173,9 +174,9 @@ class Scheduler:
         """Return the step in flight that results if ``plan``, the last plan, is launched."""
         return InFlightStep(plan, self._batch)
 
-    def launched(self) -> None:
+    def mark_launched(self) -> None:
         """Record that the last plan was launched, so that its block copies are certain."""
-        self._batch.copied()
+        self._batch.commit_copies()
 
     def must_commit_first(self) -> bool:
         """Return whether the step in flight must be committed before the next one is planned.
@@ -190,12 +191,12 @@ class Scheduler:
 
         Results of sequences that were removed since the launch are discarded.
         """
-        for sequence, num_computed in flight.failed_of_those_gone(results):
-            self._batch.invalidate_gone(sequence, num_computed)
-        left = flight.of_those_left(results)
+        for sequence, num_computed in flight.removed_failures(results):
+            self._batch.invalidate_removed(sequence, num_computed)
+        remaining = flight.remaining_results(results)
         plan = flight.commit()
         self._publish_filled(plan.rows)
-        return self._commit(plan, left)
+        return self._commit(plan, remaining)
 
     def fail_in_flight(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
         """End, with ``error``, the sequences of a failed step in flight; return their outcomes.
@@ -204,8 +205,11 @@ class Scheduler:
         the step's blocks by now, so the whole prefix cache is emptied.
         """
         self._batch.invalidate_all()
-        slots = flight.left().rows.slots.tolist()
-        return [*self.notices(), *(self._fail(self._batch[slot], error) for slot in slots)]
+        slots = flight.remaining_plan().rows.slots.tolist()
+        return [
+            *self.take_preemption_outcomes(),
+            *(self._fail(self._batch[slot], error) for slot in slots),
+        ]
 
     def _publish_filled(self, rows: Rows) -> None:
         filled = (rows.counts == 1) & (rows.known_ends % BLOCK_SIZE == 0)
@@ -213,7 +217,7 @@ class Scheduler:
         for sequence, start in zip(self._batch.at(rows.slots[filled]), starts, strict=True):
             self._batch.publish(sequence, start, start + 1)
 
-    def _executed(self, plan: Plan) -> None:
+    def _count_step(self, plan: Plan) -> None:
         self._budget.recover()
         self._computed_tokens += plan.num_tokens
         self._kv_tokens += plan.rows.kv_tokens
@@ -224,9 +228,9 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """End, with ``error``, all sequences of a plan whose step failed; return their outcomes."""
-        self._batch.failed(plan)
+        self._batch.roll_back(plan)
         ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
-        return [*self.notices(), *ended]
+        return [*self.take_preemption_outcomes(), *ended]
 
     def retract(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Undo the last plan, whose step ran out of memory; return the outcomes of its sequences.
@@ -235,19 +239,19 @@ class Scheduler:
         its sequence with ``error`` instead, because no smaller step exists. ``plan`` is the last
         plan, without the rows of sequences that were removed since.
         """
-        self._batch.failed(plan)
+        self._batch.roll_back(plan)
         self._budget.shrink(self._num_planned)
-        self._doubtful.update(row.slot for row in plan.rows)
+        self._stale_slots.update(row.slot for row in plan.rows)
         if self._num_planned == 1:
             ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
-            return [*self.notices(), *ended]
-        for row in self._to_shed(plan):
+            return [*self.take_preemption_outcomes(), *ended]
+        for row in self._rows_to_preempt(plan):
             self.preempt(self._batch[row.slot])
-        return self.notices()
+        return self.take_preemption_outcomes()
 
     # preemption
 
-    def _make_room(self) -> None:
+    def _allocate_or_preempt(self) -> None:
         """Give every sequence in the batch the block that its last token needs.
 
         If too few blocks are free, sequences are preempted: those of the lowest priority first, and
@@ -260,23 +264,23 @@ class Scheduler:
         lacking = len(growing)
         if lacking > self._batch.num_blocks_free:
             self._batch.release_drafts()
-            for victim in sorted(self._batch, key=_by_worth):
+            for victim in sorted(self._batch, key=_preemption_key):
                 if lacking <= self._batch.num_blocks_free:
                     break
                 lacking -= victim.num_blocks_lacking
                 self.preempt(victim)
             growing = self._batch.slot_table.lacking()
         if len(growing):
-            self._batch.take_one(growing)
+            self._batch.allocate_one_each(growing)
 
     def preempt(self, victim: Sequence) -> None:
         self._batch.preempt(victim)
-        victim.preempted()
+        victim.mark_preempted()
         self._waiting.push(victim)
         self._preemptions += 1
         self._victims[victim.key] = victim
 
-    def _to_shed(self, plan: Plan) -> list[Row]:
+    def _rows_to_preempt(self, plan: Plan) -> list[Row]:
         """Return the rows whose sequences to preempt after a step that ran out of memory.
 
         These are the rows of newly admitted sequences, which may depend on blocks that the plan
@@ -284,20 +288,22 @@ class Scheduler:
         plan's tokens or only one is left.
         """
         rows = [row for row in plan.rows if row.slot not in self._newcomers]
-        rows.sort(key=lambda row: (len(row.tokens), *map(neg, _by_worth(self._batch[row.slot]))))
-        left = sum(len(row.tokens) for row in rows)
-        shed = [row for row in plan.rows if row.slot in self._newcomers]
-        for row in shed:
+        rows.sort(
+            key=lambda row: (len(row.tokens), *map(neg, _preemption_key(self._batch[row.slot])))
+        )
+        num_left = sum(len(row.tokens) for row in rows)
+        to_preempt = [row for row in plan.rows if row.slot in self._newcomers]
+        for row in to_preempt:
             self._batch[row.slot].num_computed = 0
-        while len(rows) > 1 and left > self._num_planned // 2:
-            shed.append(rows.pop())
-            left -= len(shed[-1].tokens)
-        return shed
+        while len(rows) > 1 and num_left > self._num_planned // 2:
+            to_preempt.append(rows.pop())
+            num_left -= len(to_preempt[-1].tokens)
+        return to_preempt
 
     # rows
 
     def _rows(self, selected: Selected, drafts: Mapping[int, tuple[int, ...]]) -> Rows:
-        decoding, others = selected.decoding, [share.row() for share in selected.shares]
+        decoding, others = selected.decoding, [chunk.row() for chunk in selected.chunks]
         if drafts:
             drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
             return self._batch.slot_table.rows(decoding[:0], [*drafted, *others])
@@ -306,12 +312,12 @@ class Scheduler:
     def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
         """Return the admissions of ``newcomers``, after those to repeat because a step failed."""
         self._newcomers = frozenset(sequence.slot for sequence in newcomers)
-        told = [sequence.slot for sequence in newcomers]
-        if self._doubtful:
-            again = [slot for slot in rows.slots.tolist() if slot in self._doubtful]
-            told = [*(slot for slot in again if slot not in self._newcomers), *told]
-            self._doubtful.difference_update(told)
-        return tuple(self._batch[slot].admission() for slot in told)
+        slots = [sequence.slot for sequence in newcomers]
+        if self._stale_slots:
+            stale = [slot for slot in rows.slots.tolist() if slot in self._stale_slots]
+            slots = [*(slot for slot in stale if slot not in self._newcomers), *slots]
+            self._stale_slots.difference_update(slots)
+        return tuple(self._batch[slot].admission() for slot in slots)
 
     # drafts
 
@@ -338,14 +344,14 @@ class Scheduler:
         The blocks stay in the block table until output tokens fill them. Only free blocks are used:
         no sequence is preempted for drafts.
         """
-        most = min(budget, self._room_for_drafts(sequence))
+        most = min(budget, self._max_drafts(sequence))
         if most <= 0:
             return ()
         drafts = drafter.propose(sequence.tokens, most)
-        self._batch.take_blocks(sequence, sequence.num_known + len(drafts))
+        self._batch.allocate_blocks(sequence, sequence.num_known + len(drafts))
         return drafts
 
-    def _room_for_drafts(self, sequence: Sequence) -> int:
+    def _max_drafts(self, sequence: Sequence) -> int:
         limits = self._limits
         blocks = len(sequence.block_table) + self._batch.num_blocks_free
         return min(
@@ -359,19 +365,19 @@ class Scheduler:
     def _commit_rows(self, rows: Rows, results: Iterable[RowResult]) -> list[Outcome]:
         slot_table = self._batch.slot_table
         outcomes, rest = [], []
-        usual = slot_table.draws_one(rows)
-        each = zip(usual.tolist(), self._batch.at(rows.slots), results, strict=True)
-        for i, (is_usual, sequence, result) in enumerate(each):
+        is_plain = slot_table.is_plain_decode(rows)
+        each = zip(is_plain.tolist(), self._batch.at(rows.slots), results, strict=True)
+        for i, (is_plain_row, sequence, result) in enumerate(each):
             stops = sequence.stop_token_ids
-            if is_usual and result.error is None and result.tokens[0] not in stops:
-                outcomes.append(sequence.draw_one(result))
+            if is_plain_row and result.error is None and result.tokens[0] not in stops:
+                outcomes.append(sequence.append_sampled(result))
             else:
                 rest.append((i, sequence, result))
-        usual[[i for i, *_ in rest]] = False
-        slot_table.draw_one(rows.slots[usual], [outcome.tokens[0] for outcome in outcomes])
+        is_plain[[i for i, *_ in rest]] = False
+        slot_table.append_sampled(rows.slots[is_plain], [outcome.tokens[0] for outcome in outcomes])
         self._output_tokens += len(outcomes)
-        told = (self._commit_row(sequence, rows[i], result) for i, sequence, result in rest)
-        return [*outcomes, *(outcome for outcome in told if outcome is not None)]
+        others = (self._commit_row(sequence, rows[i], result) for i, sequence, result in rest)
+        return [*outcomes, *(outcome for outcome in others if outcome is not None)]
 
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult) -> Outcome | None:
         if result.error is not None:
@@ -389,10 +395,10 @@ class Scheduler:
             self.remove(sequence)
         else:
             self._batch.slot_table.write(sequence)
-        if not count and not scores[1] and sequence.news.residence is None:
+        if not count and not scores[1] and sequence.pending_update.residence is None:
             return None
-        told = result.tokens[:count], stop, error, result.logprobs[:count]
-        return Outcome(sequence.key, offset, *told, *scores, num_computed, sequence.take_news())
+        fields = result.tokens[:count], stop, error, result.logprobs[:count]
+        return Outcome(sequence.key, offset, *fields, *scores, num_computed, sequence.take_update())
 
     def _append(
         self, sequence: Sequence, tokens: Iterable[int]
@@ -402,9 +408,9 @@ class Scheduler:
             self._output_tokens += 1
             if (stop := sequence.stop(self._limits)) is not None:
                 return stop, None
-        return self._outgrown(sequence)
+        return self._check_outgrown(sequence)
 
-    def _outgrown(self, sequence: Sequence) -> tuple[Stop | None, EverliftError | None]:
+    def _check_outgrown(self, sequence: Sequence) -> tuple[Stop | None, EverliftError | None]:
         if blocks_for(sequence.num_known) > self._limits.num_blocks:
             blocks = self._limits.num_blocks
             return Stop.FAILED, EngineFailed(
@@ -419,15 +425,15 @@ class Scheduler:
         assert sequence.drafter is not None, "the sequence has no drafter"
         sequence.drafter.learn(row.num_drafts, accepted)
 
-    def _count_computed(self, sequence: Sequence, row: Row, num_drawn: int) -> None:
+    def _count_computed(self, sequence: Sequence, row: Row, num_sampled: int) -> None:
         sequence.num_computed = row.known_end
-        if num_drawn > 1:
-            sequence.num_computed += num_drawn - 1
+        if num_sampled > 1:
+            sequence.num_computed += num_sampled - 1
             self._batch.publish(sequence, row.known_end, sequence.num_computed)
         if row.start < sequence.num_computed_before:
             end = min(sequence.num_computed, sequence.num_computed_before)
             self._counters.recomputed_tokens += end - row.start
-            sequence.recomputed(end - row.start)
+            sequence.count_recomputed(end - row.start)
 
     def _fail(self, sequence: Sequence, error: EverliftError) -> Outcome:
         outcome = sequence.outcome(Stop.FAILED, error)
@@ -436,7 +442,7 @@ class Scheduler:
 
     # reports
 
-    def notices(self) -> list[Outcome]:
+    def take_preemption_outcomes(self) -> list[Outcome]:
         """Return an outcome, without tokens, for each sequence that was preempted and still waits.
 
         Only preemptions since the last call are reported.
@@ -486,5 +492,5 @@ class Scheduler:
         assert self._victims.keys() <= {s.key for s in waiting if s.is_preempted}, "victims"
 
 
-def _by_worth(sequence: Sequence) -> tuple[int, int, int]:
+def _preemption_key(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.priority, sequence.num_computed, -sequence.order

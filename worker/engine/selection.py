@@ -32,8 +32,8 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.row(self.num_known)
 
 
-def num_tokens(shares: Iterable[ScheduledChunk]) -> int:
-    return sum(share.num_known for share in shares)
+def num_tokens(chunks: Iterable[ScheduledChunk]) -> int:
+    return sum(chunk.num_known for chunk in chunks)
 
 
 class Selected(NamedTuple):
@@ -48,7 +48,7 @@ class Selected(NamedTuple):
     admitted: list[ScheduledChunk]
 
     @property
-    def shares(self) -> list[ScheduledChunk]:
+    def chunks(self) -> list[ScheduledChunk]:
         return [*self.prefills, *self.admitted]
 
     @property
@@ -68,49 +68,53 @@ class BatchSelection:
         self.policy = policy
         self._counters = counters
         #: by slot, the number of consecutive steps in which it was held
-        self._times_held: dict[int, int] = {}
+        self._steps_held: dict[int, int] = {}
 
-    def select(self, budget: int, held: Collection[int], now: float) -> Selected:
+    def select(self, budget: int, held_slots: Collection[int], now: float) -> Selected:
         """Select at most ``budget`` tokens for the step at ``now``, and admit waiting sequences.
 
-        In ``held`` slots only prompt chunks are selected after which nothing is sampled. If nothing
+        In ``held_slots`` only prompt chunks are selected after which nothing is sampled. If nothing
         else can run, one held slot is selected all the same, and the step waits for its grammar
         mask. A step that waits for the masks of all of them could take very long.
         """
         self.policy.begin_step(self._batch.slot_table, now)
-        self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
-        selected = self._select(budget, held, now)
-        if held and not selected.num_tokens and (longest := self._longest_held()) is not None:
-            del self._times_held[longest]
-            return self._select(budget, self._times_held.keys(), now)
+        self._steps_held = {slot: self._steps_held.get(slot, 0) + 1 for slot in held_slots}
+        selected = self._select(budget, held_slots, now)
+        if (
+            held_slots
+            and not selected.num_tokens
+            and (longest := self._longest_held_slot()) is not None
+        ):
+            del self._steps_held[longest]
+            return self._select(budget, self._steps_held.keys(), now)
         return selected
 
-    def _longest_held(self) -> int | None:
+    def _longest_held_slot(self) -> int | None:
         """Return the slot that has been held for the most consecutive steps.
 
         If there are several, the first one in the policy's order is returned. The result is None if
         no held slot has any token to compute.
         """
-        urgent, patient = self.policy.decodes(self._batch.slot_table.decoding())
+        urgent, deferrable = self.policy.decodes(self._batch.slot_table.decoding())
         prefilling = self._batch.at(self._batch.slot_table.prefilling())
         prefills = [sequence.slot for sequence in self.policy.prefills(prefilling)]
-        slots = [*urgent.tolist(), *prefills, *patient.tolist()]
-        held = [slot for slot in slots if slot in self._times_held]
-        return max(held, key=self._times_held.__getitem__, default=None)
+        slots = [*urgent.tolist(), *prefills, *deferrable.tolist()]
+        held_slots = [slot for slot in slots if slot in self._steps_held]
+        return max(held_slots, key=self._steps_held.__getitem__, default=None)
 
-    def _select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        urgent, patient = self.policy.decodes(self._may_decode(held))
+    def _select(self, budget: int, held_slots: Collection[int], now: float) -> Selected:
+        urgent, deferrable = self.policy.decodes(self._may_decode(held_slots))
         decoding = self._decode(urgent[:budget])
-        prefills, admitted = self._prefill(budget - len(decoding), held, now)
+        prefills, admitted = self._prefill(budget - len(decoding), held_slots, now)
         selected = Selected(decoding, prefills, admitted)
-        if len(patient):
-            more = self._decode(patient[: budget - selected.num_tokens])
+        if len(deferrable):
+            more = self._decode(deferrable[: budget - selected.num_tokens])
             return selected._replace(decoding=np.concatenate([decoding, more]))
         return selected
 
-    def _may_decode(self, held: Collection[int]) -> Ints:
+    def _may_decode(self, held_slots: Collection[int]) -> Ints:
         slots = self._batch.slot_table.decoding()
-        return slots[~np.isin(slots, list(held))] if held else slots
+        return slots[~np.isin(slots, list(held_slots))] if held_slots else slots
 
     def _decode(self, slots: Ints) -> Ints:
         """Return ``slots``, after adding the blocks that they fill to the prefix cache.
@@ -119,12 +123,12 @@ class BatchSelection:
         token that fills it is UNKNOWN.
         """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
-            if not sequence.is_drawing:
+            if not sequence.is_sampling:
                 self._batch.publish(sequence, sequence.num_computed, sequence.num_known)
         return slots
 
     def _prefill(
-        self, budget: int, held: Collection[int], now: float
+        self, budget: int, held_slots: Collection[int], now: float
     ) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
         prefills: list[ScheduledChunk] = []
         admitted: list[ScheduledChunk] = []
@@ -134,34 +138,34 @@ class BatchSelection:
             budget -= num_tokens(before)
             if not budget:
                 return prefills, admitted
-            if sequence.slot not in held or sequence.remaining > budget:
-                prefills.append(self._share(sequence, budget))
+            if sequence.slot not in held_slots or sequence.remaining > budget:
+                prefills.append(self._chunk(sequence, budget))
                 budget -= prefills[-1].num_known
         return prefills, [*admitted, *self._admit(budget, now)]
 
     def _admit(
         self, budget: int, now: float, before: Sequence | None = None
     ) -> list[ScheduledChunk]:
-        shares = []
+        chunks = []
         while budget and (head := self._head(before)) is not None:
             hits = self._batch.prefix_hits(head)
-            if not self._batch.has_room(head, hits):
+            if not self._batch.can_admit(head, hits):
                 break
             self.policy.waiting.remove(head)
             self._batch.admit(head, hits)
-            head.admitted(now)
+            head.mark_admitted(now)
             self._counters.prompt_tokens += head.num_known
             self._counters.prefix_hit_tokens += head.num_computed
-            shares.append(self._share(head, _first_count(head, budget)))
-            budget -= shares[-1].num_known
-        return shares
+            chunks.append(self._chunk(head, _first_count(head, budget)))
+            budget -= chunks[-1].num_known
+        return chunks
 
     def _head(self, before: Sequence | None) -> Sequence | None:
         if self._batch.is_full or (head := self.policy.head(len(self._batch))) is None:
             return None
         return head if before is None or self.policy.precedes(head, before) else None
 
-    def _share(self, sequence: Sequence, budget: int) -> ScheduledChunk:
+    def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk:
         count = min(sequence.remaining, budget)
         self._batch.publish(sequence, sequence.num_computed, sequence.num_computed + count)
         return ScheduledChunk(sequence, count)

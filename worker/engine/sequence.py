@@ -28,7 +28,7 @@ from everlift.hashes import BLOCK_SIZE, block_hash
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
 from worker.engine.limits import Limits, blocks_for
-from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
+from worker.engine.outcome import NO_UPDATE, Outcome, Residence, SequenceKey, SequenceUpdate, Stop
 from worker.engine.plan import UNKNOWN, Admission, Row, RowResult
 from worker.engine.speculation import Drafter
 from worker.engine.time_breakdown import TimeBreakdown
@@ -68,17 +68,18 @@ class Sequence:
     grammar: object | None = None
     #: most tokens that were computed when it last lost its blocks, at this or an earlier worker
     num_computed_before: int = 0
-    #: most tokens that were computed at this worker before a preemption: it wants their blocks back
-    num_wanted: int = 0
+    #: most tokens that were computed at this worker before a preemption: their blocks are to be
+    #: restored
+    num_to_restore: int = 0
     is_preempted: bool = False
     #: time of arrival at this worker, in seconds on the clock of ``Engine.step``
-    came: float = 0.0
+    arrived_at: float = 0.0
     #: whether the router must confirm the first step at this worker before it runs
     confirms_first_step: bool = False
     #: time breakdown up to when it last left the batch; None if it never did, or none is kept
     breakdown: TimeBreakdown | None = None
     #: changes that are not reported yet
-    news: News = NO_NEWS
+    pending_update: SequenceUpdate = NO_UPDATE
     #: first prompt position whose score is not reported yet, if the prompt is scored
     next_score: int = 1
     #: set at its first decode if speculation is enabled
@@ -218,20 +219,20 @@ class Sequence:
         outgrown = limits.num_blocks * BLOCK_SIZE + 1
         return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
 
-    def draw_one(self, result: RowResult) -> Outcome:
+    def append_sampled(self, result: RowResult) -> Outcome:
         """Append the one sampled token of ``result``, and return the outcome that reports it.
 
-        From now on all earlier tokens count as computed, and ``news`` is empty.
+        From now on all earlier tokens count as computed, and ``pending_update`` is empty.
         """
         tokens, logprobs = result.tokens, result.logprobs
         computed = self.num_computed = len(self.tokens)
         self.tokens.append(tokens[0])
-        offset, news = computed - self.num_prompt, self.news
-        self.news = NO_NEWS
+        offset, update = computed - self.num_prompt, self.pending_update
+        self.pending_update = NO_UPDATE
         # Most outcomes of a step are made here, and keyword arguments would double the time.
-        return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
+        return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, update)
 
-    def draw(self, token: int, times: int) -> None:
+    def append_repeated(self, token: int, times: int) -> None:
         """Append ``times`` sampled tokens, all equal to ``token``, without an outcome.
 
         All tokens but the last then count as computed.
@@ -239,61 +240,65 @@ class Sequence:
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
 
-    def mark_launched(self, num_computed: int, draws: bool) -> None:
+    def mark_launched(self, num_computed: int, samples: bool) -> None:
         """Record that a row of this sequence was launched, as if the row had been computed.
 
-        ``num_computed`` is the value after that row. If the row samples a token (``draws``),
+        ``num_computed`` is the value after that row. If the row samples a token (``samples``),
         UNKNOWN is appended in its place.
         """
         self.num_computed = num_computed
-        if draws:
+        if samples:
             self.tokens.append(UNKNOWN)
 
-    def commit_step(self, num_computed: int, drew: bool) -> None:
+    def commit_step(self, num_computed: int, sampled: bool) -> None:
         """Undo ``mark_launched``: set ``num_computed`` to the value before the launched row.
 
-        UNKNOWN is removed if the row samples a token (``drew``).
+        UNKNOWN is removed if the row samples a token (``sampled``).
         """
         self.num_computed = num_computed
-        if drew:
+        if sampled:
             self.tokens.pop()
 
     @property
-    def is_drawing(self) -> bool:
+    def is_sampling(self) -> bool:
         """Return whether the last token is UNKNOWN: the step in flight samples it."""
         return self.tokens[-1] == UNKNOWN
 
     # reports
 
-    def admitted(self, now: float) -> None:
-        """Record in ``news`` that the sequence was admitted to the batch at ``now``.
+    def mark_admitted(self, now: float) -> None:
+        """Record in ``pending_update`` that the sequence was admitted to the batch at ``now``.
 
         The first admission sets ``waited_s`` and ``cached_tokens``. An admission after a preemption
         sets ``residence`` to RESUMED.
         """
         if self.is_preempted:
             self.is_preempted = False
-            self.news = self.news._replace(residence=Residence.RESUMED)
+            self.pending_update = self.pending_update._replace(residence=Residence.RESUMED)
         else:
-            waited_s = max(0.0, now - self.came)
-            self.news = self.news._replace(waited_s=waited_s, cached_tokens=self.num_computed)
+            waited_s = max(0.0, now - self.arrived_at)
+            self.pending_update = self.pending_update._replace(
+                waited_s=waited_s, cached_tokens=self.num_computed
+            )
 
-    def preempted(self) -> None:
-        """Record in ``news`` that the sequence was preempted and lost its blocks."""
+    def mark_preempted(self) -> None:
+        """Record in ``pending_update`` that the sequence was preempted and lost its blocks."""
         self.is_preempted = True
-        count = self.news.preemptions + 1
-        self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
+        count = self.pending_update.preemptions + 1
+        self.pending_update = self.pending_update._replace(
+            residence=Residence.PREEMPTED, preemptions=count
+        )
 
-    def recomputed(self, num_tokens: int) -> None:
-        count = self.news.recomputed_tokens + num_tokens
-        self.news = self.news._replace(recomputed_tokens=count)
+    def count_recomputed(self, num_tokens: int) -> None:
+        count = self.pending_update.recomputed_tokens + num_tokens
+        self.pending_update = self.pending_update._replace(recomputed_tokens=count)
 
-    def take_news(self) -> News:
-        news, self.news = self.news, NO_NEWS
-        return news
+    def take_update(self) -> SequenceUpdate:
+        update, self.pending_update = self.pending_update, NO_UPDATE
+        return update
 
     def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
-        """Return an outcome without new tokens that reports ``news``, which is then empty.
+        """Return an outcome without new tokens that reports ``pending_update``, and empty that.
 
         If ``stop`` is given, it also reports the end of the sequence.
         """
@@ -303,7 +308,7 @@ class Sequence:
             stop=stop,
             error=error,
             num_computed=self.most_computed,
-            news=self.take_news(),
+            update=self.take_update(),
         )
 
     def prefill_progress(self) -> Outcome:
@@ -355,12 +360,12 @@ class Sequence:
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
         return first, logprobs[first - (row.start + 1) :]
 
-    def hashes_before(self) -> list[bytes]:
+    def hashes_to_restore(self) -> list[bytes]:
         """Return the hashes of the full blocks that were computed before preemptions.
 
         The list is empty if the sequence was never preempted.
         """
-        return [self.block_hash(i) for i in range(self.num_wanted // BLOCK_SIZE)]
+        return [self.block_hash(i) for i in range(self.num_to_restore // BLOCK_SIZE)]
 
     def block_hash(self, index: int) -> bytes:
         """Return the hash of block ``index``, whose tokens must all be known."""

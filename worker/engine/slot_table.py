@@ -3,7 +3,7 @@
 A batch slot belongs to one sequence while that sequence is in the batch. The table lets a decode
 step be planned with a few array operations instead of a loop over sequences. ``Sequence`` objects
 hold the same values in their fields. ``write`` and ``extend`` copy changes of a sequence to the
-table, and ``draw_one`` does so for the common case, rows that decode one token.
+table, and ``append_sampled`` does so for the common case, rows that decode one token.
 
 Known tokens are those of the prompt and the output so far. Arguments and results are indexed by
 slot [slots], or by their place in an argument ``slots`` [n].
@@ -67,14 +67,14 @@ class SlotTable:
         self._tables[slots, self._num_blocks[slots]] = blocks
         self._num_blocks[slots] += 1
 
-    def cut(self, slot: int, num_blocks: int) -> None:
+    def truncate(self, slot: int, num_blocks: int) -> None:
         """Keep only the first ``num_blocks`` blocks of a slot's block table."""
         self._num_blocks[slot] = num_blocks
 
     def clear(self, slot: int) -> None:
         self._numbers[:, slot] = 0
 
-    def draw_one(self, slots: Ints, tokens: Several[int]) -> None:
+    def append_sampled(self, slots: Ints, tokens: Several[int]) -> None:
         """Append ``tokens[i]``, a sampled token, in slot ``slots[i]``, for all i.
 
         All earlier tokens of these slots then count as computed.
@@ -83,24 +83,24 @@ class SlotTable:
         self._num_known[slots] += 1
         self._last_tokens[slots] = tokens
 
-    def mark_launched(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
+    def mark_launched(self, slots: Ints, num_computed: Ints, samples: Flags) -> None:
         """Record that rows of ``slots`` [n] were launched, as if they had been computed.
 
-        ``num_computed`` [n] are the values after these rows. Where ``draws`` [n], the row samples a
-        token, and UNKNOWN is appended in its place.
+        ``num_computed`` [n] are the values after these rows. Where ``samples`` [n], the row samples
+        a token, and UNKNOWN is appended in its place.
         """
         self._num_computed[slots] = num_computed
-        self._num_known[slots] += draws
-        self._last_tokens[slots[draws]] = UNKNOWN
+        self._num_known[slots] += samples
+        self._last_tokens[slots[samples]] = UNKNOWN
 
-    def commit_steps(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
-        """Undo ``mark_launched``: set ``num_computed`` [n], and remove UNKNOWN where ``drew`` [n].
+    def commit_steps(self, slots: Ints, num_computed: Ints, sampled: Flags) -> None:
+        """Undo ``mark_launched``: set ``num_computed`` [n]; remove UNKNOWN where ``sampled`` [n].
 
         The last token of a slot from which UNKNOWN was removed is invalid until ``write`` or
-        ``draw_one`` sets it.
+        ``append_sampled`` sets it.
         """
         self._num_computed[slots] = num_computed
-        self._num_known[slots] -= drew
+        self._num_known[slots] -= sampled
 
     # planning a step
 
@@ -118,7 +118,7 @@ class SlotTable:
         Slots whose sequences have reached a length limit are left out; such sequences are in the
         batch only while a step is in flight.
         """
-        return self._by_order((self._remaining == 1) & self._goes_on)
+        return self._by_order((self._remaining == 1) & self._is_below_limit)
 
     def prefilling(self) -> Ints:
         """Return the slots with several tokens left to compute, in the order of arrival."""
@@ -130,7 +130,7 @@ class SlotTable:
         Slots whose sequences have reached a length limit are left out.
         """
         lacks: Flags = self._num_known > self._num_blocks * BLOCK_SIZE
-        return (lacks & self._goes_on).nonzero()[0]
+        return (lacks & self._is_below_limit).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
         """Return those of the slots ``decoding`` whose next token to compute fills its block."""
@@ -142,18 +142,18 @@ class SlotTable:
         starts, tokens = self._num_computed[decoding], self._last_tokens[decoding]
         rows = Rows.decoding(decoding, starts, tokens, self._tables)
         others = tuple(others)
-        return rows.then(Rows.of(others, self._tables)) if others else rows
+        return rows.concat(Rows.of(others, self._tables)) if others else rows
 
-    def draws_one(self, rows: Rows) -> Flags:
+    def is_plain_decode(self, rows: Rows) -> Flags:
         """Return for each of n rows whether it is a plain decode, bool [n].
 
         A plain decode computes one token for the first time, and samples one token without reaching
         a length limit. It computes no log probabilities of the prompt.
         """
         is_new: Flags = rows.starts >= self._num_computed_before[rows.slots]
-        goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
+        is_below_limit: Flags = rows.starts + 2 < self._ends[rows.slots]
         is_single: Flags = rows.counts == 1
-        return is_single & rows.samples & ~rows.scores_prompt & is_new & goes_on
+        return is_single & rows.samples & ~rows.scores_prompt & is_new & is_below_limit
 
     # sums
 
@@ -192,10 +192,10 @@ class SlotTable:
         return self._num_known - self._num_computed
 
     @property
-    def _goes_on(self) -> Flags:
+    def _is_below_limit(self) -> Flags:
         """Return for each slot whether it has not reached a length limit, bool [slots]."""
-        goes_on: Flags = self._num_known < self._ends
-        return goes_on
+        is_below_limit: Flags = self._num_known < self._ends
+        return is_below_limit
 
     def _by_order(self, chosen: Flags) -> Ints:
         (slots,) = chosen.nonzero()

@@ -76,7 +76,7 @@ def continued(tokens: Sequence[int], index: int, count: int) -> tuple[int, ...]:
 
 #: Most tokens that all drafters together read in a step, so that long prompts do not delay it.
 MAX_READ = 2048
-_PATIENCE = 2
+_MAX_MISSES = 2
 _MAX_PAUSE = 64
 
 
@@ -125,5 +125,5 @@ class Drafter:
             return
         self._misses += 1
         self._count = max(1, self._count // 2)
-        if self._misses > _PATIENCE:
-            self._pause = min(1 << self._misses - _PATIENCE, _MAX_PAUSE)
+        if self._misses > _MAX_MISSES:
+            self._pause = min(1 << self._misses - _MAX_MISSES, _MAX_PAUSE)

@@ -22,14 +22,14 @@ from worker.engine.plan import Rows
 Floats = NDArray[np.floating[Any]]
 
 #: Minimum time between two observed steps, which holds separately for steps with and without
-#: prompts, and between two refits. After the first ``_AT_FIRST`` observations both intervals are
-#: ``_MORE_SELDOM`` times as long.
+#: prompts, and between two refits. After the first ``_NUM_FREQUENT`` observations both intervals
+#: are ``_INTERVAL_FACTOR`` times as long.
 _OBSERVE_S = 0.05
 _REFIT_S = 1.0
-_AT_FIRST = 64
-_MORE_SELDOM = 10.0
+_NUM_FREQUENT = 64
+_INTERVAL_FACTOR = 10.0
 #: Minimum cost of a token, so that a step's time can always be divided in proportion to costs.
-_LEAST_S = 1e-12
+_MIN_TOKEN_S = 1e-12
 
 
 class Costs(NamedTuple):
@@ -65,7 +65,7 @@ class Costs(NamedTuple):
         tokens = counts * each.num_tokens + (rows.starts + counts) * each.kv_tokens
         return each.num_rows + tokens + pairs * each.num_pairs
 
-    def alone(self, cost: float, together: float) -> float:
+    def fraction_alone(self, cost: float, together: float) -> float:
         """Return the time of a step with one of its rows only, as a fraction of the step's time.
 
         ``cost`` is the cost of that row, and ``together`` the sum of the costs of all rows. Return
@@ -93,8 +93,8 @@ class StepCosts:
     def __init__(self) -> None:
         self._fit = FittedStepTime()
         #: time of the last observed step with prompts (True) and without (False)
-        self._observed = {True: -inf, False: -inf}
-        self._refitted = -inf
+        self._observed_at = {True: -inf, False: -inf}
+        self._refitted_at = -inf
         self._num_observed = 0
         self.now = Costs(0.0, StepSize(0.0, 1.0, 0.0, 0.0), is_known=False)
 
@@ -104,19 +104,19 @@ class StepCosts:
         ``has_prompts`` means that some rows are chunks of prompts. Steps that follow the previously
         recorded one too soon are ignored, and the coefficients are not refitted each time.
         """
-        pace = 1.0 if self._num_observed < _AT_FIRST else _MORE_SELDOM
-        if seconds > 0 and now - self._observed[has_prompts] >= pace * _OBSERVE_S:
-            self._observed[has_prompts] = now
+        factor = 1.0 if self._num_observed < _NUM_FREQUENT else _INTERVAL_FACTOR
+        if seconds > 0 and now - self._observed_at[has_prompts] >= factor * _OBSERVE_S:
+            self._observed_at[has_prompts] = now
             self._num_observed += 1
             size = StepSize(len(rows), rows.num_tokens, rows.kv_tokens, rows.num_pairs)
             self._fit.observe(size, seconds)
-        if now - self._refitted >= pace * _REFIT_S:
-            self._refitted = now
+        if now - self._refitted_at >= factor * _REFIT_S:
+            self._refitted_at = now
             self._refit()
 
     def _refit(self) -> None:
         self._fit.refit()
         if self._fit.is_known:
             step_s, each = self._fit.coefficients
-            each = each._replace(num_tokens=max(_LEAST_S, each.num_tokens))
+            each = each._replace(num_tokens=max(_MIN_TOKEN_S, each.num_tokens))
             self.now = Costs(step_s, each, is_known=True)

@@ -9,20 +9,16 @@ from everlift.v1 import session_pb2
 
 
 class Part(IntEnum):
-    """Index of a part in ``TimeBreakdown.parts``, in the order of the fields of TimeBreakdown.
-
-    STALLED is ``prefill_interference_s``, CO_TENANCY ``decode_interference_s``, and PASSED_OVER
-    ``not_scheduled_s``.
-    """
+    """Index of a part in ``TimeBreakdown.parts``, in the order of the fields of TimeBreakdown."""
 
     WAITING = 0
     PREFILL = 1
-    STALLED = 2
+    PREFILL_INTERFERENCE = 2
     DECODE = 3
-    CO_TENANCY = 4
+    DECODE_INTERFERENCE = 4
     PREEMPTED = 5
     RECOMPUTE = 6
-    PASSED_OVER = 7
+    NOT_SCHEDULED = 7
     BETWEEN_STEPS = 8
     # The following parts are counts, not seconds.
     STEPS = 9

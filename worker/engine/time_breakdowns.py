@@ -68,9 +68,9 @@ class TimeBreakdowns:
 
     def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._there: list[Sequence | None] = [None] * num_slots
-        self._num_there = 0
-        self._is_there = np.zeros(num_slots, np.bool_)
+        self._sequences: list[Sequence | None] = [None] * num_slots
+        self._num_occupied = 0
+        self._is_occupied = np.zeros(num_slots, np.bool_)
         self._clocks = [0.0] * len(Part)
         #: [parts, slots]: what to add to a part's clock for the sequence in the slot
         self._columns = np.zeros((len(Part), num_slots))
@@ -78,7 +78,7 @@ class TimeBreakdowns:
         self._prompt_ends = np.zeros(num_slots, np.int64)
         self._computed_before = [0] * num_slots
         #: slots whose prompts are not computed yet, and whether rows may be chunks of prompts
-        self._in_prompt: set[int] = set()
+        self._prefilling: set[int] = set()
         self._may_have_chunks = False
         self._decodes = Decodes(num_slots)
         #: sum over steps of the seconds that the average decoding row would have taken alone
@@ -88,12 +88,12 @@ class TimeBreakdowns:
         self._now = 0.0
         #: rows of the step in progress, whether it ran out of memory, and slots emptied during it
         self._rows: Rows | None = None
-        self._is_in_vain = False
-        self._left: set[int] = set()
+        self._step_failed = False
+        self._vacated: set[int] = set()
         #: since the last report: sequences that left the batch, and slots whose prompts were
         #: computed
-        self._gone: list[Sequence] = []
-        self._computed: set[int] = set()
+        self._removed: list[Sequence] = []
+        self._prefilled: set[int] = set()
         #: slot that is reported next in turn, and the time up to which turns are taken
         self._next_slot = 0
         self._round_since = 0.0
@@ -101,25 +101,25 @@ class TimeBreakdowns:
     # steps, arrivals and departures
 
     def begin_step(
-        self, rows: Rows, left: Iterable[int], newcomers: Iterable[Sequence], now: float
+        self, rows: Rows, vacated: Iterable[int], newcomers: Iterable[Sequence], now: float
     ) -> None:
         """Begin a step that computes ``rows``, at ``now`` or when the last step ended, if later.
 
-        ``left`` are the slots that became empty, and ``newcomers`` the sequences that the step's
+        ``vacated`` are the slots that became empty, and ``newcomers`` the sequences that the step's
         plan admitted.
         """
-        began = max(now, self._now)
-        self._clocks[Part.BETWEEN_STEPS] += began - self._now
-        self._now, self._rows, self._is_in_vain = began, rows, False
+        started_at = max(now, self._now)
+        self._clocks[Part.BETWEEN_STEPS] += started_at - self._now
+        self._now, self._rows, self._step_failed = started_at, rows, False
         newcomers = tuple(newcomers)
-        gone = self._leave((*left, *(it.slot for it in newcomers)))
+        removed = self._remove_slots((*vacated, *(it.slot for it in newcomers)))
         for sequence in newcomers:
-            self._enter(sequence)
-        self._gone = [it for it in (*self._gone, *gone) if it.slot == NO_SLOT]
+            self._add_sequence(sequence)
+        self._removed = [it for it in (*self._removed, *removed) if it.slot == NO_SLOT]
 
-    def in_vain(self) -> None:
+    def mark_step_failed(self) -> None:
         """Record that the step in progress computed nothing, for lack of memory."""
-        self._is_in_vain = True
+        self._step_failed = True
 
     def drop_slots(self, slots: Iterable[int]) -> None:
         """Record that the sequences in ``slots`` left the batch.
@@ -128,10 +128,10 @@ class TimeBreakdowns:
         for these sequences.
         """
         if self._rows is not None:
-            self._left.update(slots)
+            self._vacated.update(slots)
             return
-        gone = self._leave(slots)
-        self._gone += [sequence for sequence in gone if sequence.is_preempted]
+        removed = self._remove_slots(slots)
+        self._removed += [sequence for sequence in removed if sequence.is_preempted]
 
     def end_step(self) -> None:
         """End the step in progress, and divide its time among the sequences in the batch.
@@ -144,8 +144,8 @@ class TimeBreakdowns:
         now = self._clock()
         self._charge(rows, now)
         self._now = now
-        self._gone += self._leave(self._left)
-        self._left.clear()
+        self._removed += self._remove_slots(self._vacated)
+        self._vacated.clear()
 
     def report(self) -> list[SequenceBreakdown]:
         """Return the breakdowns to send to routers, up to the end of the last step.
@@ -153,25 +153,25 @@ class TimeBreakdowns:
         Included are sequences that were preempted, ended, or completed their prefill since the last
         report, and the sequences of a few slots in turn, so that each is reported every 5 s.
         """
-        gone, self._gone = self._gone, []
-        slots = self._computed.union(self._turns(self._now))
-        self._computed.clear()
-        there = ((slot, it) for slot in slots if (it := self._there[slot]) is not None)
-        told = (SequenceBreakdown(it.key, self._read(slot, self._now)) for slot, it in there)
-        return [*map(self._last_of, gone), *told]
+        removed, self._removed = self._removed, []
+        slots = self._prefilled.union(self._due_slots(self._now))
+        self._prefilled.clear()
+        occupied = ((slot, it) for slot in slots if (it := self._sequences[slot]) is not None)
+        current = (SequenceBreakdown(it.key, self._read(slot, self._now)) for slot, it in occupied)
+        return [*map(self._last_breakdown, removed), *current]
 
-    def _last_of(self, sequence: Sequence) -> SequenceBreakdown:
+    def _last_breakdown(self, sequence: Sequence) -> SequenceBreakdown:
         if sequence.is_preempted or sequence.breakdown is None:
-            return self.so_far(sequence, self._now)
+            return self.breakdown_of(sequence, self._now)
         return SequenceBreakdown(sequence.key, sequence.breakdown)
 
-    def so_far(self, sequence: Sequence, now: float) -> SequenceBreakdown:
+    def breakdown_of(self, sequence: Sequence, now: float) -> SequenceBreakdown:
         """Return the breakdown of a sequence, running or waiting, up to ``now``.
 
         Call between two steps.
         """
         if sequence.slot == NO_SLOT:
-            return SequenceBreakdown(sequence.key, _outside(sequence, now))
+            return SequenceBreakdown(sequence.key, _breakdown_outside(sequence, now))
         return SequenceBreakdown(sequence.key, self._read(sequence.slot, now))
 
     @property
@@ -183,8 +183,8 @@ class TimeBreakdowns:
             decode_s=self._decode_s, decode_interference_s=decode_interference_s
         )
 
-    def _turns(self, now: float) -> list[int]:
-        num_slots = len(self._there)
+    def _due_slots(self, now: float) -> list[int]:
+        num_slots = len(self._sequences)
         due = int((now - self._round_since) / _ROUND_S * num_slots)
         if due >= num_slots:
             due, self._round_since = num_slots, now
@@ -196,10 +196,10 @@ class TimeBreakdowns:
 
     # by slot
 
-    def _enter(self, sequence: Sequence) -> None:
-        slot, breakdown = sequence.slot, _outside(sequence, self._now)
-        self._there[slot], self._is_there[slot] = sequence, True
-        self._num_there += 1
+    def _add_sequence(self, sequence: Sequence) -> None:
+        slot, breakdown = sequence.slot, _breakdown_outside(sequence, self._now)
+        self._sequences[slot], self._is_occupied[slot] = sequence, True
+        self._num_occupied += 1
         pairs = zip(breakdown.parts, self._clocks, strict=True)
         self._columns[:, slot] = [part - clock for part, clock in pairs]
         before, known = sequence.num_computed_before, sequence.num_known
@@ -208,36 +208,36 @@ class TimeBreakdowns:
         # that one yields the next token of its output.
         self._prompt_ends[slot] = end = max(sequence.num_prompt, known - 1, before)
         if sequence.num_computed < end:
-            self._in_prompt.add(slot)
+            self._prefilling.add(slot)
             self._may_have_chunks = True
         else:
-            self._begin_to_decode(slot, sequence.num_computed)
+            self._start_decode(slot, sequence.num_computed)
 
-    def _begin_to_decode(self, slot: int, position: int) -> None:
-        self._in_prompt.discard(slot)
+    def _start_decode(self, slot: int, position: int) -> None:
+        self._prefilling.discard(slot)
         self._decodes.begin_decode(slot, position)
-        self._computed.add(slot)
+        self._prefilled.add(slot)
 
-    def _leave(self, slots: Iterable[int]) -> list[Sequence]:
-        gone = []
+    def _remove_slots(self, slots: Iterable[int]) -> list[Sequence]:
+        removed = []
         for slot in slots:
-            if (sequence := self._there[slot]) is None:
+            if (sequence := self._sequences[slot]) is None:
                 continue
             sequence.breakdown = self._read(slot, self._now)
-            self._there[slot], self._is_there[slot] = None, False
-            self._in_prompt.discard(slot)
-            self._computed.discard(slot)
+            self._sequences[slot], self._is_occupied[slot] = None, False
+            self._prefilling.discard(slot)
+            self._prefilled.discard(slot)
             self._decodes.drop(slot)
-            gone.append(sequence)
-        self._num_there -= len(gone)
-        return gone
+            removed.append(sequence)
+        self._num_occupied -= len(removed)
+        return removed
 
     def _read(self, slot: int, now: float) -> TimeBreakdown:
         pairs = zip(self._columns[:, slot].tolist(), self._clocks, strict=True)
         parts = [part + clock for part, clock in pairs]
         alone_s = self._decodes.seconds(slot)
         parts[Part.DECODE] += alone_s
-        parts[Part.CO_TENANCY] -= alone_s
+        parts[Part.DECODE_INTERFERENCE] -= alone_s
         parts[Part.BETWEEN_STEPS] += now - self._now
         return TimeBreakdown(now, *(part if part > 0.0 else 0.0 for part in parts))
 
@@ -251,8 +251,8 @@ class TimeBreakdowns:
         part = prompts / (costs.step + together) if is_shared else 1.0
         prompts_s = seconds * part
         decodes_s = seconds - prompts_s
-        self._clocks[Part.STALLED] += prompts_s
-        self._clocks[Part.CO_TENANCY] += decodes_s
+        self._clocks[Part.PREFILL_INTERFERENCE] += prompts_s
+        self._clocks[Part.DECODE_INTERFERENCE] += decodes_s
         self._clocks[Part.STEPS] += 1
         absent = self._absent(rows)
         if is_shared:
@@ -261,7 +261,7 @@ class TimeBreakdowns:
             self._charge_chunk(chunk, prompts_s * cost / prompts)
         self._count_neighbours(rows, absent)
         if absent is not None:
-            self._pass_over(absent, decodes_s, prompts_s)
+            self._charge_not_scheduled(absent, decodes_s, prompts_s)
         self._costs.observe(rows, seconds, bool(chunks), now)
 
     def _chunks(self, rows: Rows) -> list[_Chunk]:
@@ -273,29 +273,29 @@ class TimeBreakdowns:
         slot_table = (field[indices].tolist() for field in fields)
         # A sequence that leaves in this step still counts here, because it may have a chunk in the
         # next step if that was launched ahead.
-        self._may_have_chunks = bool(self._in_prompt)
+        self._may_have_chunks = bool(self._prefilling)
         return [_Chunk(*each) for each in zip(*slot_table, strict=True)]
 
     def _absent(self, rows: Rows) -> Ints | None:
         # A sequence that ended in the previous step may still have a row in this one.
-        if np.count_nonzero(self._is_there[rows.slots]) == self._num_there:
+        if np.count_nonzero(self._is_occupied[rows.slots]) == self._num_occupied:
             return None
-        is_absent = self._is_there.copy()
+        is_absent = self._is_occupied.copy()
         is_absent[rows.slots] = False
         return is_absent.nonzero()[0]
 
     def _charge_chunk(self, chunk: _Chunk, own_s: float) -> None:
         slot, start, num_tokens, num_drafts = chunk
         computed_before = min(max(self._computed_before[slot] - start, 0), num_tokens)
-        again_s = own_s * computed_before / num_tokens
+        recompute_s = own_s * computed_before / num_tokens
         column = self._columns[:, slot]
-        column[Part.STALLED] -= own_s
-        column[Part.RECOMPUTE] += again_s
-        column[Part.PREFILL] += own_s - again_s
+        column[Part.PREFILL_INTERFERENCE] -= own_s
+        column[Part.RECOMPUTE] += recompute_s
+        column[Part.PREFILL] += own_s - recompute_s
         end = start + num_tokens - num_drafts
-        is_last = end >= self._prompt_ends[slot] and not self._is_in_vain
-        if is_last and slot in self._in_prompt:
-            self._begin_to_decode(slot, end)
+        is_last = end >= self._prompt_ends[slot] and not self._step_failed
+        if is_last and slot in self._prefilling:
+            self._start_decode(slot, end)
 
     def _charge_decodes(
         self,
@@ -312,25 +312,25 @@ class TimeBreakdowns:
         None if there are none.
         """
         costs, num_decodes = self._costs.now, len(rows) - len(chunks)
-        self._decode_s += seconds * costs.alone(together / num_decodes, together)
+        self._decode_s += seconds * costs.fraction_alone(together / num_decodes, together)
         has_drafts = rows.num_tokens - sum(chunk.num_tokens for chunk in chunks) > num_decodes
-        if has_drafts or self._is_in_vain:
+        if has_drafts or self._step_failed:
             self._charge_each(rows, together, seconds)
             return
-        waiting = None if absent is None else absent[self._decodes.is_noted[absent]]
+        waiting = None if absent is None else absent[self._decodes.is_tracked[absent]]
         if waiting is not None:
-            self._settle(waiting)
-        self._look_where_they_are(rows, chunks, waiting)
+            self._flush_decodes(waiting)
+        self._correct_positions(rows, chunks, waiting)
         if costs.is_known:
             scale = seconds / (costs.step + together)
             self._decodes.add(scale * costs.first, scale * costs.position)
         else:
             self._decodes.add(seconds, 0.0)
         if waiting is not None:
-            self._decodes.sit_out(waiting)
+            self._decodes.undo_add(waiting)
         if self._decodes.is_long:
-            self._settle(self._decodes.is_noted.nonzero()[0])
-            self._decodes.begin_anew()
+            self._flush_decodes(self._decodes.is_tracked.nonzero()[0])
+            self._decodes.restart_sums()
 
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
         """Do the work of ``_charge_decodes`` row by row: not every row advances by one position."""
@@ -340,9 +340,9 @@ class TimeBreakdowns:
         if costs.is_known:
             by_row = costs.by_row(rows)[is_decode]
             alone_s = seconds * (costs.step + by_row) / (costs.step + together)
-        self._move(Part.CO_TENANCY, Part.DECODE, rows.slots[is_decode], alone_s)
+        self._move(Part.DECODE_INTERFERENCE, Part.DECODE, rows.slots[is_decode], alone_s)
 
-    def _look_where_they_are(
+    def _correct_positions(
         self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
     ) -> None:
         """Correct the positions of slots in ``Decodes`` if a decoding row is at another position.
@@ -356,10 +356,10 @@ class TimeBreakdowns:
             expected -= self._decodes.positions_of(waiting)
         starts = rows.kv_tokens - rows.num_tokens - sum(chunk.start for chunk in chunks)
         if starts != expected:
-            is_noted = self._decodes.is_noted[rows.slots]
-            slots = rows.slots[is_noted]
-            self._settle(slots)
-            self._decodes.place(slots, rows.starts[is_noted])
+            is_tracked = self._decodes.is_tracked[rows.slots]
+            slots = rows.slots[is_tracked]
+            self._flush_decodes(slots)
+            self._decodes.set_positions(slots, rows.starts[is_tracked])
 
     def _count_neighbours(self, rows: Rows, absent: Ints | None) -> None:
         most, now = self._columns[Part.MOST_NEIGHBOURS], float(len(rows) - 1)
@@ -368,21 +368,21 @@ class TimeBreakdowns:
         else:
             most[rows.slots] = np.maximum(most[rows.slots], now)
 
-    def _pass_over(self, absent: Ints, decodes_s: float, prompts_s: float) -> None:
-        self._move(Part.CO_TENANCY, Part.PASSED_OVER, absent, decodes_s)
-        self._move(Part.STALLED, Part.PASSED_OVER, absent, prompts_s)
+    def _charge_not_scheduled(self, absent: Ints, decodes_s: float, prompts_s: float) -> None:
+        self._move(Part.DECODE_INTERFERENCE, Part.NOT_SCHEDULED, absent, decodes_s)
+        self._move(Part.PREFILL_INTERFERENCE, Part.NOT_SCHEDULED, absent, prompts_s)
         self._columns[Part.STEPS][absent] -= 1
 
-    def _settle(self, slots: Ints) -> None:
-        """Read the decode time of ``slots`` from ``Decodes``, restart it, and add it to columns."""
-        self._move(Part.CO_TENANCY, Part.DECODE, slots, self._decodes.drain(slots))
+    def _flush_decodes(self, slots: Ints) -> None:
+        """Read the decode time of ``slots`` from ``Decodes``, reset it, and add it to columns."""
+        self._move(Part.DECODE_INTERFERENCE, Part.DECODE, slots, self._decodes.pop_seconds(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:
         self._columns[source][slots] -= seconds
         self._columns[target][slots] += seconds
 
 
-def _outside(sequence: Sequence, now: float) -> TimeBreakdown:
+def _breakdown_outside(sequence: Sequence, now: float) -> TimeBreakdown:
     if sequence.breakdown is None:
-        return TimeBreakdown.waiting(sequence.came, now)
+        return TimeBreakdown.waiting(sequence.arrived_at, now)
     return sequence.breakdown.preempted(now)

@@ -20,7 +20,7 @@ def by_arrival(sequence: Sequence) -> Place:
     return -sequence.priority, sequence.order
 
 
-class WaitingLine:
+class WaitingQueue:
     """Queue of waiting sequences, sorted by the key that ``place`` returns for a sequence.
 
     The smallest key is first. The key of a sequence must not change while it waits. Every operation

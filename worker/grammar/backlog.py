@@ -18,7 +18,7 @@ class Backlog:
     @property
     def seconds(self) -> float:
         while self._closed:
-            self._closed.popleft().forget_all()
+            self._closed.popleft().cancel_all()
         return self._seconds
 
     def add(self, seconds: float) -> None:
@@ -41,22 +41,22 @@ class Account:
         self._backlog = backlog
         self._budget_s = budget_s
         self._cost_s: dict[int, float] = {}
-        self._due_s: dict[int, deque[float]] = {}
+        self._pending_s: dict[int, deque[float]] = {}
 
-    def asked(self, matcher: int) -> None:
+    def record_request(self, matcher: int) -> None:
         cost_s = self._cost_s.get(matcher, self._budget_s)
-        self._due_s.setdefault(matcher, deque()).append(cost_s)
+        self._pending_s.setdefault(matcher, deque()).append(cost_s)
         self._backlog.add(cost_s)
 
-    def answered(self, matcher: int, cpu_s: float) -> None:
-        self._backlog.add(-self._due_s[matcher].popleft())
+    def record_reply(self, matcher: int, cpu_s: float) -> None:
+        self._backlog.add(-self._pending_s[matcher].popleft())
         self._cost_s[matcher] = max(cpu_s, self._cost_s.get(matcher, 0.0) / 2)
 
     def cancel(self, matcher: int) -> None:
         """Remove the unanswered requests of ``matcher``, whose answers are no longer needed."""
-        self._backlog.add(-sum(self._due_s.pop(matcher, ())))
+        self._backlog.add(-sum(self._pending_s.pop(matcher, ())))
         self._cost_s.pop(matcher, None)
 
-    def forget_all(self) -> None:
-        for matcher in list(self._due_s):
+    def cancel_all(self) -> None:
+        for matcher in list(self._pending_s):
             self.cancel(matcher)

@@ -42,16 +42,16 @@ class Channel:
         """
         sock.setblocking(False)
         self._sock = sock
-        #: the grammar process has been given up: its remaining replies are not read
-        self._is_given_up = False
+        #: the grammar process has been abandoned: its remaining replies are not read
+        self._is_abandoned = False
         self._frames = Frames()
         #: unread replies of every matcher in use
         self._replies: dict[int, deque[Reply]] = {}
-        self._forgotten: deque[int] = deque()
+        self._dropped: deque[int] = deque()
         self._mask_budget_s = mask_budget_s
         self._timeout_s = timeout_s
         #: monotonic time of the last transfer over the socket
-        self._stirred = time.monotonic()
+        self._last_transfer_at = time.monotonic()
         self._backlog = backlog
         self._account = Account(backlog, mask_budget_s)
         weakref.finalize(self, sock.close)
@@ -70,30 +70,32 @@ class Channel:
 
         From now on, the backlog includes the predicted CPU time of the request.
         """
-        self._account.asked(matcher)
+        self._account.record_request(matcher)
 
     def send(self, request: Request) -> None:
         """Send a request, for which ``expect`` must have been called.
 
         Raises EverliftError if the process has ended or does not read the request in time.
         """
-        self._drop_forgotten()
+        self._send_drops()
         self._replies.setdefault(request["matcher"], deque())
         self._send(encode_request(request))
-        self._stirred = time.monotonic()
+        self._last_transfer_at = time.monotonic()
 
-    def take_reply(self, matcher: int, began: float) -> bytes:
+    def take_reply(self, matcher: int, waiting_since: float) -> bytes:
         """Wait for the next reply about ``matcher``, and return its body.
 
         Raises EngineFailed if the reply is a refusal. Raises InvalidGrammar if the grammar process
-        has ended, or after the timeout, which begins at ``began``, the monotonic time at which the
-        caller began to wait for this or any other grammar process.
+        has ended, or after the timeout, which begins at ``waiting_since``, the monotonic time at
+        which the caller began to wait for this or any other grammar process.
         """
-        deadline = began + self._timeout_s
+        deadline = waiting_since + self._timeout_s
         while not self._replies[matcher]:
             if not self._receive() and not self._wait(select.POLLIN, deadline):
                 # A process that has sent or received since then is only late, and is kept.
-                raise self._lost() if self._stirred < began else self._too_slow()
+                raise (
+                    self._abandon() if self._last_transfer_at < waiting_since else self._too_slow()
+                )
         reply = self._replies[matcher].popleft()
         if reply.is_refusal:
             raise EngineFailed(f"the grammar cannot be followed: {reply.body.decode()}")
@@ -127,11 +129,11 @@ class Channel:
 
         Thread-safe, because a finalizer calls it.
         """
-        self._forgotten.append(matcher)
+        self._dropped.append(matcher)
 
-    def _drop_forgotten(self) -> None:
-        while self._forgotten:
-            matcher = self._forgotten.popleft()
+    def _send_drops(self) -> None:
+        while self._dropped:
+            matcher = self._dropped.popleft()
             self._replies.pop(matcher, None)
             self._account.cancel(matcher)
             self._send(encode_request({"do": "drop", "matcher": matcher}))
@@ -145,26 +147,26 @@ class Channel:
                 unsent = unsent[self._sock.send(unsent) :]
             except BlockingIOError:
                 if not self._wait(select.POLLIN | select.POLLOUT, deadline):
-                    raise self._lost() from None
+                    raise self._abandon() from None
                 self._receive()
             except OSError:
-                raise self._lost() from None
+                raise self._abandon() from None
 
     def _receive(self) -> bool:
-        if self._is_given_up:
-            raise self._lost()
+        if self._is_abandoned:
+            raise self._abandon()
         try:
             received = self._sock.recv(CHUNK)
-            self._stirred = time.monotonic()
+            self._last_transfer_at = time.monotonic()
             for frame in self._frames.feed(received):
                 reply = decode_reply(frame)
                 if reply.matcher in self._replies:
                     self._replies[reply.matcher].append(reply)
-                    self._account.answered(reply.matcher, reply.cpu_s)
+                    self._account.record_reply(reply.matcher, reply.cpu_s)
         except BlockingIOError:
             return False
         except (EOFError, OSError):
-            raise self._lost() from None
+            raise self._abandon() from None
         return True
 
     def _wait(self, events: int, deadline: float) -> bool:
@@ -172,13 +174,13 @@ class Channel:
         poll.register(self._sock, events)
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
-    def _lost(self) -> EverliftError:
+    def _abandon(self) -> EverliftError:
         """Close the connection, drop all stored replies, and return the error to raise."""
-        self._is_given_up = True
+        self._is_abandoned = True
         for replies in self._replies.values():
             replies.clear()
         self.close()
-        self._account.forget_all()
+        self._account.cancel_all()
         return self._too_slow()
 
     def _too_slow(self) -> EverliftError:

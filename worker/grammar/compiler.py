@@ -20,7 +20,14 @@ from worker.config import Grammars
 from worker.grammar.backlog import Backlog
 from worker.grammar.channel import Channel
 from worker.grammar.matcher import CompiledGrammar
-from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_reply, encode_request
+from worker.grammar.messages import (
+    CHUNK,
+    CompileResult,
+    Frames,
+    Reply,
+    decode_reply,
+    encode_request,
+)
 
 log = logs.get_logger(__name__)
 
@@ -29,9 +36,9 @@ Done = Callable[[CompiledGrammar | EverliftError], None]
 #: Estimated memory of a grammar process without its grammar.
 _PROCESS_BYTES = 6 << 20
 #: Timeout of a compilation in multiples of its CPU time, because processors may be shared.
-_PATIENCE = 6
+_TIMEOUT_FACTOR = 6
 #: Timeout of a mask in multiples of its CPU time, because the process may have to wait for a core.
-_MASK_PATIENCE = 50
+_MASK_TIMEOUT_FACTOR = 50
 #: Largest timeout of a mask, as a fraction of the time after which a step counts as stuck.
 _STEP_PART = 0.5
 
@@ -61,15 +68,15 @@ class GrammarCompiler:
         mask may take at most half of it.
         """
         self._settings = settings
-        masks_s = _MASK_PATIENCE * settings.step_budget
-        self._mask_patience_s = min(masks_s, _STEP_PART * step_timeout)
+        masks_s = _MASK_TIMEOUT_FACTOR * settings.step_budget
+        self._mask_timeout_s = min(masks_s, _STEP_PART * step_timeout)
         self._processes = processes
         self._backlog = Backlog()
-        self._dones: dict[Grammar, list[Done]] = {}
+        self._callbacks: dict[Grammar, list[Done]] = {}
         self._waiting: deque[Grammar] = deque()
         self._compiling: dict[Grammar, asyncio.Task[None]] = {}
         #: cached results, the most recently used last
-        self._kept: OrderedDict[Grammar, CompiledGrammar | InvalidGrammar] = OrderedDict()
+        self._cache: OrderedDict[Grammar, CompiledGrammar | InvalidGrammar] = OrderedDict()
         #: compiled grammars that the cache or a sequence references
         self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
 
@@ -81,16 +88,16 @@ class GrammarCompiler:
         called before this method returns.
         """
         if (known := self._known(grammar)) is not None:
-            self._keep(grammar, known)
+            self._cache_result(grammar, known)
             done(known)
-        elif grammar in self._dones:
-            self._dones[grammar].append(done)
+        elif grammar in self._callbacks:
+            self._callbacks[grammar].append(done)
         elif len(self._waiting) >= self._settings.max_queued:
             done(QueueFull("too many grammars are being compiled"))
         else:
-            self._dones[grammar] = [done]
+            self._callbacks[grammar] = [done]
             self._waiting.append(grammar)
-            self._begin()
+            self._start_compilations()
 
     def close(self) -> None:
         """End every grammar process. Callbacks of unfinished compilations are not called."""
@@ -99,14 +106,14 @@ class GrammarCompiler:
         for grammar in tuple(self._alive.values()):
             grammar.fail_sequences()
         self._waiting.clear()
-        self._kept.clear()
+        self._cache.clear()
         self._processes.close()
 
     def _known(self, grammar: Grammar) -> CompiledGrammar | InvalidGrammar | None:
-        known = self._kept.get(grammar) or self._alive.get(grammar)
+        known = self._cache.get(grammar) or self._alive.get(grammar)
         return None if isinstance(known, CompiledGrammar) and known.is_lost else known
 
-    def _begin(self) -> None:
+    def _start_compilations(self) -> None:
         while self._waiting and len(self._compiling) < self._settings.max_compiling:
             grammar = self._waiting.popleft()
             self._compiling[grammar] = asyncio.create_task(self._finish(grammar))
@@ -115,10 +122,10 @@ class GrammarCompiler:
         result = await self._result(grammar)
         if isinstance(result, CompiledGrammar):
             self._alive[grammar] = result
-            self._keep(grammar, result)
+            self._cache_result(grammar, result)
         del self._compiling[grammar]
-        self._begin()
-        for done in self._dones.pop(grammar):
+        self._start_compilations()
+        for done in self._callbacks.pop(grammar):
             done(result)
 
     async def _result(self, grammar: Grammar) -> CompiledGrammar | EverliftError:
@@ -133,11 +140,11 @@ class GrammarCompiler:
     async def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         sock = await self._processes.start_process()
         try:
-            compiled = Compiled.decode(await self._reply(sock, grammar))
+            compiled = CompileResult.decode(await self._reply(sock, grammar))
         except BaseException:
             sock.close()
             raise
-        budget_s, timeout_s = self._settings.step_budget, self._mask_patience_s
+        budget_s, timeout_s = self._settings.step_budget, self._mask_timeout_s
         channel = Channel(sock, budget_s, timeout_s, self._backlog)
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
@@ -159,7 +166,7 @@ class GrammarCompiler:
         with suppress(ConnectionError):
             await loop.sock_sendall(sock, encode_request(request))
         try:
-            async with asyncio.timeout(_PATIENCE * self._settings.compile_timeout):
+            async with asyncio.timeout(_TIMEOUT_FACTOR * self._settings.compile_timeout):
                 reply = await replies.next()
         except (EOFError, OSError, TimeoutError):
             raise InvalidGrammar(
@@ -168,15 +175,15 @@ class GrammarCompiler:
             ) from None
         if reply.is_refusal:
             refusal = InvalidGrammar(reply.body.decode())
-            self._keep(grammar, refusal)
+            self._cache_result(grammar, refusal)
             raise refusal
         return reply.body
 
-    def _keep(self, grammar: Grammar, result: CompiledGrammar | InvalidGrammar) -> None:
-        self._kept[grammar] = result
-        self._kept.move_to_end(grammar)
-        while sum(map(_cost, self._kept.values())) > self._settings.cache_mib << 20:
-            self._kept.popitem(last=False)
+    def _cache_result(self, grammar: Grammar, result: CompiledGrammar | InvalidGrammar) -> None:
+        self._cache[grammar] = result
+        self._cache.move_to_end(grammar)
+        while sum(map(_cost, self._cache.values())) > self._settings.cache_mib << 20:
+            self._cache.popitem(last=False)
 
 
 class _Replies:
@@ -192,7 +199,7 @@ class _Replies:
         return decode_reply(self._unread.popleft())
 
 
-def _cost(kept: CompiledGrammar | InvalidGrammar) -> int:
-    if isinstance(kept, CompiledGrammar):
-        return _PROCESS_BYTES + kept.num_bytes
+def _cost(cached: CompiledGrammar | InvalidGrammar) -> int:
+    if isinstance(cached, CompiledGrammar):
+        return _PROCESS_BYTES + cached.num_bytes
     return MAX_GRAMMAR_BYTES

@@ -26,8 +26,8 @@ _ENVIRONMENT = {
 class GrammarForkServer:
     """Handle of the fork server process.
 
-    The process is started by ``begin``, or else for the first grammar, and is started again for the
-    next grammar if it has ended.
+    The process is started by ``prestart``, or else for the first grammar, and is started again for
+    the next grammar if it has ended.
     """
 
     def __init__(self, config: WorkerConfig, vocab_size: int) -> None:
@@ -37,23 +37,23 @@ class GrammarForkServer:
         self._control: socket.socket | None = None
         self._is_closed = False
         self._starting = asyncio.Lock()
-        self._beginning: asyncio.Task[None] | None = None
+        self._prestart_task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
+    def prestart(self) -> None:
         """Start the process in the background.
 
         The process takes seconds to load llguidance and the vocabulary. Without an early start, a
         request that is migrated to a new worker would wait for that.
         """
-        self._beginning = asyncio.get_running_loop().create_task(self._begin())
+        self._prestart_task = asyncio.get_running_loop().create_task(self._prestart())
 
-    async def _begin(self) -> None:
+    async def _prestart(self) -> None:
         try:
-            await self._have_started()
+            await self._ensure_started()
         except OSError as error:
             log.warning("grammar fork server not started in advance", error=str(error))
 
-    async def _have_started(self) -> None:
+    async def _ensure_started(self) -> None:
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
                 await asyncio.to_thread(self._start)
@@ -68,7 +68,7 @@ class GrammarForkServer:
         ours.setblocking(False)
         with theirs:
             try:
-                await self._have_started()
+                await self._ensure_started()
                 assert self._control is not None
                 socket.send_fds(self._control, [b"k"], [theirs.fileno()])
             except BaseException:
@@ -79,8 +79,8 @@ class GrammarForkServer:
     def close(self) -> None:
         """End the fork server and every grammar process that has not compiled its grammar yet."""
         self._is_closed = True
-        if self._beginning is not None:
-            self._beginning.cancel()
+        if self._prestart_task is not None:
+            self._prestart_task.cancel()
         self._end()
 
     def _end(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from everlift import model_files
 from everlift.end_tokens import end_token_ids
-from worker.child_process import die_with_parent, go_first
+from worker.child_process import become_oom_victim, die_with_parent
 from worker.grammar.grammar_process import COMPILE_STACK_BYTES, GrammarProcess, Model
 from worker.grammar.launch import Launch
 from worker.grammar.vocabulary import token_bytes, token_trie
@@ -37,7 +37,7 @@ def main() -> None:
             if not os.fork():
                 die_with_parent(fork_server)
                 control.close()
-                _keep(socket.socket(fileno=descriptors[0]), model, launch)
+                _run_grammar_process(socket.socket(fileno=descriptors[0]), model, launch)
             os.close(descriptors[0])
 
 
@@ -47,7 +47,7 @@ def _load(launch: Launch) -> Model:
     return Model(token_trie(tokens), launch.vocab_size, end_token_ids(directory))
 
 
-def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
+def _run_grammar_process(sock: socket.socket, model: Model, launch: Launch) -> None:
     try:
         _bound_memory(launch.process_mib)
         GrammarProcess(sock, model, launch.budget).run()
@@ -64,7 +64,7 @@ def _bound_memory(mib: int) -> None:
     """
     if sys.platform != "linux":
         return
-    go_first()
+    become_oom_victim()
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     limit = used + (mib << 20) + COMPILE_STACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

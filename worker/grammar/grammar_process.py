@@ -37,7 +37,7 @@ from worker.grammar.json_schema import NotEnforceable, lark_of_schema, parse_sch
 from worker.grammar.launch import Budget
 from worker.grammar.messages import (
     CHUNK,
-    Compiled,
+    CompileResult,
     Frames,
     Reply,
     Request,
@@ -144,7 +144,7 @@ class GrammarProcess:
         before = _memory_bytes()
         threading.stack_size(COMPILE_STACK_BYTES)
         with _cpu_budget(self._budget.compile_s), ThreadPoolExecutor(1) as thread:
-            thread.submit(_step_back).result()
+            thread.submit(_lower_priority).result()
             kind, texts = request["kind"], request["texts"]
             vocabulary = self._model.vocabulary
             self._start = thread.submit(compile_grammar, kind, texts, vocabulary).result()
@@ -153,7 +153,7 @@ class GrammarProcess:
         with _cpu_budget(self._budget.mask_s):
             self._mask(Place(self._start, frozenset({0})), "no text of the vocabulary fits")
         num_bytes = max(0, _memory_bytes() - before)
-        return Compiled(num_bytes, self._model.eos_token_ids).encode()
+        return CompileResult(num_bytes, self._model.eos_token_ids).encode()
 
     def _open(self, request: Request) -> bytes:
         stops = frozenset(token for token in request["stops"] if token < self._model.vocab_size)
@@ -242,7 +242,7 @@ def _check(is_fine: bool) -> None:
         raise LimitExceeded
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     # On Linux this applies to the current thread and the threads that it starts.
     os.nice(_NICE)
 

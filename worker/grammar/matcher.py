@@ -61,8 +61,8 @@ class Matcher:
         self._number = number
         self._next: bytes | None = None
         #: the mask of the next token was returned, and the sampled token is not known yet
-        self._is_drawing = False
-        self._tell(
+        self._is_sampling = False
+        self._send(
             {
                 "do": "open",
                 "matcher": number,
@@ -81,27 +81,27 @@ class Matcher:
         """
         if not self._channel.is_busy:
             return True
-        if self._is_drawing:
+        if self._is_sampling:
             return False
         return self._next is not None or self._channel.has_reply(self._number)
 
-    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
         """Fill ``into`` with bit masks of allowed tokens, and return the number of allowed drafts.
 
         ``into`` is int32 [1 + len(drafts), words of the vocabulary], on the CPU. Its rows are the
         masks after the output and after each allowed draft; further rows are 0. A stop token is
         never an allowed draft. While the grammar processes are busy, no drafts are allowed, because
-        their masks would have to wait for all queued requests. ``began`` is the monotonic time at
-        which the step began to wait for masks. Raises EverliftError if the sequence cannot
-        continue.
+        their masks would have to wait for all queued requests. ``waiting_since`` is the monotonic
+        time at which the step began to wait for masks. Raises EverliftError if the sequence
+        cannot continue.
         """
         into.zero_()
-        _fill(into[:1], self._mask_of_next(began))
+        _fill(into[:1], self._mask_of_next(waiting_since))
         self._expect_token()
         if not drafts or self._channel.is_busy:
             return 0
-        self._tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
-        masks = self._channel.take_reply(self._number, began)
+        self._send({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
+        masks = self._channel.take_reply(self._number, waiting_since)
         num_allowed = len(masks) // (into.shape[1] * into.element_size())
         _fill(into[1 : 1 + num_allowed], masks)
         return num_allowed
@@ -114,21 +114,21 @@ class Matcher:
         with suppress(EverliftError):
             self._mask_of_next(time.monotonic())
             self._expect_token()
-            self._next, self._is_drawing = None, False
+            self._next, self._is_sampling = None, False
             self._channel.send({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
 
     def _expect_token(self) -> None:
-        if not self._is_drawing:
-            self._is_drawing = True
+        if not self._is_sampling:
+            self._is_sampling = True
             self._channel.expect(self._number)
 
-    def _tell(self, request: Request) -> None:
+    def _send(self, request: Request) -> None:
         self._channel.expect(self._number)
         self._channel.send(request)
 
-    def _mask_of_next(self, began: float) -> bytes:
+    def _mask_of_next(self, waiting_since: float) -> bytes:
         if self._next is None:
-            self._next = self._channel.take_reply(self._number, began)
+            self._next = self._channel.take_reply(self._number, waiting_since)
         return self._next
 
 

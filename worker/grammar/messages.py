@@ -36,7 +36,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompileResult:
     """Result of ``compile``, which ``encode`` converts to a Reply's body and ``decode`` parses.
 
     The compiled grammar itself stays in its process; ``num_bytes`` is the memory that it takes
@@ -50,7 +50,7 @@ class Compiled:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, body: bytes) -> Compiled:
+    def decode(cls, body: bytes) -> CompileResult:
         fields = json.loads(body)
         return cls(fields["num_bytes"], tuple(fields["eos_token_ids"]))
 

@@ -49,7 +49,7 @@ def draw_rows(
     precise = tl.load(filters + row * 4)
     if (token >= 0) & (precise >= GREEDY_BELOW):
         temperature = precise.to(tl.float32)
-        least = _least_kept(
+        least = _filter_threshold(
             source,
             largest,
             temperature,
@@ -62,7 +62,7 @@ def draw_rows(
         share = uniform(
             tl.load(keys + row * 2), tl.load(keys + row * 2 + 1), tl.load(positions + row)
         )
-        token = _walk(source, largest, temperature, least, share, VOCAB, BLOCK)
+        token = _invert_cdf(source, largest, temperature, least, share, VOCAB, BLOCK)
     tl.store(tokens + row, token.to(tl.int64))
 
 
@@ -105,7 +105,7 @@ def _weights(source, ids, largest, temperature, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _least_kept(
+def _filter_threshold(
     source, largest, temperature, top_k, top_p, min_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return the smallest weight that the filters keep; 0 without filters.
@@ -185,7 +185,9 @@ def _crossing(
 
 
 @triton.jit
-def _walk(source, largest, temperature, least, share, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _invert_cdf(
+    source, largest, temperature, least, share, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
     target = share * _mass(source, largest, temperature, least, VOCAB, BLOCK)
     passed = tl.full([], 0.0, tl.float64)
     token = tl.full([], -1, tl.int32)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def turn_and_place(
-    turned,
+    rotated,
     value,
     cos,
     sin,
@@ -17,8 +17,8 @@ def turn_and_place(
     positions,
     tables,
     table_width,
-    turned_token_stride,
-    turned_head_stride,
+    rotated_token_stride,
+    rotated_head_stride,
     value_token_stride,
     value_head_stride,
     angle_stride,
@@ -35,7 +35,7 @@ def turn_and_place(
 ):
     """Rotate queries in place, and write rotated keys and values to the cache.
 
-    There is one program per (token, BLOCK_HEADS heads). The heads are those of ``turned`` [tokens,
+    There is one program per (token, BLOCK_HEADS heads). The heads are those of ``rotated`` [tokens,
     NUM_QUERY + KV_HEADS, HEAD_DIM], queries before keys, followed by those of ``value`` [tokens,
     KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its values are
     ``value_offset`` elements later. Nothing is written for a token with a negative position.
@@ -49,24 +49,24 @@ def turn_and_place(
     if position < 0:
         return
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    num_turned: tl.constexpr = NUM_QUERY + KV_HEADS
+    num_rotated: tl.constexpr = NUM_QUERY + KV_HEADS
     is_query = heads < NUM_QUERY
-    is_key = (heads >= NUM_QUERY) & (heads < num_turned)
-    is_value = (heads >= num_turned) & (heads < num_turned + KV_HEADS)
+    is_key = (heads >= NUM_QUERY) & (heads < num_rotated)
+    is_value = (heads >= num_rotated) & (heads < num_rotated + KV_HEADS)
 
     table = tables + tl.load(row_of_token + token).to(tl.int64) * tl.load(table_width)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     kv_heads = (heads - NUM_QUERY) % KV_HEADS
     places = (kv_heads * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
     place = (cache + block * block_stride + places)[:, None]
-    source = (turned + token * turned_token_stride + heads * turned_head_stride)[:, None]
+    source = (rotated + token * rotated_token_stride + heads * rotated_head_stride)[:, None]
     if HALF > 0:
         # One thread handles both features of a pair, so nothing is read after it was overwritten.
         pairs = tl.arange(0, BLOCK_HALF)[None, :]
         is_pair = pairs < HALF
-        is_turned = (heads < num_turned)[:, None] & is_pair
-        first = tl.load(source + pairs, mask=is_turned, other=0.0)
-        second = tl.load(source + HALF + pairs, mask=is_turned, other=0.0)
+        is_rotated = (heads < num_rotated)[:, None] & is_pair
+        first = tl.load(source + pairs, mask=is_rotated, other=0.0)
+        second = tl.load(source + HALF + pairs, mask=is_rotated, other=0.0)
         x, y = first.to(tl.float32), second.to(tl.float32)
         angle = token * angle_stride + pairs
         left = x * tl.load(cos + angle, mask=is_pair, other=0.0)
@@ -82,6 +82,8 @@ def turn_and_place(
     if 2 * HALF < HEAD_DIM:
         is_rest = is_key[:, None] & (dims >= 2 * HALF) & (dims < HEAD_DIM)
         tl.store(place + dims, tl.load(source + dims, mask=is_rest), mask=is_rest)
-    given = (value + token * value_token_stride + (heads - num_turned) * value_head_stride)[:, None]
+    given = (value + token * value_token_stride + (heads - num_rotated) * value_head_stride)[
+        :, None
+    ]
     is_given = is_value[:, None] & (dims < HEAD_DIM)
     tl.store(place + value_offset + dims, tl.load(given + dims, mask=is_given), mask=is_given)

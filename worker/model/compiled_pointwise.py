@@ -22,7 +22,7 @@ _SOURCE = Path(__file__).with_name("pointwise.cpp")
 #: Numbers of the activations in pointwise.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
 #: Below this many elements, one thread finishes before another one would have started.
-_ALONE = 1 << 14
+_MIN_PARALLEL_SIZE = 1 << 14
 
 
 class CompiledPointwise(TorchPointwise):
@@ -51,7 +51,7 @@ class CompiledPointwise(TorchPointwise):
         width = len(weight)
         assert weight.dtype == self._dtype and x.shape[-1] == width
         if added is None:
-            x = self._whole(x)
+            x = self._contiguous(x)
         else:
             assert x.is_contiguous() and added.is_contiguous() and x.shape == added.shape
             assert x.dtype == added.dtype == self._dtype
@@ -70,7 +70,7 @@ class CompiledPointwise(TorchPointwise):
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate_up = self._whole(gate_up)
+        gate_up = self._contiguous(gate_up)
         tokens, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)
         self._gate(
@@ -102,7 +102,7 @@ class CompiledPointwise(TorchPointwise):
         )
         return heads
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _contiguous(self, x: Tensor) -> Tensor:
         assert x.dtype == self._dtype
         return x.contiguous()
 
@@ -124,4 +124,4 @@ def _compiled(dtype: torch.dtype) -> CompiledPointwise | None:
 
 
 def _num_threads(elements: int) -> int:
-    return 1 if elements < _ALONE else torch.get_num_threads()
+    return 1 if elements < _MIN_PARALLEL_SIZE else torch.get_num_threads()

@@ -37,7 +37,7 @@ from worker.model.matrix import Packing
 from worker.model.rope import Angle, RotaryTable
 from worker.model.sharing import Share, share_heads, tail_padded
 from worker.model.spec import LayerSpec, ModelSpec
-from worker.parallel.stand_in import Exchanged
+from worker.parallel.stand_in import ExchangedTensors
 
 
 class HeadNorms:
@@ -76,7 +76,7 @@ class Attention:
         self.form = form
         self._head_dim = spec.head_dim
         self.num_query = heads.query.width
-        self.num_turned = heads.query.width + heads.kv.width
+        self.num_rotated = heads.query.width + heads.kv.width
         self.qkv = ColumnLinear(parts, spec.hidden_size, spec.qkv_bias, place)
         self.norms = HeadNorms(name, spec, place) if spec.qk_norm else None
         out = Part(f"{name}.o_proj", all_query, query)
@@ -85,11 +85,11 @@ class Attention:
 
     def __call__(self, x: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)
-        turned, value = qkv.tensor_split([self.num_turned], dim=1)
+        rotated, value = qkv.tensor_split([self.num_rotated], dim=1)
         if self.norms is not None:
-            turned = self.norms(turned, self.num_query)
+            rotated = self.norms(rotated, self.num_query)
         query = self.pointwise.rotate_and_write(
-            turned, self.num_query, value, angle, self._layer, attention
+            rotated, self.num_query, value, angle, self._layer, attention
         )
         return self.out(attention.attend(self._layer, query, self.form).flatten(1))
 
@@ -272,7 +272,7 @@ class Decoder:
         )
         self.stack: Stack = self.layer_by_layer
         num_sums = 1 + 2 * len(spec.layers)  # one for the embedding, two for each layer
-        self.exchanged = Exchanged(num_sums, width, embedding.share_width, place.dtype)
+        self.exchanged = ExchangedTensors(num_sums, width, embedding.share_width, place.dtype)
         self._logits_divisor = spec.logits_divisor
         self._logits_softcap = spec.logits_softcap
 
@@ -320,7 +320,7 @@ class Decoder:
         parts = self.layer_by_layer
         for layer in parts.layers:
             layer.pack(packing)
-        if packing.keeps_rows or parts.head is not parts.embedding:
+        if packing.supports_rows or parts.head is not parts.embedding:
             parts.head.pack(packing)
         if packing.packs_embeddings and parts.head is not parts.embedding:
             parts.embedding.pack(packing)

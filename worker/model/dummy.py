@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlift.progress import Progress, untold
+from everlift.progress import Progress, ignore_progress
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler
 from worker.model.layers import Piece
@@ -28,7 +28,7 @@ PERIOD = 262_147
 _SMALL = 0.02
 
 
-def fill(decoder: Decoder, progress: Progress = untold) -> int:
+def fill(decoder: Decoder, progress: Progress = ignore_progress) -> int:
     """Fill all parameters of ``decoder`` with pseudo-random values; return their size in bytes.
 
     ``progress`` is called with the number of bytes filled so far and their total.

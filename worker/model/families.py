@@ -92,7 +92,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
 
 
 def _adapter(config: HfConfig) -> Callable[[HfConfig], ModelSpec]:
-    name = (config.words("architectures") or ("(none named)",))[0]
+    name = (config.strings("architectures") or ("(none named)",))[0]
     if name not in _ADAPTERS:
         raise UnsupportedArchitecture(
             f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -101,7 +101,7 @@ def _adapter(config: HfConfig) -> Callable[[HfConfig], ModelSpec]:
 
 
 def _llama(config: HfConfig) -> ModelSpec:
-    config = config.over(_LLAMA)
+    config = config.with_defaults(_LLAMA)
     rope = read_rope(config, _head_dim(config))
     return replace(
         _spec(config, _alike(config, rope, window=None)),
@@ -112,18 +112,18 @@ def _llama(config: HfConfig) -> ModelSpec:
 
 
 def _mistral(config: HfConfig) -> ModelSpec:
-    config = config.over(_MISTRAL)
+    config = config.with_defaults(_MISTRAL)
     rope = read_rope(config, _head_dim(config))
     return _spec(config, _alike(config, rope, config.optional_positive("sliding_window")))
 
 
 def _qwen2(config: HfConfig) -> ModelSpec:
-    config = config.over(_QWEN)
+    config = config.with_defaults(_QWEN)
     return replace(_spec(config, _qwen_layers(config)), qkv_bias=True)
 
 
 def _qwen3(config: HfConfig) -> ModelSpec:
-    config = config.over(_QWEN3)
+    config = config.with_defaults(_QWEN3)
     return replace(
         _spec(config, _qwen_layers(config)),
         qk_norm=True,
@@ -143,7 +143,7 @@ def _qwen_layers(config: HfConfig) -> list[LayerSpec]:
 
 
 def _gemma2(config: HfConfig) -> ModelSpec:
-    config = config.over(_GEMMA2)
+    config = config.with_defaults(_GEMMA2)
     rope = read_rope(config, _head_dim(config))
     layers = _gemma_layers(config, {_SLIDING: rope, _FULL: rope}, full_every=2)
     softcap = config.optional_number("attn_logit_softcapping")
@@ -151,7 +151,7 @@ def _gemma2(config: HfConfig) -> ModelSpec:
 
 
 def _gemma3(config: HfConfig) -> ModelSpec:
-    config = config.over(_GEMMA3)
+    config = config.with_defaults(_GEMMA3)
     config.refuse_unless("attn_logit_softcapping")
     layers = _gemma_layers(config, _gemma3_ropes(config), config.positive("sliding_window_pattern"))
     return replace(_gemma(config, layers), qk_norm=True)
@@ -165,7 +165,7 @@ def _gemma3_multimodal(config: HfConfig) -> ModelSpec:
         head="language_model.lm_head",
         unread=("vision_tower.", "multi_modal_projector."),
     )
-    tied = config.over(_GEMMA3).flag("tie_word_embeddings")
+    tied = config.with_defaults(_GEMMA3).flag("tie_word_embeddings")
     return replace(spec, tensors=names, tied_embeddings=tied)
 
 
@@ -208,7 +208,7 @@ def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
 
 
 def _phi3(config: HfConfig) -> ModelSpec:
-    config = config.over(_PHI3)
+    config = config.with_defaults(_PHI3)
     layers = _alike(config, _phi3_rope(config), config.optional_positive("sliding_window"))
     return replace(_spec(config, layers), tensors=TensorNames(fused=True))
 
@@ -222,7 +222,7 @@ def _phi3_rope(config: HfConfig) -> Rope:
 
 
 def _granite(config: HfConfig) -> ModelSpec:
-    config = config.over(_GRANITE)
+    config = config.with_defaults(_GRANITE)
     return replace(
         _llama(config),
         attention_scale=config.number("attention_multiplier"),
@@ -299,7 +299,7 @@ def _alike(config: HfConfig, rope: Rope, window: int | None) -> list[LayerSpec]:
 def _layers(
     config: HfConfig, kinds: Sequence[str], window: int | None, ropes: dict[str, Rope]
 ) -> list[LayerSpec]:
-    written = config.words("layer_types") or tuple(kinds)
+    written = config.strings("layer_types") or tuple(kinds)
     if len(written) != len(kinds):
         raise UnsupportedModel(f"layer_types names {len(written)} layers, there are {len(kinds)}")
     for kind in written:

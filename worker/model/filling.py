@@ -57,7 +57,7 @@ class Filler:
         self.total_bytes = sum(piece.into.nbytes for piece in pieces)
         self._done_bytes = 0
         self._progress = progress
-        self._telling = threading.Lock()
+        self._progress_lock = threading.Lock()
         self._buffer = _Buffer()
 
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
@@ -66,22 +66,22 @@ class Filler:
         ``read`` reads given runs of the stored tensor's elements into a flat tensor.
         """
         bounds = bounds_of(piece.slices, piece.shape)
-        inner = _read_of_a_row(bounds[1:], piece.shape[1:], dtype.itemsize)
-        wanted = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]
+        inner = _ranges_to_read(bounds[1:], piece.shape[1:], dtype.itemsize)
+        needed = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]
         for rows in _batches((bounds[0], *inner), dtype.itemsize):
             into = piece.into[_within(rows, bounds[0])]
-            landing = self._landing(into, (len(rows), *map(len, inner)), dtype)
-            read(runs(piece.shape, (rows, *inner)), landing.view(-1))
-            if landing is not into:
-                into.copy_(landing[:, *wanted])
-            self._tell(into.nbytes)
+            target = self._read_target(into, (len(rows), *map(len, inner)), dtype)
+            read(runs(piece.shape, (rows, *inner)), target.view(-1))
+            if target is not into:
+                into.copy_(target[:, *needed])
+            self._report(into.nbytes)
 
-    def _tell(self, more_bytes: int) -> None:
-        with self._telling:
+    def _report(self, more_bytes: int) -> None:
+        with self._progress_lock:
             self._done_bytes += more_bytes
             self._progress(self._done_bytes, self.total_bytes)
 
-    def _landing(self, into: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _read_target(self, into: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         is_fit = into.dtype == dtype and into.shape == shape
         if is_fit and into.device.type == "cpu" and into.is_contiguous():
             return into
@@ -92,11 +92,11 @@ class Filler:
         return self._buffer.bytes[:size].view(dtype).view(shape)
 
 
-def _read_of_a_row(
-    wanted: tuple[range, ...], shape: tuple[int, ...], item_size: int
+def _ranges_to_read(
+    needed: tuple[range, ...], shape: tuple[int, ...], item_size: int
 ) -> tuple[range, ...]:
-    unwanted = math.prod(shape) - math.prod(map(len, wanted))
-    return tuple(map(range, shape)) if unwanted * item_size <= _GAP_BYTES else wanted
+    unneeded = math.prod(shape) - math.prod(map(len, needed))
+    return tuple(map(range, shape)) if unneeded * item_size <= _GAP_BYTES else needed
 
 
 def _within(inner: range, outer: range) -> slice:

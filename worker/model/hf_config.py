@@ -16,16 +16,16 @@ Json = dict[str, Any]
 
 
 class HfConfig:
-    """JSON object ``values`` of a config; ``where`` names it in error messages.
+    """JSON object ``values`` of a config; ``name`` names it in error messages.
 
     The typed getters raise UnsupportedModel if a value is not of the requested type. They also
     raise it for a missing key or null, unless their docstring names another result or
     ``otherwise`` is not None.
     """
 
-    def __init__(self, values: Json, where: str) -> None:
+    def __init__(self, values: Json, name: str) -> None:
         self._values = values
-        self._where = where
+        self._name = name
 
     @staticmethod
     def read(path: Path) -> HfConfig:
@@ -47,20 +47,20 @@ class HfConfig:
             raise UnsupportedModel(f"{path} is not a JSON object")
         return HfConfig(content, path.name)
 
-    def over(self, defaults: Json) -> HfConfig:
+    def with_defaults(self, defaults: Json) -> HfConfig:
         """Return a copy that also has the items of ``defaults`` whose keys are missing here."""
-        return HfConfig(defaults | self._values, self._where)
+        return HfConfig(defaults | self._values, self._name)
 
     def replaced(self, values: Json) -> HfConfig:
         """Return a copy in which the keys of ``values`` are set to these values."""
-        return HfConfig(self._values | values, self._where)
+        return HfConfig(self._values | values, self._name)
 
     def section(self, key: str) -> HfConfig:
         """Return the object under ``key``, or an empty one if ``key`` is missing or null."""
         values = self.get(key, {})
         if not isinstance(values, dict):
             raise self._wrong(key, "an object")
-        return HfConfig(values, f"{self._where}: {key}")
+        return HfConfig(values, f"{self._name}: {key}")
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -114,7 +114,7 @@ class HfConfig:
             raise self._wrong(key, f"a list of {count} numbers")
         return tuple(map(float, values))
 
-    def words(self, key: str) -> tuple[str, ...] | None:
+    def strings(self, key: str) -> tuple[str, ...] | None:
         """Return the strings in the list under ``key``, or None if it is missing or null."""
         values = self.get(key)
         if values is None:
@@ -132,12 +132,12 @@ class HfConfig:
         if value is not None and value not in supported:
             names = ", ".join(map(repr, (*supported, None)))
             raise UnsupportedModel(
-                f"{self._where}: {key} {value!r} is not supported; supported: {names}"
+                f"{self._name}: {key} {value!r} is not supported; supported: {names}"
             )
 
-    def _wrong(self, key: str, wanted: str) -> UnsupportedModel:
+    def _wrong(self, key: str, expected: str) -> UnsupportedModel:
         value = self._values.get(key)
-        return UnsupportedModel(f"{self._where}: {key} must be {wanted}, not {value!r}")
+        return UnsupportedModel(f"{self._name}: {key} must be {expected}, not {value!r}")
 
 
 def _is_number(value: object) -> bool:

@@ -108,7 +108,7 @@ def _yarn(rope: _Written) -> YarnScaling:
         beta_slow=rope.parameters.number("beta_slow", 1.0),
         original_context=rope.original_context,
         attention_factor=rope.parameters.number("attention_factor", _yarn_attention(rope)),
-        truncate=rope.parameters.over({"truncate": True}).flag("truncate"),
+        truncate=rope.parameters.with_defaults({"truncate": True}).flag("truncate"),
     )
 
 

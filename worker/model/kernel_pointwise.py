@@ -61,7 +61,7 @@ class KernelPointwise(TorchPointwise):
 
     def rotate_and_write(
         self,
-        turned: Tensor,
+        rotated: Tensor,
         num_query: int,
         value: Tensor,
         angle: Angle,
@@ -69,8 +69,8 @@ class KernelPointwise(TorchPointwise):
         attention: StepAttention,
     ) -> Tensor:
         if isinstance(attention, GpuStep):
-            return attention.turn_and_write(layer, turned, num_query, value, angle)
-        return super().rotate_and_write(turned, num_query, value, angle, layer, attention)
+            return attention.rotate_and_write(layer, rotated, num_query, value, angle)
+        return super().rotate_and_write(rotated, num_query, value, angle, layer, attention)
 
 
 def _warps(width: int) -> int:

@@ -71,7 +71,7 @@ class Part:
     share: Share
 
     @property
-    def held(self) -> slice:
+    def local_features(self) -> slice:
         """Return the slice of the checkpoint's features that this rank holds."""
         return slice(self.share.start, self.share.stop)
 
@@ -85,7 +85,7 @@ class ColumnLinear:
         self.weight = Matrix(place.empty_weight(outputs, inputs))
         self.bias = place.empty(outputs) if bias else None
         for _, part, rows in self._rows():
-            rows[part.share.held :].zero_()
+            rows[part.share.num_items :].zero_()
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.weight.multiply(x, self.bias)
@@ -96,7 +96,9 @@ class ColumnLinear:
     def pieces(self) -> Iterator[Piece]:
         for kind, part, rows in self._rows():
             shape = (part.size, *rows.shape[1:])
-            yield Piece(f"{part.name}.{kind}", shape, (part.held,), rows[: part.share.held])
+            yield Piece(
+                f"{part.name}.{kind}", shape, (part.local_features,), rows[: part.share.num_items]
+            )
 
     def _rows(self) -> Iterator[tuple[str, Part, Tensor]]:
         widths = [part.share.width for part in self._parts]
@@ -113,7 +115,7 @@ class RowLinear:
         self._part = part
         self.group = place.group
         self.weight = Matrix(place.empty_weight(outputs, part.share.width))
-        self.weight.plain[:, part.share.held :].zero_()
+        self.weight.plain[:, part.share.num_items :].zero_()
         self.bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ class RowLinear:
     def pieces(self) -> Iterator[Piece]:
         part, weight = self._part, self.weight.plain
         outputs, whole = len(weight), slice(None)
-        into = weight[:, : part.share.held]
-        yield Piece(f"{part.name}.weight", (outputs, part.size), (whole, part.held), into)
+        into = weight[:, : part.share.num_items]
+        yield Piece(f"{part.name}.weight", (outputs, part.size), (whole, part.local_features), into)
         if self.bias is not None:
             yield Piece(f"{part.name}.bias", (outputs,), (whole,), self.bias)
 
@@ -151,7 +153,7 @@ class VocabTable:
         self.share_width = self._share.width
         self.weight = Matrix(place.empty_weight(self.share_width, width))
         self._dtype = place.dtype
-        self.weight.plain[self._share.held :].zero_()
+        self.weight.plain[self._share.num_items :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the rows [T, width] of the tokens ``ids`` [T], on every rank.
@@ -173,9 +175,9 @@ class VocabTable:
         """
         if self.group.size == 1:
             return self.weight.multiply_to_fp32(hidden)
-        return self.gathered(self.weight.multiply(hidden), self._dtype)
+        return self.gather_logits(self.weight.multiply(hidden), self._dtype)
 
-    def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def gather_logits(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return all ranks' ``logits`` as fp32 [n, vocab_size] on rank 0, None elsewhere.
 
         A collective: all ranks must call it. ``logits`` [n, share_width] are the logits of the
@@ -187,7 +189,7 @@ class VocabTable:
         return None if gathered is None else gathered[:, : self.vocab_size].float()
 
     @property
-    def held(self) -> range:
+    def local_ids(self) -> range:
         """Token ids whose rows this rank holds."""
         return range(self._share.start, self._share.stop)
 
@@ -198,7 +200,7 @@ class VocabTable:
         held = slice(self._share.start, self._share.stop)
         weight = self.weight.plain
         shape = (self.vocab_size, weight.shape[1])
-        yield Piece(self._name, shape, (held,), weight[: self._share.held])
+        yield Piece(self._name, shape, (held,), weight[: self._share.num_items])
 
 
 class RmsNorm:

@@ -26,7 +26,7 @@ class Form(Protocol):
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows ``ids`` [T] of the weight, as a float tensor [T, inputs].
 
-        The layout determines the float type. Raises NotImplementedError unless ``keeps_rows`` of
+        The layout determines the float type. Raises NotImplementedError unless ``supports_rows`` of
         the Packing is True.
         """
         ...
@@ -36,7 +36,7 @@ class Packing(Protocol):
     """Conversion of plain weights to another layout."""
 
     #: Its layout supports ``rows``.
-    keeps_rows: bool
+    supports_rows: bool
     #: An embedding is packed even if it is only looked up and never multiplied with.
     packs_embeddings: bool
 
@@ -95,7 +95,7 @@ class Matrix:
         return self.form.rows(ids)
 
 
-def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
+def are_close(product: Tensor, expected: Tensor, inputs: int) -> bool:
     """Return whether two products differ only by the order of fp32 sums and the final rounding.
 
     ``inputs`` is the number of terms of each sum. The result is False if ``product`` has a value

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everlift import logs
-from worker.model.matrix import agree
+from worker.model.matrix import are_close
 
 log = logs.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class OneDnnPacking:
     Weights of a shape are packed only if they agreed.
     """
 
-    keeps_rows = packs_embeddings = False
+    supports_rows = packs_embeddings = False
 
     def __init__(self) -> None:
         self._is_right: dict[torch.Size, bool] = {}
@@ -112,5 +112,5 @@ def _try(packed: OneDnn, weight: Tensor) -> None:
     x = torch.randn(max(_TRIED_ROWS), inputs, generator=generator).to(weight.dtype)
     for count in _TRIED_ROWS:
         expected = functional.linear(x[:count], weight)
-        if not agree(packed.multiply(x[:count], None), expected, inputs):
+        if not are_close(packed.multiply(x[:count], None), expected, inputs):
             raise RuntimeError(f"a product with {count} rows differs")

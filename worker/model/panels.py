@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from everlift import logs
-from worker.model.matrix import agree
+from worker.model.matrix import are_close
 from worker.native import native
 
 log = logs.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("panels.cpp")
 #: Below this many multiplications, one thread finishes before the others have woken up.
-_ALONE = 1 << 18
+_MIN_PARALLEL_SIZE = 1 << 18
 #: Preprocessor macros of the weight types.
 _WEIGHTS = {
     torch.float32: "WEIGHTS_FLOAT32",
@@ -105,7 +105,7 @@ class Panels:
 class PanelPacking:
     """Packing of weights into panels of type ``weights``, for inputs and outputs of ``dtype``."""
 
-    keeps_rows = True
+    supports_rows = True
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weights: torch.dtype) -> None:
         pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -205,9 +205,9 @@ def _is_right(packing: PanelPacking, dtype: torch.dtype, weights: torch.dtype) -
         panels = packing.pack(weight.clone())
     expected = functional.linear(x, weight.to(dtype), bias)
     return all(
-        agree(panels.multiply(x[:n], bias), expected[:n], inputs) for n in range(1, len(x) + 1)
+        are_close(panels.multiply(x[:n], bias), expected[:n], inputs) for n in range(1, len(x) + 1)
     )
 
 
 def _num_threads(multiplications: int) -> int:
-    return 1 if multiplications < _ALONE else torch.get_num_threads()
+    return 1 if multiplications < _MIN_PARALLEL_SIZE else torch.get_num_threads()

@@ -47,7 +47,7 @@ class Pointwise(Protocol):
 
     def rotate_and_write(
         self,
-        turned: Tensor,
+        rotated: Tensor,
         num_query: int,
         value: Tensor,
         angle: Angle,
@@ -56,7 +56,7 @@ class Pointwise(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, write keys and ``value`` to the cache, and return the queries.
 
-        ``turned`` [T, heads, head_dim] has ``num_query`` query heads followed by the key heads;
+        ``rotated`` [T, heads, head_dim] has ``num_query`` query heads followed by the key heads;
         ``value`` is [T, kv_heads, head_dim]. ``attention`` writes to its cache of ``layer``.
         """
         ...
@@ -82,14 +82,14 @@ class TorchPointwise:
 
     def rotate_and_write(
         self,
-        turned: Tensor,
+        rotated: Tensor,
         num_query: int,
         value: Tensor,
         angle: Angle,
         layer: int,
         attention: StepAttention,
     ) -> Tensor:
-        query, key = self.rotate(turned, angle).tensor_split([num_query], dim=1)
+        query, key = self.rotate(rotated, angle).tensor_split([num_query], dim=1)
         attention.write(layer, key, value)
         return query
 

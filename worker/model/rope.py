@@ -97,8 +97,8 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
-    first = _pair_with_turns(rope, scaling, scaling.beta_fast)
-    last = _pair_with_turns(rope, scaling, scaling.beta_slow)
+    first = _correction_dim(rope, scaling, scaling.beta_fast)
+    last = _correction_dim(rope, scaling, scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
@@ -107,6 +107,6 @@ def _yarn(plain: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
     return share * plain + (1 - share) * plain / scaling.factor
 
 
-def _pair_with_turns(rope: Rope, scaling: YarnScaling, turns: float) -> float:
-    waves = scaling.original_context / (turns * 2 * math.pi)
+def _correction_dim(rope: Rope, scaling: YarnScaling, num_rotations: float) -> float:
+    waves = scaling.original_context / (num_rotations * 2 * math.pi)
     return rope.dim * math.log(waves) / (2 * math.log(rope.theta))

@@ -51,7 +51,7 @@ class Share:
     width: int
 
     @property
-    def held(self) -> int:
+    def num_items(self) -> int:
         return self.stop - self.start
 
     def of(self, size: int) -> Share:

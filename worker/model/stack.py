@@ -155,7 +155,7 @@ class CompiledStack:
         self._memory = torch.empty(0, dtype=self._dtype)
         self._logits_memory = torch.empty(0)
         #: work space within ``_memory``, and the number of tokens that fit
-        self._space, self._room = _Space(), 0
+        self._space, self._capacity = _Space(), 0
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
@@ -194,9 +194,9 @@ class CompiledStack:
     def _sum_over_ranks(self, address: int, number: int) -> None:
         if self._failure is not None:
             return
-        room = (ctypes.c_byte * (number * self._dtype.itemsize)).from_address(address)
+        memory = (ctypes.c_byte * (number * self._dtype.itemsize)).from_address(address)
         try:
-            self._group.all_reduce(torch.frombuffer(room, dtype=self._dtype))
+            self._group.all_reduce(torch.frombuffer(memory, dtype=self._dtype))
         except BaseException as error:
             self._failure = error
 
@@ -211,7 +211,7 @@ class CompiledStack:
             len(hidden),
             torch.get_num_threads(),
         )
-        return self._plain.head.gathered(logits, self._dtype)
+        return self._plain.head.gather_logits(logits, self._dtype)
 
     def _memory_for_logits(self, number: int) -> Tensor:
         """Return memory for this rank's logits, float32 [number, outputs of the head].
@@ -221,17 +221,17 @@ class CompiledStack:
         """
         if number > len(self._logits_memory):
             self._logits_memory = torch.empty(0)
-            room = 1 << (number - 1).bit_length()
-            self._logits_memory = torch.empty(room, self._stack.head.outputs)
+            capacity = 1 << (number - 1).bit_length()
+            self._logits_memory = torch.empty(capacity, self._stack.head.outputs)
         return self._logits_memory[:number]
 
     def _space_for(self, tokens: int) -> _Space:
         """Return work space for ``tokens`` tokens; it is kept, because steps of that size recur."""
-        if tokens > self._room:
+        if tokens > self._capacity:
             # Free the old memory before the new memory is allocated.
             self._memory = torch.empty(0, dtype=self._dtype)
             self._memory = torch.empty(tokens * sum(self._widths), dtype=self._dtype)
-            self._room = tokens
+            self._capacity = tokens
             parts = self._memory.split_with_sizes([tokens * width for width in self._widths])
             self._space = _Space(*(part.data_ptr() for part in parts))
         return self._space
@@ -239,7 +239,7 @@ class CompiledStack:
 
 def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
     """Return the compiled stack; ``plain`` if stack.cpp lacks a feature or cannot be compiled."""
-    if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
+    if not _has_supported_tables(plain) or not all(map(_is_supported, plain.layers)):
         return plain
     dtype = plain.norm.weight.dtype
     assert isinstance(plain.head.weight.form, Panels)
@@ -263,7 +263,7 @@ def stack_flags(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> tupl
     return *panel_flags(dtype, weights), f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
 
 
-def _has_our_ends(plain: LayerByLayer) -> bool:
+def _has_supported_tables(plain: LayerByLayer) -> bool:
     looked_up = plain.embedding.weight.form
     return (
         len(plain.layers) > 0
@@ -272,7 +272,7 @@ def _has_our_ends(plain: LayerByLayer) -> bool:
     )
 
 
-def _is_ours(layer: Layer) -> bool:
+def _is_supported(layer: Layer) -> bool:
     attention, mlp = layer.attention, layer.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (
@@ -294,7 +294,7 @@ def _stack(
         num_layers=len(layers),
         width=layers[0].out.outputs,
         heads=attention.num_query,
-        kv_heads=attention.num_turned - attention.num_query,
+        kv_heads=attention.num_rotated - attention.num_query,
         intermediate=layers[0].down.inputs,
         activation=ACTIVATIONS[plain.layers[0].mlp.activation],
         residual_multiplier=plain.layers[0].around_mlp.multiplier,
@@ -309,10 +309,8 @@ def _embedding(table: VocabTable, multiplier: float) -> _Embedding:
     in_panels = isinstance(form, Panels)
     address = form.address if isinstance(form, Panels) else form.weight.data_ptr()
     scales = form.scales_address if isinstance(form, Panels) else None
-    held = table.held
-    return _Embedding(
-        address, scales, in_panels, table.vocab_size, held.start, held.stop, multiplier
-    )
+    ids = table.local_ids
+    return _Embedding(address, scales, in_panels, table.vocab_size, ids.start, ids.stop, multiplier)
 
 
 def _angles(table: RotaryTable) -> _Angles:

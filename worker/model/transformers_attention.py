@@ -2,7 +2,7 @@
 
 In transformers an attention function can be registered under a name. Each attention layer of a
 model that is set to this name passes its queries, keys and values to the function. Everlift
-registers one function under two names; the context manager ``answered_by`` sets the Attend that
+registers one function under two names; the context manager ``use_attention`` sets the Attend that
 computes its calls.
 
     SURVEY   masks carry the size of their window (transformers_survey.py); nothing is attended to
@@ -54,7 +54,7 @@ _attend: ContextVar[Attend] = ContextVar("attend")
 
 
 @contextmanager
-def answered_by(attend: Attend) -> Iterator[None]:
+def use_attention(attend: Attend) -> Iterator[None]:
     """Context manager in which ``attend`` computes attention for models set to SURVEY or PAGED."""
     token = _attend.set(attend)
     try:
@@ -107,7 +107,7 @@ class PagedAttend:
         return functional.pad(heads, (0, missing)) if missing else heads
 
 
-def hand_over(
+def attention_forward(
     layer: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -115,7 +115,7 @@ def hand_over(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention with the Attend that ``answered_by`` has set.
+    """Compute a layer's attention with the Attend that ``use_attention`` has set.
 
     This is the function that transformers calls. ``query``, ``key`` and ``value`` are
     [1, heads, T, d]; the output is [1, T, heads, e]. No attention weights are returned.
@@ -126,4 +126,4 @@ def hand_over(
 
 
 for _name in (SURVEY, PAGED):
-    AttentionInterface.register(_name, hand_over)
+    AttentionInterface.register(_name, attention_forward)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from worker.attention.backend import StepAttention
-from worker.model.transformers_attention import PAGED, PagedAttend, answered_by
+from worker.model.transformers_attention import PAGED, PagedAttend, use_attention
 from worker.model.transformers_survey import Survey
 
 
@@ -56,7 +56,7 @@ class TransformersDecoder:
         sites: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward."""
-        with answered_by(PagedAttend(self.layers, attention)):
+        with use_attention(PagedAttend(self.layers, attention)):
             out = self._trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             )
@@ -67,7 +67,7 @@ class TransformersDecoder:
         """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden]."""
         return _logits(self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False))
 
-    def by_own_attention(self, tokens: Tensor) -> Output:
+    def forward_with_own_attention(self, tokens: Tensor) -> Output:
         """Return the model's result for one whole sequence, computed with its own attention.
 
         ``tokens`` [T] are all tokens of the sequence, from position 0 on.

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from worker.model.transformers_attention import PAGED, SURVEY, hand_over
+from worker.model.transformers_attention import PAGED, SURVEY, attention_forward
 
 
 class InterfacedFalcon(FalconForCausalLM):
@@ -41,7 +41,7 @@ class _InterfacedAttention(FalconAttention):
             query, key = apply_rotary_pos_emb(query, key, *given["position_embeddings"])
         # Each KV head is repeated for the query heads that share it; only one copy is passed on.
         copies = key.shape[1] // self.num_kv_heads
-        out, _ = hand_over(
+        out, _ = attention_forward(
             self,
             query,
             key[:, ::copies],

@@ -43,19 +43,19 @@ def load_decoder(
     place: Placement,
     dummy: bool,
     max_model_len: int | None,
-    attention_over: Callable[[KVCache], AttentionBackend],
+    build_attention: Callable[[KVCache], AttentionBackend],
 ) -> TransformersDecoder:
     """Return the decoder of the model in ``directory``; with ``dummy`` its weights are random.
 
     Before that, a Probe verifies its results in a batch with a sequence of ``max_model_len`` tokens
-    (at most the model's own maximum, which is also the default). ``attention_over`` creates the
+    (at most the model's own maximum, which is also the default). ``build_attention`` creates the
     attention backend over a KV cache. Raises UnsupportedModel if the model does not run with paged
     attention on one rank, and BadCheckpoint if its weights cannot be loaded.
     """
     with _refusing(directory) as architecture:
         config = _known_config(directory, architecture, place.group.size)
         model = _random(config, place) if dummy else _load(directory, config, place)
-        return _tried(model, place, max_model_len, attention_over)
+        return _verified(model, place, max_model_len, build_attention)
 
 
 def check_config(directory: Path, num_ranks: int) -> None:
@@ -69,7 +69,7 @@ def check_config(directory: Path, num_ranks: int) -> None:
 
 @contextmanager
 def _refusing(directory: Path) -> Iterator[str]:
-    architecture = (HfConfig.read(directory / "config.json").words("architectures") or ("",))[0]
+    architecture = (HfConfig.read(directory / "config.json").strings("architectures") or ("",))[0]
     try:
         yield architecture
     except Unservable as why:
@@ -106,18 +106,18 @@ def _read_config(directory: Path, architecture: str) -> PreTrainedConfig:
     return config
 
 
-def _tried(
+def _verified(
     model: PreTrainedModel,
     place: Placement,
     max_model_len: int | None,
-    attention_over: Callable[[KVCache], AttentionBackend],
+    build_attention: Callable[[KVCache], AttentionBackend],
 ) -> TransformersDecoder:
     try:
         found = survey(model)
         max_position = _max_position(model.config, max_model_len)
         decoder = TransformersDecoder(model, found, max_position)
         longest = min(max_model_len or max_position, max_position)
-        Probe(decoder, attention_over, place).verify(longest)
+        Probe(decoder, build_attention, place).verify(longest)
     except (Unservable, torch.OutOfMemoryError):
         raise
     except _FAILURES as error:

@@ -59,18 +59,18 @@ class _Step:
 class Probe:
     """Trial of paged attention in ``decoder``, with a small KV cache of its own.
 
-    ``attention_over`` creates the attention backend over a KV cache.
+    ``build_attention`` creates the attention backend over a KV cache.
     """
 
     def __init__(
         self,
         decoder: TransformersDecoder,
-        attention_over: Callable[[KVCache], AttentionBackend],
+        build_attention: Callable[[KVCache], AttentionBackend],
         place: Placement,
     ) -> None:
         cache = KVCache(_NUM_BLOCKS, *decoder.layers.kv_shape, place.dtype, place.device)
         self._decoder = decoder
-        self._attention = attention_over(cache)
+        self._attention = build_attention(cache)
         self._place = place
 
     def verify(self, max_model_len: int) -> None:
@@ -93,7 +93,7 @@ class Probe:
     def _agrees(self, seed: int, longest: int) -> bool:
         random = torch.Generator().manual_seed(seed)
         prompt = torch.randint(self._decoder.vocab_size, (_CUTS[-1],), generator=random)
-        expected = self._decoder.by_own_attention(prompt.to(self._place.device))
+        expected = self._decoder.forward_with_own_attention(prompt.to(self._place.device))
         hidden = self._paged(prompt.tolist(), longest)
         logits = self._decoder.logits(expected.hidden)
         return self._same(hidden, expected.hidden) and self._same(logits, expected.logits)
@@ -108,8 +108,8 @@ class Probe:
         )
         return hidden[step.rows.firsts[-1] :]
 
-    def _same(self, got: Tensor, expected: Tensor) -> bool:
-        off = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    def _same(self, actual: Tensor, expected: Tensor) -> bool:
+        off = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
         tolerance = _TOLERANCE[self._place.dtype]
         return all(part.median() <= tolerance for part in off.tensor_split(_CHUNKS))
 

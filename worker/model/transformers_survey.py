@@ -25,12 +25,12 @@ from worker.model.transformers_attention import (
     Call,
     PagedLayer,
     PagedLayers,
-    answered_by,
+    use_attention,
 )
 
 #: Arguments that affect the scores, and arguments that do not. Any other argument is refused.
 _FORM = frozenset({"scaling", "softcap", "s_aux"})
-_NO_MATTER = frozenset(
+_IGNORED = frozenset(
     {
         "dropout",
         "is_causal",
@@ -74,7 +74,7 @@ def survey(model: PreTrainedModel) -> Survey:
     model.set_attn_implementation(SURVEY)
     tokens = torch.arange(_NUM_TOKENS, device=model.device).unsqueeze(0)
     surveyor = _Surveyor()
-    with answered_by(surveyor), _called_within(model) as called:
+    with use_attention(surveyor), _called_within(model) as called:
         out = model(input_ids=tokens, position_ids=tokens, use_cache=False)
     if not called:
         raise Unservable("the head cannot be separated from the layers")
@@ -112,24 +112,24 @@ class _Surveyor:
 
 
 def _form(call: Call) -> AttentionForm:
-    said = {name for name, value in call.arguments.items() if value is not None}
-    if unknown := said - _FORM - _NO_MATTER:
+    passed = {name for name, value in call.arguments.items() if value is not None}
+    if unknown := passed - _FORM - _IGNORED:
         raise Unservable(f"the attention takes {', '.join(sorted(unknown))}")
     scale = call.arguments.get("scaling")
     return AttentionForm(
         scale=call.key.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=_window_said_by(call.mask),
+        window=_decode_window(call.mask),
         softcap=call.arguments.get("softcap"),
         sinks=call.arguments.get("s_aux"),
     )
 
 
-def _say_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
+def _encode_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
     window = window_of(mask_function) or 0
     return torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=device)
 
 
-def _window_said_by(mask: Tensor | None) -> int | None:
+def _decode_window(mask: Tensor | None) -> int | None:
     if mask is None or mask.shape != (1, 1, 1, 1) or mask.dtype != torch.int64:
         raise Unservable("the attention mask is not one of transformers' own")
     return int(mask) or None
@@ -173,4 +173,4 @@ def _note(called: list[str], name: str, *_: object) -> None:
     called.append(name)
 
 
-AttentionMaskInterface.register(SURVEY, _say_window)
+AttentionMaskInterface.register(SURVEY, _encode_window)

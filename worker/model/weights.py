@@ -24,7 +24,7 @@ from torch import Tensor
 from everlift import logs
 from everlift.gguf_header import SUFFIX
 from everlift.model_files import weight_files
-from everlift.progress import Progress, untold
+from everlift.progress import Progress, ignore_progress
 from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler, Read, read_exactly
@@ -45,7 +45,7 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 _COMPARED_ELEMENTS = 1 << 20
 
 #: Pieces by the name of their tensor.
-_Wanted = dict[str, list[Piece]]
+_PiecesByName = dict[str, list[Piece]]
 
 
 class _Part(NamedTuple):
@@ -54,7 +54,10 @@ class _Part(NamedTuple):
 
 
 def load(
-    decoder: Decoder, directory: str | Path, progress: Progress = untold, num_readers: int = 1
+    decoder: Decoder,
+    directory: str | Path,
+    progress: Progress = ignore_progress,
+    num_readers: int = 1,
 ) -> int:
     """Fill every parameter of ``decoder`` from a checkpoint, and return their size in bytes.
 
@@ -65,12 +68,12 @@ def load(
     tensors = _tensors(Path(directory))
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
     pieces = list(decoder.pieces())
-    wanted = _by_name(pieces)
+    expected = _by_name(pieces)
     names = [tensor.name for tensor in tensors if tensor.name != redundant]
-    _check_names(directory, wanted, [n for n in names if not n.startswith(decoder.unread)])
-    _check_forms(wanted, tensors)
+    _check_names(directory, expected, [n for n in names if not n.startswith(decoder.unread)])
+    _check_forms(expected, tensors)
     filler = Filler(pieces, progress)
-    parts = [_Part(tensor, piece) for tensor in tensors for piece in wanted.get(tensor.name, ())]
+    parts = [_Part(tensor, piece) for tensor in tensors for piece in expected.get(tensor.name, ())]
     _fill(parts, filler, num_readers)
     return filler.total_bytes
 
@@ -114,23 +117,23 @@ def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bo
     with ExitStack() as stack:
         files = [stack.enter_context(tensor.path.open("rb", buffering=0)) for tensor in both]
         reads = [_reading(file.fileno(), t) for file, t in zip(files, both, strict=True)]
-        rooms = [torch.empty(_COMPARED_ELEMENTS, dtype=_DTYPES[t.dtype]) for t in both]
+        buffers = [torch.empty(_COMPARED_ELEMENTS, dtype=_DTYPES[t.dtype]) for t in both]
         for start in range(0, size, _COMPARED_ELEMENTS):
             run = Run(start, min(_COMPARED_ELEMENTS, size - start))
-            for read, room in zip(reads, rooms, strict=True):
-                read([run], room[: run.length])
-            if not torch.equal(*(room[: run.length].to(dtype) for room in rooms)):
+            for read, buffer in zip(reads, buffers, strict=True):
+                read([run], buffer[: run.length])
+            if not torch.equal(*(buffer[: run.length].to(dtype) for buffer in buffers)):
                 return False
     return True
 
 
-def _by_name(pieces: Iterable[Piece]) -> _Wanted:
-    wanted: _Wanted = defaultdict(list)
+def _by_name(pieces: Iterable[Piece]) -> _PiecesByName:
+    pieces_by_name: _PiecesByName = defaultdict(list)
     for piece in pieces:
-        wanted[piece.name].append(piece)
-    for several in wanted.values():
+        pieces_by_name[piece.name].append(piece)
+    for several in pieces_by_name.values():
         several.sort(key=lambda piece: [b.start for b in bounds_of(piece.slices, piece.shape)])
-    return dict(wanted)
+    return dict(pieces_by_name)
 
 
 def _tensors(directory: Path) -> list[StoredTensor]:
@@ -144,11 +147,11 @@ def _tensors(directory: Path) -> list[StoredTensor]:
     return tensors
 
 
-def _check_names(directory: str | Path, wanted: _Wanted, found: Sequence[str]) -> None:
-    missing = wanted.keys() - set(found)
+def _check_names(directory: str | Path, expected: _PiecesByName, found: Sequence[str]) -> None:
+    missing = expected.keys() - set(found)
     if missing:
         raise BadCheckpoint(f"{directory} lacks {some(missing)}")
-    unexpected = [n for n in found if n not in wanted and not _DERIVED.search(n)]
+    unexpected = [n for n in found if n not in expected and not _DERIVED.search(n)]
     if unexpected:
         raise BadCheckpoint(f"{directory} has tensors that the model does not: {some(unexpected)}")
     repeated = [name for name, count in Counter(found).items() if count > 1]
@@ -156,9 +159,9 @@ def _check_names(directory: str | Path, wanted: _Wanted, found: Sequence[str]) -
         raise BadCheckpoint(f"{directory} has in more than one file: {some(repeated)}")
 
 
-def _check_forms(wanted: _Wanted, tensors: Iterable[StoredTensor]) -> None:
+def _check_forms(expected: _PiecesByName, tensors: Iterable[StoredTensor]) -> None:
     for tensor in tensors:
-        for piece in wanted.get(tensor.name, ()):
+        for piece in expected.get(tensor.name, ()):
             if tensor.shape != piece.shape:
                 raise BadCheckpoint(
                     f"{piece.name} has shape {tensor.shape}; "
@@ -190,10 +193,10 @@ def _reading(descriptor: int, tensor: StoredTensor) -> Read:
         return gguf_reading(descriptor, tensor)
 
     def read(runs: Iterable[Run], into: Tensor) -> None:
-        size, room, end = into.itemsize, into.view(torch.uint8).numpy().data, 0
+        size, buffer, end = into.itemsize, into.view(torch.uint8).numpy().data, 0
         for run in runs:
             begin, end = end, end + run.length * size
-            if not read_exactly(descriptor, room[begin:end], tensor.start + run.start * size):
+            if not read_exactly(descriptor, buffer[begin:end], tensor.start + run.start * size):
                 raise BadCheckpoint(f"{tensor.path} became shorter while it was read")
 
     return read

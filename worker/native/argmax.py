@@ -19,7 +19,7 @@ NOT_FINITE = -1
 #: Token of a row whose logits are all -inf.
 NOTHING_LEFT = -2
 #: Below this many logits, one thread finishes before another one would have started.
-_ALONE = 1 << 17
+_MIN_PARALLEL_SIZE = 1 << 17
 
 
 class Argmax(Protocol):
@@ -51,7 +51,7 @@ class CompiledArgmax:
         assert logits.dtype == torch.float32 and logits.stride(1) == 1
         rows, width = logits.shape
         values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        threads = 1 if logits.numel() < _ALONE else torch.get_num_threads()
+        threads = 1 if logits.numel() < _MIN_PARALLEL_SIZE else torch.get_num_threads()
         self._find(
             logits.data_ptr(),
             logits.stride(0),

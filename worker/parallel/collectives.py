@@ -34,7 +34,7 @@ _PROOF_BYTES = 16
 _SLOT_BYTES = 256 << 10
 #: Status of a call for which a rank did not arrive in time. The status 1 + r means that rank r is
 #: gone.
-_LATE = -1
+_TIMED_OUT = -1
 
 
 class Store(Protocol):
@@ -106,13 +106,13 @@ class Collectives:
         if self._memory is None:
             raise RuntimeError("this rank has closed its end")
         status = function(self._memory, *arguments)
-        if status == _LATE:
+        if status == _TIMED_OUT:
             raise RuntimeError("a rank has not come to a collective in time")
         if status:
             raise RuntimeError(f"rank {status - 1} is gone")
 
 
-def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
+def init_collectives(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
     """Set up the shared memory with the other ranks, and return this rank's Collectives.
 
     The result is None on every rank if one of them cannot load the compiled library or shares no
@@ -120,7 +120,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives 
     ranks in each collective. Errors of ``store`` are not caught.
     """
     library = _library()
-    if not _unanimous(store, "host", rank, size, _host() if library is not None else ""):
+    if not _all_equal(store, "host", rank, size, _host() if library is not None else ""):
         return None
     assert library is not None
     num_bytes = library.collectives_bytes(size, _SLOT_BYTES)
@@ -136,16 +136,16 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives 
                 log.warning(
                     "shared memory with the other ranks unavailable", rank=rank, error=str(error)
                 )
-            if not _unanimous(store, "proof", rank, size, proof):
+            if not _all_equal(store, "proof", rank, size, proof):
                 return None
         unless_agreed.pop_all()
     return collectives
 
 
-def _unanimous(store: Store, subject: str, rank: int, size: int, word: str) -> bool:
-    store.set(f"{_KEY}/{subject}/{rank}", word)
-    words = {store.get(f"{_KEY}/{subject}/{each}") for each in range(size)}
-    return len(words) == 1 and b"" not in words
+def _all_equal(store: Store, subject: str, rank: int, size: int, value: str) -> bool:
+    store.set(f"{_KEY}/{subject}/{rank}", value)
+    values = {store.get(f"{_KEY}/{subject}/{each}") for each in range(size)}
+    return len(values) == 1 and b"" not in values
 
 
 def _host() -> str:
@@ -163,14 +163,14 @@ def _file(store: Store, rank: int, num_bytes: int) -> Iterator[Path]:
         return
     path = _DIRECTORY / f"everlift-{secrets.token_hex(16)}"
     try:
-        _make(path, num_bytes)
+        _create_file(path, num_bytes)
         store.set(f"{_KEY}/file", str(path))
         yield path
     finally:
         path.unlink(missing_ok=True)
 
 
-def _make(path: Path, num_bytes: int) -> None:
+def _create_file(path: Path, num_bytes: int) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

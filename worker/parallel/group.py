@@ -59,7 +59,7 @@ class Group:
     #: CUDA graphs can capture them
     on_device = True
     #: number of collectives that this rank has taken part in
-    num_made = 0
+    num_collectives = 0
 
     @staticmethod
     def single() -> Group:
@@ -80,19 +80,19 @@ class Group:
         """Replace the content of ``tensor`` by that of rank 0's tensor, and return ``tensor``."""
         return tensor
 
-    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+    def join_gather(self, shard: Tensor, buffer: Tensor) -> None:
         """Take part in the other ranks' ``gather_to_first``, when the result is not needed.
 
-        Rank 0 receives the shards in ``room``, which must be contiguous and as large as all shards
-        together.
+        Rank 0 receives the shards in ``buffer``, which must be contiguous and as large as all
+        shards together.
         """
 
-    def agree(self, well: bool) -> bool:
-        """Return whether ``well`` is true on all ranks.
+    def agree(self, ok: bool) -> bool:
+        """Return whether ``ok`` is true on all ranks.
 
         Waits until all ranks have called it, but not for work of their devices.
         """
-        return well
+        return ok
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -112,7 +112,7 @@ class _SharedMemoryGroup(Group):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         flat = tensor.contiguous()
         self._sum(flat)
-        self.num_made += 1
+        self.num_collectives += 1
         return tensor if flat is tensor else tensor.copy_(flat)
 
     def _sum(self, flat: Tensor) -> None:
@@ -132,21 +132,21 @@ class _SharedMemoryGroup(Group):
             shard.shape[-1] * shard.itemsize,
             0 if out is None else out.data_ptr(),
         )
-        self.num_made += 1
+        self.num_collectives += 1
 
-    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        self._gather(shard, room if self.rank == 0 else None)
+    def join_gather(self, shard: Tensor, buffer: Tensor) -> None:
+        self._gather(shard, buffer if self.rank == 0 else None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         flat = tensor.contiguous()
         self._ranks.broadcast(flat.data_ptr(), flat.nbytes)
-        self.num_made += 1
+        self.num_collectives += 1
         return tensor if flat is tensor else tensor.copy_(flat)
 
-    def agree(self, well: bool) -> bool:
-        ill = torch.tensor([int(not well)])
-        self._sum(ill)
-        return not ill.item()
+    def agree(self, ok: bool) -> bool:
+        num_failed = torch.tensor([int(not ok)])
+        self._sum(num_failed)
+        return not num_failed.item()
 
     def barrier(self) -> None:
         self._ranks.barrier()
@@ -165,7 +165,7 @@ class _CollectiveGroup(Group):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._backend.allreduce([tensor]).wait()
-        self.num_made += 1
+        self.num_collectives += 1
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
@@ -176,20 +176,20 @@ class _CollectiveGroup(Group):
 
     def _gather(self, shard: Tensor, parts: list[Tensor]) -> None:
         self._backend.gather(parts, shard, 0).wait()
-        self.num_made += 1
+        self.num_collectives += 1
 
-    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        self._gather(shard, [*room.view(self.size, *shard.shape)] if self.rank == 0 else [])
+    def join_gather(self, shard: Tensor, buffer: Tensor) -> None:
+        self._gather(shard, [*buffer.view(self.size, *shard.shape)] if self.rank == 0 else [])
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         self._backend.broadcast(tensor, 0).wait()
-        self.num_made += 1
+        self.num_collectives += 1
         return tensor
 
-    def agree(self, well: bool) -> bool:
-        ill = torch.tensor([int(not well)])
-        self._backend.allreduce([ill]).wait()
-        return not ill.item()
+    def agree(self, ok: bool) -> bool:
+        num_failed = torch.tensor([int(not ok)])
+        self._backend.allreduce([num_failed]).wait()
+        return not num_failed.item()
 
     def barrier(self) -> None:
         self._backend.barrier().wait()
@@ -216,8 +216,8 @@ class _NcclGroup(_CollectiveGroup):
         super().__init__(backend, rank, size)
         self._host = host
 
-    def agree(self, well: bool) -> bool:
-        return self._host.agree(well)
+    def agree(self, ok: bool) -> bool:
+        return self._host.agree(ok)
 
     def close(self) -> None:
         super().close()
@@ -238,25 +238,25 @@ class _ThroughHost(Group):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         total = self._host.all_reduce(tensor.cpu())
-        self.num_made += 1
+        self.num_collectives += 1
         return tensor.copy_(total)
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         gathered = self._host.gather_to_first(shard.cpu())
-        self.num_made += 1
+        self.num_collectives += 1
         return None if gathered is None else gathered.to(shard.device)
 
-    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        self._host.attend_gather(shard.cpu(), room.cpu())
-        self.num_made += 1
+    def join_gather(self, shard: Tensor, buffer: Tensor) -> None:
+        self._host.join_gather(shard.cpu(), buffer.cpu())
+        self.num_collectives += 1
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        told = self._host.broadcast(tensor.cpu())
-        self.num_made += 1
-        return tensor.copy_(told)
+        received = self._host.broadcast(tensor.cpu())
+        self.num_collectives += 1
+        return tensor.copy_(received)
 
-    def agree(self, well: bool) -> bool:
-        return self._host.agree(well)
+    def agree(self, ok: bool) -> bool:
+        return self._host.agree(ok)
 
     def barrier(self) -> None:
         self._host.barrier()
@@ -319,7 +319,7 @@ def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tupl
     The transport is shared memory if all ranks share it, and gloo otherwise. gloo listens at
     ``host``; None stands for the address from which this rank reaches the store.
     """
-    if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
+    if (ranks := collectives.init_collectives(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)
     backend = _gloo(store, rank, size, host or _own_address(store))
     return "gloo", _CollectiveGroup(backend, rank, size)

@@ -18,12 +18,12 @@ from worker.parallel.step_log import StepLogReader, StepLogWriter
 from worker.parallel.watchdog import WakingTime, Watchdog
 
 #: Seconds between two checks of the step and of the other ranks.
-_LOOK_S = 0.2
+_CHECK_INTERVAL_S = 0.2
 #: Seconds without a heartbeat after which a rank that has sent one is considered frozen.
-_SILENCE_S = 1.0
+_HEARTBEAT_TIMEOUT_S = 1.0
 #: Seconds after the end of the connection in which a rank above 0 may still read rank 0's stop
 #: entry. Without it rank 0 is then considered lost.
-_PARTING_S = 0.4
+_STOP_GRACE_S = 0.4
 
 
 class LivenessMonitor:
@@ -43,13 +43,13 @@ class LivenessMonitor:
         self._watchdog = watchdog
         self._log = log
         self._end = end
-        self._time = WakingTime(2 * _LOOK_S)
+        self._time = WakingTime(2 * _CHECK_INTERVAL_S)
         self._now = 0.0
         #: by rank, the time of its last heartbeat
-        self._beats: dict[int, float] = {}
-        self._lines: list[int] = []
+        self._last_heartbeats: dict[int, float] = {}
+        self._descriptors: list[int] = []
         self._cut_off_at: float | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._check_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start to check periodically and, on ranks above 0, to send heartbeats.
@@ -59,46 +59,46 @@ class LivenessMonitor:
         """
         loop = asyncio.get_running_loop()
         if isinstance(self._log, StepLogWriter):
-            self._lines = self._log.descriptors()
-            for rank, line in enumerate(self._lines, 1):
-                loop.add_reader(line, partial(self._hear, self._log, rank))
-        self._look()
-        self._looking = loop.create_task(self._look_on())
+            self._descriptors = self._log.descriptors()
+            for rank, descriptor in enumerate(self._descriptors, 1):
+                loop.add_reader(descriptor, partial(self._read_heartbeats, self._log, rank))
+        self._check()
+        self._check_task = loop.create_task(self._check_periodically())
 
     def close(self) -> None:
         """Stop checking, before the connections are closed. May be called again."""
         loop = asyncio.get_running_loop()
-        while self._lines:
-            loop.remove_reader(self._lines.pop())
-        if self._looking is not None:
-            self._looking.cancel()
+        while self._descriptors:
+            loop.remove_reader(self._descriptors.pop())
+        if self._check_task is not None:
+            self._check_task.cancel()
 
-    def _hear(self, log: StepLogWriter, rank: int) -> None:
-        if log.read_beats(rank):
-            self._beats[rank] = self._now
+    def _read_heartbeats(self, log: StepLogWriter, rank: int) -> None:
+        if log.read_heartbeats(rank):
+            self._last_heartbeats[rank] = self._now
         else:
             self._end(f"rank {rank} is gone")
 
-    async def _look_on(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
-            self._look()
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._now = self._time.update(asyncio.get_running_loop().time())
         if isinstance(self._log, StepLogReader):
-            self._log.beat()
-            self._miss_rank_0(self._log)
+            self._log.send_heartbeat()
+            self._check_rank_0(self._log)
         if (cause := self._watchdog.overdue(self._now)) is not None:
             self._end(cause)
-        for rank, beat in self._beats.items():
-            if self._now - beat > _SILENCE_S:
-                self._end(f"rank {rank} was silent for more than {_SILENCE_S:g} s")
+        for rank, received_at in self._last_heartbeats.items():
+            if self._now - received_at > _HEARTBEAT_TIMEOUT_S:
+                self._end(f"rank {rank} was silent for more than {_HEARTBEAT_TIMEOUT_S:g} s")
 
-    def _miss_rank_0(self, log: StepLogReader) -> None:
+    def _check_rank_0(self, log: StepLogReader) -> None:
         if not log.is_cut_off():
             return
         if self._cut_off_at is None:
             self._cut_off_at = self._now
-        if self._now - self._cut_off_at >= _PARTING_S:
+        if self._now - self._cut_off_at >= _STOP_GRACE_S:
             self._end("rank 0 is gone")

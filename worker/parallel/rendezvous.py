@@ -46,7 +46,7 @@ class RankLinks:
             self.log.close()
 
 
-class MeetingPoint:
+class Rendezvous:
     """Rank 0's side of the rendezvous, open at ``address`` as soon as it is created.
 
     ``fingerprint`` identifies the model's files and must be the same on all ranks.
@@ -90,7 +90,7 @@ class MeetingPoint:
 def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> RankLinks:
     """Connect ``rank``, which is above 0, to rank 0 at ``address``; return the rank's links.
 
-    ``address`` is the address of rank 0's MeetingPoint. ``fingerprint`` identifies the model's
+    ``address`` is the address of rank 0's Rendezvous. ``fingerprint`` identifies the model's
     files. Raises ChannelBroken if the step log of rank 0 cannot be reached.
     """
     if config.is_fake:

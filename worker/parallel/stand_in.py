@@ -18,7 +18,7 @@ from worker.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class ExchangedTensors:
     """Tensors that the ranks of a model exchange, all of ``dtype``.
 
     A forward pass of T tokens sums hidden states [T, ``hidden_size``] over the ranks ``num_sums``
@@ -32,10 +32,10 @@ class Exchanged:
 
 
 class Collective(Protocol):
-    def attend(self, group: Group, room: Tensor) -> None:
-        """Take part in the collective, with ``room`` as the memory of this rank's tensors.
+    def join(self, group: Group, buffer: Tensor) -> None:
+        """Take part in the collective, with ``buffer`` as the memory of this rank's tensors.
 
-        ``room`` is a uint8 tensor, whose content is undefined before and after.
+        ``buffer`` is a uint8 tensor, whose content is undefined before and after.
         """
         ...
 
@@ -45,8 +45,8 @@ class Sum:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def attend(self, group: Group, room: Tensor) -> None:
-        group.all_reduce(_cut(room, self.shape, self.dtype))
+    def join(self, group: Group, buffer: Tensor) -> None:
+        group.all_reduce(_cut(buffer, self.shape, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,21 @@ class Gather:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def attend(self, group: Group, room: Tensor) -> None:
-        shard = _cut(room, self.shape, self.dtype)
-        shards = _cut(room[shard.nbytes :], (group.size, *self.shape), self.dtype)
-        group.attend_gather(shard, shards)
+    def join(self, group: Group, buffer: Tensor) -> None:
+        shard = _cut(buffer, self.shape, self.dtype)
+        shards = _cut(buffer[shard.nbytes :], (group.size, *self.shape), self.dtype)
+        group.join_gather(shard, shards)
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Broadcast:
     """Broadcast of a tensor from rank 0."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def attend(self, group: Group, room: Tensor) -> None:
-        group.broadcast(_cut(room, self.shape, self.dtype))
+    def join(self, group: Group, buffer: Tensor) -> None:
+        group.broadcast(_cut(buffer, self.shape, self.dtype))
 
 
 class StandIn:
@@ -76,16 +76,17 @@ class StandIn:
 
     It allocates a buffer for the largest collective at creation. The buffer's size follows from the
     maximum number of tokens of a step (``most_tokens``), of hidden states whose logits are computed
-    (``most_logits``), and of integers that rank 0 broadcasts as a step's results (``most_told``).
+    (``most_logits``), and of integers that rank 0 broadcasts as a step's results
+    (``most_broadcast``).
     """
 
     def __init__(
         self,
         group: Group,
-        exchanged: Exchanged,
+        exchanged: ExchangedTensors,
         most_tokens: int,
         most_logits: int,
-        most_told: int,
+        most_broadcast: int,
         device: torch.device,
     ) -> None:
         self._group = group
@@ -94,13 +95,13 @@ class StandIn:
         elements = max(
             most_tokens * exchanged.hidden_size, most_logits * exchanged.vocab_share * shards
         )
-        most = max(elements * exchanged.dtype.itemsize, most_told * torch.int64.itemsize)
-        self._room = torch.zeros(most, dtype=torch.uint8, device=device)
+        most = max(elements * exchanged.dtype.itemsize, most_broadcast * torch.int64.itemsize)
+        self._buffer = torch.zeros(most, dtype=torch.uint8, device=device)
 
-    def attend(self, collectives: Sequence[Collective]) -> None:
+    def join(self, collectives: Sequence[Collective]) -> None:
         """Take part in ``collectives``, in order, with undefined data."""
         for collective in collectives:
-            collective.attend(self._group, self._room)
+            collective.join(self._group, self._buffer)
 
     def forward(self, num_tokens: int) -> list[Collective]:
         """Return the collectives of a forward pass of ``num_tokens`` tokens."""
@@ -112,5 +113,5 @@ class StandIn:
         return Gather((number, self._exchanged.vocab_share), self._exchanged.dtype)
 
 
-def _cut(room: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return room[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _cut(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)

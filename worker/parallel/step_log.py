@@ -31,9 +31,9 @@ log = logs.get_logger(__name__)
 _LENGTH = struct.Struct(">I")
 #: Most bytes of a StepLogHello; more are not accepted from an unknown client.
 _MAX_HELLO = 1024
-_BEAT = b"b"
+_HEARTBEAT = b"b"
 #: Most heartbeats that are read at once, of one byte each.
-_MANY_BEATS = 4096
+_MAX_HEARTBEATS = 4096
 #: Seconds to connect, and seconds for a client to send its StepLogHello.
 _HELLO_S = 5.0
 
@@ -63,17 +63,17 @@ class StepLogListener:
         or if the listener is closed.
         """
         deadline = time.monotonic() + timeout_s
-        lines: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         with ExitStack() as unless_complete:
-            while len(lines) < ranks - 1:
-                line = unless_complete.enter_context(self._next_connection(deadline))
-                rank = self._admit(line, ranks)
-                if rank is None or rank in lines:
-                    line.close()
+            while len(sockets) < ranks - 1:
+                sock = unless_complete.enter_context(self._next_connection(deadline))
+                rank = self._admit(sock, ranks)
+                if rank is None or rank in sockets:
+                    sock.close()
                 else:
-                    lines[rank] = line
+                    sockets[rank] = sock
             unless_complete.pop_all()
-        return StepLogWriter([lines[rank] for rank in sorted(lines)])
+        return StepLogWriter([sockets[rank] for rank in sorted(sockets)])
 
     def close(self) -> None:
         """Close the listener; an ``accept`` that waits in another thread raises ChannelBroken."""
@@ -84,17 +84,17 @@ class StepLogListener:
     def _next_connection(self, deadline: float) -> socket.socket:
         self._server.settimeout(max(0.0, deadline - time.monotonic()))
         try:
-            line, _ = self._server.accept()
+            sock, _ = self._server.accept()
         except (TimeoutError, BlockingIOError):
             raise ChannelBroken("not all ranks have connected in time") from None
         except OSError as error:
             raise ChannelBroken(f"no rank can connect any more: {error}") from None
-        return line
+        return sock
 
-    def _admit(self, line: socket.socket, ranks: int) -> int | None:
-        line.settimeout(_HELLO_S)
+    def _admit(self, sock: socket.socket, ranks: int) -> int | None:
+        sock.settimeout(_HELLO_S)
         try:
-            hello = session_pb2.StepLogHello.FromString(_receive(line, _MAX_HELLO))
+            hello = session_pb2.StepLogHello.FromString(_receive(sock, _MAX_HELLO))
         except Exception as error:  # an unknown client may send anything
             log.warning("connection refused: unknown rank", error=type(error).__name__)
             return None
@@ -104,30 +104,30 @@ class StepLogListener:
             return None
         if hello.fingerprint != self._fingerprint:
             raise ChannelBroken(f"rank {hello.rank} has another model than rank 0")
-        _prepare(line)
+        _prepare(sock)
         return hello.rank
 
 
 class StepLogWriter:
     """Rank 0's end of the connections to all other ranks."""
 
-    def __init__(self, lines: list[socket.socket]) -> None:
-        self._lines = lines
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        self._sockets = sockets
 
     def descriptors(self) -> list[int]:
         """Return the file descriptors of the open connections, in the order of ranks from 1.
 
         A descriptor becomes readable when its rank sends a heartbeat or is gone.
         """
-        return [line.fileno() for line in self._lines if line.fileno() >= 0]
+        return [sock.fileno() for sock in self._sockets if sock.fileno() >= 0]
 
-    def read_beats(self, rank: int) -> bool:
+    def read_heartbeats(self, rank: int) -> bool:
         """Read the heartbeats of a rank that have arrived; return whether it is still connected.
 
         Returns at once, also if none has arrived.
         """
         try:
-            return bool(self._lines[rank - 1].recv(_MANY_BEATS, socket.MSG_DONTWAIT))
+            return bool(self._sockets[rank - 1].recv(_MAX_HEARTBEATS, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
         except OSError:
@@ -135,9 +135,9 @@ class StepLogWriter:
 
     def write(self, entry: session_pb2.StepLog) -> None:
         """Send an entry to all other ranks. Raises ChannelBroken if a connection is lost."""
-        for rank, line in enumerate(self._lines, 1):
+        for rank, sock in enumerate(self._sockets, 1):
             try:
-                _send(line, entry.SerializeToString())
+                _send(sock, entry.SerializeToString())
             except OSError as error:
                 raise ChannelBroken(f"rank {rank} is gone: {error}") from error
 
@@ -146,21 +146,21 @@ class StepLogWriter:
 
         A ``write`` that waits in another thread then raises ChannelBroken.
         """
-        for line in self._lines:
+        for sock in self._sockets:
             with suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        for sock in self._sockets:
+            sock.close()
 
 
 class StepLogReader:
     """End of the connection at ``rank``, which is above 0: iterates over rank 0's entries."""
 
-    def __init__(self, line: socket.socket, rank: int) -> None:
+    def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
-        self._line = line
+        self._socket = sock
         self._has_stopped = False
 
     @classmethod
@@ -174,34 +174,34 @@ class StepLogReader:
         host, _, port = place.rpartition(":")
         hello = session_pb2.StepLogHello(token=token, rank=rank, fingerprint=fingerprint)
         try:
-            line = socket.create_connection((host, int(port)), timeout=_HELLO_S)
+            sock = socket.create_connection((host, int(port)), timeout=_HELLO_S)
         except OSError as error:
             raise ChannelBroken(f"rank 0 cannot be reached: {error}") from error
-        _prepare(line)
+        _prepare(sock)
         # A connection that breaks here is noticed by the next read.
         with suppress(OSError):
-            _send(line, hello.SerializeToString())
-        return cls(line, rank)
+            _send(sock, hello.SerializeToString())
+        return cls(sock, rank)
 
     def __iter__(self) -> Iterator[session_pb2.StepLog]:
         """Yield the entries as they arrive. Raises ChannelBroken when the connection ends."""
         while True:
             try:
-                data = _receive(self._line)
+                data = _receive(self._socket)
             except OSError as error:
                 raise ChannelBroken(f"rank 0 is gone: {error}") from error
             entry = session_pb2.StepLog.FromString(data)
             self._has_stopped = entry.stop
             yield entry
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat to rank 0.
 
         May be called while another thread reads. Never waits, and ignores a broken connection,
         which the reading thread notices.
         """
         with suppress(OSError):
-            self._line.send(_BEAT, socket.MSG_DONTWAIT)
+            self._socket.send(_HEARTBEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
         """Return whether rank 0 has closed the connection before a stop entry has been read here.
@@ -212,43 +212,43 @@ class StepLogReader:
         if self._has_stopped:
             return False
         ends = select.poll()
-        ends.register(self._line, select.POLLRDHUP)
+        ends.register(self._socket, select.POLLRDHUP)
         return bool(ends.poll(0))
 
     def interrupt(self) -> None:
         """Break the connection; an iteration in another thread raises ChannelBroken."""
         with suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._line.close()
+        self._socket.close()
 
 
-def _prepare(line: socket.socket) -> None:
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+def _prepare(sock: socket.socket) -> None:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
-def _send(line: socket.socket, data: bytes) -> None:
-    line.sendall(_LENGTH.pack(len(data)) + data)
+def _send(sock: socket.socket, data: bytes) -> None:
+    sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(line: socket.socket, limit: int = 1 << 32) -> bytes:
-    (length,) = _LENGTH.unpack(_receive_exactly(line, _LENGTH.size))
+def _receive(sock: socket.socket, limit: int = 1 << 32) -> bytes:
+    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
     if length > limit:
         raise ConnectionError(f"a message of {length} bytes")
-    return _receive_exactly(line, length)
+    return _receive_exactly(sock, length)
 
 
-def _receive_exactly(line: socket.socket, length: int) -> bytes:
+def _receive_exactly(sock: socket.socket, length: int) -> bytes:
     data = bytearray(length)
     view, filled = memoryview(data), 0
     while filled < length:
-        count = line.recv_into(view[filled:])
+        count = sock.recv_into(view[filled:])
         if not count:
             raise ConnectionError("end of the connection")
         filled += count

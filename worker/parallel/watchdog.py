@@ -20,7 +20,7 @@ _FACTOR = 10
 _FIRST_STEPS = 8
 _TOKENS_PER_TIMEOUT = 50
 #: Number of last steps of which the slowest counts.
-_REMEMBERED = 64
+_WINDOW = 64
 
 
 class WakingTime:
@@ -33,14 +33,14 @@ class WakingTime:
     def __init__(self, most_s: float) -> None:
         """Create the clock; at most ``most_s`` seconds are counted between two updates."""
         self._most_s = most_s
-        self._looked: float | None = None
+        self._updated_at: float | None = None
         self._now = 0.0
 
     def update(self, now: float) -> float:
         """Return the seconds counted from the first update until ``now``."""
-        if self._looked is not None:
-            self._now += min(now - self._looked, self._most_s)
-        self._looked = now
+        if self._updated_at is not None:
+            self._now += min(now - self._updated_at, self._most_s)
+        self._updated_at = now
         return self._now
 
 
@@ -49,12 +49,12 @@ class StepTimes:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._last: deque[float] = deque(maxlen=_REMEMBERED)
+        self._last: deque[float] = deque(maxlen=_WINDOW)
         self._num_steps = 0
         self._most_tokens = 0
         self._token_s = 0.0
 
-    def took(self, num_tokens: int, seconds: float) -> None:
+    def record(self, num_tokens: int, seconds: float) -> None:
         """Record that a step of ``num_tokens`` tokens, at least one, took ``seconds``."""
         self._num_steps += 1
         self._last.append(seconds)
@@ -63,9 +63,9 @@ class StepTimes:
 
     def limit_s(self, num_tokens: int) -> float:
         predicted_s = max(self._token_s * num_tokens, max(self._last, default=0.0))
-        return max(self._least_s(num_tokens), _FACTOR * predicted_s)
+        return max(self._min_limit_s(num_tokens), _FACTOR * predicted_s)
 
-    def _least_s(self, num_tokens: int) -> float:
+    def _min_limit_s(self, num_tokens: int) -> float:
         if self._num_steps >= _FIRST_STEPS:
             return self._timeout_s
         return self._timeout_s * (_FACTOR + num_tokens / _TOKENS_PER_TIMEOUT)
@@ -75,7 +75,7 @@ class StepTimes:
 class _Running:
     step: int
     num_tokens: int
-    began: float
+    started_at: float
     limit_s: float
 
 
@@ -89,8 +89,8 @@ class Watchdog:
     def __init__(self, timeout_s: float) -> None:
         self._times = StepTimes(timeout_s)
         self._running: _Running | None = None
-        self._seen: _Running | None = None
-        self._seen_at = 0.0
+        self._observed: _Running | None = None
+        self._observed_at = 0.0
 
     def begin_step(self, step: int, num_tokens: int, now: float) -> None:
         self._running = _Running(step, num_tokens, now, self._times.limit_s(num_tokens))
@@ -98,14 +98,14 @@ class Watchdog:
     def end_step(self, now: float) -> None:
         running, self._running = self._running, None
         assert running is not None, "the end of no step"
-        self._times.took(running.num_tokens, now - running.began)
+        self._times.record(running.num_tokens, now - running.started_at)
 
     def overdue(self, now: float) -> str | None:
         """Return a message if the running step has exceeded its limit; None otherwise."""
         running = self._running
-        if running is not self._seen:
-            self._seen, self._seen_at = running, now
-        if running is None or now - self._seen_at <= running.limit_s:
+        if running is not self._observed:
+            self._observed, self._observed_at = running, now
+        if running is None or now - self._observed_at <= running.limit_s:
             return None
         return (
             f"step {running.step}, of {running.num_tokens} tokens, takes longer than "

@@ -29,7 +29,7 @@ KvShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """Loaded model of a rank, and the shape of the keys and of the values of one token."""
 
     model: Model
@@ -49,7 +49,7 @@ class Assembly:
     """
 
     config: WorkerConfig
-    loaded: Loaded
+    loaded: LoadedModel
     place: Placement
     cache: KVCache
     attention: AttentionBackend
@@ -57,7 +57,9 @@ class Assembly:
     stand_in: StandIn | None = None
 
     @classmethod
-    def of(cls, config: WorkerConfig, loaded: Loaded, place: Placement, num_blocks: int) -> Self:
+    def of(
+        cls, config: WorkerConfig, loaded: LoadedModel, place: Placement, num_blocks: int
+    ) -> Self:
         """Assemble the model with a new KV cache of ``num_blocks`` blocks."""
         device = place.device
         cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
@@ -113,7 +115,7 @@ class Assembly:
         return int(group.all_reduce(torch.tensor([int(can)], device=device)).item()) == group.size
 
 
-def _stand_in(config: WorkerConfig, loaded: Loaded, place: Placement) -> StandIn | None:
+def _stand_in(config: WorkerConfig, loaded: LoadedModel, place: Placement) -> StandIn | None:
     if place.group.size == 1:
         return None
     assert isinstance(loaded.model, Decoder), "transformers' modules are of one rank"

@@ -12,7 +12,7 @@ import torch
 
 from everlift import logs, model_files
 from everlift.hashes import BLOCK_SIZE
-from everlift.progress import told, untold
+from everlift.progress import ignore_progress, show_progress
 from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
 from worker.device.device import choose_device, choose_dtype, kind_of, use_threads
@@ -30,9 +30,9 @@ from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedMod
 from worker.model.stack import choose_stack
 from worker.native import native
 from worker.parallel.group import Group
-from worker.runner.assembly import Assembly, Loaded
+from worker.runner.assembly import Assembly, LoadedModel
 from worker.runner.decode_buckets import decode_buckets
-from worker.runner.kv_blocks import kv_blocks, told_blocks
+from worker.runner.kv_blocks import configured_blocks, kv_blocks
 from worker.runner.runner import TorchRunner
 from worker.runner.swap import build_host_cache
 from worker.runner.warm_up import warm_up_plans
@@ -54,15 +54,15 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     directory = model_files.locate(
         config.model, config.model_revision, weights=config.reads_weights
     )
-    with _room_for("the weights", "more ranks (tensor_parallel) have smaller shares"):
+    with _explain_out_of_memory("the weights", "more ranks (tensor_parallel) have smaller shares"):
         loaded = _load(config, directory, place)
     num_blocks = kv_blocks(config, loaded, place)
-    with _room_for(
+    with _explain_out_of_memory(
         f"a KV cache of {num_blocks} blocks", "num_blocks or kv_cache_mib says how many"
     ):
         parts = Assembly.of(config, loaded, place, num_blocks)
     if device.type == "cpu":
-        parts.cache.take_memory()
+        parts.cache.prefault()
     _log_loaded(config, loaded, place, parts)
     host_cache = build_host_cache(config, parts.cache, group, parts.runner())
     graphs = parts.capture()
@@ -73,7 +73,9 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     return parts.runner(host_cache, stopwatch, graphs)
 
 
-def _log_loaded(config: WorkerConfig, loaded: Loaded, place: Placement, parts: Assembly) -> None:
+def _log_loaded(
+    config: WorkerConfig, loaded: LoadedModel, place: Placement, parts: Assembly
+) -> None:
     log.info(
         "model loaded",
         model=config.name,
@@ -90,7 +92,7 @@ def _log_loaded(config: WorkerConfig, loaded: Loaded, place: Placement, parts: A
 
 
 @contextmanager
-def _room_for(what: str, advice: str) -> Iterator[None]:
+def _explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -132,25 +134,25 @@ def try_modules(config: WorkerConfig, directory: Path) -> None:
     _load_with_transformers(replace(config, load_format="dummy"), directory, place)
 
 
-def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
+def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:
     spec = spec_of(config, directory)
     if spec is None:
         return _load_with_transformers(config, directory, place)
     kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
     kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
     max_model_len = _max_model_len(config, spec.max_position)
-    if (num_blocks := told_blocks(config, kv_shape, place)) is not None:
+    if (num_blocks := configured_blocks(config, kv_shape, place)) is not None:
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
-    held = weights_dtype(config, directory, place.dtype, place.device)
-    packed = quantised_dtype(config, place.dtype, place.device) or held
+    stored = weights_dtype(config, directory, place.dtype, place.device)
+    packed = quantised_dtype(config, place.dtype, place.device) or stored
     precompile(spec.head_dim, place.dtype, packed, place.device)
     pointwise = choose_pointwise(place.dtype, place.device)
-    place = replace(place, weights=held, pointwise=pointwise)
+    place = replace(place, weights=stored, pointwise=pointwise)
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     if place.device.type == "cpu":
-        make_fast(decoder, spec, place.dtype, packed)
-    return Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
+        optimize_for_cpu(decoder, spec, place.dtype, packed)
+    return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
 
 
 def weights_dtype(
@@ -186,7 +188,7 @@ def quantised_dtype(
     return torch.int8
 
 
-def make_fast(
+def optimize_for_cpu(
     decoder: Decoder, spec: ModelSpec, dtype: torch.dtype, packed: torch.dtype | None = None
 ) -> None:
     """Pack the loaded weights of ``decoder`` for a CPU, and choose the fastest code for its layers.
@@ -204,7 +206,7 @@ def make_fast(
     )
 
 
-def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
+def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:
     from worker.model.transformers_loading import load_decoder
 
     if config.quantization != "none":
@@ -214,11 +216,13 @@ def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placem
     )
     max_model_len = _max_model_len(config, decoder.max_position)
     kv_shape = decoder.layers.kv_shape
-    return Loaded(decoder, decoder.vocab_size, max_model_len, kv_shape, decoder.parameter_bytes)
+    return LoadedModel(
+        decoder, decoder.vocab_size, max_model_len, kv_shape, decoder.parameter_bytes
+    )
 
 
 def _fill(decoder: Decoder, directory: Path, config: WorkerConfig, rank: int) -> int:
-    with nullcontext(untold) if rank else told("weights loading") as progress:
+    with nullcontext(ignore_progress) if rank else show_progress("weights loading") as progress:
         if config.reads_weights:
             return weights.load(decoder, directory, progress, config.weight_readers)
         return dummy.fill(decoder, progress)

@@ -27,7 +27,7 @@ from worker.engine.plan import Rows
 _ALIGNED = 4
 #: Number of int32 integers in the parcel per sampled token, and number of arrays: slot, filters,
 #: keys and position are eight numbers of 8 bytes in four arrays.
-_TOLD_OF_DRAW, _PARTS_OF_DRAW = 16, 4
+_PARCEL_INTS, _PARCEL_ARRAYS = 16, 4
 #: Buckets up to this one are powers of two, larger ones are multiples of it, because a few padding
 #: rows take no extra time.
 _STEP = 16
@@ -70,7 +70,7 @@ class Parts(NamedTuple):
         return cls(slice(0, 1), tokens, slots, positions, counts, slice(end, None))
 
 
-def room_for(bucket: int, width: int) -> int:
+def input_length(bucket: int, width: int) -> int:
     """Return the length of the input array without a parcel, in int32 integers.
 
     The array is for ``bucket`` rows, whose tables have ``width`` blocks each.
@@ -78,9 +78,9 @@ def room_for(bucket: int, width: int) -> int:
     return int(Parts.of(bucket).tables.start) + _aligned(bucket * width)
 
 
-def room_for_parcel(bucket: int) -> int:
+def parcel_length(bucket: int) -> int:
     """Return the largest length of the parcel, in int32 integers."""
-    return bucket * _TOLD_OF_DRAW + _ALIGNED * _PARTS_OF_DRAW
+    return bucket * _PARCEL_INTS + _ALIGNED * _PARCEL_ARRAYS
 
 
 def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
@@ -88,7 +88,7 @@ def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
     count, width = len(rows), blocks_for(int(rows.starts.max()) + 1)
     parts = Parts.of(bucket)
     num_blocks = count * width
-    array = np.zeros(room_for(bucket, 0) + _aligned(num_blocks), np.int32)
+    array = np.zeros(input_length(bucket, 0) + _aligned(num_blocks), np.int32)
     array[parts.width] = width
     array[parts.tokens][:count] = rows.tokens
     array[parts.slots][:count] = rows.slots

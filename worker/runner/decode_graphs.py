@@ -13,7 +13,7 @@ from torch import Tensor
 from worker.attention.backend import StepAttention
 from worker.device.upload import Parcel, upload_into
 from worker.engine.plan import Rows
-from worker.runner.decode_buckets import Parts, bucket_for, describe, room_for, room_for_parcel
+from worker.runner.decode_buckets import Parts, bucket_for, describe, input_length, parcel_length
 from worker.runner.drawing import LastTokens
 
 Work = Callable[[], Tensor]
@@ -101,8 +101,8 @@ class DecodeGraphs:
         self._attention = attention
         self._last_tokens = last_tokens
         self._buckets = sorted(buckets)
-        room = room_for(self._buckets[-1], max_blocks) + room_for_parcel(self._buckets[-1])
-        self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
+        length = input_length(self._buckets[-1], max_blocks) + parcel_length(self._buckets[-1])
+        self._inputs = torch.zeros(length, dtype=torch.int32, device=device)
         #: kept alive, because a replay reads tensors that only these functions reference
         self._works = {bucket: self._work(bucket) for bucket in reversed(self._buckets)}
         self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
@@ -121,7 +121,7 @@ class DecodeGraphs:
         assert bucket is not None, "the rows do not fit"
         described, packed = describe(rows, bucket), parcel.packed()
         upload_into(np.concatenate((described, packed)), self._inputs)
-        parcel.arrive(self._inputs[len(described) :][: len(packed)])
+        parcel.unpack(self._inputs[len(described) :][: len(packed)])
         return self._replays[bucket]()[: len(rows)]
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from worker.device.upload import Parcel, upload
 from worker.engine.plan import Ints
 from worker.kernels.trial import kernels_work
 from worker.native.argmax import Argmax, choose_argmax
-from worker.runner.draws import DrawFrom, Draws
+from worker.runner.draws import SampleFn, SamplingMetadata
 
 #: Temperature below which sampling is greedy, as in vLLM: a lower one would only magnify rounding.
 GREEDY_BELOW = 1e-5
@@ -39,7 +39,7 @@ GREEDY_BELOW = 1e-5
 _CANDIDATES = 256
 
 
-class DrawTable:
+class SamplingTable:
     """Sampling parameters of the sequence in each slot.
 
     A slot is the number that a sequence has while it is in the batch.
@@ -58,70 +58,70 @@ class DrawTable:
         self._filters[slot] = sampling.temperature, top_k, top_p, sampling.min_p
         self._keys[slot] = sampling.seed, choice
 
-    def draws(self, slots: Ints, positions: Ints) -> Draws:
+    def metadata(self, slots: Ints, positions: Ints) -> SamplingMetadata:
         """Return the sampling parameters of n tokens.
 
         ``slots`` [n] are the slots of the tokens' sequences, and ``positions`` [n] the positions of
         the tokens in the output.
         """
-        return Draws(self._filters[slots], self._keys[slots], positions)
+        return SamplingMetadata(self._filters[slots], self._keys[slots], positions)
 
 
-class Draw(Protocol):
-    def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
-        """Return the function that samples tokens with the parameters ``draws``.
+class SamplingBackend(Protocol):
+    def __call__(self, metadata: SamplingMetadata, parcel: Parcel) -> SampleFn:
+        """Return the function that samples tokens with the parameters ``metadata``.
 
         The parameters may be added to ``parcel``, which is copied to the device as a whole.
         """
         ...
 
 
-def choose_draw(device: torch.device) -> Draw:
+def choose_sampling_backend(device: torch.device) -> SamplingBackend:
     """Return sampling by the Triton kernel on a GPU where it works, else sampling in torch."""
     if device.type == "cuda" and kernels_work(device):
         # Imported late, because Triton is only needed on a GPU.
-        from worker.runner.draw_by_kernel import draw_by_kernel
+        from worker.runner.draw_by_kernel import sample_by_kernel
 
-        return draw_by_kernel
-    largest = choose_argmax(device)
-    return lambda draws, _: partial(draw, draws=draws, largest=largest)
+        return sample_by_kernel
+    argmax = choose_argmax(device)
+    return lambda metadata, _: partial(sample_by_torch, metadata=metadata, argmax=argmax)
 
 
-def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
+def sample_by_torch(logits: Tensor, metadata: SamplingMetadata, argmax: Argmax) -> Tensor:
     """Return tokens int64 [n] sampled in torch from ``logits`` fp32 [n, vocab].
 
-    A token is NOT_FINITE if a logit is NaN or +inf, NOTHING_LEFT if all are -inf. ``largest`` finds
+    A token is NOT_FINITE if a logit is NaN or +inf, NOTHING_LEFT if all are -inf. ``argmax`` finds
     the tokens of greedy rows.
     """
-    maxima, tokens = largest(logits)
-    (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
-    if len(drawn):
-        index = upload(drawn, logits.device)
-        sampled = _draw(logits[index] - maxima[index, None], draws.take(drawn))
+    maxima, tokens = argmax(logits)
+    (random,) = (metadata.filters[:, 0] >= GREEDY_BELOW).nonzero()
+    if len(random):
+        index = upload(random, logits.device)
+        sampled = _sample(logits[index] - maxima[index, None], metadata.take(random))
         tokens[index] = sampled.where(tokens[index] >= 0, tokens[index])
     return tokens
 
 
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    temperatures, top_k, top_p, min_p = draws.filters.T
+def _sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    temperatures, top_k, top_p, min_p = metadata.filters.T
     weights = (logits / _column(temperatures, logits).float()).exp()
     filtered = np.flatnonzero(np.isfinite(top_k) | np.isfinite(top_p) | (min_p > 0))
     if len(filtered):
         index = upload(filtered, logits.device)
         kept = weights[index]
-        least = least_kept(kept, draws.filters[filtered])
-        weights[index] = kept.where(kept >= least, 0)
-    return _invert(weights, upload(draws.uniform(), logits.device, torch.float64))
+        thresholds = filter_thresholds(kept, metadata.filters[filtered])
+        weights[index] = kept.where(kept >= thresholds, 0)
+    return _invert_cdf(weights, upload(metadata.uniform(), logits.device, torch.float64))
 
 
-def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # Uniform numbers are at most 1 - 2**-53, so the rounded product is less than the total.
     target = uniforms * cumulative[:, -1]
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
+def filter_thresholds(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
     """Return the smallest of each row's ``weights`` [n, vocab] that its filters keep, [n, 1].
 
     ``filters`` [n, 4] are temperature, top_k, top_p and min_p. Only the largest weights of each row

@@ -8,24 +8,24 @@ from torch import Tensor
 
 from worker.device.upload import Parcel
 from worker.kernels.drawing import draw_rows
-from worker.runner.draws import DrawFrom, Draws
+from worker.runner.draws import SampleFn, SamplingMetadata
 
 #: Number of tokens that one program reads at once, 16 per thread.
 _BLOCK, _WARPS = 8192, 16
 
 
-def draw_by_kernel(draws: Draws, parcel: Parcel) -> DrawFrom:
-    """Return the function that samples with the Triton kernel and the parameters ``draws``.
+def sample_by_kernel(metadata: SamplingMetadata, parcel: Parcel) -> SampleFn:
+    """Return the function that samples with the Triton kernel and the parameters ``metadata``.
 
     The kernel rounds sums differently from torch. If the uniform number is at the edge between two
     tokens, it may therefore select another one than torch does.
     """
-    columns = (draws.filters, draws.keys.view(np.int64), draws.positions)
+    columns = (metadata.filters, metadata.keys.view(np.int64), metadata.positions)
     sent = [parcel.add(column) for column in columns]
-    return lambda logits: _draw(logits, *(column() for column in sent))
+    return lambda logits: _sample(logits, *(column() for column in sent))
 
 
-def _draw(logits: Tensor, filters: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def _sample(logits: Tensor, filters: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     draw_rows[(len(logits),)](

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.device.streams import Arriving
+from worker.device.streams import HostCopy
 from worker.engine.plan import Ints, RowResult
 from worker.parallel.agreement import from_tokens
-from worker.runner.logprobs import ArrivingScores
+from worker.runner.logprobs import PendingScores
 from worker.runner.sampled_row import SampledRow, plain_results
 
 
@@ -35,23 +35,23 @@ class LastTokens:
         return torch.where(tokens < 0, self._tokens[slots], tokens)
 
 
-Concluded = Iterable[tuple[SampledRow, RowResult]]
+ConcludedRows = Iterable[tuple[SampledRow, RowResult]]
 
 
-class Drawn(Protocol):
+class PendingResults(Protocol):
     def results(self) -> list[RowResult]:
         """Wait for the device and return one result per sampling request."""
         ...
 
 
-class Drawing:
-    """Sampling in progress on this rank.
+class SampledTokens:
+    """Tokens sampled on this rank, being computed or copied to its host.
 
     ``tokens`` int64 are the sampled tokens on the device, one per row of logits; those of sampling
     request i begin at index ``firsts[i]``. ``rows`` has, by index of the request, the rows that
     have drafts, log probabilities, penalties or a grammar. ``logprobs`` are the log probabilities
-    to report, or None. Once the results exist, ``take_in`` is called with pairs of each of ``rows``
-    and its result.
+    to report, or None. Once the results exist, ``record_results`` is called with pairs of each of
+    ``rows`` and its result.
     """
 
     def __init__(
@@ -59,37 +59,37 @@ class Drawing:
         tokens: Tensor,
         firsts: Ints,
         rows: Mapping[int, SampledRow],
-        logprobs: ArrivingScores | None,
-        take_in: Callable[[Concluded], None],
+        logprobs: PendingScores | None,
+        record_results: Callable[[ConcludedRows], None],
     ) -> None:
         self.tokens = tokens
         self._firsts = firsts
         self._rows = rows
         self._logprobs = logprobs
-        self._take_in = take_in
-        self._arriving = Arriving(tokens)
+        self._record_results = record_results
+        self._copy = HostCopy(tokens)
 
     def results(self) -> list[RowResult]:
         """Wait for the device and return one result per sampling request."""
-        drawn = self._arriving.wait()
-        has_drafts = len(drawn) > len(self._firsts)
-        first = [drawn[i] for i in self._firsts.tolist()] if has_drafts else drawn
+        tokens = self._copy.wait()
+        has_drafts = len(tokens) > len(self._firsts)
+        first = [tokens[i] for i in self._firsts.tolist()] if has_drafts else tokens
         results = plain_results(first)
         logprobs = {} if self._logprobs is None else self._logprobs.wait()
         for i, row in self._rows.items():
-            results[i] = row.conclude(drawn, logprobs)
-        self._take_in((row, results[i]) for i, row in self._rows.items())
+            results[i] = row.conclude(tokens, logprobs)
+        self._record_results((row, results[i]) for i, row in self._rows.items())
         return results
 
 
-class Hearing:
+class ReceivedTokens:
     """Tokens that rank 0 sampled for rows without drafts, being copied to this rank's host.
 
     ``tokens`` int64 [n] are on this rank's device, one per sampling request.
     """
 
     def __init__(self, tokens: Tensor) -> None:
-        self._arriving = Arriving(tokens)
+        self._copy = HostCopy(tokens)
 
     def results(self) -> list[RowResult]:
-        return from_tokens(self._arriving.wait())
+        return from_tokens(self._copy.wait())

@@ -12,7 +12,7 @@ from worker.engine.plan import Ints
 from worker.runner.uniform import U64, uniform
 
 
-class Draws(NamedTuple):
+class SamplingMetadata(NamedTuple):
     """Sampling parameters of n tokens, as columns.
 
     ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p; top_k and top_p are inf if
@@ -24,8 +24,8 @@ class Draws(NamedTuple):
     keys: U64
     positions: Ints
 
-    def take(self, index: Ints) -> Draws:
-        return Draws(self.filters[index], self.keys[index], self.positions[index])
+    def take(self, index: Ints) -> SamplingMetadata:
+        return SamplingMetadata(self.filters[index], self.keys[index], self.positions[index])
 
     def uniform(self) -> NDArray[np.float64]:
         """Return one uniform number in [0, 1) per token, [n]."""
@@ -33,7 +33,7 @@ class Draws(NamedTuple):
         return uniform(seeds, choices, self.positions.astype(np.uint64))
 
 
-class DrawFrom(Protocol):
+class SampleFn(Protocol):
     def __call__(self, logits: Tensor) -> Tensor:
         """Return token ids int64 [n] sampled from ``logits`` fp32 [n, vocab].
 

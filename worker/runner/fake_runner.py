@@ -26,7 +26,7 @@ from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.config import FakeModel
 from worker.device.device_kind import DeviceKind
 from worker.engine.limits import blocks_for
-from worker.engine.plan import UNKNOWN, Admission, Launch, Launched, Plan, Row, RowResult
+from worker.engine.plan import UNKNOWN, Admission, Launch, LaunchedStep, Plan, Row, RowResult
 
 _ENTRY = 2  # uint32: token, position
 _ENTRY_BYTES = _ENTRY * array("I").itemsize
@@ -95,11 +95,11 @@ class FakeRunner:
 
     def execute(self, plan: Plan) -> list[RowResult]:
         self._take_time(plan)
-        self._begin(plan)
+        self._start_step(plan)
         return [self._compute(row) for row in plan.rows]
 
-    def _launch(self, plan: Plan) -> Launched:
-        self._begin(plan)
+    def _launch(self, plan: Plan) -> LaunchedStep:
+        self._start_step(plan)
         return FakeStep(
             lambda: [self._compute_launched(row) for row in plan.rows],
             lambda: self._take_time(plan),
@@ -109,7 +109,7 @@ class FakeRunner:
         if seconds := self._model.step_time + self._model.token_time * plan.num_tokens:
             self._sleep(seconds)
 
-    def _begin(self, plan: Plan) -> None:
+    def _start_step(self, plan: Plan) -> None:
         for admission in plan.admissions:
             self._slots[admission.slot] = _Slot.of(admission, self._model)
         for block, place in plan.saves:
@@ -130,7 +130,7 @@ class FakeRunner:
     def _spoil(self, plan: Plan) -> None:
         rubbish = array("I", [_NEVER_WRITTEN]) * (BLOCK_SIZE * _ENTRY)
         for copy in plan.saves:
-            self._host[copy.place][:] = rubbish
+            self._host[copy.host_block][:] = rubbish
         for copy in plan.loads:
             self._kv[copy.block][:] = rubbish
         for row in plan.rows:
@@ -151,7 +151,7 @@ class FakeRunner:
         scores = slot.scored(cache, row) if row.scores_prompt else ()
         if not row.samples:
             return RowResult(prompt_logprobs=tuple(scores))
-        tokens, logprobs = slot.draw(cache, row)
+        tokens, logprobs = slot.sample(cache, row)
         return RowResult(tuple(tokens), tuple(logprobs), tuple(scores))
 
     def _write(self, row: Row) -> None:
@@ -167,7 +167,7 @@ class FakeRunner:
 
 
 class FakeStep:
-    """Launched step of the fake runner.
+    """LaunchedStep step of the fake runner.
 
     ``compute`` computes the rows and is called by ``sample``. ``wait`` spends the step's time and
     is called by ``results``.
@@ -213,7 +213,7 @@ class _Slot:
             grammar=cast("FakeGrammar | None", admission.grammar),
         )
 
-    def draw(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
+    def sample(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
         """Sample tokens until one differs from the row's draft; return them with log probabilities.
 
         ``cache`` has the entries of the simulated KV cache to which the row attends. There are no
@@ -245,7 +245,7 @@ class _Slot:
 
         ``cache`` has the entries of the simulated KV cache of all tokens before it.
         """
-        token = self._wished_token(cache, position)
+        token = self._preferred_token(cache, position)
         if self.grammar is not None:
             follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
             return follow[token % len(follow)]
@@ -255,7 +255,7 @@ class _Slot:
         allowed = (i % self.model.vocab_size for i in ids)
         return next((i for i in allowed if i not in self.stop_token_ids), token)
 
-    def _wished_token(self, cache: bytes, position: int) -> int:
+    def _preferred_token(self, cache: bytes, position: int) -> int:
         model = self.model
         digest = blake2b(cache, digest_size=24)
         digest.update(self.twist)

@@ -86,9 +86,9 @@ class Histories:
     def release(self, slot: int) -> None:
         self._places.pop(slot, None)
 
-    def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
+    def advance(self, sampled: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Store sampled tokens, given as pairs of a slot with penalties and the slot's tokens."""
-        cells = [cell for slot, tokens in drawn for cell in self._append(slot, tokens)]
+        cells = [cell for slot, tokens in sampled for cell in self._append(slot, tokens)]
         if cells:
             slots, places = self._write(cells)
             once = torch.ones(len(cells), device=self._device)
@@ -116,21 +116,23 @@ class Histories:
         counts, start, line, row = self._upload([lengths, starts, lines, rows])
         spread = partial(torch.repeat_interleave, repeats=counts, output_size=total)
         place = torch.arange(total, device=self._device) + spread(line - start)
-        again = [begin + p for s, begin in zip(sites, starts, strict=True) for p in s.drafted]
-        times = self._times(place, again)
+        draft_indices = [
+            begin + p for s, begin in zip(sites, starts, strict=True) for p in s.drafted
+        ]
+        times = self._times(place, draft_indices)
         penalties = [spread(column) for column in self._penalties(sites)]
         at = self._tokens.flatten().index_select(0, place) + spread(row)
         flat = _flat(logits)
         flat[at] = _penalised(flat.index_select(0, at), times, *penalties)
 
-    def _times(self, place: Tensor, again: list[int]) -> Tensor:
+    def _times(self, place: Tensor, draft_indices: list[int]) -> Tensor:
         """Return how often the token of each of n table entries occurred in the output, fp32 [n].
 
-        ``place`` [n] are the indices of the entries in the flattened tables. ``again`` are indices
-        in ``place``, one for each draft before the row of logits; each adds one occurrence.
+        ``place`` [n] are the indices of the entries in the flattened tables. ``draft_indices`` are
+        indices in ``place``, one for each draft before the row of logits; each adds one occurrence.
         """
         times = self._counts.flatten().index_select(0, place)
-        return times.index_add_(0, self._upload(again), times.new_ones(len(again)))
+        return times.index_add_(0, self._upload(draft_indices), times.new_ones(len(draft_indices)))
 
     def _penalties(self, sites: Sequence[_Site]) -> Tensor:
         samplings = [site.sampling for site in sites]

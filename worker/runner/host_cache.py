@@ -17,7 +17,7 @@ from worker.runner.host_blocks import HostBlocks
 
 
 class HostCache(Protocol):
-    """Host memory for copies of a KVCache's blocks; ``BlockCopy.place`` is a host block's index.
+    """Host memory for copies of a KVCache's blocks; ``BlockCopy.host_block`` is an index in it.
 
     Copies are ordered with the device's computation: a copy has the content that computation
     launched before it wrote, and computation launched after it reads the copied content. No method

@@ -18,7 +18,7 @@ from worker.engine.limits import blocks_for
 from worker.engine.plan import Admission, Plan, Row, Rows, Runner
 from worker.model.layers import Placement
 from worker.parallel.group import Group
-from worker.runner.assembly import Assembly, KvShape, Loaded
+from worker.runner.assembly import Assembly, KvShape, LoadedModel
 from worker.runner.swap import num_staged
 
 #: Sampling parameters with which the sampler computes most.
@@ -80,10 +80,10 @@ def profile_run(
     """
     memory.release()
     _execute(runner, plans)
-    step = memory.most_held - scratch_bytes
-    graphs = _taken(memory, capture)
+    step = memory.peak_reserved - scratch_bytes
+    graphs = _graph_bytes(memory, capture)
     memory.release()
-    return MemoryUse(memory.total, memory.used - memory.held, step, graphs)
+    return MemoryUse(memory.total, memory.used - memory.reserved, step, graphs)
 
 
 def _execute(runner: Runner, plans: Iterable[Plan]) -> None:
@@ -98,17 +98,19 @@ def _execute(runner: Runner, plans: Iterable[Plan]) -> None:
             ) from error
 
 
-def _taken(memory: DeviceMemory, capture: Callable[[], object]) -> int:
+def _graph_bytes(memory: DeviceMemory, capture: Callable[[], object]) -> int:
     memory.release()
     before = memory.used
-    held = capture()
+    graphs = capture()
     memory.release()
-    taken = memory.used - before
-    del held
-    return max(0, taken)
+    num_bytes = memory.used - before
+    del graphs
+    return max(0, num_bytes)
 
 
-def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.device) -> MemoryUse:
+def use_of_tightest_rank(
+    group: Group, use: MemoryUse, utilization: float, device: torch.device
+) -> MemoryUse:
     """Return the memory use of the rank with the least memory left for its KV cache.
 
     A collective: all ranks must call it, and it returns the same result on all. ``use`` is this
@@ -118,7 +120,7 @@ def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.dev
     chosen = use
     if gathered is not None:
         ranks = (MemoryUse(*numbers) for numbers in gathered.view(group.size, -1).tolist())
-        chosen = min(ranks, key=lambda rank: rank.left(utilization))
+        chosen = min(ranks, key=lambda rank: rank.free_bytes(utilization))
     return MemoryUse(*group.broadcast(torch.tensor(chosen, device=device)).tolist())
 
 
@@ -141,7 +143,7 @@ class MemoryUse(NamedTuple):
     step: int
     graphs: int
 
-    def left(self, utilization: float) -> int:
+    def free_bytes(self, utilization: float) -> int:
         """Return the bytes left for the KV cache; negative if memory is too short.
 
         ``utilization`` is the fraction of the GPU's memory that may be used.
@@ -149,17 +151,17 @@ class MemoryUse(NamedTuple):
         return int(self.total * utilization) - self.outside - self.step - self.graphs
 
 
-def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_beside: int) -> int:
-    """Return the number of blocks of the KV cache, leaving memory for ``num_beside`` more blocks.
+def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_extra: int) -> int:
+    """Return the number of blocks of the KV cache, leaving memory for ``num_extra`` more blocks.
 
     ``block_bytes`` is the size of a block. Raises ValueError if not one block fits, or not one
     sequence of ``max_model_len`` tokens, if that is set.
     """
     needed = blocks_for(config.max_model_len or 1)
-    left = use.left(config.gpu_memory_utilization)
-    num_blocks = left // block_bytes - num_beside
+    free = use.free_bytes(config.gpu_memory_utilization)
+    num_blocks = free // block_bytes - num_extra
     if num_blocks < needed:
-        lacking = (needed + num_beside) * block_bytes - left
+        lacking = (needed + num_extra) * block_bytes - free
         raise ValueError(_too_little(use, config, needed, lacking))
     return min(num_blocks, _MOST_BLOCKS)
 
@@ -187,21 +189,21 @@ def _mib(size: int) -> int:
 log = logs.get_logger(__name__)
 
 
-def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
+def kv_blocks(config: WorkerConfig, loaded: LoadedModel, place: Placement) -> int:
     """Return the number of KV blocks, which is equal on all ranks.
 
     A collective: all ranks must call it. Raises ValueError if there is too little memory or the
     configured size is less than one block.
     """
-    told = told_blocks(config, loaded.kv_shape, place)
-    if told is not None:
-        return told
+    configured = configured_blocks(config, loaded.kv_shape, place)
+    if configured is not None:
+        return configured
     use = _profiled(config, loaded, place)
     size = block_bytes(*loaded.kv_shape, place.dtype)
     return count_blocks(use, config, size, num_staged(config))
 
 
-def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
+def configured_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
     """Return the configured number of KV blocks of a rank; None if it must be measured on a GPU.
 
     Raises ValueError if the configured size is less than one block.
@@ -217,16 +219,16 @@ def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> in
     return count
 
 
-def _profiled(config: WorkerConfig, loaded: Loaded, place: Placement) -> MemoryUse:
+def _profiled(config: WorkerConfig, loaded: LoadedModel, place: Placement) -> MemoryUse:
     use = profile(config, loaded, place, CudaMemory(place.device))
-    use = scarcest(place.group, use, config.gpu_memory_utilization, place.device)
+    use = use_of_tightest_rank(place.group, use, config.gpu_memory_utilization, place.device)
     mib = {f"{part}_mib": size >> 20 for part, size in use._asdict().items()}
     log.info("memory profiled", rank=place.group.rank, **mib)
     return use
 
 
 def profile(
-    config: WorkerConfig, loaded: Loaded, place: Placement, memory: DeviceMemory
+    config: WorkerConfig, loaded: LoadedModel, place: Placement, memory: DeviceMemory
 ) -> MemoryUse:
     plans = largest_steps(
         config.max_num_seqs,

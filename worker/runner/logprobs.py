@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import TokenLogprobs
-from worker.device.streams import Arriving
+from worker.device.streams import HostCopy
 from worker.device.upload import upload
 
 
@@ -46,7 +46,7 @@ def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, int(rank), top[:num_top])
 
 
-class ArrivingScores:
+class PendingScores:
     """Log probabilities that are being copied to the host.
 
     ``table`` is a result of ``score``. ``num_top`` has one item for each row of it, in order: the
@@ -55,19 +55,19 @@ class ArrivingScores:
 
     def __init__(self, table: Tensor, num_top: Mapping[int, int]) -> None:
         self._num_top = num_top
-        self._arriving = Arriving(table)
+        self._copy = HostCopy(table)
 
     def wait(self) -> dict[int, TokenLogprobs]:
         """Wait for the copy; return the log probabilities by index of the row of logits."""
         return {
             row: read_score(columns, num_top)
             for (row, num_top), columns in zip(
-                self._num_top.items(), self._arriving.wait(), strict=True
+                self._num_top.items(), self._copy.wait(), strict=True
             )
         }
 
 
-class KeptLogits:
+class CopiedLogits:
     """Copies of rows of a step's logits, which are needed because sampling changes the logits."""
 
     def __init__(self, logits: Tensor, num_top: Mapping[int, int]) -> None:
@@ -79,12 +79,12 @@ class KeptLogits:
         self._index = upload(list(num_top), logits.device)
         self._logits = logits[self._index]
 
-    def logprobs(self, tokens: Tensor) -> ArrivingScores:
-        """Start to copy the log probabilities of the tokens sampled from the kept rows to the host.
+    def logprobs(self, tokens: Tensor) -> PendingScores:
+        """Start to copy the log probabilities of the tokens of the copied rows to the host.
 
         ``tokens`` [n] has the sampled token of every row of the step's logits. If that is a
         negative marker, its log probabilities are meaningless.
         """
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))
-        return ArrivingScores(table, self._num_top)
+        return PendingScores(table, self._num_top)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed
 from everlift.sampling import TokenLogprobs
-from worker.device.streams import Arriving
+from worker.device.streams import HostCopy
 from worker.device.upload import upload
 from worker.engine.plan import Admission, RowResult, Rows
 from worker.runner.logprobs import read_score, score
@@ -47,18 +47,18 @@ class PromptScores:
     They are empty on ranks other than 0.
     """
 
-    def __init__(self, wanted: Sequence[_Scored], tables: Iterable[Tensor]) -> None:
-        self._wanted = wanted
-        self._arriving = [Arriving(table) for table in tables]
+    def __init__(self, requested: Sequence[_Scored], tables: Iterable[Tensor]) -> None:
+        self._requested = requested
+        self._copies = [HostCopy(table) for table in tables]
 
     def wait(self) -> dict[int, list[TokenLogprobs]]:
         """Wait for the copy; return the log probabilities by index of the step's row.
 
         The result is empty on ranks other than 0.
         """
-        lines = [line for table in self._arriving for line in table.wait()]
+        lines = [line for table in self._copies for line in table.wait()]
         scores: dict[int, list[TokenLogprobs]] = {}
-        for each, line in zip(self._wanted, lines, strict=False):  # only rank 0 has lines
+        for each, line in zip(self._requested, lines, strict=False):  # only rank 0 has lines
             scores.setdefault(each.row, []).append(read_score(line, each.num_top))
         return scores
 
@@ -77,20 +77,21 @@ def score_prompts(
     hidden] are the hidden states of all tokens of the step.
     """
     pieces = pieces_scored(rows, slots)
-    wanted = [*chain.from_iterable(pieces)]
-    width = max((each.num_top for each in wanted), default=0)
+    requested = [*chain.from_iterable(pieces)]
+    width = max((each.num_top for each in requested), default=0)
     tables = [_score(piece, hidden, head, width) for piece in pieces]
-    return PromptScores(wanted, [table for table in tables if table is not None])
+    return PromptScores(requested, [table for table in tables if table is not None])
 
 
 def pieces_scored(rows: Rows, slots: Mapping[int, Admission]) -> list[list[_Scored]]:
     """Return the prompt tokens to score, in lists whose logits are computed together."""
-    wanted = list(_wanted(rows, slots))
-    return [wanted[i : i + SCORED_AT_ONCE] for i in range(0, len(wanted), SCORED_AT_ONCE)]
+    requested = list(_tokens_to_score(rows, slots))
+    starts = range(0, len(requested), SCORED_AT_ONCE)
+    return [requested[i : i + SCORED_AT_ONCE] for i in starts]
 
 
-def with_scores(results: list[RowResult], arriving: PromptScores) -> list[RowResult]:
-    if not (scores := arriving.wait()):
+def with_scores(results: list[RowResult], prompt_scores: PromptScores) -> list[RowResult]:
+    if not (scores := prompt_scores.wait()):
         return results
     return [
         _with_prompt_logprobs(result, scores[i]) if i in scores else result
@@ -98,7 +99,7 @@ def with_scores(results: list[RowResult], arriving: PromptScores) -> list[RowRes
     ]
 
 
-def _wanted(rows: Rows, slots: Mapping[int, Admission]) -> Iterator[_Scored]:
+def _tokens_to_score(rows: Rows, slots: Mapping[int, Admission]) -> Iterator[_Scored]:
     for i in np.flatnonzero(rows.scores_prompt).tolist():
         row, slot = rows[i], slots[rows[i].slot]
         last = min(row.start + len(row.tokens), slot.num_prompt - 1)

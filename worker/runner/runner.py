@@ -17,22 +17,22 @@ from worker.device.device_kind import DeviceKind
 from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel, upload
 from worker.engine.plan import (
-    NOTHING_DRAWN,
+    NOTHING_SAMPLED,
     Admission,
     DeviceLost,
     Ints,
     Launch,
+    OutOfMemory,
     Plan,
     RowResult,
     Rows,
-    TooLittleMemory,
 )
 from worker.engine.step_times import STOPPED, Part, Stopwatch
 from worker.model.layers import Placement
 from worker.parallel.agreement import from_lines, to_lines
-from worker.parallel.stand_in import Collective, StandIn, Tell
+from worker.parallel.stand_in import Broadcast, Collective, StandIn
 from worker.runner.decode_graphs import DecodeGraphs
-from worker.runner.drawing import Drawing, Drawn, Hearing, LastTokens
+from worker.runner.drawing import LastTokens, PendingResults, ReceivedTokens, SampledTokens
 from worker.runner.host_cache import HostCache
 from worker.runner.prompt_scores import (
     NO_SCORES,
@@ -41,7 +41,7 @@ from worker.runner.prompt_scores import (
     score_prompts,
     with_scores,
 )
-from worker.runner.sampler import Asks, Prepared, Sampler
+from worker.runner.sampler import PreparedSampling, Sampler, SamplingRequests
 
 #: Parts of the messages of out-of-memory errors: of torch for CPU tensors, of CUDA and its driver,
 #: of Triton for a kernel that is loaded, and of cuBLAS. NCCL's message is not among them, because
@@ -83,16 +83,16 @@ class Model(Protocol):
         ...
 
 
-class Wanted(NamedTuple):
-    """Sampling requests of a step: one for each of ``num_asks`` sequences.
+class StepSampling(NamedTuple):
+    """Sampling requests of a step: one for each of ``num_requests`` sequences.
 
-    ``slots`` returns the sequences' slots, int64 [num_asks] on the device. ``prepared`` is None on
-    ranks other than 0, which do not sample.
+    ``slots`` returns the sequences' slots, int64 [num_requests] on the device. ``prepared`` is None
+    on ranks other than 0, which do not sample.
     """
 
-    num_asks: int
+    num_requests: int
     slots: Callable[[], Tensor]
-    prepared: Prepared | None
+    prepared: PreparedSampling | None
 
 
 class TorchRunner:
@@ -188,55 +188,67 @@ class TorchRunner:
     def _launch(self, plan: Plan) -> TorchStep:
         for admission in plan.admissions:
             self._admit(admission)
-        return self._together(partial(self._begin, plan), partial(self._left_of_launch, plan.rows))
+        return self._run_on_all_ranks(
+            partial(self._start_step, plan), partial(self._launch_collectives, plan.rows)
+        )
 
-    def _begin(self, plan: Plan) -> TorchStep:
+    def _start_step(self, plan: Plan) -> TorchStep:
         self._copy_blocks(plan)
         if self._sampler is not None:
             for admission in plan.admissions:
                 self._sampler.admit(admission)
         parcel = Parcel(self.device)
-        wanted = self._wanted(plan.rows, parcel)
-        return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
+        sampling = self._prepare_sampling(plan.rows, parcel)
+        return TorchStep(self, plan.rows, sampling, *self._hidden(plan.rows, parcel))
 
-    def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
+    def sample(
+        self, rows: Rows, sampling: StepSampling | None, hidden: Tensor
+    ) -> PendingResults | None:
         """Start to sample from ``hidden`` on the device, without waiting for the results.
 
-        ``hidden`` has the hidden states of the tokens after which tokens are sampled. ``wanted`` is
-        None if no row samples. With drafts or scored prompts, returns None on ranks other than 0,
-        because they receive the results in ``conclude``.
+        ``hidden`` has the hidden states of the tokens after which tokens are sampled. ``sampling``
+        is None if no row samples. With drafts or scored prompts, returns None on ranks other than
+        0, because they receive the results in ``conclude``.
         """
-        if wanted is None:
+        if sampling is None:
             # This empty result is awaited too. Otherwise the host would launch all chunks of a long
             # prompt while the device computes the first, and new sequences would wait for them all.
-            return Hearing(hidden.new_empty(0, dtype=torch.int64))
-        draw = partial(self._draw, rows, wanted, hidden)
-        return self._together(draw, partial(self._left_of_draw, rows, wanted, len(hidden)))
+            return ReceivedTokens(hidden.new_empty(0, dtype=torch.int64))
+        return self._run_on_all_ranks(
+            partial(self._sample, rows, sampling, hidden),
+            partial(self._sampling_collectives, rows, sampling, len(hidden)),
+        )
 
-    def _draw(self, rows: Rows, wanted: Wanted, hidden: Tensor) -> Drawn | None:
-        logits, drawing = self._model.logits(hidden), None
-        if logits is not None and self._sampler is not None and wanted.prepared is not None:
-            drawing = self._sampler.launch(logits, wanted.prepared)
-        if _is_told_late(rows):
-            return drawing
-        tokens = self._drawn_on_rank_0(drawing, wanted.num_asks)
+    def _sample(self, rows: Rows, sampling: StepSampling, hidden: Tensor) -> PendingResults | None:
+        logits, sampled = self._model.logits(hidden), None
+        if logits is not None and self._sampler is not None and sampling.prepared is not None:
+            sampled = self._sampler.launch(logits, sampling.prepared)
+        if _is_broadcast_late(rows):
+            return sampled
+        tokens = self._broadcast_tokens(sampled, sampling.num_requests)
         if self._last_tokens is not None:
-            self._last_tokens.write(wanted.slots(), tokens)
-        return drawing or Hearing(tokens)
+            self._last_tokens.write(sampling.slots(), tokens)
+        return sampled or ReceivedTokens(tokens)
 
-    def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
+    def conclude(
+        self, rows: Rows, pending: PendingResults | None, scores: PromptScores
+    ) -> list[RowResult]:
         """Wait for the sampled tokens; return one result per row, with rank 0's tokens.
 
-        ``drawn`` is the result of ``sample``.
+        ``pending`` is the result of ``sample``.
         """
-        hear = partial(self._heard, rows, drawn, scores)
-        if not _is_told_late(rows):
-            return self._tried(hear)
-        return self._together(hear, partial(self._left_of_telling, rows))
+        collect = partial(self._collect_results, rows, pending, scores)
+        if not _is_broadcast_late(rows):
+            return self._run_on_this_rank(collect)
+        return self._run_on_all_ranks(collect, partial(self._late_collectives, rows))
 
-    def _heard(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
-        results = _of_all(rows, [] if drawn is None else drawn.results())
-        return self._agree(rows, with_scores(results, scores)) if _is_told_late(rows) else results
+    def _collect_results(
+        self, rows: Rows, pending: PendingResults | None, scores: PromptScores
+    ) -> list[RowResult]:
+        results = _of_all_rows(rows, [] if pending is None else pending.results())
+        if _is_broadcast_late(rows):
+            return self._agree(rows, with_scores(results, scores))
+        return results
 
     def _copy_blocks(self, plan: Plan) -> None:
         if self._host_cache is not None:
@@ -253,10 +265,10 @@ class TorchRunner:
         sites = _sites(rows)
         if not rows.scores_prompt.any():
             return self._forward(rows, sites, parcel), NO_SCORES
-        sites_there = parcel.add(sites)
+        device_sites = parcel.add(sites)
         hidden = self._forward(rows, None, parcel)
         scores = score_prompts(rows, self._slots, hidden, self._model)
-        return hidden[sites_there()], scores
+        return hidden[device_sites()], scores
 
     def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
         """Run the model, which fills the KV cache, and return hidden states.
@@ -266,9 +278,9 @@ class TorchRunner:
         attention = self._attention.prepare(rows, parcel)
         tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
         are_all = sites is None or len(sites) == rows.num_tokens
-        sites_there = None if sites is None or are_all else parcel.add(sites)
+        device_sites = None if sites is None or are_all else parcel.add(sites)
         return self._model.forward(
-            tokens(), positions(), attention, None if sites_there is None else sites_there()
+            tokens(), positions(), attention, None if device_sites is None else device_sites()
         )
 
     def _tokens(self, rows: Rows, parcel: Parcel) -> Callable[[], Tensor]:
@@ -280,65 +292,68 @@ class TorchRunner:
 
     # tokens
 
-    def _wanted(self, rows: Rows, parcel: Parcel) -> Wanted | None:
+    def _prepare_sampling(self, rows: Rows, parcel: Parcel) -> StepSampling | None:
         if not rows.samples.any():
             return None
-        asks, prepared = self._asks(rows), None
+        requests, prepared = self._sampling_requests(rows), None
         if self._sampler is not None:
-            prepared = self._sampler.prepare(asks, parcel)
-        return Wanted(len(asks.slots), parcel.add(asks.slots), prepared)
+            prepared = self._sampler.prepare(requests, parcel)
+        return StepSampling(len(requests.slots), parcel.add(requests.slots), prepared)
 
-    def _asks(self, rows: Rows) -> Asks:
-        (sampling,) = rows.samples.nonzero()
-        slots = rows.slots[sampling]
+    def _sampling_requests(self, rows: Rows) -> SamplingRequests:
+        (indices,) = rows.samples.nonzero()
+        slots = rows.slots[indices]
         num_prompt = [self._slots[slot].num_prompt for slot in slots.tolist()]
         drafts = {
-            i: rows.drafts(sampling[i]) for i in rows.num_drafts[sampling].nonzero()[0].tolist()
+            i: rows.drafts(indices[i]) for i in rows.num_drafts[indices].nonzero()[0].tolist()
         }
-        return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
+        return SamplingRequests(slots, rows.known_ends[indices] - num_prompt, drafts)
 
-    def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
+    def _broadcast_tokens(self, sampled: SampledTokens | None, count: int) -> Tensor:
         """Broadcast rank 0's sampled tokens; return them, int64 [count], on this rank's device.
 
-        ``drawing`` is None on other ranks. No host waits for the tokens if the group's collectives
+        ``sampled`` is None on other ranks. No host waits for the tokens if the group's collectives
         run on the device.
         """
-        if drawing is not None:
-            return self._group.broadcast(drawing.tokens)
+        if sampled is not None:
+            return self._group.broadcast(sampled.tokens)
         return self._group.broadcast(torch.empty(count, dtype=torch.int64, device=self.device))
 
     def _agree(self, rows: Rows, results: list[RowResult]) -> list[RowResult]:
         if self._group.size == 1:
             return results
-        told, width = _told_late(rows)
-        lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
+        indices, width = _late_rows(rows)
+        lines = self._group.broadcast(self._upload(to_lines([results[i] for i in indices], width)))
         if self._group.rank == 0:
             return results
-        heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
-        return [heard.get(i, result) for i, result in enumerate(results)]
+        received = dict(zip(indices, from_lines(lines.tolist()), strict=True))
+        return [received.get(i, result) for i, result in enumerate(results)]
 
     # memory
 
-    def _together(self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]) -> _T:
+    def _run_on_all_ranks(
+        self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]
+    ) -> _T:
         """Run ``part`` of a step, which all ranks run at the same time, and return its result.
 
         ``collectives`` returns all collectives of the part, in order; if this rank has too little
-        memory, its stand-in takes part in those that are left. Raises
-        TooLittleMemory on all ranks if one has too little memory for the part, and DeviceLost if
+        memory, its stand-in takes part in the remaining ones. Raises
+        OutOfMemory on all ranks if one has too little memory for the part, and DeviceLost if
         this rank's device refuses further work.
         """
-        made, cause = self._group.num_made, ""
+        num_before, cause = self._group.num_collectives, ""
         try:
-            result = self._tried(part)
+            result = self._run_on_this_rank(part)
         except MemoryError as error:
             cause = str(error)
             if self._stand_in is not None:
-                self._stand_in.attend(collectives()[self._group.num_made - made :])
+                done = self._group.num_collectives - num_before
+                self._stand_in.join(collectives()[done:])
         if not self._group.agree(not cause):
-            raise TooLittleMemory(cause or "on another rank")
+            raise OutOfMemory(cause or "on another rank")
         return result
 
-    def _tried(self, part: Callable[[], _T]) -> _T:
+    def _run_on_this_rank(self, part: Callable[[], _T]) -> _T:
         try:
             with torch.inference_mode():
                 return part()
@@ -353,33 +368,35 @@ class TorchRunner:
             torch.cuda.empty_cache()
         raise MemoryError(cause)
 
-    def _left_of_launch(self, rows: Rows) -> list[Collective]:
+    def _launch_collectives(self, rows: Rows) -> list[Collective]:
         assert self._stand_in is not None
         bucket = self._graphs.bucket(rows) if self._graphs is not None else None
         pieces = pieces_scored(rows, self._slots)
         scores = [self._stand_in.logits(len(piece)) for piece in pieces]
         return [*self._stand_in.forward(bucket or rows.num_tokens), *scores]
 
-    def _left_of_draw(self, rows: Rows, wanted: Wanted, num_sites: int) -> list[Collective]:
+    def _sampling_collectives(
+        self, rows: Rows, sampling: StepSampling, num_sites: int
+    ) -> list[Collective]:
         assert self._stand_in is not None
         logits = self._stand_in.logits(num_sites)
-        if _is_told_late(rows):
+        if _is_broadcast_late(rows):
             return [logits]
-        return [logits, Tell((wanted.num_asks,), torch.int64)]
+        return [logits, Broadcast((sampling.num_requests,), torch.int64)]
 
-    def _left_of_telling(self, rows: Rows) -> list[Collective]:
-        told, width = _told_late(rows)
-        return [Tell((len(told), width), torch.int64)]
+    def _late_collectives(self, rows: Rows) -> list[Collective]:
+        indices, width = _late_rows(rows)
+        return [Broadcast((len(indices), width), torch.int64)]
 
     def _upload(self, values: Sequence[object] | Ints) -> Tensor:
         return upload(values, self.device)
 
 
 class TorchStep:
-    """Launched step of a TorchRunner.
+    """LaunchedStep step of a TorchRunner.
 
     ``hidden`` [n, hidden] are the hidden states of the tokens after which tokens are sampled.
-    ``scores`` are the log probabilities of the step's prompt tokens. ``wanted`` is None if no row
+    ``scores`` are the log probabilities of the step's prompt tokens. ``sampling`` is None if no row
     samples.
     """
 
@@ -387,22 +404,22 @@ class TorchStep:
         self,
         runner: TorchRunner,
         rows: Rows,
-        wanted: Wanted | None,
+        sampling: StepSampling | None,
         hidden: Tensor,
         scores: PromptScores,
     ) -> None:
         self._runner = runner
         self._rows = rows
-        self._wanted = wanted
+        self._sampling = sampling
         self._hidden = hidden
         self._scores = scores
-        self._drawn: Drawn | None = None
+        self._pending: PendingResults | None = None
 
     def sample(self) -> None:
-        self._drawn = self._runner.sample(self._rows, self._wanted, self._hidden)
+        self._pending = self._runner.sample(self._rows, self._sampling, self._hidden)
 
     def results(self) -> list[RowResult]:
-        return self._runner.conclude(self._rows, self._drawn, self._scores)
+        return self._runner.conclude(self._rows, self._pending, self._scores)
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
@@ -425,7 +442,7 @@ def _is_lost(device: torch.device) -> bool:
     return False
 
 
-def _is_told_late(rows: Rows) -> bool:
+def _is_broadcast_late(rows: Rows) -> bool:
     """Return whether the other ranks receive results only after rank 0's host has processed them.
 
     This is so for drafts and for scores of prompts.
@@ -433,7 +450,7 @@ def _is_told_late(rows: Rows) -> bool:
     return bool(rows.num_drafts.any() or rows.scores_prompt.any())
 
 
-def _told_late(rows: Rows) -> tuple[list[int], int]:
+def _late_rows(rows: Rows) -> tuple[list[int], int]:
     return np.flatnonzero(rows.samples | rows.scores_prompt).tolist(), 1 + int(
         rows.num_drafts.max()
     )
@@ -450,10 +467,10 @@ def _sites(rows: Rows) -> Ints:
     return (is_last & np.repeat(rows.samples, rows.counts)).nonzero()[0]
 
 
-def _of_all(rows: Rows, drawn: list[RowResult]) -> list[RowResult]:
-    if not drawn:
-        return [NOTHING_DRAWN] * len(rows)
-    if len(drawn) == len(rows):
-        return drawn
-    results = iter(drawn)
-    return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]
+def _of_all_rows(rows: Rows, sampled: list[RowResult]) -> list[RowResult]:
+    if not sampled:
+        return [NOTHING_SAMPLED] * len(rows)
+    if len(sampled) == len(rows):
+        return sampled
+    results = iter(sampled)
+    return [next(results) if samples else NOTHING_SAMPLED for samples in rows.samples.tolist()]

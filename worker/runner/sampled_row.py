@@ -42,8 +42,8 @@ class SampledSlot:
         error.
         """
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
-        told = self.sampling.logprobs is not None or self.error is not None
-        return not (edited or told or self.sampling.has_penalties)
+        reported = self.sampling.logprobs is not None or self.error is not None
+        return not (edited or reported or self.sampling.has_penalties)
 
 
 @dataclass(slots=True)
@@ -77,13 +77,13 @@ class SampledRow:
         return self.sites[: max(0, self.slot.sampling.min_tokens - self.position)]
 
     @property
-    def is_shaped(self) -> bool:
+    def needs_logits_processing(self) -> bool:
         """Return whether this row's logits are changed before temperature and filters."""
         slot = self.slot
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
 
-    def fill_mask(self, into: Tensor, began: float) -> None:
+    def fill_mask(self, into: Tensor, waiting_since: float) -> None:
         """Write the grammar's masks to ``into``, and store the number of drafts that it allows.
 
         ``into`` is int32 [1 + len(drafts), words]; see TokenMask.mask. If the grammar raises an
@@ -91,27 +91,27 @@ class SampledRow:
         """
         assert self.slot.mask is not None
         try:
-            self.num_allowed = self.slot.mask.mask(self.drafts, into, began)
+            self.num_allowed = self.slot.mask.mask(self.drafts, into, waiting_since)
         except EverliftError as error:
             self.error = error
 
-    def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
+    def conclude(self, sampled: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
         """Return the row's result, and advance its grammar by the tokens that it keeps.
 
-        ``drawn`` has the sampled token of every row of the step's logits. ``logprobs`` has the log
-        probabilities to report, by index of the row of logits. The result is an error if this row
-        has one or no token can be sampled.
+        ``sampled`` has the sampled token of every row of the step's logits. ``logprobs`` has the
+        log probabilities to report, by index of the row of logits. The result is an error if this
+        row has one or no token can be sampled.
         """
         if self.error is not None:
             return RowResult(error=self.error)
-        own = [drawn[site] for site in self.sites]
-        tokens = _kept(own, self.drafts[: self.num_allowed], self.slot.stop_token_ids)
+        own = [sampled[site] for site in self.sites]
+        tokens = _accepted_tokens(own, self.drafts[: self.num_allowed], self.slot.stop_token_ids)
         if not tokens:
             return RowResult(error=self._cause(own[0]))
         if self.slot.mask is not None:
             self.slot.mask.accept(tokens)
-        told = [logprobs[site] for site in self.sites[: len(tokens)] if site in logprobs]
-        return RowResult(tuple(tokens), tuple(told))
+        reported = [logprobs[site] for site in self.sites[: len(tokens)] if site in logprobs]
+        return RowResult(tuple(tokens), tuple(reported))
 
     def _cause(self, mark: int) -> EverliftError:
         in_force = ["the grammar"] if self.slot.mask is not None else []
@@ -121,29 +121,31 @@ class SampledRow:
         return EngineFailed(NOT_FINITE_CAUSE)
 
 
-def plain_results(drawn: Sequence[int]) -> list[RowResult]:
+def plain_results(sampled: Sequence[int]) -> list[RowResult]:
     """Return the results of rows without drafts, from their sampled tokens alone.
 
-    ``drawn`` has one sampled token or negative marker per row; a marker becomes an error.
+    ``sampled`` has one sampled token or negative marker per row; a marker becomes an error.
     """
-    results = [*map(RowResult, zip(drawn, strict=True))]
-    if min(drawn) < 0:
+    results = [*map(RowResult, zip(sampled, strict=True))]
+    if min(sampled) < 0:
         failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
         return [failed if result.tokens[0] < 0 else result for result in results]
     return results
 
 
-def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """Return the tokens of ``drawn`` up to the first that differs from its draft or is a stop.
+def _accepted_tokens(
+    sampled: Sequence[int], drafts: Sequence[int], stops: frozenset[int]
+) -> list[int]:
+    """Return the tokens of ``sampled`` up to the first that differs from its draft or is a stop.
 
     The result also ends before a negative marker; the next step samples that position without
     drafts.
     """
-    kept: list[int] = []
-    for token, draft in zip_longest(drawn, drafts):
+    accepted: list[int] = []
+    for token, draft in zip_longest(sampled, drafts):
         if token < 0:
             break
-        kept.append(token)
+        accepted.append(token)
         if token != draft or token in stops:
             break
-    return kept
+    return accepted

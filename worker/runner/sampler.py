@@ -36,16 +36,16 @@ from worker.device.upload import Parcel, upload
 from worker.engine.plan import Admission, Ints, RowResult
 from worker.native.argmax import NOT_FINITE
 from worker.parallel.agreement import FAILED
-from worker.runner.draw import DrawTable, choose_draw
-from worker.runner.drawing import Concluded, Drawing
-from worker.runner.draws import DrawFrom, Draws
+from worker.runner.draw import SamplingTable, choose_sampling_backend
+from worker.runner.drawing import ConcludedRows, SampledTokens
+from worker.runner.draws import SampleFn, SamplingMetadata
 from worker.runner.history import Histories, PenalisedRow
-from worker.runner.logprobs import KeptLogits
+from worker.runner.logprobs import CopiedLogits
 from worker.runner.sampled_row import SampledRow, SampledSlot
 from worker.runner.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
 
 
-class Ask(NamedTuple):
+class SamplingRequest(NamedTuple):
     """Request to sample a slot's output token at ``position``, and one more per accepted draft."""
 
     slot: int
@@ -54,7 +54,7 @@ class Ask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
+class SamplingRequests:
     """Sampling requests of a step, of n sequences, as columns [n].
 
     ``drafts`` has the draft tokens of the requests that have any, by index of the request.
@@ -65,9 +65,9 @@ class Asks:
     drafts: Mapping[int, tuple[int, ...]]
 
     @classmethod
-    def of(cls, asks: Sequence[Ask]) -> Self:
-        slots, positions = (np.array([ask[i] for ask in asks], np.int64) for i in (0, 1))
-        drafts = {i: ask.drafts for i, ask in enumerate(asks) if ask.drafts}
+    def of(cls, requests: Sequence[SamplingRequest]) -> Self:
+        slots, positions = (np.array([one[i] for one in requests], np.int64) for i in (0, 1))
+        drafts = {i: one.drafts for i, one in enumerate(requests) if one.drafts}
         return cls(slots, positions, drafts)
 
     @property
@@ -79,15 +79,15 @@ class Asks:
         return counts
 
 
-class Prepared(NamedTuple):
+class PreparedSampling(NamedTuple):
     """Sampling requests, with data that can be prepared before the logits exist.
 
-    The rows of logits of request i begin at ``firsts[i]``. ``draw`` samples tokens from logits.
+    The rows of logits of request i begin at ``firsts[i]``. ``sample`` samples tokens from logits.
     """
 
-    asks: Asks
+    requests: SamplingRequests
     firsts: Ints
-    draw: DrawFrom
+    sample: SampleFn
 
 
 class Sampler:
@@ -99,8 +99,8 @@ class Sampler:
         self._slots: dict[int, SampledSlot] = {}
         #: slots that only need a sampled token (``is_plain``)
         self._plain: set[int] = set()
-        self._table = DrawTable()
-        self._draw = choose_draw(device)
+        self._table = SamplingTable()
+        self._backend = choose_sampling_backend(device)
         self._masks: dict[int, TokenMask] = {}
         self._histories = Histories(device)
 
@@ -135,60 +135,67 @@ class Sampler:
         """Return the slots in which sampling would have to wait for a grammar's mask."""
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
-    def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
+    def sample(self, logits: Tensor, requests: SamplingRequests) -> list[RowResult]:
         """Sample and return one result per request.
 
         ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows per request, in the order of the
         requests. They are changed in place.
         """
-        return self.launch(logits, self.prepare(asks, Parcel(self._device))).results()
+        return self.launch(logits, self.prepare(requests, Parcel(self._device))).results()
 
-    def prepare(self, asks: Asks, parcel: Parcel) -> Prepared:
+    def prepare(self, requests: SamplingRequests, parcel: Parcel) -> PreparedSampling:
         """Prepare sampling before the logits exist; data for the device is added to ``parcel``."""
-        num_sites = asks.num_sites
+        num_sites = requests.num_sites
         firsts = num_sites.cumsum() - num_sites
-        return Prepared(asks, firsts, self._draw(self._draws(asks, firsts, num_sites), parcel))
+        metadata = self._metadata(requests, firsts, num_sites)
+        return PreparedSampling(requests, firsts, self._backend(metadata, parcel))
 
-    def launch(self, logits: Tensor, prepared: Prepared) -> Drawing:
+    def launch(self, logits: Tensor, prepared: PreparedSampling) -> SampledTokens:
         """Begin to sample from ``logits``, without waiting for the device.
 
         ``logits`` have the rows that ``sample`` documents, and are changed in place. The results
         must be read before the next call.
         """
-        asks, firsts, draw = prepared
-        rows = self._rows(asks, firsts)
+        requests, firsts, sample = prepared
+        rows = self._rows(requests, firsts)
         num_top = _num_top(rows.values())
-        kept = KeptLogits(logits, num_top) if num_top else None
-        broken = self._shape(logits, [row for row in rows.values() if row.is_shaped])
-        tokens = draw(logits)
+        copied = CopiedLogits(logits, num_top) if num_top else None
+        broken = self._process_logits(
+            logits, [row for row in rows.values() if row.needs_logits_processing]
+        )
+        tokens = sample(logits)
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
         # Errors become markers, because the other ranks only receive tokens.
         if failed := [row.first for row in rows.values() if row.error is not None]:
             tokens = tokens.index_fill(0, self._upload(failed), FAILED)
-        logprobs = kept.logprobs(tokens) if kept is not None else None
-        return Drawing(tokens, firsts, rows, logprobs, self._take_in)
+        logprobs = copied.logprobs(tokens) if copied is not None else None
+        return SampledTokens(tokens, firsts, rows, logprobs, self._record_results)
 
-    def _rows(self, asks: Asks, firsts: Ints) -> dict[int, SampledRow]:
+    def _rows(self, requests: SamplingRequests, firsts: Ints) -> dict[int, SampledRow]:
         return {
-            i: self._row(slot, int(asks.positions[i]), asks.drafts.get(i, ()), int(firsts[i]))
-            for i, slot in enumerate(asks.slots.tolist())
-            if slot not in self._plain or i in asks.drafts
+            i: self._row(
+                slot, int(requests.positions[i]), requests.drafts.get(i, ()), int(firsts[i])
+            )
+            for i, slot in enumerate(requests.slots.tolist())
+            if slot not in self._plain or i in requests.drafts
         }
 
     def _row(self, slot: int, position: int, drafts: tuple[int, ...], first: int) -> SampledRow:
         this = self._slots[slot]
         return SampledRow(this, position, drafts, first, len(drafts), this.error)
 
-    def _draws(self, asks: Asks, firsts: Ints, num_sites: Ints) -> Draws:
-        if not asks.drafts:
-            return self._table.draws(asks.slots, asks.positions)
-        positions = (asks.positions - firsts).repeat(num_sites) + np.arange(num_sites.sum())
-        return self._table.draws(asks.slots.repeat(num_sites), positions)
+    def _metadata(
+        self, requests: SamplingRequests, firsts: Ints, num_sites: Ints
+    ) -> SamplingMetadata:
+        if not requests.drafts:
+            return self._table.metadata(requests.slots, requests.positions)
+        positions = (requests.positions - firsts).repeat(num_sites) + np.arange(num_sites.sum())
+        return self._table.metadata(requests.slots.repeat(num_sites), positions)
 
     # changes of the logits before the temperature
 
-    def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
+    def _process_logits(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
         """Apply bias, grammar masks, min_tokens and penalties to the logits of ``rows``, in place.
 
         Returns bool [n], True for rows of logits that were not finite before; None if ``rows`` is
@@ -220,9 +227,9 @@ class Sampler:
         if rows:
             lengths = [len(row.sites) for row in rows]
             bits = torch.empty(sum(lengths), mask_words(self._vocab_size), dtype=torch.int32)
-            began = time.monotonic()
+            waiting_since = time.monotonic()
             for row, lines in zip(rows, bits.split_with_sizes(lengths), strict=True):
-                row.fill_mask(lines, began)
+                row.fill_mask(lines, waiting_since)
             sites = self._upload(_sites(rows))
             barred = forbidden(upload(bits, self._device, bits.dtype), self._vocab_size)
             logits[sites] = logits[sites].masked_fill_(barred, -torch.inf)
@@ -245,7 +252,7 @@ class Sampler:
             ]
             self._histories.penalise(logits, penalised)
 
-    def _take_in(self, concluded: Concluded) -> None:
+    def _record_results(self, concluded: ConcludedRows) -> None:
         """Record sampled tokens for penalties, except for sequences that have left their slots."""
         self._histories.advance(
             (row.slot.number, result.tokens)

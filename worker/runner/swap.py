@@ -57,10 +57,10 @@ def build_host_cache(
         log.warning("swap_mib is smaller than one block: using recompute", swap_mib=config.swap_mib)
         return None
     host = _host_cache(cache, num_blocks)
-    room = min(runner.max_model_len, runner.num_blocks * BLOCK_SIZE)
-    chunk = _prefill(min(config.batched_tokens(runner.device_kind), room))
+    longest = min(runner.max_model_len, runner.num_blocks * BLOCK_SIZE)
+    chunk = _prefill(min(config.batched_tokens(runner.device_kind), longest))
     cost = measure(cache, host, lambda: runner.execute(chunk), chunk.num_tokens)
-    pays = _rank_0_says(group, cost.pays, cache.tensor.device)
+    pays = _broadcast_flag(group, cost.pays, cache.tensor.device)
     log.info(
         "swap measured",
         rank=group.rank,
@@ -87,8 +87,8 @@ def _host_cache(cache: KVCache, num_blocks: int) -> HostCache:
     return StreamedHostCache(cache, num_blocks, _STAGED, cuda_streams(device))
 
 
-def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:
-    return bool(group.broadcast(torch.tensor([int(word)], device=device)).item())
+def _broadcast_flag(group: Group, flag: bool, device: torch.device) -> bool:
+    return bool(group.broadcast(torch.tensor([int(flag)], device=device)).item())
 
 
 def measure(

@@ -23,14 +23,14 @@ class TokenMask(Protocol):
         """Return whether ``mask`` without drafts returns so soon that a step should wait for it."""
         ...
 
-    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
         """Fill ``into`` with masks of the tokens allowed after the output and after each draft.
 
         ``into`` is int32 [1 + len(drafts), mask_words(vocab)], on the CPU. Returns the number of
         drafts that the grammar allows; rows after the first forbidden draft are undefined.
-        ``began`` is the monotonic time at which the step began to wait for masks: from then on the
-        step waits for all masks together no longer than for one. Raises EverliftError if the
-        sequence cannot continue.
+        ``waiting_since`` is the monotonic time at which the step began to wait for masks:
+        from then on the step waits for all masks together no longer than for one. Raises
+        EverliftError if the sequence cannot continue.
         """
         ...
 

@@ -32,7 +32,7 @@ log = logs.get_logger(__name__)
 #: Seconds between two checks whether a router knows the worker, and between reports of its start.
 _ANNOUNCE_S = 1.0
 #: Seconds after which a reported start expires unless it is reported again.
-_STARTS_S = 5.0
+_START_EXPIRY_S = 5.0
 
 
 class Refused(RuntimeError):
@@ -88,13 +88,13 @@ class WorkerDeployment:
             infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
             self._info: bytes = infos[0]
             self._watching = [
-                asyncio.create_task(self._end_with(number, rank))
+                asyncio.create_task(self._exit_when_ended(number, rank))
                 for number, rank in enumerate(self._ranks)
             ]
             await self._join()
-        self._announcing = asyncio.create_task(self._announce_when_alone())
+        self._announcing = asyncio.create_task(self._announce_while_unconnected())
 
-    async def _end_with(self, number: int, rank: Any) -> None:
+    async def _exit_when_ended(self, number: int, rank: Any) -> None:
         """Wait until ``rank``, the actor of rank ``number``, has ended; then exit the process.
 
         Serve notices that the process has exited sooner than three failed health checks.
@@ -109,21 +109,21 @@ class WorkerDeployment:
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        name, began = secrets.token_hex(8), time.monotonic()
-        saying = asyncio.create_task(self._say_that_it_starts(name, began))
+        name, started_at = secrets.token_hex(8), time.monotonic()
+        reporting = asyncio.create_task(self._report_start_repeatedly(name, started_at))
         try:
             yield
         finally:
-            saying.cancel()
-            await asyncio.gather(saying, return_exceptions=True)
-        await self._say_start(name, 0.0, 0.0)
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+        await self._report_start(name, 0.0, 0.0)
 
-    async def _say_that_it_starts(self, name: str, began: float) -> None:
+    async def _report_start_repeatedly(self, name: str, started_at: float) -> None:
         while True:
-            await self._say_start(name, _STARTS_S, time.monotonic() - began)
+            await self._report_start(name, _START_EXPIRY_S, time.monotonic() - started_at)
             await asyncio.sleep(_ANNOUNCE_S)
 
-    async def _say_start(self, name: str, seconds: float, elapsed_s: float) -> None:
+    async def _report_start(self, name: str, seconds: float, elapsed_s: float) -> None:
         try:
             await self._router.worker_starts.remote(name, seconds, elapsed_s)
         except Exception as error:
@@ -154,11 +154,11 @@ class WorkerDeployment:
         if refusal:
             raise Refused(f"the router refused this worker: {refusal}")
 
-    async def _announce_when_alone(self) -> None:
+    async def _announce_while_unconnected(self) -> None:
         while True:
             await asyncio.sleep(_ANNOUNCE_S)
             try:
-                if await self._ranks[0].is_alone.remote():
+                if await self._ranks[0].has_no_router.remote():
                     await self._announce()
             except Exception as error:
                 log.warning("registration failed", cause=str(error))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from everlift import heap, logs
 from worker.config import WorkerConfig
-from worker.engine.engine import OF_ALL_RANKS, Engine
+from worker.engine.engine import COLLECTIVE_ERRORS, Engine
 from worker.engine.limits import Limits
 from worker.engine.plan import Plan, Runner
 from worker.engine.step_times import Stopwatch
@@ -32,9 +32,9 @@ log = logs.get_logger(__name__)
 class EngineThread:
     """Thread of the engine, which starts at once.
 
-    ``meet`` connects this rank with the others and returns the links, which become ``ties``; the
-    creator of this object must close them after the thread has ended. ``inbox`` has the orders to
-    the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
+    ``connect`` connects this rank with the others; ``links`` are what it returns, and the
+    creator of this object must close them after the thread has ended. ``inbox`` has the orders
+    to the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
     ``startup`` records the durations of the parts of the start.
 
     The result of the future ``ready`` is the engine, set before its first step. The future
@@ -45,7 +45,7 @@ class EngineThread:
     def __init__(
         self,
         config: WorkerConfig,
-        meet: Callable[[], RankLinks],
+        connect: Callable[[], RankLinks],
         inbox: Inbox,
         report: Callable[[Report], None],
         announce: Callable[[FirstSteps], None],
@@ -53,11 +53,11 @@ class EngineThread:
     ) -> None:
         self.ready: Future[Engine] = Future()
         self.ended: Future[None] = Future()
-        self.ties = RankLinks()
+        self.links = RankLinks()
         self.watchdog = Watchdog(config.step_timeout)
         self._stopwatch = Stopwatch(time.perf_counter)
         self._config = config
-        self._meet = meet
+        self._connect = connect
         self._inbox = inbox
         self._report = report
         self._announce = announce
@@ -65,7 +65,7 @@ class EngineThread:
         # From here on the futures cannot be cancelled.
         self.ready.set_running_or_notify_cancel()
         self.ended.set_running_or_notify_cancel()
-        threading.Thread(target=self._live, name="engine", daemon=True).start()
+        threading.Thread(target=self._main, name="engine", daemon=True).start()
 
     def stop(self) -> None:
         """Make the thread end after the current step, without waiting for that.
@@ -74,10 +74,10 @@ class EngineThread:
         set on ``ended``.
         """
         self._inbox.stop()
-        if isinstance(self.ties.log, StepLogReader):
-            self.ties.log.interrupt()
+        if isinstance(self.links.log, StepLogReader):
+            self.links.log.interrupt()
 
-    def _live(self) -> None:
+    def _main(self) -> None:
         try:
             self._run()
         except BaseException as error:
@@ -89,8 +89,8 @@ class EngineThread:
 
     def _run(self) -> None:
         with self._startup.part("meet_s"):
-            self.ties = self._meet()
-        runner = _build_runner(self._config, self.ties, self._startup, self._stopwatch)
+            self.links = self._connect()
+        runner = _build_runner(self._config, self.links, self._startup, self._stopwatch)
         try:
             self._loop(self._build_engine(runner))
         finally:
@@ -98,8 +98,8 @@ class EngineThread:
 
     def _build_engine(self, runner: Runner) -> Engine:
         limits = Limits.of(self._config, runner)
-        launch = runner.launch if limits.plans_ahead else None
-        survivable = (Exception,) if self._config.tensor_parallel == 1 else OF_ALL_RANKS
+        launch = runner.launch if limits.can_launch_ahead else None
+        survivable = (Exception,) if self._config.tensor_parallel == 1 else COLLECTIVE_ERRORS
         return Engine(runner, limits, survivable, self._watched, self._stopwatch, launch)
 
     @contextmanager
@@ -112,11 +112,11 @@ class EngineThread:
 
     def _loop(self, engine: Engine) -> None:
         self.ready.set_result(engine)
-        if isinstance(self.ties.log, StepLogReader):
-            follow(engine, self.ties.log, self.ties.log.rank)
+        if isinstance(self.links.log, StepLogReader):
+            follow(engine, self.links.log, self.links.log.rank)
         else:
             LeadingLoop(
-                engine, self._inbox, self._report, self.ties.log, announce=self._announce
+                engine, self._inbox, self._report, self.links.log, announce=self._announce
             ).run()
 
 
@@ -129,14 +129,14 @@ def _close(runner: Runner) -> None:
 
 
 def _build_runner(
-    config: WorkerConfig, ties: RankLinks, startup: Startup, stopwatch: Stopwatch
+    config: WorkerConfig, links: RankLinks, startup: Startup, stopwatch: Stopwatch
 ) -> Runner:
     if config.is_fake:
         num_blocks = config.num_blocks or config.cpu_kv_cache_mib * 1024 // config.fake.block_kib
         swap_mib = config.swap_mib if config.preemption == "swap" else 0
         return FakeRunner(num_blocks, config.fake, swap_mib * 1024 // config.fake.block_kib)
-    with startup.part("import_s"), heap.growing():
+    with startup.part("import_s"), heap.pause_gc():
         from worker.parallel.group import Group
         from worker.runner.build import build_runner
     with startup.part("load_s"):
-        return build_runner(config, ties.group or Group.single(), stopwatch)
+        return build_runner(config, links.group or Group.single(), stopwatch)

@@ -19,7 +19,7 @@ from everlift.v1 import chaos_pb2
 _WAKER = 'sleep "$0"; kill -CONT "$1"'
 
 
-def strike(fault: chaos_pb2.Fault) -> None:
+def kill_or_pause(fault: chaos_pb2.Fault) -> None:
     """Kill or pause this process, depending on the kind of ``fault``.
 
     After a pause of ``fault.seconds`` it returns. Does nothing for other kinds of faults.
@@ -47,54 +47,54 @@ class Slowness:
     def start(self, fault: chaos_pb2.Fault, now: float) -> None:
         self._factor, self._until = fault.factor, now + fault.seconds
 
-    def extra_s(self, took_s: float, now: float) -> float:
-        """Return the seconds to sleep after a step that took ``took_s``.
+    def extra_s(self, step_s: float, now: float) -> float:
+        """Return the seconds to sleep after a step that took ``step_s``.
 
         The result is 0 if no slow-down is active at ``now``, and at most the rest of its duration.
         """
         if now >= self._until:
             return 0.0
-        return min(max(0.0, self._factor - 1) * took_s, self._until - now)
+        return min(max(0.0, self._factor - 1) * step_s, self._until - now)
 
 
-class Wire:
+class NetworkPartitions:
     """Simulated network partitions between this worker and its routers.
 
     Use it in a single event loop.
     """
 
     def __init__(self) -> None:
-        self._cuts: list[_Cut] = []
+        self._partitions: list[_Partition] = []
 
-    def cut(self, peer: str, seconds: float) -> None:
+    def add(self, peer: str, seconds: float) -> None:
         """Cut the connections to routers whose id begins with ``peer``, for ``seconds``.
 
         An empty ``peer`` cuts all connections.
         """
-        cut = _Cut(peer)
-        self._cuts.append(cut)
-        asyncio.get_running_loop().call_later(seconds, self._mend, cut)
+        partition = _Partition(peer)
+        self._partitions.append(partition)
+        asyncio.get_running_loop().call_later(seconds, self._heal, partition)
 
-    def mend(self) -> None:
+    def heal(self) -> None:
         """End all partitions."""
-        while self._cuts:
-            self._mend(self._cuts[0])
+        while self._partitions:
+            self._heal(self._partitions[0])
 
-    def _mend(self, cut: _Cut) -> None:
-        if cut in self._cuts:
-            self._cuts.remove(cut)
-            cut.mended.set()
+    def _heal(self, partition: _Partition) -> None:
+        if partition in self._partitions:
+            self._partitions.remove(partition)
+            partition.healed.set()
 
-    async def whole(self, router_id: str) -> None:
+    async def wait_until_connected(self, router_id: str) -> None:
         """Wait until no partition separates this worker from the router with this id."""
-        while (cut := self._cut_from(router_id)) is not None:
-            await cut.mended.wait()
+        while (partition := self._partition_of(router_id)) is not None:
+            await partition.healed.wait()
 
-    def _cut_from(self, router_id: str) -> _Cut | None:
-        return next((cut for cut in self._cuts if router_id.startswith(cut.peer)), None)
+    def _partition_of(self, router_id: str) -> _Partition | None:
+        return next((it for it in self._partitions if router_id.startswith(it.peer)), None)
 
 
-class _Cut:
+class _Partition:
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self.mended = asyncio.Event()
+        self.healed = asyncio.Event()

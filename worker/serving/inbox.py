@@ -32,8 +32,8 @@ class Orders:
     stop: bool = False
 
     def __bool__(self) -> bool:
-        came = self.starts or self.aborts or self.faults or self.policy
-        return bool(came or self.drain or self.stop)
+        has_orders = self.starts or self.aborts or self.faults or self.policy
+        return bool(has_orders or self.drain or self.stop)
 
 
 class Inbox:

@@ -1,6 +1,6 @@
 """Loop of the engine in its own thread: rank 0 executes orders, other ranks follow its log.
 
-A turn of the loop is
+An iteration of the loop is
 
     rank 0         take orders, write them to the step log, apply them, run a step, report
     other ranks    read the entry of the step log, compare its digest of rank 0's previous plan with
@@ -26,7 +26,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.step_times import NO_TIME, StepTimes
 from worker.engine.time_breakdown import NO_BREAKDOWN, TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
-from worker.serving.fault import Slowness, strike
+from worker.serving.fault import Slowness, kill_or_pause
 from worker.serving.inbox import Inbox, Orders
 
 #: Seconds without work after which the engine checks its integrity.
@@ -51,12 +51,13 @@ class StepLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report of one turn of the loop.
+    """Report of one iteration of the loop.
 
-    ``started`` are the keys of sequences that the engine received in this turn; ``load`` includes
-    them. ``outcomes`` are new tokens and ends of sequences. ``occupants`` are the sequences in the
-    batch slots, or None if they were reported recently. ``busy_s`` is the time in seconds spent in
-    steps since the engine started, and ``step_times`` the time spent in each part of them.
+    ``started`` are the keys of sequences that the engine received in this iteration; ``load``
+    includes them. ``outcomes`` are new tokens and ends of sequences. ``occupants`` are the
+    sequences in the batch slots, or None if they were reported recently. ``busy_s`` is the time in
+    seconds spent in steps since the engine started, and ``step_times`` the time spent in each part
+    of them.
 
     ``breakdowns`` are the time breakdowns of some sequences, including all that ended or were
     returned to their routers. ``decoding`` is the time breakdown of an average sequence that
@@ -119,53 +120,55 @@ class LeadingLoop:
         self._breakdowns = engine.breakdowns = TimeBreakdowns(engine.limits.max_num_seqs, clock)
         self._slowness = Slowness()
         self._busy_s = 0.0
-        self._occupants_told = 0.0
-        self._prefills_told = 0.0
+        self._occupants_reported_at = 0.0
+        self._prefills_reported_at = 0.0
 
     def run(self) -> None:
-        """Run turns until the stop order.
+        """Run iterations until the stop order.
 
         Raises EngineBroken if a step failed and no other can run, and ChannelBroken if a rank is
         lost.
         """
-        while self.turn(self._next_orders()):
+        while self.run_iteration(self._next_orders()):
             pass
 
-    def turn(self, orders: Orders) -> bool:
-        """Run one turn; return False, without a step, if ``orders`` has the stop order, else True.
+    def run_iteration(self, orders: Orders) -> bool:
+        """Run one iteration; return whether to continue.
+
+        Return False, without a step, if ``orders`` has the stop order.
 
         Raises EngineBroken if a step failed and no other can run, and ChannelBroken if a rank is
         lost.
         """
         digest = self._engine.digest() if self._log is not None else b""
-        settled, leaving = self._give_back(orders) if orders.drain else ([], [])
-        held, now = self._engine.unready_slots(), self._clock()
+        settled, leaving = self._return_sequences(orders) if orders.drain else ([], [])
+        held_slots, now = self._engine.unready_slots(), self._clock()
         returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
-        breakdowns = [self._breakdowns.so_far(sequence, now) for sequence in leaving]
-        self._write(orders, digest, held, self._fault(orders), now)
+        breakdowns = [self._breakdowns.breakdown_of(sequence, now) for sequence in leaving]
+        self._write(orders, digest, held_slots, self._fault(orders), now)
         if orders.stop:
             return False
         _apply(self._engine, orders.policy, orders.starts, orders.aborts)
-        outcomes, told = self._step(held, now)
-        self._tell(orders, [*settled, *returned, *outcomes], [*breakdowns, *told])
+        outcomes, reported = self._step(held_slots, now)
+        self._send_report(orders, [*settled, *returned, *outcomes], [*breakdowns, *reported])
         return True
 
     def _step(
-        self, held: Collection[int], began: float
+        self, held_slots: Collection[int], started_at: float
     ) -> tuple[list[Outcome], list[SequenceBreakdown]]:
-        outcomes = self._engine.step(held, began)
+        outcomes = self._engine.step(held_slots, started_at)
         now = self._clock()
-        if extra_s := self._slowness.extra_s(now - began, now):
+        if extra_s := self._slowness.extra_s(now - started_at, now):
             self._sleep(extra_s)
             now = self._clock()
-        self._busy_s += now - began
+        self._busy_s += now - started_at
         if not self._engine.is_in_flight:
             self._breakdowns.end_step()
         return outcomes, self._breakdowns.report()
 
     def _before_admission(self, admitted: list[Sequence]) -> None:
         assert self._announce is not None
-        new = [sequence for sequence in admitted if sequence.news.waited_s is not None]
+        new = [sequence for sequence in admitted if sequence.pending_update.waited_s is not None]
         if new:
             to_confirm = frozenset(it.key for it in new if it.confirms_first_step)
             self._announce(FirstSteps(tuple(it.outcome() for it in new), to_confirm))
@@ -189,7 +192,7 @@ class LeadingLoop:
         self._engine.check_integrity()
         return self._inbox.wait(timeout_s=None)
 
-    def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
+    def _return_sequences(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
         """Carry out a drain: add an abort of every sequence to ``orders``.
 
         The other ranks need no more than these aborts. Return the outcomes of the step in flight,
@@ -209,7 +212,7 @@ class LeadingLoop:
         self,
         orders: Orders,
         digest: bytes,
-        held: Iterable[int],
+        held_slots: Iterable[int],
         fault: chaos_pb2.Fault | None,
         now: float,
     ) -> None:
@@ -220,7 +223,7 @@ class LeadingLoop:
                     aborts=[abort.to_proto() for abort in orders.aborts],
                     previous_digest=digest,
                     stop=orders.stop,
-                    held_slots=held,
+                    held_slots=held_slots,
                     fault=fault,
                     now=now,
                     settle=orders.drain,
@@ -228,21 +231,21 @@ class LeadingLoop:
                 )
             )
 
-    def _tell(
+    def _send_report(
         self, orders: Orders, outcomes: Iterable[Outcome], breakdowns: Iterable[SequenceBreakdown]
     ) -> None:
         now, occupants = self._clock(), None
-        if now - self._occupants_told >= _OCCUPANTS_S:
-            self._occupants_told, occupants = now, self._engine.occupants()
+        if now - self._occupants_reported_at >= _OCCUPANTS_S:
+            self._occupants_reported_at, occupants = now, self._engine.occupants()
         started = tuple(sequence.key for sequence in orders.starts)
         load, times = self._engine.load(), self._engine.step_times()
-        told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(breakdowns)
-        self._report(Report(started, *told, self._breakdowns.decoding, self._prefilling(now)))
+        fields = tuple(outcomes), load, occupants, self._busy_s, times, tuple(breakdowns)
+        self._report(Report(started, *fields, self._breakdowns.decoding, self._prefilling(now)))
 
     def _prefilling(self, now: float) -> tuple[Outcome, ...]:
-        if now - self._prefills_told < _PREFILL_S:
+        if now - self._prefills_reported_at < _PREFILL_S:
             return ()
-        self._prefills_told = now
+        self._prefills_reported_at = now
         return tuple(sequence.prefill_progress() for sequence in self._engine.prefilling())
 
 
@@ -250,11 +253,11 @@ def follow(
     engine: Engine,
     log: Iterable[session_pb2.StepLog],
     rank: int = 1,
-    strike: Callable[[chaos_pb2.Fault], None] = strike,
+    on_fault: Callable[[chaos_pb2.Fault], None] = kill_or_pause,
 ) -> None:
     """Run the loop of ``rank``, which is above 0, until an entry of the log has the stop order.
 
-    ``strike`` is called with each fault to inject into this rank. Raises RanksDisagree if a plan
+    ``on_fault`` is called with each fault to inject into this rank. Raises RanksDisagree if a plan
     differs from rank 0's, EngineBroken if a step failed and no other can run, and ChannelBroken if
     rank 0 is lost.
     """
@@ -262,7 +265,7 @@ def follow(
         if entry.stop:
             return
         if entry.HasField("fault") and entry.fault.rank == rank:
-            strike(entry.fault)
+            on_fault(entry.fault)
         if entry.previous_digest != engine.digest():
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
         if entry.settle:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from everlift.v1 import inference_pb2, session_pb2
 from worker.engine.load import Occupant
-from worker.engine.outcome import NO_NEWS, News, Outcome, SequenceKey
+from worker.engine.outcome import NO_UPDATE, Outcome, SequenceKey, SequenceUpdate
 from worker.engine.time_breakdown import TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown
 
@@ -68,8 +68,8 @@ class Outbox:
             progress.num_computed = outcome.num_computed or progress.num_computed
         if outcome.logprobs or outcome.prompt_logprobs:
             _merge_logprobs(progress, outcome)
-        if outcome.news is not NO_NEWS:
-            _merge(progress, outcome.news)
+        if outcome.update is not NO_UPDATE:
+            _merge(progress, outcome.update)
         if outcome.stop is not None:
             progress.stop = outcome.stop.value
         if outcome.error is not None:
@@ -77,15 +77,15 @@ class Outbox:
         if outcome.prefilled_tokens:
             progress.prefilled_tokens = outcome.prefilled_tokens
 
-    def breakdown(self, told: SequenceBreakdown) -> None:
+    def add_breakdown(self, breakdown: SequenceBreakdown) -> None:
         """Add the time breakdown of a sequence to the next frame, in place of an older one."""
-        self._breakdowns[told.key] = told.breakdown
+        self._breakdowns[breakdown.key] = breakdown.breakdown
 
     def accept(self, epoch: int) -> None:
         self._accepted.append(epoch)
         self.notify()
 
-    def show(self, occupants: tuple[Occupant, ...]) -> None:
+    def set_occupants(self, occupants: tuple[Occupant, ...]) -> None:
         """Report ``occupants`` as the sequences in the batch slots in the next frame."""
         self._occupants = occupants
 
@@ -95,7 +95,7 @@ class Outbox:
         if (progress := self._progress.pop(key, None)) is not None:
             self._frame.progress.remove(progress)
 
-    def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
+    def take_frame(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
         """Return a frame with ``state`` and all unsent messages, and empty the outbox.
 
         The occupants of the batch slots are added to ``state``.
@@ -116,8 +116,8 @@ class Outbox:
         return frame
 
     def _take_breakdowns(self) -> list[session_pb2.TimeBreakdown]:
-        told, self._breakdowns = self._breakdowns, {}
-        return [breakdown.to_proto(*key) for key, breakdown in told.items()]
+        breakdowns, self._breakdowns = self._breakdowns, {}
+        return [breakdown.to_proto(*key) for key, breakdown in breakdowns.items()]
 
 
 def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:
@@ -127,10 +127,10 @@ def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:
         progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
 
 
-def _merge(progress: session_pb2.Progress, news: News) -> None:
-    if news.residence is not None:
-        progress.residence = news.residence.value
-    progress.preemptions += news.preemptions
-    progress.recomputed_tokens += news.recomputed_tokens
-    if news.waited_s is not None:
-        progress.waited_s, progress.cached_tokens = news.waited_s, news.cached_tokens
+def _merge(progress: session_pb2.Progress, update: SequenceUpdate) -> None:
+    if update.residence is not None:
+        progress.residence = update.residence.value
+    progress.preemptions += update.preemptions
+    progress.recomputed_tokens += update.recomputed_tokens
+    if update.waited_s is not None:
+        progress.waited_s, progress.cached_tokens = update.waited_s, update.cached_tokens

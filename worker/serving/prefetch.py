@@ -12,7 +12,7 @@ from everlift import model_files
 _CHUNK_BYTES = 8 << 20
 
 
-def begin(model: str, revision: str, rank: int, ranks: int) -> None:
+def start(model: str, revision: str, rank: int, ranks: int) -> None:
     """Start a thread that asks the kernel to read this rank's part of every weight file.
 
     ``model`` and ``revision`` are the settings of the worker. ``ranks`` is the number of ranks;
@@ -32,12 +32,12 @@ def _prefetch(model: str, revision: str, rank: int, ranks: int) -> None:
     # The loader reports missing or broken files.
     with suppress(OSError, ValueError):
         files = model_files.weight_files(model_files.locate(model, revision, weights=True))
-        if sum(path.stat().st_size for path in files) <= _room():
+        if sum(path.stat().st_size for path in files) <= _max_bytes():
             for path in files:
                 _advise(path, rank, ranks)
 
 
-def _room() -> int:
+def _max_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

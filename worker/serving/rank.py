@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Protocol
 from everlift import logs, model_files
 from everlift.hashes import BLOCK_SIZE
 from everlift.hub import is_commit, is_hub_id
-from everlift.progress import told
+from everlift.progress import show_progress
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.grammar.absent import NoGrammars
 from worker.parallel.liveness import LivenessMonitor
-from worker.parallel.rendezvous import MeetingPoint, RankLinks, join
+from worker.parallel.rendezvous import RankLinks, Rendezvous, join
 from worker.serving import prefetch
 from worker.serving.engine_thread import EngineThread
 from worker.serving.fingerprint import model_fingerprint
 from worker.serving.inbox import Inbox
 from worker.serving.loop import CONFIRM_S, FirstSteps, Report
-from worker.serving.reclaim import notice_at
+from worker.serving.reclaim import wait_for_notice
 from worker.serving.server import SessionServer
 from worker.serving.sessions import Sessions
 from worker.serving.startup import ReadyFile, Startup, process_age_s
@@ -55,14 +55,14 @@ class RankFailed(Exception):
 class Server(Protocol):
     """Server of rank 0, to which routers connect.
 
-    ``deliver`` is called after every turn of the engine's loop.
+    ``deliver`` is called after every iteration of the engine's loop.
     """
 
     @property
     def address(self) -> str: ...
 
     @property
-    def is_alone(self) -> bool: ...
+    def has_no_router(self) -> bool: ...
 
     async def start(self, info: session_pb2.WorkerInfo) -> None: ...
 
@@ -112,9 +112,9 @@ class Rank:
         self.worker_id = secrets.token_hex(8)
         self._config = config
         self._rank = rank
-        self._rendezvous = rendezvous
+        self._rendezvous_address = rendezvous
         self._files = _files(config)
-        self._meeting_point: MeetingPoint | None = None
+        self._rendezvous: Rendezvous | None = None
         self._inbox = Inbox()
         self._startup = Startup()
         self._thread: EngineThread | None = None
@@ -123,35 +123,35 @@ class Rank:
         self._grammars: GrammarCompiler | NoGrammars | None = None
         self._server: Server | None = None
         self._sessions: Sessions | None = None
-        self._vigil: LivenessMonitor | None = None
+        self._liveness: LivenessMonitor | None = None
         self._reclaim: asyncio.Task[None] | None = None
         self._gpu_watch: asyncio.Task[None] | None = None
         #: task that stops the server; the reference protects it from garbage collection
         self._closing: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        self._thread_is_over = asyncio.Event()
+        self._thread_exited = asyncio.Event()
         self._error: BaseException | None = None
         self._is_reclaimed = False
         self._is_stopping = False
         self._ready_file = ReadyFile(config.ready_dir)
 
     @property
-    def is_alone(self) -> bool:
+    def has_no_router(self) -> bool:
         """True if no router is connected; in that case perhaps none knows this worker."""
-        return self._server is None or self._server.is_alone
+        return self._server is None or self._server.has_no_router
 
     @property
     def is_stuck(self) -> bool:
         """True if the engine's thread was started and runs; if so after ``stop``, it is stuck."""
-        return self._thread is not None and not self._thread_is_over.is_set()
+        return self._thread is not None and not self._thread_exited.is_set()
 
     async def open(self) -> str:
         """Open the rendezvous on rank 0, and return its address.
 
         The other ranks need the address to connect.
         """
-        self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
-        return self._meeting_point.address
+        self._rendezvous = await asyncio.to_thread(Rendezvous, self._config, self._files)
+        return self._rendezvous.address
 
     async def fetch(self) -> None:
         """Download the model's files to this machine, if they are missing.
@@ -161,7 +161,7 @@ class Rank:
         ModelUnavailable if the model cannot be downloaded.
         """
         config = self._config
-        with told("model downloading") as progress:
+        with show_progress("model downloading") as progress:
             await model_files.fetch(
                 config.model,
                 config.model_revision,
@@ -187,8 +187,8 @@ class Rank:
         if self._rank == 0:
             with self._startup.part("serve_s"):
                 await self._serve(engine, info)
-        self._vigil = LivenessMonitor(thread.watchdog, thread.ties.log, self._fail)
-        self._vigil.start()
+        self._liveness = LivenessMonitor(thread.watchdog, thread.links.log, self._fail)
+        self._liveness.start()
         if not (self._is_reclaimed or self._ended.is_set()):
             self._ready_file.create()
         log.info(
@@ -204,19 +204,19 @@ class Rank:
         config = self._config
         if not config.is_fake and config.reads_weights:
             revision, ranks = config.model_revision, config.tensor_parallel
-            prefetch.begin(config.model, revision, self._rank, ranks)
+            prefetch.start(config.model, revision, self._rank, ranks)
 
     def _start_thread(self) -> EngineThread:
         thread = EngineThread(
             self._config,
-            self._meeting(),
+            self._connector(),
             self._inbox,
             self._report,
             self._announce,
             self._startup,
         )
         thread.ended.add_done_callback(
-            lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
+            lambda ended: self._loop.call_soon_threadsafe(self._on_thread_ended, ended.exception())
         )
         return thread
 
@@ -264,23 +264,23 @@ class Rank:
         self._stop_watching()
         if self._server is not None:
             await self._server.stop()
-        if self._meeting_point is not None:
-            self._meeting_point.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         if self._thread is not None:
             self._thread.stop()
-            await _until(self._thread_is_over, self._config.drain_timeout)
+            await _until(self._thread_exited, self._config.drain_timeout)
             # This also ends a thread that still runs; nothing else may be left to close its links.
-            self._thread.ties.close()
+            self._thread.links.close()
         if self._grammars is not None:
             self._grammars.close()
 
-    def _meeting(self) -> partial[RankLinks]:
+    def _connector(self) -> partial[RankLinks]:
         if self._rank:
-            return partial(join, self._config, self._rank, self._rendezvous, self._files)
+            return partial(join, self._config, self._rank, self._rendezvous_address, self._files)
         if self._config.tensor_parallel == 1:
             return partial(RankLinks)
-        assert self._meeting_point is not None, "rank 0 of several was started, but not opened"
-        return partial(self._meeting_point.gather)
+        assert self._rendezvous is not None, "rank 0 of several was started, but not opened"
+        return partial(self._rendezvous.gather)
 
     async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
         self._grammars = _build_grammars(self._config, engine.limits.vocab_size)
@@ -299,18 +299,18 @@ class Rank:
     async def _watch_gpu(self, sessions: Sessions) -> None:
         from worker.device import gpu
 
-        def tell(utilization: float) -> None:
+        def set_utilization(utilization: float) -> None:
             sessions.gpu_utilization = utilization
 
-        await gpu.watch(self._config.device, tell)
+        await gpu.watch(self._config.device, set_utilization)
 
     async def _reclaim_at(self, url: str) -> None:
-        await notice_at(url)
+        await wait_for_notice(url)
         self.reclaim()
 
     def _stop_watching(self) -> None:
-        if self._vigil is not None:
-            self._vigil.close()
+        if self._liveness is not None:
+            self._liveness.close()
         if self._reclaim is not None:
             self._reclaim.cancel()
         if self._gpu_watch is not None:
@@ -332,16 +332,16 @@ class Rank:
         if first.to_confirm and not confirmed.wait(CONFIRM_S):
             log.warning("first step not confirmed in time", sequences=len(first.to_confirm))
 
-    def _thread_ended(self, error: BaseException | None) -> None:
+    def _on_thread_ended(self, error: BaseException | None) -> None:
         self._end(error)
         assert self._thread is not None
-        self._thread.ties.close()
-        self._thread_is_over.set()
+        self._thread.links.close()
+        self._thread_exited.set()
 
     def _fail(self, cause: str) -> None:
         self._end(RankFailed(cause))
         if self._thread is not None:
-            self._thread.ties.interrupt()
+            self._thread.links.interrupt()
 
     def _end(self, error: BaseException | None) -> None:
         """Record that the rank has ended, or must end, with ``error`` or because it was stopped."""
@@ -404,7 +404,7 @@ def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | 
     from worker.grammar.fork_server import GrammarForkServer
 
     fork_server = GrammarForkServer(config, vocab_size)
-    fork_server.begin()
+    fork_server.prestart()
     return GrammarCompiler(config.grammar, fork_server, config.step_timeout)
 
 

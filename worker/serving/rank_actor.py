@@ -53,15 +53,15 @@ class RankActor:
         """Start the rank, and return its serialised WorkerInfo when it is ready."""
         on_signal(self._rank.reclaim)
         info = await self._rank.start()
-        heap.settle()
+        heap.freeze_heap()
         return info.SerializeToString()
 
     async def wait(self) -> None:
         await self._rank.wait()
 
-    async def is_alone(self) -> bool:
+    async def has_no_router(self) -> bool:
         """Return whether no router is connected; if so, perhaps none knows this worker."""
-        return self._rank.is_alone
+        return self._rank.has_no_router
 
     async def stop(self) -> None:
         await self._rank.drain()

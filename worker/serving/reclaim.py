@@ -19,14 +19,14 @@ log = logs.get_logger(__name__)
 _POLL_S, _ANSWER_S = 2.0, 1.0
 
 
-async def notice_at(url: str) -> None:
+async def wait_for_notice(url: str) -> None:
     """Wait until ``url`` answers with status 200; other answers and errors are ignored."""
-    while not await asyncio.to_thread(_is_there, url):
+    while not await asyncio.to_thread(_has_notice, url):
         await asyncio.sleep(_POLL_S)
     log.warning("reclaim notice", url=url)
 
 
-def _is_there(url: str) -> bool:
+def _has_notice(url: str) -> bool:
     try:
         with _DIRECT.open(url, timeout=_ANSWER_S) as answer:
             return bool(answer.status == HTTPStatus.OK)

@@ -1,6 +1,6 @@
 """gRPC server of the sessions: one stream per router, handled in the event loop's thread.
 
-    engine's thread --report--> deliver --> outbox --cut, when the stream is free--> frame
+    engine's thread --report--> deliver --> outbox --take_frame, when the stream is free--> frame
 
 A frame is one message. A write to a slow router delays only the next frame to the same router.
 Frames are sent at least every ``heartbeat`` seconds (a setting), whatever the engine does.
@@ -17,12 +17,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from everlift import logs
-from everlift.address import joined
+from everlift.address import join_host_port
 from everlift.channels import MAX_MESSAGE_BYTES
 from everlift.transport import Transport, internal
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
-from worker.serving.fault import Wire, strike
+from worker.serving.fault import NetworkPartitions, kill_or_pause
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.sessions import Session, Sessions
 
@@ -60,20 +60,22 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         self._sessions = sessions
         self._info = session_pb2.WorkerInfo()
         self._changed = asyncio.Event()
-        self._wire = Wire()
-        self._open = 0
+        self._partitions = NetworkPartitions()
+        self._num_streams = 0
         self._transport = transport or internal(config.internal_tls)
         self._server = self._transport.server(_OPTIONS)
         session_pb2_grpc.add_WorkerSessionServicer_to_server(self, self._server)
         self.address = self._bind(config.host, config.port)
 
     def _bind(self, host: str, port: int) -> str:
-        return joined(host, self._transport.listen(self._server, joined(host, port)))
+        return join_host_port(
+            host, self._transport.listen(self._server, join_host_port(host, port))
+        )
 
     @property
-    def is_alone(self) -> bool:
+    def has_no_router(self) -> bool:
         """True if no router has a stream open."""
-        return not self._open
+        return not self._num_streams
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
         """Start to accept routers; the first frame to each of them contains ``info``."""
@@ -82,7 +84,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
 
     async def stop(self) -> None:
         """Stop serving and break all open streams."""
-        self._wire.mend()
+        self._partitions.heal()
         await self._server.stop(grace=None)
 
     def deliver(self, report: Report) -> None:
@@ -103,7 +105,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
                 await self._until(lambda: self._sessions.is_idle)
                 await asyncio.sleep(_LINGER_S)
                 self._sessions.end_all()
-                await self._until(lambda: not self._open)
+                await self._until(lambda: not self._num_streams)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -117,23 +119,23 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         context: _Context,
     ) -> None:
         frames = aiter(request_iterator)
-        first = await self._hello(frames, context)
-        await self._wire.whole(first.hello.router_id)
+        first = await self._read_hello(frames, context)
+        await self._partitions.wait_until_connected(first.hello.router_id)
         wake = asyncio.Event()
-        session = self._sessions.join(first.hello.router_id, wake.set)
-        self._open += 1
+        session = self._sessions.open_session(first.hello.router_id, wake.set)
+        self._num_streams += 1
         reader = asyncio.create_task(self._read(session, first, frames, context))
         try:
             await self._write(session, wake, context)
         finally:
-            await self._wire.whole(session.router_id)
+            await self._partitions.wait_until_connected(session.router_id)
             self._sessions.end_session(session)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            self._open -= 1
+            self._num_streams -= 1
             self._changed.set()
 
-    async def _hello(
+    async def _read_hello(
         self,
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
@@ -151,8 +153,8 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "the first frame must say hello, with a router_id"
             )
-        wanted = self._config.cluster_id
-        if wanted and first.hello.cluster_id != wanted:
+        expected = self._config.cluster_id
+        if expected and first.hello.cluster_id != expected:
             log.warning("router belongs to another cluster", router_id=first.hello.router_id)
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, "this worker belongs to another cluster"
@@ -173,7 +175,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         try:
             self._receive(session, first)
             async for frame in frames:
-                await self._wire.whole(session.router_id)
+                await self._partitions.wait_until_connected(session.router_id)
                 self._receive(session, frame)
         except DecodeError:
             log.warning("malformed frame", router_id=session.router_id)
@@ -183,7 +185,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             log.exception("session failed", router_id=session.router_id)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
-            await self._wire.whole(session.router_id)
+            await self._partitions.wait_until_connected(session.router_id)
             self._sessions.end_session(session)
 
     def _receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
@@ -203,11 +205,11 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             seconds=fault.seconds,
         )
         if fault.kind == chaos_pb2.FAULT_KIND_PARTITION:
-            self._wire.cut(fault.peer, fault.seconds)
+            self._partitions.add(fault.peer, fault.seconds)
         elif fault.kind == chaos_pb2.FAULT_KIND_SLOW or fault.rank:
             self._sessions.inject(fault)
         else:
-            strike(fault)
+            kill_or_pause(fault)
 
     async def _write(
         self,
@@ -215,13 +217,13 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         wake: asyncio.Event,
         context: _Context,
     ) -> None:
-        frame = self._sessions.cut(session)
+        frame = self._sessions.take_frame(session)
         frame.hello.CopyFrom(self._info)
         await context.write(frame)
-        while not session.is_over or session.outbox:
+        while not session.is_closed or session.outbox:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.heartbeat):
                     await wake.wait()
             wake.clear()
-            await self._wire.whole(session.router_id)
-            await context.write(self._sessions.cut(session))
+            await self._partitions.wait_until_connected(session.router_id)
+            await context.write(self._sessions.take_frame(session))

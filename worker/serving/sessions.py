@@ -64,27 +64,26 @@ class Grammars(Protocol):
 class Session:
     """Session with one router, over one stream; ``notify`` wakes the stream's writer.
 
-    If ``is_over``, the writer sends the remaining messages and ends. ``confirms_late`` means that
-    the router did not confirm in time that a sequence may take its first step here
+    If ``is_closed``, the writer sends the remaining messages and ends. ``missed_confirmation``
+    means that the router did not confirm in time that a sequence may take its first step here
     (``Sessions.announce``); no step waits for this router again until a confirmation arrives.
     """
 
     def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
         self.router_id = router_id
         self.outbox = Outbox(notify)
-        self.is_over = False
-        self.confirms_late = False
+        self.is_closed = False
+        self.missed_confirmation = False
 
     def close(self) -> None:
-        self.is_over = True
+        self.is_closed = True
         self.outbox.notify()
 
 
-class Claim:
-    """Session that started an epoch, and the unfinished choices of that epoch.
+class Attempt:
+    """Attempt at a request: the session that started it, and its unfinished choices.
 
-    An epoch is the number of one attempt at a request: each time the request is sent to a worker is
-    one attempt.
+    An epoch is the number of one attempt: each time the request is sent to a worker is one attempt.
     """
 
     def __init__(self, session: Session) -> None:
@@ -112,7 +111,7 @@ class Sessions:
         self._policy, self._policy_version = limits.scheduling.policy, 0
         self._grammars = grammars
         self._sessions: dict[str, Session] = {}
-        self._claims: dict[int, Claim] = {}
+        self._attempts: dict[int, Attempt] = {}
         self._pending = Pending()
         #: pending sequences whose grammar is being compiled, which the engine does not have yet
         self._compiling: dict[SequenceKey, Sequence] = {}
@@ -125,11 +124,11 @@ class Sessions:
     @property
     def is_idle(self) -> bool:
         """True if this worker has no unfinished request of any router."""
-        return not self._claims
+        return not self._attempts
 
     # connections of routers
 
-    def join(self, router_id: str, notify: Callable[[], None]) -> Session:
+    def open_session(self, router_id: str, notify: Callable[[], None]) -> Session:
         """Open and return a session for a router's stream; end an older one of the same router.
 
         ``notify`` is called when a frame is to be sent at once. Every epoch that runs here is
@@ -139,7 +138,7 @@ class Sessions:
         if (older := self._sessions.get(router_id)) is not None:
             self.end_session(older)
         session = self._sessions[router_id] = Session(router_id, notify)
-        for epoch in self._claims:
+        for epoch in self._attempts:
             session.outbox.accept(epoch)
         log.info("session opened", router_id=router_id)
         return session
@@ -152,7 +151,7 @@ class Sessions:
         if self._sessions.get(session.router_id) is not session:
             return
         del self._sessions[session.router_id]
-        epochs = [epoch for epoch, claim in self._claims.items() if claim.session is session]
+        epochs = [epoch for epoch, attempt in self._attempts.items() if attempt.session is session]
         for epoch in epochs:
             self._abort(session, Abort(epoch))
         session.close()
@@ -178,20 +177,20 @@ class Sessions:
         for abort in frame.aborts:
             self._abort(session, Abort.from_proto(abort))
         for epoch in frame.confirmed_epochs:
-            session.confirms_late = False
+            session.missed_confirmation = False
             self._confirm(epoch)
         if frame.drain:
             log.info("drain ordered", router_id=session.router_id)
             self.drain()
 
-    def _set_policy(self, told: session_pb2.EnginePolicy) -> None:
-        if told.version <= self._policy_version:
+    def _set_policy(self, message: session_pb2.EnginePolicy) -> None:
+        if message.version <= self._policy_version:
             return
-        self._policy_version = told.version
+        self._policy_version = message.version
         configured = self._limits.scheduling.policy
-        policy = configured if told.name == DEFAULT else policy_named(told.name)
+        policy = configured if message.name == DEFAULT else policy_named(message.name)
         if policy is None:
-            log.warning("unknown engine policy", name=told.name)
+            log.warning("unknown engine policy", name=message.name)
         elif policy != self._policy:
             log.info("engine policy", policy=policy, before=self._policy)
             self._policy = policy
@@ -213,23 +212,23 @@ class Sessions:
 
     def _start(self, session: Session, start: session_pb2.Start, now: float) -> None:
         key = SequenceKey(start.epoch, start.choice)
-        claim = self._claims.get(key.epoch)
-        if claim is not None and claim.session is session and key.choice in claim.choices:
+        attempt = self._attempts.get(key.epoch)
+        if attempt is not None and attempt.session is session and key.choice in attempt.choices:
             log.warning("repeated start", request_id=start.request_id)
             return
         self._acknowledge(key.epoch)
-        end = self._end_at_start(start, claim, session, now)
+        end = self._end_at_start(start, attempt, session, now)
         if end is not None:
             session.outbox.push(end)
 
     def _end_at_start(
-        self, start: session_pb2.Start, claim: Claim | None, session: Session, now: float
+        self, start: session_pb2.Start, attempt: Attempt | None, session: Session, now: float
     ) -> Outcome | None:
         key, offset = SequenceKey(start.epoch, start.choice), len(start.output_ids)
         if self.is_draining:
             return Outcome(key, offset, (), Stop.RETURNED)
         try:
-            if claim is not None and claim.session is not session:
+            if attempt is not None and attempt.session is not session:
                 raise InvalidRequest("another router runs this epoch")
             sequence = Sequence.from_start(start, self._limits)
         except InvalidRequest as error:
@@ -237,8 +236,8 @@ class Sessions:
             return Outcome(key, offset, (), Stop.REFUSED, error)
         if (stop := sequence.stop(self._limits)) is not None:
             return Outcome(key, offset, (), stop)
-        sequence.came = now
-        self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
+        sequence.arrived_at = now
+        self._attempts.setdefault(key.epoch, Attempt(session)).choices.add(key.choice)
         self._pending.add(key, sequence.num_known)
         if (grammar := sequence.sampling.grammar) is None:
             self._engine.start(sequence)
@@ -277,24 +276,24 @@ class Sessions:
             session.outbox.accept(epoch)
 
     def _abort(self, session: Session, abort: Abort) -> None:
-        claim = self._claims.get(abort.epoch)
-        if claim is None or claim.session is not session:
+        attempt = self._attempts.get(abort.epoch)
+        if attempt is None or attempt.session is not session:
             return
-        for choice in abort.choices or tuple(claim.choices):
+        for choice in abort.choices or tuple(attempt.choices):
             key = SequenceKey(abort.epoch, choice)
             session.outbox.drop(key)
-            claim.choices.discard(choice)
+            attempt.choices.discard(choice)
             if self._compiling.pop(key, None) is not None:
                 self._pending.discard(key)
-        if not claim.choices:
-            del self._claims[abort.epoch]
+        if not attempt.choices:
+            del self._attempts[abort.epoch]
             self._confirm(abort.epoch)
         self._engine.abort(abort)
 
     # outgoing results
 
     def deliver(self, report: Report) -> None:
-        """Put the results of one turn of the engine's loop into the outboxes of the routers.
+        """Put the results of one iteration of the engine's loop into the outboxes of the routers.
 
         Results of sequences that were aborted meanwhile are discarded.
         """
@@ -303,17 +302,17 @@ class Sessions:
         for key in report.started:
             self._pending.discard(key)
         # Outboxes are looked up first, because forwarding outcomes removes sequences that end.
-        breakdowns = [(self._outbox_of(told.key), told) for told in report.breakdowns]
+        breakdowns = [(self._outbox_of(it.key), it) for it in report.breakdowns]
         ended = [self._forward(outcome) for outcome in report.outcomes]
-        for outbox, told in breakdowns:
+        for outbox, breakdown in breakdowns:
             if outbox is not None:
-                outbox.breakdown(told)
+                outbox.add_breakdown(breakdown)
         for outcome in report.prefilling:
             if (outbox := self._outbox_of(outcome.key)) is not None:
                 outbox.add(outcome)
         for session in self._sessions.values():
             if report.occupants is not None:
-                session.outbox.show(report.occupants)
+                session.outbox.set_occupants(report.occupants)
             # The leader must learn of freed capacity, and any of the routers may be the leader.
             if any(ended):
                 session.outbox.notify()
@@ -327,7 +326,7 @@ class Sessions:
         that did not confirm in time before, are not waited for.
         """
         for session in self._unconfirmed.values():
-            session.confirms_late = True
+            session.missed_confirmation = True
         self._unconfirmed = {}
         for outcome in first.outcomes:
             if (outbox := self._outbox_of(outcome.key)) is None:
@@ -335,8 +334,8 @@ class Sessions:
             outbox.add(outcome)
             if outcome.key in first.to_confirm:
                 outbox.notify()
-                session = self._claims[outcome.key.epoch].session
-                if not session.confirms_late:
+                session = self._attempts[outcome.key.epoch].session
+                if not session.missed_confirmation:
                     self._unconfirmed[outcome.key.epoch] = session
         self._on_confirmed = confirmed
         if not self._unconfirmed:
@@ -349,25 +348,29 @@ class Sessions:
                 self._on_confirmed()
 
     def _outbox_of(self, key: SequenceKey) -> Outbox | None:
-        claim = self._claims.get(key.epoch)
-        return claim.session.outbox if claim is not None and key.choice in claim.choices else None
+        attempt = self._attempts.get(key.epoch)
+        return (
+            attempt.session.outbox
+            if attempt is not None and key.choice in attempt.choices
+            else None
+        )
 
     def _forward(self, outcome: Outcome) -> bool:
         epoch, choice = outcome.key
-        claim = self._claims.get(epoch)
-        if claim is None or choice not in claim.choices:
+        attempt = self._attempts.get(epoch)
+        if attempt is None or choice not in attempt.choices:
             return False
-        claim.session.outbox.push(outcome)
+        attempt.session.outbox.push(outcome)
         if outcome.stop is None:
             return False
-        claim.choices.remove(choice)
-        if not claim.choices:
-            del self._claims[epoch]
+        attempt.choices.remove(choice)
+        if not attempt.choices:
+            del self._attempts[epoch]
         return True
 
-    def cut(self, session: Session) -> session_pb2.WorkerFrame:
+    def take_frame(self, session: Session) -> session_pb2.WorkerFrame:
         """Return the session's next frame, with the worker's current state; empty its outbox."""
-        return session.outbox.cut(self._state())
+        return session.outbox.take_frame(self._state())
 
     def _state(self) -> session_pb2.WorkerState:
         load, pending = self._load, self._pending.num_tokens

@@ -56,9 +56,9 @@ def events(
     """
     lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
     if not is_scaled:
-        comings = sorted(at + start_s for number, at in added for _ in range(number))
+        start_times = sorted(at + start_s for number, at in added for _ in range(number))
         for worker, at in (*lost, *drained):
-            _check_is_there(worker, at, [-inf] * len(workers) + comings)
+            _check_worker_exists(worker, at, [-inf] * len(workers) + start_times)
     found: list[Event] = [WorkerLoss(at, worker) for worker, at in lost]
     found += [WorkerDrain(at, worker) for worker, at in drained]
     for number, at in added:
@@ -66,11 +66,11 @@ def events(
     return tuple(sorted(found, key=lambda event: event.at))
 
 
-def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
-    if worker >= len(comings):
+def _check_worker_exists(worker: int, at: float, start_times: Sequence[float]) -> None:
+    if worker >= len(start_times):
         raise ForecastFailed(f"there is no worker {worker}: they count from 0")
-    if at <= (came := comings[worker]):
-        raise ForecastFailed(f"worker {worker} cannot go at {at:g} s: it comes at {came:g} s")
+    if at <= (start_time := start_times[worker]):
+        raise ForecastFailed(f"worker {worker} cannot go at {at:g} s: it comes at {start_time:g} s")
 
 
 def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:

@@ -73,5 +73,5 @@ class LedgerRequests:
             return records, await weights(ledger, self._config.router, tenants)
 
 
-def asked_for(from_ledger: bool, config: Config, limit: int) -> LedgerRequests | None:
+def requests_or_none(from_ledger: bool, config: Config, limit: int) -> LedgerRequests | None:
     return LedgerRequests(config, limit) if from_ledger else None

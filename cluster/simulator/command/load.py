@@ -73,10 +73,10 @@ class Requests:
 
     def __post_init__(self) -> None:
         """Check the options. Raises ForecastFailed for invalid or contradictory ones."""
-        made_up = (self.workloads, self.rate, self.load, self.is_steady or None)
+        synthetic = (self.workloads, self.rate, self.load, self.is_steady or None)
         if self.trace is not None and self.ledger is not None:
             raise ForecastFailed("--from-ledger and --trace exclude each other")
-        if self._is_recorded and any(option is not None for option in made_up):
+        if self._is_recorded and any(option is not None for option in synthetic):
             raise ForecastFailed(
                 "--workload, --rate, --load and --steady are not for recorded requests; those of a "
                 "trace come faster with --speed"

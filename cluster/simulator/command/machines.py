@@ -108,8 +108,8 @@ def config_of(
     ``assignments`` are texts such as ``router.order=hrrn``. The worker settings of ``kind`` apply
     where none of these sets a value. Raises SettingsError.
     """
-    beneath = {"worker": kind.worker} if kind else {}
-    return configuration.load(file, os.environ, assignments or (), beneath=beneath)
+    base = {"worker": kind.worker} if kind else {}
+    return configuration.load(file, os.environ, assignments or (), base=base)
 
 
 def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:

@@ -13,18 +13,18 @@ from cluster.simulator.workloads.arrivals import Arrival
 _EVERY = 100
 
 
-def watched(arrivals: Iterable[Arrival], what: str) -> Iterator[Arrival]:
+def with_progress(arrivals: Iterable[Arrival], description: str) -> Iterator[Arrival]:
     """Yield ``arrivals`` unchanged, and show the progress on standard error if it is a terminal.
 
-    ``what`` is the text before the number of requests.
+    ``description`` is the text before the number of requests.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield from arrivals
         return
-    what = escape(what)
-    with console.status(what) as status:
+    description = escape(description)
+    with console.status(description) as status:
         for number, arrival in enumerate(arrivals):
             if number % _EVERY == 0:
-                status.update(f"{what}: {number} requests, {arrival.at:.0f} s")
+                status.update(f"{description}: {number} requests, {arrival.at:.0f} s")
             yield arrival

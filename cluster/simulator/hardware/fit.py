@@ -42,7 +42,7 @@ def fitted(steps: Sequence[Step]) -> Fit:
     """
     numbers = sorted({step.size.num_tokens for step in steps})
     places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]
-    tried = (_judged(_roofline(steps, place), steps) for place in places)
+    tried = (_with_error(_roofline(steps, place), steps) for place in places)
     return min(tried, key=lambda each: each[0])[1]
 
 
@@ -59,7 +59,7 @@ def _features(size: StepSize, ridge: float) -> tuple[float, ...]:
     return 1.0, float(reads), products, size.kv_tokens, size.num_pairs, size.num_rows
 
 
-def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
+def _with_error(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
     errors = [abs(roofline.seconds(step.size) / step.seconds - 1) for step in steps]
     return fmean(error**2 for error in errors), Fit(roofline, fmean(errors), max(errors))
 

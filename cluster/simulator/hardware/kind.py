@@ -16,7 +16,7 @@ REACHED_BANDWIDTH = 4.3 / 4.8 * 0.85
 REACHED_FLOPS = 790 / 989 * 0.75
 STEP_OVERHEAD_S = 0.7e-3
 #: Assumed latency of one sum over all ranks, without the transfer time on the link.
-SUM_LATENCY_S = 10e-6
+ALL_REDUCE_LATENCY_S = 10e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
         "max_model_len": min(model.max_model_len, num_blocks * BLOCK_SIZE),
         "max_num_batched_tokens": gpu.kind.batched_tokens,
     }
-    alone = roofline(
+    compute_only = roofline(
         model,
         bandwidth=gpu.bandwidth * REACHED_BANDWIDTH * tensor_parallel,
         flops=gpu.flops * REACHED_FLOPS * tensor_parallel,
     )
-    return Kind(name, _with_sums(alone, gpu, model, tensor_parallel), worker)
+    return Kind(name, _with_all_reduces(compute_only, gpu, model, tensor_parallel), worker)
 
 
 def roofline(model: ModelSize, bandwidth: float, flops: float) -> Roofline:
@@ -108,19 +108,19 @@ def roofline(model: ModelSize, bandwidth: float, flops: float) -> Roofline:
     )
 
 
-def _with_sums(alone: Roofline, gpu: Gpu, model: ModelSize, ranks: int) -> Roofline:
-    sums = 2 * model.num_layers if ranks > 1 else 0
-    told_bytes = model.hidden_size * model.element_bytes * 2 * (ranks - 1) / ranks
-    told_s = sums * told_bytes / gpu.link_bandwidth
+def _with_all_reduces(compute_only: Roofline, gpu: Gpu, model: ModelSize, ranks: int) -> Roofline:
+    all_reduces = 2 * model.num_layers if ranks > 1 else 0
+    sent_bytes = model.hidden_size * model.element_bytes * 2 * (ranks - 1) / ranks
+    sent_s = all_reduces * sent_bytes / gpu.link_bandwidth
     return replace(
-        alone,
-        overhead_s=alone.overhead_s + sums * SUM_LATENCY_S,
-        token_s=alone.token_s + told_s,
+        compute_only,
+        overhead_s=compute_only.overhead_s + all_reduces * ALL_REDUCE_LATENCY_S,
+        token_s=compute_only.token_s + sent_s,
         # Reading the weights hides the time of a decoding row's products, but not this time.
-        row_s=alone.row_s + told_s,
+        row_s=compute_only.row_s + sent_s,
     )
 
 
 def _num_blocks(gpu: Gpu, model: ModelSize, ranks: int) -> int:
-    room = gpu.memory_bytes * _USED_MEMORY * ranks - model.stored_bytes
-    return int(room / (model.kv_token_bytes * BLOCK_SIZE))
+    free_bytes = gpu.memory_bytes * _USED_MEMORY * ranks - model.stored_bytes
+    return int(free_bytes / (model.kv_token_bytes * BLOCK_SIZE))

@@ -31,12 +31,12 @@ def read(path: Path) -> Kind:
     Raises ForecastFailed for an invalid or unreadable file.
     """
     try:
-        return made(path.stem, _content(path))
+        return parse_kind(path.stem, _content(path))
     except ValueError as error:
         raise ForecastFailed(f"{path}: {error}") from None
 
 
-def made(name: str, content: object) -> Kind:
+def parse_kind(name: str, content: object) -> Kind:
     """Return the kind of worker that the decoded JSON of a file describes.
 
     Raises ValueError for invalid content.

@@ -33,7 +33,7 @@ class Arrival:
     prefix: tuple[int, ...] = ()
     prefix_part_tokens: int = 512
     #: output length in tokens that a router predicted at its arrival; None: not recorded
-    foreseen_tokens: float | None = None
+    predicted_tokens: float | None = None
     #: whether the order of that predictor's predictions was not trusted
     is_distrusted: bool = False
 
@@ -77,12 +77,12 @@ class Traffic:
 
     def _factors(self, rng: Random) -> Iterator[float]:
         variance = log1p(self.drift**2)
-        kept = exp(-1 / _STEPS)
-        fresh = sqrt(variance * (1 - kept**2))
+        decay = exp(-1 / _STEPS)
+        noise = sqrt(variance * (1 - decay**2))
         z = rng.gauss(0.0, sqrt(variance))
         while True:
             yield exp(z - variance / 2)
-            z = kept * z + rng.gauss(0.0, fresh)
+            z = decay * z + rng.gauss(0.0, noise)
 
 
 #: Maximum number of conversations that can still be extended.
@@ -109,17 +109,17 @@ class Conversations:
 
     def prompt(self, parts: int) -> tuple[int, ...]:
         """Return the part names of a prompt that consists of ``parts`` whole parts."""
-        begun = self._taken(parts) if self._rng.random() < self._share else ()
-        prompt = (*begun, *(next(self._names) for _ in range(parts - len(begun))))
+        earlier = self._pop_longest(parts) if self._rng.random() < self._share else ()
+        prompt = (*earlier, *(next(self._names) for _ in range(parts - len(earlier))))
         if prompt:
-            self._leave_open(prompt)
+            self._add(prompt)
         return prompt
 
-    def _taken(self, parts: int) -> tuple[int, ...]:
+    def _pop_longest(self, parts: int) -> tuple[int, ...]:
         place = bisect_right(self._open, parts, key=lambda each: each[0])
         return self._open.pop(place - 1)[2] if place else ()
 
-    def _leave_open(self, prompt: tuple[int, ...]) -> None:
+    def _add(self, prompt: tuple[int, ...]) -> None:
         if len(self._open) == _OPEN:
             self._open.pop(self._rng.randrange(_OPEN))
         insort(self._open, (len(prompt), prompt[-1], prompt))

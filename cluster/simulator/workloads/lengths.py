@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Lengths(Protocol):
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         """Return a random length in tokens, at least 1."""
         ...
 
@@ -21,7 +21,7 @@ class Lengths(Protocol):
 class Exactly:
     tokens: int
 
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         return self.tokens
 
 
@@ -36,7 +36,7 @@ class LogNormal:
     sigma: float
     most: int
 
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         return _clipped(self.median * exp(self.sigma * rng.gauss(0.0, 1.0)), self.most)
 
 
@@ -46,7 +46,7 @@ class Normal:
     deviation: float
     most: int
 
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         return _clipped(rng.gauss(self.mean, self.deviation), self.most)
 
 
@@ -58,9 +58,9 @@ class Mixture:
     first: Lengths
     second: Lengths
 
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         chosen = self.first if rng.random() < self.share else self.second
-        return chosen.draw(rng)
+        return chosen.sample(rng)
 
 
 class Quantiles:
@@ -78,7 +78,7 @@ class Quantiles:
         self._logs = [log(length) for _, length in known]
         assert self._parts[0] == 0 and self._parts[-1] == 1 and _rises(self._parts)
 
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         part = rng.random()
         above = bisect_right(self._parts, part)
         begin, end = self._parts[above - 1], self._parts[above]

@@ -63,11 +63,11 @@ class Workload:
         conversations = self._conversations(seed)
         for at in times:
             tenant = _one_of(self.tenants, who)
-            prompt_tokens = self.prompt.draw(lengths)
+            prompt_tokens = self.prompt.sample(lengths)
             yield Arrival(
                 at,
                 prompt_tokens,
-                output_tokens=self.output.draw(lengths),
+                output_tokens=self.output.sample(lengths),
                 max_tokens=self.max_tokens,
                 priority=_one_of(self.classes, who),
                 tenant=tenant,
@@ -85,8 +85,8 @@ class Workload:
         names, rng = count(crc32(self.name.encode()) << 32), self._random(seed, "prefixes")
         return {tenant: Conversations(self.continued, names, rng) for tenant in self.tenants}
 
-    def _random(self, seed: int, what: str) -> Random:
-        return Random(f"{self.name}/{seed}/{what}")
+    def _random(self, seed: int, purpose: str) -> Random:
+        return Random(f"{self.name}/{seed}/{purpose}")
 
 
 def merged(workloads: Sequence[Workload], seed: int) -> Iterator[Arrival]:

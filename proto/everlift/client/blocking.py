@@ -342,10 +342,10 @@ class BlockingManyStream(Iterator[tuple[int, Chunk]]):
         return self
 
     def __next__(self) -> tuple[int, Chunk]:
-        came = self._thread.run(self._next())
-        if came is None:
+        item = self._thread.run(self._next())
+        if item is None:
             raise StopIteration
-        return came
+        return item
 
     def texts(self) -> list[str | EverliftError]:
         """See ManyStream.texts."""

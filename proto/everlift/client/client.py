@@ -20,7 +20,7 @@ import grpc
 from everlift import wire
 from everlift.checks import sendable
 from everlift.client.generate_many import ManyStream
-from everlift.client.reception import Reception
+from everlift.client.reception import ReceivedOutput
 from everlift.client.retries import (
     RECONNECT_S,
     RETRY_S,
@@ -107,7 +107,7 @@ class AsyncClient:
         submission = submission_message(prompt, options)
         return Stream(
             self._routers,
-            Reception(submission.request_id),
+            ReceivedOutput(submission.request_id),
             self._budget(Deadline(options.get("timeout_s"))),
             submission,
             _trace(traceparent),
@@ -177,7 +177,7 @@ class AsyncClient:
         if any(offsets) and received:
             raise InvalidRequest("give either received or offset")
         with sendable():
-            reception = Reception(request_id, offsets, received)
+            reception = ReceivedOutput(request_id, offsets, received)
             reception.attach_request()
         return Stream(self._routers, reception, self._budget(Deadline(None)))
 
@@ -193,7 +193,7 @@ class AsyncClient:
         """
         with sendable():
             message = pb.CancelRequest(request_id=request_id)
-        return await self._ask(lambda: self._routers.inference().Cancel, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().Cancel, message, timeout_s)
 
     async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Erase a request, its prompt and its outputs.
@@ -207,7 +207,7 @@ class AsyncClient:
         """
         with sendable():
             message = pb.ForgetRequest(request_id=request_id)
-        await self._ask(lambda: self._routers.inference().Forget, message, timeout_s)
+        await self._call(lambda: self._routers.inference().Forget, message, timeout_s)
 
     async def get_request(
         self, request_id: str, *, timeout_s: float | None = None
@@ -223,7 +223,7 @@ class AsyncClient:
         """
         with sendable():
             message = pb.GetRequestRequest(request_id=request_id)
-        return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
         """Return how long a request spent in each phase, such as queue and decode, up to now.
@@ -239,7 +239,7 @@ class AsyncClient:
         """
         with sendable():
             message = pb.ExplainRequest(request_id=request_id)
-        return await self._ask(lambda: self._routers.inference().Explain, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().Explain, message, timeout_s)
 
     async def list_requests(
         self,
@@ -272,7 +272,7 @@ class AsyncClient:
             message = pb.ListRequestsRequest(
                 states=states, page_size=page_size, page_token=page_token, tenant=tenant
             )
-        return await self._ask(lambda: self._routers.inference().ListRequests, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().ListRequests, message, timeout_s)
 
     async def tokenize(
         self, text: str, *, model: str = "", timeout_s: float | None = None
@@ -286,7 +286,7 @@ class AsyncClient:
         """
         with sendable():
             message = pb.TokenizeRequest(model=model, text=text)
-        return await self._ask(lambda: self._routers.inference().Tokenize, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().Tokenize, message, timeout_s)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
@@ -301,7 +301,7 @@ class AsyncClient:
         """
         with sendable():
             message = pb.DetokenizeRequest(model=model, token_ids=token_ids)
-        return await self._ask(lambda: self._routers.inference().Detokenize, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().Detokenize, message, timeout_s)
 
     async def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
         """Return the models that requests may name as ``model``.
@@ -310,7 +310,7 @@ class AsyncClient:
         ['fake']
         """
         message = pb.ListModelsRequest()
-        return await self._ask(lambda: self._routers.inference().ListModels, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().ListModels, message, timeout_s)
 
     async def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
         """Return the state of the cluster's workers, queue and requests.
@@ -319,7 +319,7 @@ class AsyncClient:
         0
         """
         message = pb.GetStatusRequest()
-        return await self._ask(lambda: self._routers.inference().GetStatus, message, timeout_s)
+        return await self._call(lambda: self._routers.inference().GetStatus, message, timeout_s)
 
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
@@ -334,7 +334,7 @@ class AsyncClient:
         """
         with sendable():
             message = admin_pb2.DrainRequest(worker_id=worker_id)
-        return await self._ask(lambda: self._routers.admin().Drain, message, timeout_s)
+        return await self._call(lambda: self._routers.admin().Drain, message, timeout_s)
 
     async def set_policy(
         self,
@@ -382,7 +382,7 @@ class AsyncClient:
                 engine_policy=engine_policy,
                 reset=reset,
             )
-        return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
+        return await self._call(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
         """Return the cluster's capacity, and how much of it is in use.
@@ -394,7 +394,7 @@ class AsyncClient:
         (1, 256)
         """
         message = admin_pb2.CapacityRequest()
-        return await self._ask(lambda: self._routers.admin().Capacity, message, timeout_s)
+        return await self._call(lambda: self._routers.admin().Capacity, message, timeout_s)
 
     async def inject(
         self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
@@ -412,7 +412,7 @@ class AsyncClient:
         everlift.errors.ChaosForbidden: the cluster was started without chaos
         """
         once = Retries(0.0, 0.0, random.random)
-        return await self._ask(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
+        return await self._call(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
         """Close the client; calls and reads of its streams then raise Unreachable.
@@ -438,7 +438,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _ask(
+    async def _call(
         self,
         method: _Method[Q, A],
         request: Q,
@@ -452,16 +452,16 @@ class AsyncClient:
             tries += 1
             router, remaining = self._routers.current, budget.remaining()
             try:
-                return await self._try(method, request, remaining)
+                return await self._attempt(method, request, remaining)
             except DeadlineExceeded as error:
-                raise budget.cut_off(error) from None
+                raise budget.error_at_deadline(error) from None
             except EverliftError as error:
                 if is_unavailable(error) and tries < len(self._routers):
-                    self._routers.failed(router)
+                    self._routers.report_failure(router)
                 else:
                     await budget.wait(error, router)
 
-    async def _try(self, method: _Method[Q, A], request: Q, remaining: float | None) -> A:
+    async def _attempt(self, method: _Method[Q, A], request: Q, remaining: float | None) -> A:
         is_last = remaining is not None and remaining <= _TRY_TIMEOUT_S
         timeout = remaining if is_last else _TRY_TIMEOUT_S
         call = method()(request, timeout=timeout, metadata=self._routers.metadata)

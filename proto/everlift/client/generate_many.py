@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from everlift import wire
-from everlift.client.reading import DEADLINE_MARGIN_S, Reading, cancel, limit
-from everlift.client.reception import Chunk, Reception
+from everlift.client.reading import DEADLINE_MARGIN_S, OutputReader, cancel, set_timeout
+from everlift.client.reception import Chunk, ReceivedOutput
 from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.client.routers import Metadata, Routers
 from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug
@@ -22,11 +22,11 @@ from everlift.v1 import inference_pb2 as pb
 #: Largest size of the requests in one call of several, far below the limit of any router.
 _MAX_BYTES = 1 << 20
 #: Number of chunks that are buffered for the reader; further chunks stay with the routers.
-_UNREAD = 64
+_MAX_BUFFERED_CHUNKS = 64
 #: Free part of ``concurrency`` for which another call is worthwhile.
-_REFILL = 0.25
+_REFILL_FRACTION = 0.25
 #: When a stream is closed: number of concurrent Cancel calls, and seconds to wait for all answers.
-_CANCELS_AT_ONCE, _CANCEL_ALL_S = 64, 5.0
+_MAX_CONCURRENT_CANCELS, _CANCEL_ALL_TIMEOUT_S = 64, 5.0
 #: Marker behind the last chunk.
 _DONE = None
 
@@ -48,10 +48,10 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     index: int
     message: pb.GenerateRequest
-    reception: Reception
+    reception: ReceivedOutput
 
     def outcome(self, error: EverliftError | None) -> Outcome:
         return Outcome(
@@ -96,20 +96,22 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         single one. ``timeout_s`` applies to each request, from the first attempt to send it. At
         most ``concurrency`` requests run at a time. ``metadata`` is sent with every call.
         """
-        asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
-        self._request_ids = tuple(each.message.request_id for each in asked)
+        pending = [
+            _PendingRequest(at, it, ReceivedOutput(it.request_id)) for at, it in enumerate(messages)
+        ]
+        self._request_ids = tuple(each.message.request_id for each in pending)
         self._outcomes: dict[int, Outcome] = {}
         self._routers = routers
         self._retries = retries
         self._timeout_s = timeout_s
         self._concurrency = concurrency
         self._metadata = metadata
-        self._waiting = deque(asked)
-        self._under_way: dict[int, _Asked] = {}
+        self._waiting = deque(pending)
+        self._in_flight: dict[int, _PendingRequest] = {}
         self._has_ended = asyncio.Event()
-        self._came: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue(_UNREAD)
+        self._chunks: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue(_MAX_BUFFERED_CHUNKS)
         self._work: asyncio.Task[None] | None = None
-        self._bug: Exception | None = None
+        self._internal_error: Exception | None = None
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -138,12 +140,12 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     async def __anext__(self) -> tuple[int, Chunk]:
         if self._work is None:
             self._work = asyncio.create_task(self._run())
-        came = await self._came.get()
-        if came is not None:
-            return came
-        self._came.put_nowait(_DONE)
-        if self._bug is not None:
-            raise self._bug
+        item = await self._chunks.get()
+        if item is not None:
+            return item
+        self._chunks.put_nowait(_DONE)
+        if self._internal_error is not None:
+            raise self._internal_error
         raise StopAsyncIteration
 
     async def texts(self) -> list[str | EverliftError]:
@@ -176,15 +178,15 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait({self._work})
-        while not self._came.empty():
-            self._came.get_nowait()
-        self._came.put_nowait(_DONE)
-        under_way, never_sent = list(self._under_way.values()), list(self._waiting)
-        self._under_way.clear()
+        while not self._chunks.empty():
+            self._chunks.get_nowait()
+        self._chunks.put_nowait(_DONE)
+        in_flight, never_sent = list(self._in_flight.values()), list(self._waiting)
+        self._in_flight.clear()
         self._waiting.clear()
-        for each in under_way + never_sent:
+        for each in in_flight + never_sent:
             self._outcomes[each.index] = each.outcome(Cancelled("its stream was closed"))
-        await _cancel_all(self._routers, [each.message.request_id for each in under_way])
+        await _cancel_all(self._routers, [each.message.request_id for each in in_flight])
 
     async def __aenter__(self) -> Self:
         return self
@@ -202,23 +204,23 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             async with self._tasks:
                 await self._feed()
         except Exception as error:
-            self._bug = error
-        await self._came.put(_DONE)
+            self._internal_error = error
+        await self._chunks.put(_DONE)
 
     async def _feed(self) -> None:
         while self._waiting:
-            refill = min(len(self._waiting), max(1, round(self._concurrency * _REFILL)))
-            while (room := self._concurrency - len(self._under_way)) < refill:
+            refill = min(len(self._waiting), max(1, round(self._concurrency * _REFILL_FRACTION)))
+            while (num_free := self._concurrency - len(self._in_flight)) < refill:
                 self._has_ended.clear()
                 await self._has_ended.wait()
-            part = self._next_part(room)
-            self._under_way.update(part)
-            self._tasks.create_task(self._carry(part))
+            part = self._next_part(num_free)
+            self._in_flight.update(part)
+            self._tasks.create_task(self._run_part(part))
 
-    def _next_part(self, room: int) -> dict[int, _Asked]:
-        part: dict[int, _Asked] = {}
+    def _next_part(self, num_free: int) -> dict[int, _PendingRequest]:
+        part: dict[int, _PendingRequest] = {}
         num_bytes = 0
-        while self._waiting and len(part) < min(room, MAX_REQUESTS):
+        while self._waiting and len(part) < min(num_free, MAX_REQUESTS):
             num_bytes += self._waiting[0].message.ByteSize()
             if part and num_bytes > _MAX_BYTES:
                 break
@@ -226,7 +228,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part[each.index] = each
         return part
 
-    async def _carry(self, part: dict[int, _Asked]) -> None:
+    async def _run_part(self, part: dict[int, _PendingRequest]) -> None:
         """Run the requests of ``part`` until each has ended or continues in a call of its own.
 
         If their call breaks, each accepted request continues in a call of its own, and the others
@@ -240,12 +242,16 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
                 await self._read(part, deadline, budget)
             except EverliftError as error:
                 for each in [it for it in part.values() if it.reception.is_accepted]:
-                    self._hand_over(part, each, deadline, error)
+                    self._move_to_own_call(part, each, deadline, error)
                 if part:
                     await self._wait(part, budget, error, router)
 
     async def _wait(
-        self, part: dict[int, _Asked], budget: RetryBudget, error: EverliftError, router: str
+        self,
+        part: dict[int, _PendingRequest],
+        budget: RetryBudget,
+        error: EverliftError,
+        router: str,
     ) -> None:
         try:
             await budget.wait(error, router)
@@ -254,7 +260,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
                 self._end(each, final)
             part.clear()
 
-    async def _read(self, part: dict[int, _Asked], deadline: Deadline, budget: RetryBudget) -> None:
+    async def _read(
+        self, part: dict[int, _PendingRequest], deadline: Deadline, budget: RetryBudget
+    ) -> None:
         """Send the requests of ``part`` in one call, and read the call until ``part`` is empty.
 
         A request is removed from ``part`` when it has ended, or continues in a call of its own.
@@ -262,7 +270,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         """
         sent, remaining = list(part.values()), budget.remaining()
         for each in sent:
-            limit(each.message, remaining)
+            set_timeout(each.message, remaining)
         call = self._routers.inference().GenerateMany(
             pb.GenerateManyRequest(requests=[each.message for each in sent]),
             timeout=None if remaining is None else remaining + DEADLINE_MARGIN_S,
@@ -272,38 +280,48 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             while part:
                 if (answer := await wire.read(call)) is None:
                     raise Unreachable("the stream broke off")
-                budget.succeeded()
+                budget.report_success()
                 for piece in answer.pieces:
                     # A request that has ended, or continues in its own call, is not in ``part``.
                     if (each := sent[piece.index]).index in part:
-                        await self._take(part, each, piece, deadline)
+                        await self._accept_piece(part, each, piece, deadline)
         finally:
             call.cancel()
 
-    async def _take(
-        self, part: dict[int, _Asked], each: _Asked, piece: pb.ManyPiece, deadline: Deadline
+    async def _accept_piece(
+        self,
+        part: dict[int, _PendingRequest],
+        each: _PendingRequest,
+        piece: pb.ManyPiece,
+        deadline: Deadline,
     ) -> None:
         try:
             if piece.HasField("failure"):
                 raise _error(piece.failure)
             chunk = each.reception.accept(piece.piece)
         except EverliftError as error:
-            self._hand_over(part, each, deadline, error)
+            self._move_to_own_call(part, each, deadline, error)
             return
         if chunk is not None:
-            await self._came.put((each.index, chunk))
+            await self._chunks.put((each.index, chunk))
         if each.reception.is_complete:
             del part[each.index]
             self._end(each)
 
-    def _hand_over(
-        self, part: dict[int, _Asked], each: _Asked, deadline: Deadline, error: EverliftError
+    def _move_to_own_call(
+        self,
+        part: dict[int, _PendingRequest],
+        each: _PendingRequest,
+        deadline: Deadline,
+        error: EverliftError,
     ) -> None:
         del part[each.index]
-        self._tasks.create_task(self._go_on(each, deadline, error))
+        self._tasks.create_task(self._resume(each, deadline, error))
 
-    async def _go_on(self, each: _Asked, deadline: Deadline, error: EverliftError) -> None:
-        reading = Reading(
+    async def _resume(
+        self, each: _PendingRequest, deadline: Deadline, error: EverliftError
+    ) -> None:
+        reader = OutputReader(
             self._routers,
             each.reception,
             self._budget(deadline),
@@ -311,18 +329,18 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             self._metadata,
         )
         try:
-            await reading.recover(error)
-            while (chunk := await reading.next()) is not None:
-                await self._came.put((each.index, chunk))
+            await reader.recover(error)
+            while (chunk := await reader.next()) is not None:
+                await self._chunks.put((each.index, chunk))
             self._end(each)
         except EverliftError as final:
             self._end(each, final)
         finally:
-            reading.close()
+            reader.close()
 
-    def _end(self, each: _Asked, error: EverliftError | None = None) -> None:
+    def _end(self, each: _PendingRequest, error: EverliftError | None = None) -> None:
         self._outcomes[each.index] = each.outcome(error)
-        del self._under_way[each.index]
+        del self._in_flight[each.index]
         self._has_ended.set()
 
     def _budget(self, deadline: Deadline) -> RetryBudget:
@@ -336,14 +354,14 @@ def _error(failure: pb.Failure) -> EverliftError:
 
 
 async def _cancel_all(routers: Routers, request_ids: Sequence[str]) -> None:
-    some = asyncio.Semaphore(_CANCELS_AT_ONCE)
+    semaphore = asyncio.Semaphore(_MAX_CONCURRENT_CANCELS)
 
     async def end(request_id: str) -> None:
-        async with some:
+        async with semaphore:
             await cancel(routers, request_id)
 
     if request_ids:
         tasks = [asyncio.create_task(end(request_id)) for request_id in request_ids]
-        _, left = await asyncio.wait(tasks, timeout=_CANCEL_ALL_S)
-        for task in left:
+        _, unfinished = await asyncio.wait(tasks, timeout=_CANCEL_ALL_TIMEOUT_S)
+        for task in unfinished:
             task.cancel()

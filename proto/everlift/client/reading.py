@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from everlift import logs, wire
-from everlift.client.reception import Chunk, Reception
+from everlift.client.reception import Chunk, ReceivedOutput
 from everlift.client.retries import RetryBudget, is_refusal, now
 from everlift.client.routers import Metadata, Routers
 from everlift.errors import (
@@ -31,13 +31,13 @@ _CANCEL_TIMEOUT_S = 2.0
 _STEADY_S = 1.0
 
 
-class Reading:
+class OutputReader:
     """Reader of a request's output: calls Generate until it is accepted, and then Attach."""
 
     def __init__(
         self,
         routers: Routers,
-        reception: Reception,
+        reception: ReceivedOutput,
         budget: RetryBudget,
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
@@ -46,14 +46,14 @@ class Reading:
 
         ``reception`` receives the output. ``metadata`` is sent with the submission.
         """
-        self.is_over = False
+        self.is_closed = False
         self._routers = routers
         self._reception = reception
         self._budget = budget
         self._submission = submission
         self._metadata = metadata
         self._router = ""
-        self._heard_since: float | None = None
+        self._receiving_since: float | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
 
     async def next(self) -> Chunk | None:
@@ -61,7 +61,7 @@ class Reading:
 
         Raises EverliftError if the request failed, or if retries did not succeed.
         """
-        while not self.is_over:
+        while not self.is_closed:
             try:
                 chunk = self._reception.accept(await self._read())
             except EverliftError as error:
@@ -70,14 +70,14 @@ class Reading:
             if self._reception.is_complete:
                 self.close()
             if chunk is not None:
-                self._budget.succeeded()
+                self._budget.report_success()
                 return chunk
         return None
 
     def close(self) -> None:
         """Stop reading. The router treats the request according to its ``on_disconnect``."""
-        self.is_over = True
-        self._hang_up()
+        self.is_closed = True
+        self._cancel_call()
 
     async def recover(self, error: EverliftError) -> None:
         """Wait until the request may be tried again after ``error``.
@@ -88,69 +88,69 @@ class Reading:
         refused = is_refusal(error)
         # A refusal after a long wait in the queue is not a success.
         if self._is_steady and not refused:
-            self._budget.succeeded()
-        self._hang_up()
+            self._budget.report_success()
+        self._cancel_call()
         try:
             if refused:
-                self._take_back(error)
+                self._mark_not_accepted(error)
             await self._budget.wait(error, self._router)
         except EverliftError as final:
-            self.is_over = True
-            raise self._named(final) from final.__cause__
-        _tell(self._reception, error)
+            self.is_closed = True
+            raise self._final_error(final) from final.__cause__
+        _log_continuation(self._reception, error)
 
     @property
     def _is_steady(self) -> bool:
-        return self._heard_since is not None and now() - self._heard_since > _STEADY_S
+        return self._receiving_since is not None and now() - self._receiving_since > _STEADY_S
 
-    def _take_back(self, refusal: EverliftError) -> None:
+    def _mark_not_accepted(self, refusal: EverliftError) -> None:
         """Mark the request as not accepted after ``refusal``, so that it is submitted again.
 
         Raises ``refusal`` if the request was not submitted by this reader, or if output of it has
         been received.
         """
         if self._reception.is_accepted:
-            if self._submission is None or self._reception.has_begun:
+            if self._submission is None or self._reception.has_output:
                 raise refusal
             self._reception.is_accepted = False
 
     async def _read(self) -> pb.GenerateResponse:
         if self._call is None:
-            self._call = self._dial()
+            self._call = self._start_call()
         piece = await wire.read(self._call)
         if piece is None:
             raise Unreachable("the stream broke off")
-        if self._heard_since is None:
-            self._heard_since = now()
+        if self._receiving_since is None:
+            self._receiving_since = now()
         return piece
 
-    def _dial(self) -> grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]:
+    def _start_call(self) -> grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]:
         self._router = self._routers.current
         stub, remaining = self._routers.inference(), self._budget.remaining()
         timeout = None if remaining is None else remaining + DEADLINE_MARGIN_S
         metadata = self._routers.metadata
         # Before its acceptance, a request may be submitted again: its id prevents a second request.
         if self._submission is not None and not self._reception.is_accepted:
-            limit(self._submission, remaining)
+            set_timeout(self._submission, remaining)
             return stub.Generate(
                 self._submission, timeout=timeout, metadata=metadata + self._metadata
             )
         return stub.Attach(self._reception.attach_request(), timeout=timeout, metadata=metadata)
 
-    def _named(self, error: EverliftError) -> EverliftError:
+    def _final_error(self, error: EverliftError) -> EverliftError:
         is_unknown = isinstance(error, UnknownRequest | OffsetOutOfRange)
         is_forgotten = isinstance(error, ForgottenRequest)
         if self._reception.is_accepted and is_unknown and not is_forgotten:
             return DataLoss(f"the cluster lost a request that it had accepted: {error}")
         return error
 
-    def _hang_up(self) -> None:
+    def _cancel_call(self) -> None:
         if self._call is not None:
             self._call.cancel()
-            self._call = self._heard_since = None
+            self._call = self._receiving_since = None
 
 
-def limit(submission: pb.GenerateRequest, remaining: float | None) -> None:
+def set_timeout(submission: pb.GenerateRequest, remaining: float | None) -> None:
     """Set the timeout of ``submission`` to the ``remaining`` seconds, unless these are None."""
     if remaining is not None:
         submission.timeout_ms = max(1, round(remaining * 1e3))
@@ -168,7 +168,7 @@ async def cancel(routers: Routers, request_id: str) -> None:
         log.info("cancel failed", request_id=request_id, cause=str(error))
 
 
-def _tell(reception: Reception, error: EverliftError) -> None:
+def _log_continuation(reception: ReceivedOutput, error: EverliftError) -> None:
     log.info(
         "stream continues",
         request_id=reception.request_id,

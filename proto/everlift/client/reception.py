@@ -31,7 +31,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Reception:
+class ReceivedOutput:
     """Output of one request that the client has received, in one call or in several.
 
     Tokens that several calls deliver are received only once.
@@ -67,7 +67,7 @@ class Reception:
         return self.usage is not None
 
     @property
-    def has_begun(self) -> bool:
+    def has_output(self) -> bool:
         """Return whether a token or the end of a choice has been received."""
         return any(self._next.values()) or bool(self.finish_reasons)
 
@@ -98,12 +98,12 @@ class Reception:
         """
         self.is_accepted = True
         # After another Attach, the router repeats the end of each choice.
-        chunk = None if piece.choice in self.finish_reasons else self._fresh(piece)
+        chunk = None if piece.choice in self.finish_reasons else self._new_chunk(piece)
         if piece.HasField("usage"):
             self.usage, self.timing = piece.usage, piece.timing
         return chunk
 
-    def _fresh(self, piece: pb.GenerateResponse) -> Chunk | None:
+    def _new_chunk(self, piece: pb.GenerateResponse) -> Chunk | None:
         following, end = self._next[piece.choice], piece.offset + len(piece.token_ids)
         if piece.offset > following:
             raise DataLoss(f"offsets {following} to {piece.offset - 1} of the stream are missing")

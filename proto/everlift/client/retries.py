@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from everlift.client.routers import Routers
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, NoWorker
 
-_FIRST_S = 0.05
+_INITIAL_DELAY_S = 0.05
 #: A lost router most often returns, or is replaced, within this many seconds. Until then, delays
-#: are at most _EAGER_S, so that its return is noticed soon.
-_EAGER_FOR_S = 3.0
-_EAGER_S = 0.2
-_LONGEST_S = 1.0
+#: are at most _MAX_EAGER_DELAY_S, so that its return is noticed soon.
+_EAGER_PERIOD_S = 3.0
+_MAX_EAGER_DELAY_S = 0.2
+_MAX_DELAY_S = 1.0
 #: Number of failures after which the delay no longer grows. It keeps the power of two small.
-_MANY = 32
+_MAX_EXPONENT = 32
 
 
 @dataclass(slots=True)
@@ -36,20 +36,20 @@ class Backoff:
         """End the row of failures, after a success."""
         self._failures = 0
 
-    def delay(self, now: float, at_least: float = 0.0) -> float | None:
+    def delay(self, now: float, min_delay: float = 0.0) -> float | None:
         """Count a failure at ``now``, and return the seconds to wait before the next attempt.
 
         Return None if the wait would end more than ``limit_s`` seconds after the first failure of
-        the row. The delay is not shorter than ``at_least`` seconds. Jitter is added to
-        ``at_least``, so that many clients that received the same value do not retry at the same
+        the row. The delay is not shorter than ``min_delay`` seconds. Jitter is added to
+        ``min_delay``, so that many clients that received the same value do not retry at the same
         moment. ``now`` is in seconds, of the same clock in all calls.
         """
         if not self._failures:
             self._since = now
-        most = _EAGER_S if now - self._since < _EAGER_FOR_S else _LONGEST_S
-        longest = min(most, _FIRST_S * 2 ** min(self._failures, _MANY))
+        most = _MAX_EAGER_DELAY_S if now - self._since < _EAGER_PERIOD_S else _MAX_DELAY_S
+        longest = min(most, _INITIAL_DELAY_S * 2 ** min(self._failures, _MAX_EXPONENT))
         jitter = self.random()
-        delay = max(longest * (0.5 + jitter / 2), at_least * (1 + jitter / 4))
+        delay = max(longest * (0.5 + jitter / 2), min_delay * (1 + jitter / 4))
         self._failures += 1
         return delay if now + delay <= self._since + self.limit_s else None
 
@@ -75,9 +75,9 @@ class Deadline:
             self._at = now + self.timeout_s
         return max(self._at - now, 0.0)
 
-    def passes_before(self, moment: float) -> bool:
-        """Return whether the deadline is before ``moment``; False before ``remaining`` is used."""
-        return self._at is not None and self._at < moment
+    def passes_before(self, timestamp: float) -> bool:
+        """Return whether the deadline is before ``timestamp``; False if it is not set."""
+        return self._at is not None and self._at < timestamp
 
 
 #: Seconds for which a stream tries to reconnect while no router answers.
@@ -98,7 +98,7 @@ class Retries:
         self._unavailable = Backoff(unavailable_s, random)
         self._refused = Backoff(refused_s, random)
 
-    def succeeded(self) -> None:
+    def report_success(self) -> None:
         self._unavailable.reset()
         self._refused.reset()
 
@@ -108,11 +108,11 @@ class Retries:
         Return None if the error must not be retried, or if the time for its retries is over. The
         delay is not shorter than the error's ``retry_after_s``. ``now`` is in seconds.
         """
-        at_least = error.retry_after_s or 0.0
+        min_delay = error.retry_after_s or 0.0
         if is_unavailable(error):
-            return self._unavailable.delay(now, at_least)
+            return self._unavailable.delay(now, min_delay)
         if is_refusal(error):
-            return self._refused.delay(now, at_least)
+            return self._refused.delay(now, min_delay)
         return None
 
 
@@ -132,7 +132,7 @@ def is_refusal(error: EverliftError) -> bool:
 #: Number of calls per second that resume if many calls of a client break at the same moment. Each
 #: costs the router a ledger lookup, and the first one shows whether a router answers at all.
 _RESUMED_PER_S = 500.0
-_LONGEST_TURN_S = 5.0
+_MAX_STAGGER_S = 5.0
 
 
 class RetryBudget:
@@ -142,10 +142,10 @@ class RetryBudget:
         self._routers = routers
         self._retries = retries
         self._deadline = deadline
-        self._passed: EverliftError | None = None
+        self._last_error: EverliftError | None = None
 
-    def succeeded(self) -> None:
-        self._retries.succeeded()
+    def report_success(self) -> None:
+        self._retries.report_success()
 
     def remaining(self) -> float | None:
         """Return the seconds to the deadline, or None if there is no deadline.
@@ -165,24 +165,24 @@ class RetryBudget:
         if delay is None or self._routers.is_closed:
             raise error
         if is_unavailable(error):
-            self._routers.failed(router)
+            self._routers.report_failure(router)
         if self._deadline.passes_before(now() + delay):
-            raise _too_late(error)
-        self._passed = error
-        turn = min(self._routers.num_waiting / _RESUMED_PER_S, _LONGEST_TURN_S)
-        with self._routers.waiting():
-            await asyncio.sleep(max(delay, turn))
+            raise _error_at_deadline(error)
+        self._last_error = error
+        stagger = min(self._routers.num_waiting / _RESUMED_PER_S, _MAX_STAGGER_S)
+        with self._routers.count_waiting():
+            await asyncio.sleep(max(delay, stagger))
 
-    def cut_off(self, late: DeadlineExceeded) -> EverliftError:
+    def error_at_deadline(self, error: DeadlineExceeded) -> EverliftError:
         """Return the error to raise for a call whose last attempt ended at the deadline.
 
-        ``late`` is the error of that attempt, and is returned if there was no other attempt.
+        ``error`` is the error of that attempt, and is returned if there was no other attempt.
         Otherwise, the returned error reports why the attempt before it failed.
         """
-        return late if self._passed is None else _too_late(self._passed)
+        return error if self._last_error is None else _error_at_deadline(self._last_error)
 
 
-def _too_late(error: EverliftError) -> EverliftError:
+def _error_at_deadline(error: EverliftError) -> EverliftError:
     if not is_unavailable(error):
         return error
     late = DeadlineExceeded("the deadline passed while no router answered")

@@ -39,7 +39,7 @@ class Routers:
         self._targets = tuple(targets)
         self._transport = transport
         self._current = 0
-        self._open: dict[tuple[str, object], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, object], grpc.aio.Channel] = {}
         self.is_closed = False
         #: number of calls that wait for their next attempt
         self.num_waiting = 0
@@ -77,7 +77,7 @@ class Routers:
         stub: ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(self._channel())
         return stub
 
-    def failed(self, target: str) -> None:
+    def report_failure(self, target: str) -> None:
         """Make the next router current, because ``target`` did not answer.
 
         Nothing changes if ``target`` is not current. If many calls report the same failure, only
@@ -87,7 +87,7 @@ class Routers:
             self._current = (self._current + 1) % len(self._targets)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def count_waiting(self) -> Iterator[None]:
         """Context manager: count a call in ``num_waiting`` while it waits for its next attempt."""
         self.num_waiting += 1
         try:
@@ -97,18 +97,18 @@ class Routers:
 
     async def close(self) -> None:
         self.is_closed = True
-        for channel in self._open.values():
+        for channel in self._channels.values():
             await channel.close()
-        self._open.clear()
+        self._channels.clear()
 
     def _channel(self) -> grpc.aio.Channel:
         if self.is_closed:
             raise Unreachable("the client is closed")
         # Calls on a channel with former credentials end there; new calls use another channel.
-        place = self.current, self._transport.credentials
-        if place not in self._open:
-            self._open[place] = self._transport.channel(self.current)
-        return self._open[place]
+        key = self.current, self._transport.credentials
+        if key not in self._channels:
+            self._channels[key] = self._transport.channel(self.current)
+        return self._channels[key]
 
 
 def _credentials(api_key: str | None) -> Metadata:

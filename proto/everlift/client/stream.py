@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from everlift.client.reading import Reading, cancel
-from everlift.client.reception import Chunk, Reception
+from everlift.client.reading import OutputReader, cancel
+from everlift.client.reception import Chunk, ReceivedOutput
 from everlift.client.retries import RetryBudget
 from everlift.client.routers import Metadata, Routers
 from everlift.messages import FinishReason
@@ -37,7 +37,7 @@ class Stream(AsyncIterator[Chunk]):
     def __init__(
         self,
         routers: Routers,
-        reception: Reception,
+        reception: ReceivedOutput,
         budget: RetryBudget,
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
@@ -49,8 +49,8 @@ class Stream(AsyncIterator[Chunk]):
         """
         self._routers = routers
         self._reception = reception
-        self._is_ours = submission is not None
-        self._reading = Reading(routers, reception, budget, submission, metadata)
+        self._cancels_on_close = submission is not None
+        self._reader = OutputReader(routers, reception, budget, submission, metadata)
 
     @property
     def request_id(self) -> str:
@@ -117,7 +117,7 @@ class Stream(AsyncIterator[Chunk]):
         return self
 
     async def __anext__(self) -> Chunk:
-        chunk = await self._reading.next()
+        chunk = await self._reader.next()
         if chunk is None:
             raise StopAsyncIteration
         return chunk
@@ -152,9 +152,9 @@ class Stream(AsyncIterator[Chunk]):
         >>> await stream.text()
         ''
         """
-        was_over = self._reading.is_over
-        self._reading.close()
-        if self._is_ours and not was_over:
+        was_closed = self._reader.is_closed
+        self._reader.close()
+        if self._cancels_on_close and not was_closed:
             await cancel(self._routers, self.request_id)
 
     async def __aenter__(self) -> Self:

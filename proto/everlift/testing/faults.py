@@ -24,7 +24,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _AtOffset:
     """Base class of the faults at a position in a choice's output.
 
     ``offset`` is the offset of a token, or the number of the choice's tokens for the end of the
@@ -38,7 +38,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Break(_Place):
+class Break(_AtOffset):
     """Fault that breaks the call, as if the connection were lost, before the piece at ``offset``.
 
     If ``offset`` is the number of the choice's tokens, the call breaks before the piece that ends
@@ -47,27 +47,27 @@ class Break(_Place):
 
 
 @dataclass(frozen=True, slots=True)
-class BreakOff(_Place):
+class BreakOff(_AtOffset):
     """Fault that ends the call without an error before the piece at ``offset``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hold(_Place):
+class Hold(_AtOffset):
     """Fault that sends no piece from ``offset`` on, until the request is cancelled or expires."""
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat(_Place):
+class Repeat(_AtOffset):
     """Fault that sends the token at ``offset`` twice, each time in a piece of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap(_Place):
+class Overlap(_AtOffset):
     """Fault that sends the token at ``offset`` again, in one piece with the token after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Skip(_Place):
+class Skip(_AtOffset):
     """Fault that leaves out the token at ``offset``."""
 
 
@@ -93,12 +93,12 @@ class Script:
 
         Raises the error of a Refuse, unless the Refuse is for one request of several.
         """
-        fault = self._take(call)
+        fault = self._pop(call)
         if isinstance(fault, Refuse) and fault.index is None:
             raise fault.error
         return fault
 
-    def _take(self, call: str) -> Fault | None:
+    def _pop(self, call: str) -> Fault | None:
         if not self._faults:
             return None
         first = self._faults[0]
@@ -108,6 +108,6 @@ class Script:
         return None
 
 
-def strikes(fault: Fault | None, index: int) -> bool:
+def applies_to(fault: Fault | None, index: int) -> bool:
     """Return whether ``fault`` is for the request at ``index`` of a call."""
     return fault is not None and fault.index == index

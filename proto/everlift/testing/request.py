@@ -106,7 +106,7 @@ class FakeRequest:
             elif offset > len(tokens):
                 raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
 
-    def places(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def positions(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the choice and the offset of each token and of each choice's end.
 
         The pairs are in the order of the offsets. ``offsets`` has, for each choice, the first

@@ -41,7 +41,7 @@ from everlift.testing.faults import (
     Script,
     Skip,
     Stop,
-    strikes,
+    applies_to,
 )
 from everlift.testing.request import Answer, FakeRequest, Output, words
 from everlift.transport import GRPC, Transport
@@ -182,25 +182,25 @@ class FakeRouter(
     ) -> AsyncIterator[pb.GenerateManyResponse]:
         async with self._answering(f"GenerateMany {len(request.requests)}", context) as fault:
             _check_many(request)
-            going = {
-                index: self._begun(each, fault if strikes(fault, index) else None)
+            active = {
+                index: self._start_pieces(each, fault if applies_to(fault, index) else None)
                 for index, each in enumerate(request.requests)
             }
             held: dict[int, _Pieces] = {}
-            while going or held:
+            while active or held:
                 # A held request does not delay the others.
-                turn = going or held
+                current = active or held
                 message = pb.GenerateManyResponse()
                 try:
-                    for index, pieces in tuple(turn.items()):
-                        await _take(message, index, pieces, turn, held)
+                    for index, pieces in tuple(current.items()):
+                        await _add_next_piece(message, index, pieces, current, held)
                 except (_Broken, _BrokenOff):
                     if message.pieces:
                         yield message
                     raise
                 yield message
 
-    async def _begun(self, request: pb.GenerateRequest, fault: Fault | None) -> _Pieces:
+    async def _start_pieces(self, request: pb.GenerateRequest, fault: Fault | None) -> _Pieces:
         if isinstance(fault, Refuse):
             raise fault.error
         async for piece in self._pieces(self._submit(request), (), fault):
@@ -253,7 +253,7 @@ class FakeRouter(
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
         async with self._answering("ListRequests", context):
-            wanted = [
+            selected = [
                 it
                 for it in reversed(self.requests.values())
                 if not request.states or it.state in request.states
@@ -261,8 +261,8 @@ class FakeRouter(
             first = int(request.page_token or 0)
             end = first + (request.page_size or _PAGE)
             return pb.ListRequestsResponse(
-                requests=[_summary(it) for it in wanted[first:end]],
-                next_page_token=str(end) if end < len(wanted) else "",
+                requests=[_summary(it) for it in selected[first:end]],
+                next_page_token=str(end) if end < len(selected) else "",
             )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -337,7 +337,7 @@ class FakeRouter(
     async def _answering(self, call: str, context: Context) -> AsyncIterator[Fault | None]:
         self.calls.append(call)
         try:
-            self._admit(context)
+            self._authenticate(context)
             yield self._script.next(call.partition(" ")[0])
         except EverliftError as error:
             await wire.abort(context, error)
@@ -346,7 +346,7 @@ class FakeRouter(
         except _BrokenOff:
             return
 
-    def _admit(self, context: Context) -> None:
+    def _authenticate(self, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
         if self._api_key and metadata.get("authorization") != f"Bearer {self._api_key}":
             raise Unauthenticated("the API key is missing or wrong")
@@ -381,8 +381,8 @@ class FakeRouter(
             raise Cancelled("the request was cancelled")
         start = offsets[0] if offsets else 0
         yield pb.GenerateResponse(request_id=known.submission.request_id, offset=start)
-        *places, last = known.places(offsets)
-        for choice, at in (*places, last):
+        *positions, last = known.positions(offsets)
+        for choice, at in (*positions, last):
             if isinstance(fault, Stop) and (fault.choice, fault.offset) == (choice, at):
                 if isinstance(fault, Hold):
                     yield None
@@ -402,24 +402,24 @@ def _check_many(request: pb.GenerateManyRequest) -> None:
         raise InvalidRequest("a request_id occurs twice")
 
 
-async def _take(
+async def _add_next_piece(
     message: pb.GenerateManyResponse,
     index: int,
     pieces: _Pieces,
-    going: dict[int, _Pieces],
+    active: dict[int, _Pieces],
     held: dict[int, _Pieces],
 ) -> None:
     try:
         piece = await anext(pieces)
     except StopAsyncIteration:
-        del going[index]
+        del active[index]
     except EverliftError as error:
         failure = pb.Failure(slug=error.slug, message=str(error), retry_after_s=error.retry_after_s)
         message.pieces.add(index=index, failure=failure)
-        del going[index]
+        del active[index]
     else:
         if piece is None:
-            held[index] = going.pop(index)
+            held[index] = active.pop(index)
         else:
             message.pieces.add(index=index, piece=piece)
 

@@ -125,10 +125,12 @@ class _Channel:
             request: Any, *, timeout: float | None = None, metadata: Metadata | None = None
         ) -> _Call[Any]:
             data = request_serializer(request)
-            begun = _Call(response_deserializer, timeout)
-            self._calls = [*(it for it in self._calls if not it.is_over), begun]
-            begun.begin(self._servers.get(self._address), _Details(path, metadata or ()), data)
-            return begun
+            started = _Call(response_deserializer, timeout)
+            self._calls = [*(it for it in self._calls if not it.is_done), started]
+            started.start_call(
+                self._servers.get(self._address), _Details(path, metadata or ()), data
+            )
+            return started
 
         return call
 
@@ -138,7 +140,7 @@ class _Channel:
         """Cancel the calls of this channel, and wait until their handlers have ended."""
         for call in self._calls:
             call.cancel()
-            await call.is_left()
+            await call.wait_handler()
 
 
 class _Call(Generic[A]):
@@ -152,30 +154,32 @@ class _Call(Generic[A]):
         loop = asyncio.get_running_loop()
         self._parse = parse
         self._deadline = None if timeout is None else loop.time() + timeout
-        self._timer = None if timeout is None else loop.call_later(timeout, self._too_late)
+        self._timer = None if timeout is None else loop.call_later(timeout, self._on_deadline)
         self._answers: asyncio.Queue[bytes | _Status] = asyncio.Queue()
-        self._room = asyncio.Semaphore(_WINDOW)
+        self._window = asyncio.Semaphore(_WINDOW)
         self._ended = asyncio.Event()
         self._status: _Status | None = None
-        self._aborted: _Status | None = None
+        self._abort_status: _Status | None = None
         self._metadata: Metadata = ()
-        self._serving: asyncio.Task[None] | None = None
+        self._handler_task: asyncio.Task[None] | None = None
 
-    def begin(self, server: _Server | None, details: _Details, data: bytes) -> None:
+    def start_call(self, server: _Server | None, details: _Details, data: bytes) -> None:
         if server is None:
             self._answers.put_nowait(_Status(grpc.StatusCode.UNAVAILABLE, "connection refused"))
             return
         self._metadata = details.invocation_metadata
-        self._serving = asyncio.create_task(self._serve(server.handler(details), data))
+        self._handler_task = asyncio.create_task(self._serve(server.handler(details), data))
         server.calls[self] = None
-        self._serving.add_done_callback(lambda _: server.calls.pop(self))
+        self._handler_task.add_done_callback(lambda _: server.calls.pop(self))
 
     # the client's side
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the call and its handler have ended."""
-        return self._status is not None and (self._serving is None or self._serving.done())
+        return self._status is not None and (
+            self._handler_task is None or self._handler_task.done()
+        )
 
     async def read(self) -> Any:
         """Return the next answer, or grpc.aio.EOF after the last one."""
@@ -185,9 +189,9 @@ class _Call(Generic[A]):
             self.cancel()
             raise
         if isinstance(item, bytes):
-            self._room.release()
+            self._window.release()
             return self._parse(item)
-        self._settle(item)
+        self._set_status(item)
         if item.code is grpc.StatusCode.CANCELLED:
             raise asyncio.CancelledError
         if item.code is not grpc.StatusCode.OK:
@@ -207,42 +211,42 @@ class _Call(Generic[A]):
     def cancel(self) -> bool:
         return self._abandon(_Status(grpc.StatusCode.CANCELLED, "Locally cancelled"))
 
-    def _too_late(self) -> None:
+    def _on_deadline(self) -> None:
         self._abandon(_Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
     def _abandon(self, status: _Status) -> bool:
         if self._status is not None:
             return False
-        if self._serving is not None:
-            self._serving.cancel()
-        self._settle(status)
+        if self._handler_task is not None:
+            self._handler_task.cancel()
+        self._set_status(status)
         # The next read returns the status, before any unread answer.
         while not self._answers.empty():
             self._answers.get_nowait()
         self._answers.put_nowait(status)
         return True
 
-    def _settle(self, status: _Status) -> None:
+    def _set_status(self, status: _Status) -> None:
         self._status = self._status or status
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
 
-    async def is_left(self) -> None:
+    async def wait_handler(self) -> None:
         """Wait until the handler has ended."""
-        if self._serving is not None:
-            await asyncio.wait({self._serving})
+        if self._handler_task is not None:
+            await asyncio.wait({self._handler_task})
 
     async def code(self) -> grpc.StatusCode:
-        return (await self._end()).code
+        return (await self._wait_status()).code
 
     async def details(self) -> str:
-        return (await self._end()).details
+        return (await self._wait_status()).details
 
     async def trailing_metadata(self) -> Metadata:
-        return (await self._end()).metadata
+        return (await self._wait_status()).metadata
 
-    async def _end(self) -> _Status:
+    async def _wait_status(self) -> _Status:
         await self._ended.wait()
         assert self._status is not None
         return self._status
@@ -254,10 +258,10 @@ class _Call(Generic[A]):
         try:
             await self._handle(handler, data)
         except grpc.aio.AbortError:
-            assert self._aborted is not None
-            status = self._aborted
+            assert self._abort_status is not None
+            status = self._abort_status
         except asyncio.CancelledError:
-            status = self._aborted or _Status(grpc.StatusCode.CANCELLED)
+            status = self._abort_status or _Status(grpc.StatusCode.CANCELLED)
             raise
         except Exception as error:
             # An error in a test's answer function is reported as a gRPC server reports it.
@@ -277,20 +281,20 @@ class _Call(Generic[A]):
                 await self._send(handler.response_serializer(answer))
 
     async def _send(self, data: bytes) -> None:
-        await self._room.acquire()
+        await self._window.acquire()
         self._answers.put_nowait(data)
 
     async def break_off(self, cause: str) -> None:
         """Break the call as if the connection were lost, and wait until its handler has ended."""
-        self._aborted = _Status(grpc.StatusCode.UNAVAILABLE, cause)
-        if self._serving is not None:
-            self._serving.cancel()
-        await self.is_left()
+        self._abort_status = _Status(grpc.StatusCode.UNAVAILABLE, cause)
+        if self._handler_task is not None:
+            self._handler_task.cancel()
+        await self.wait_handler()
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
     ) -> NoReturn:
-        self._aborted = _Status(code, details, tuple(trailing_metadata))
+        self._abort_status = _Status(code, details, tuple(trailing_metadata))
         raise grpc.aio.AbortError
 
     def invocation_metadata(self) -> Metadata:

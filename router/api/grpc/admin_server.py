@@ -78,10 +78,12 @@ class AdminServer:
         changes = {field.name: value for field, value in message.ListFields()}
         changes |= dict.fromkeys(changes.pop("reset", ()))
         try:
-            holding = await self._runtime_policy.set(changes)
+            effective_settings = await self._runtime_policy.set(changes)
         except SettingsError as error:
             raise InvalidRequest(str(error)) from None
-        return pb.SetPolicyResponse(**holding.values, overridden=holding.overridden)
+        return pb.SetPolicyResponse(
+            **effective_settings.values, overridden=effective_settings.overridden
+        )
 
     async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
         parse(pb.CapacityRequest, data)

@@ -31,38 +31,38 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 #: Seconds by which a request's timeout is shorter than its call's deadline, so that the error with
 #: its cause arrives before the client gives up.
-_TO_ANSWER_S = 0.05
+_ANSWER_MARGIN_S = 0.05
 
 
 @dataclass(slots=True)
 class Call:
     """gRPC call whose caller is authenticated and has the required scope.
 
-    ``came`` is the time at which the call arrived (``event_loop.now()``). Names in ``headers`` are
-    in lower case. Handlers add to ``told``, the initial metadata that the client receives even if
-    the call fails.
+    ``arrived_at`` is the time at which the call arrived (``event_loop.now()``). Names in
+    ``headers`` are in lower case. Handlers add to ``initial_metadata``, which the client receives
+    even if the call fails.
     """
 
     caller: Caller
     headers: Mapping[str, str]
     context: Context
-    came: float
-    told: dict[str, str] = field(default_factory=dict)
+    arrived_at: float
+    initial_metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def timeout_s(self) -> float | None:
         """Return the seconds that a request of this call may take; None if it has no deadline."""
-        left_s = self.context.time_remaining()
-        return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
+        remaining_s = self.context.time_remaining()
+        return None if remaining_s is None else max(remaining_s - _ANSWER_MARGIN_S, remaining_s / 2)
 
-    async def greet(self) -> None:
-        """Send ``told`` as initial metadata, unless it is empty."""
-        if self.told:
+    async def send_initial_metadata(self) -> None:
+        """Send the initial metadata, unless it is empty."""
+        if self.initial_metadata:
             await self.send_head()
 
     async def send_head(self) -> None:
         """Send initial metadata now, so that a proxy sees an answer before the first message."""
-        await self.context.send_initial_metadata(tuple(self.told.items()))
+        await self.context.send_initial_metadata(tuple(self.initial_metadata.items()))
 
 
 def service_name(handlers: grpc.GenericRpcHandler) -> str:
@@ -110,10 +110,10 @@ class Handlers:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that answers one message with a stream of messages."""
 
-        async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
+        async def start(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(await _only(messages), call)
 
-        return self._stream(begin, scopes)
+        return self._stream(start, scopes)
 
     def bidirectional(
         self,
@@ -125,14 +125,14 @@ class Handlers:
         ``handler`` may read messages after its first answers.
         """
 
-        async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
+        async def start(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(messages, call)
 
-        return self._stream(begin, scopes)
+        return self._stream(start, scopes)
 
     def _stream(
         self,
-        begin: Callable[[AsyncIterator[bytes], Call], Awaitable[Closable[Message]]],
+        start: Callable[[AsyncIterator[bytes], Call], Awaitable[Closable[Message]]],
         scopes: Sequence[Scope],
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def answer(
@@ -141,7 +141,7 @@ class Handlers:
             try:
                 call = self._admit(context, scopes)
                 await call.send_head()
-                async with aclosing(await begin(messages, call)) as pieces:
+                async with aclosing(await start(messages, call)) as pieces:
                     async for piece in pieces:
                         yield piece
             except Exception as error:
@@ -156,7 +156,8 @@ class Handlers:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that streams the output of the request that ``handler`` opens.
 
-        What ``handler`` adds to ``Call.told`` is sent as initial metadata before the first message.
+        What ``handler`` adds to ``Call.initial_metadata`` is sent as initial metadata before the
+        first message.
         """
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -165,7 +166,7 @@ class Handlers:
                 try:
                     opened = await handler(await _only(messages), call)
                 finally:
-                    await call.greet()
+                    await call.send_initial_metadata()
                 async with aclosing(opened.pieces):
                     await _send(opened.pieces, context)
             except Exception as error:
@@ -183,7 +184,7 @@ class Handlers:
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
                 call = self._admit(context, scopes)
-                await call.greet()
+                await call.send_initial_metadata()
                 return await handler(await _only(messages), call)
             except Exception as error:
                 await _abort(context, error)
@@ -194,12 +195,12 @@ class Handlers:
         )
 
     def _admit(self, context: Context, scopes: Sequence[Scope]) -> Call:
-        came, headers = now(), _headers(context)
+        arrived_at, headers = now(), _headers(context)
         caller = self._authenticator.admit(headers)
         caller.check(*scopes)
-        call = Call(caller, headers, context, came)
+        call = Call(caller, headers, context, arrived_at)
         if x_request_id := header_request_id(headers):
-            call.told[X_REQUEST_ID] = x_request_id
+            call.initial_metadata[X_REQUEST_ID] = x_request_id
         return call
 
 

@@ -24,28 +24,28 @@ from router.auth.caller import OPEN, Scope
 from router.requests.manager import Requests
 
 _NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
-_WHOLE = ""
+_OVERALL = ""
 _LIVENESS = "live"
 #: Seconds between two checks of the readiness, after which watchers receive a change.
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 
 class HealthServer:
     def __init__(self, requests: Requests, services: Collection[str]) -> None:
         """Create the server; ``services`` are the names of the router's other services."""
         self._requests = requests
-        self._readiness = frozenset({_WHOLE, _NAME, *services})
+        self._readiness = frozenset({_OVERALL, _NAME, *services})
         # One timer checks the readiness for all watchers.
         self._num_watching = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._seen = False
+        self._was_accepting = False
         self._changed = asyncio.Event()
 
     def status(self, service: str) -> pb.HealthCheckResponse:
-        return self._status(service, self._requests.takes_new)
+        return self._status(service, self._requests.accepts_requests)
 
-    def _status(self, service: str, takes_new: bool) -> pb.HealthCheckResponse:
-        if service == _LIVENESS or (service in self._readiness and takes_new):
+    def _status(self, service: str, accepts_requests: bool) -> pb.HealthCheckResponse:
+        if service == _LIVENESS or (service in self._readiness and accepts_requests):
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
         if service in self._readiness:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)
@@ -58,16 +58,16 @@ class HealthServer:
         return answer
 
     async def watch(self, data: bytes, call: Call) -> AsyncGenerator[pb.HealthCheckResponse, None]:
-        service, told = parse(pb.HealthCheckRequest, data).service, None
+        service, last_sent = parse(pb.HealthCheckRequest, data).service, None
         self._num_watching += 1
         try:
             if self._timer is None:
                 self._tick()
             while True:
-                self._look()
+                self._refresh()
                 changed = self._changed
-                if (answer := self._status(service, self._seen)) != told:
-                    told = answer
+                if (answer := self._status(service, self._was_accepting)) != last_sent:
+                    last_sent = answer
                     yield answer
                 await changed.wait()
         finally:
@@ -76,12 +76,12 @@ class HealthServer:
     def _tick(self) -> None:
         self._timer = None
         if self._num_watching:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
-            self._look()
+            self._timer = asyncio.get_running_loop().call_later(_POLL_INTERVAL_S, self._tick)
+            self._refresh()
 
-    def _look(self) -> None:
-        if (takes_new := self._requests.takes_new) != self._seen:
-            self._seen = takes_new
+    def _refresh(self) -> None:
+        if (accepts_requests := self._requests.accepts_requests) != self._was_accepting:
+            self._was_accepting = accepts_requests
             self._changed.set()
             self._changed = asyncio.Event()
 

@@ -25,16 +25,17 @@ from router.requests.timing import Journal
 _FIXED = {1: 8, 5: 4}
 _VARINT, _LENGTH = 0, 2
 #: Maximum length of a varint, in bytes.
-_MOST_BYTES = 10
+_MAX_VARINT_BYTES = 10
 
 
-def count(data: bytes, most: int) -> int:
+def count(data: bytes, max_fields: int) -> int:
     """Return the number of top-level fields of an encoded protobuf message, without parsing it.
 
-    Counting stops at the first invalid field, and at ``most`` + 1 fields, which means "too many".
+    Counting stops at the first invalid field, and at ``max_fields`` + 1 fields, which means "too
+    many".
     """
     at = found = 0
-    while at < len(data) and found <= most:
+    while at < len(data) and found <= max_fields:
         tag, at = _varint(data, at)
         kind = tag & 7
         if kind == _VARINT:
@@ -52,7 +53,7 @@ def count(data: bytes, most: int) -> int:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = 0
-    for place, byte in enumerate(data[at : at + _MOST_BYTES]):
+    for place, byte in enumerate(data[at : at + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * place)
         if byte < 0x80:
             return value, at + place + 1
@@ -73,28 +74,28 @@ class InferenceServer:
         message = self._submitted(pb.GenerateRequest, data)
         try:
             opened = await self._inference.generate(
-                call.caller, message, call.headers, Journal(call.came), call.timeout_s
+                call.caller, message, call.headers, Journal(call.arrived_at), call.timeout_s
             )
         except Exception:
             # The id of a rejected request may be invalid; an invalid id is not returned.
             if is_request_id(message.request_id):
-                call.told[service.IDEMPOTENCY_KEY] = message.request_id
+                call.initial_metadata[service.IDEMPOTENCY_KEY] = message.request_id
             raise
-        return _told(call, opened)
+        return _with_metadata(call, opened)
 
     def generate_many(self, data: bytes, call: Call) -> Closable[pb.GenerateManyResponse]:
-        message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
+        message = self._submitted(pb.GenerateManyRequest, data, max_fields=2 * MAX_REQUESTS)
         return self._inference.generate_many(
-            call.caller, message, call.headers, call.came, call.timeout_s
+            call.caller, message, call.headers, call.arrived_at, call.timeout_s
         )
 
-    def _submitted(self, kind: type[M], data: bytes, most_fields: int | None = None) -> M:
+    def _submitted(self, kind: type[M], data: bytes, max_fields: int | None = None) -> M:
         try:
-            if most_fields is not None and count(data, most_fields) > most_fields:
-                raise OutOfRange(f"the message has more than {most_fields} fields")
+            if max_fields is not None and count(data, max_fields) > max_fields:
+                raise OutOfRange(f"the message has more than {max_fields} fields")
             return parse(kind, data)
         except EverliftError as error:
-            self._inference.turned_away(error)
+            self._inference.count_rejected(error)
             raise
 
     async def attach(self, data: bytes, call: Call) -> Opened:
@@ -102,7 +103,7 @@ class InferenceServer:
         opened = await self._inference.attach(
             call.caller, message, is_relayed=is_relayed(call.headers)
         )
-        return _told(call, opened)
+        return _with_metadata(call, opened)
 
     async def cancel(self, data: bytes, call: Call) -> pb.CancelResponse:
         return await self._inference.cancel(call.caller, parse(pb.CancelRequest, data))
@@ -157,8 +158,8 @@ class InferenceServer:
         return grpc.method_handlers_generic_handler(name, methods)
 
 
-def _told(call: Call, opened: Opened) -> Opened:
-    call.told[service.IDEMPOTENCY_KEY] = opened.request_id
+def _with_metadata(call: Call, opened: Opened) -> Opened:
+    call.initial_metadata[service.IDEMPOTENCY_KEY] = opened.request_id
     if opened.trace is not None:
-        call.told[TRACERESPONSE] = str(opened.trace)
+        call.initial_metadata[TRACERESPONSE] = str(opened.trace)
     return opened

@@ -37,7 +37,7 @@ class Carrier(Protocol):
     @property
     def limits(self) -> Limits: ...
 
-    def hold(self, size: int) -> None:
+    def add_buffered(self, size: int) -> None:
         """Add ``size`` bytes to the buffered bytes of incomplete messages on the connection.
 
         ``size`` is negative if bytes are released. Raises RateLimited if there are then too many.
@@ -52,7 +52,7 @@ class Carrier(Protocol):
         """Schedule a write to the client, because the call has data to send."""
         ...
 
-    def leave(self) -> None:
+    def close_when_idle(self) -> None:
         """Accept no new calls, and close the connection when its calls have ended."""
         ...
 
@@ -86,7 +86,7 @@ class Call:
         self._limits = connection.limits
         self._loop = asyncio.get_running_loop()
         self._ends_at = None if head.timeout_s is None else self._loop.time() + head.timeout_s
-        self._alarm = (
+        self._deadline_timer = (
             None
             if self._ends_at is None
             else self._loop.call_at(self._ends_at + _MARGIN_S, self._expire)
@@ -94,23 +94,23 @@ class Call:
         self._reader = MessageReader(max_bytes, head.encoding)
         self._unparsed = bytearray()
         self._inbox: deque[bytes] = deque()
-        self._unread_bytes = self._unacknowledged = self._held_bytes = 0
-        self._has_all = False
+        self._unread_bytes = self._unacknowledged = self._buffered_bytes = 0
+        self._is_half_closed = False
         #: whether the handler waits for a message, or has not received its first one
-        self._is_asked = True
-        self._came = asyncio.Event()
+        self._is_reading = True
+        self._wakeup = asyncio.Event()
         self._failure: EverliftError | None = None
         # answers
         self._encoding = IDENTITY
         self._initial: Metadata = ()
-        self._has_begun = self._must_begin = self._is_closed = False
+        self._has_sent_head = self._must_send_head = self._is_closed = False
         self._queue: deque[bytes] = deque()
         self._unsent_bytes = 0
-        self._room: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
         self._source: Source | None = None
-        self._is_undrawn = False
-        self._drawn: asyncio.Future[None] | None = None
+        self._source_has_more = False
+        self._source_done: asyncio.Future[None] | None = None
         self._status: tuple[int, str, Metadata] | None = None
         self._abort: tuple[int, str, Metadata] = (grpc.StatusCode.OK.value[0], "", ())
         self._task: asyncio.Task[None] | None = None
@@ -130,36 +130,36 @@ class Call:
         The flow-control window alone does not limit memory, because compressed or empty messages
         can take far more memory than their bytes in the window.
         """
-        while self._unparsed and self._has_room_to_read:
+        while self._unparsed and self._can_parse:
             part = bytes(self._unparsed[:_PARSED_BYTES])
             del self._unparsed[:_PARSED_BYTES]
             try:
-                self._take(part)
+                self._receive(part)
             except EverliftError as error:
                 self._fail(error)
-        if self._failure is None and self._has_room_to_read:
+        if self._failure is None and self._can_parse:
             self._acknowledge()
 
     @property
-    def _has_room_to_read(self) -> bool:
+    def _can_parse(self) -> bool:
         return self._unread_bytes <= self._limits.max_unread_bytes
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         for message in self._reader.feed(data):
             self._inbox.append(message)
             self._unread_bytes += len(message) + _MESSAGE_COST
-            self._came.set()
-        self._hold()
+            self._wakeup.set()
+        self._report_buffered()
 
-    def _hold(self) -> None:
-        if change := self._reader.num_held - self._held_bytes:
-            self._held_bytes += change
-            self._connection.hold(change)
+    def _report_buffered(self) -> None:
+        if change := self._reader.num_buffered - self._buffered_bytes:
+            self._buffered_bytes += change
+            self._connection.add_buffered(change)
 
     def _drop(self) -> None:
         self._unparsed.clear()
         self._reader.drop()
-        self._hold()
+        self._report_buffered()
 
     def _fail(self, error: EverliftError) -> None:
         """Drop all further input of the call, because of ``error``.
@@ -169,16 +169,16 @@ class Call:
         """
         self._failure = error
         self._drop()
-        if self._is_asked:
-            self._came.set()
+        if self._is_reading:
+            self._wakeup.set()
         else:
             self.refuse(error)
             self._stop()
 
     def half_close(self) -> None:
         """Record that the client sends no more messages."""
-        self._has_all = True
-        self._came.set()
+        self._is_half_closed = True
+        self._wakeup.set()
 
     def _acknowledge(self) -> None:
         if self._unacknowledged:
@@ -196,16 +196,16 @@ class Call:
                 message = self._inbox.popleft()
                 self._unread_bytes -= len(message) + _MESSAGE_COST
                 self._parse()
-                self._is_asked = False
+                self._is_reading = False
                 yield message
-                self._is_asked = True
+                self._is_reading = True
             self._check_open()
             if self._failure is not None:
                 raise self._failure
-            if self._has_all:
+            if self._is_half_closed:
                 return
-            self._came.clear()
-            await self._came.wait()
+            self._wakeup.clear()
+            await self._wakeup.wait()
 
     # handler
 
@@ -230,8 +230,8 @@ class Call:
         parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
         self._serialize = handler.response_serializer or bytes
         requests = self._parsed(parse)
-        asked = requests if handler.request_streaming else await anext(requests)
-        result = behaviour(handler)(asked, self)
+        argument = requests if handler.request_streaming else await anext(requests)
+        result = behaviour(handler)(argument, self)
         if hasattr(result, "__aiter__"):
             async for answer in result:
                 await self.write(answer)
@@ -251,7 +251,7 @@ class Call:
         return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        self._initial, self._must_begin = tuple(metadata), True
+        self._initial, self._must_send_head = tuple(metadata), True
         self._connection.mark(self)
 
     async def abort(
@@ -266,11 +266,11 @@ class Call:
         Raises CancelledError if the call has ended.
         """
         self._check_open()
-        self._put(answer)
+        self._enqueue(answer)
         self._more()
-        if not self._has_room:
-            self._room = self._loop.create_future()
-            await self._room
+        if not self._can_write:
+            self._writable = self._loop.create_future()
+            await self._writable
 
     async def write_from(self, source: Source) -> None:
         """Send all answers of ``source``, and read it only as fast as the client accepts them.
@@ -279,10 +279,10 @@ class Call:
         Raises CancelledError if the call has ended.
         """
         self._check_open()
-        self._drawn, self._source = self._loop.create_future(), source
+        self._source_done, self._source = self._loop.create_future(), source
         source.on_more = self._more
         self._more()
-        await self._drawn
+        await self._source_done
 
     def _more(self) -> None:
         self._connection.mark(self)
@@ -293,32 +293,32 @@ class Call:
             raise asyncio.CancelledError
 
     @property
-    def _has_room(self) -> bool:
+    def _can_write(self) -> bool:
         return self._unsent_bytes <= self._limits.max_unsent_bytes
 
-    def _put(self, answer: Any) -> None:
+    def _enqueue(self, answer: Any) -> None:
         message = framed(self._serialize(answer), self._head.encoding)
         self._queue.append(message)
         self._unsent_bytes += len(message)
 
-    def _draw(self, source: Source) -> None:
+    def _poll_source(self, source: Source) -> None:
         try:
-            while self._has_room and (answer := source.poll()) is not None:
-                self._put(answer)
-            self._is_undrawn = not self._has_room
+            while self._can_write and (answer := source.poll()) is not None:
+                self._enqueue(answer)
+            self._source_has_more = not self._can_write
         except Exception as error:
-            self._have_drawn(error)
+            self._finish_source(error)
         else:
             if source.is_over:
-                self._have_drawn(None)
+                self._finish_source(None)
 
-    def _have_drawn(self, error: Exception | None) -> None:
+    def _finish_source(self, error: Exception | None) -> None:
         self._source = None
-        if self._drawn is not None and not self._drawn.done():
+        if self._source_done is not None and not self._source_done.done():
             if error is None:
-                self._drawn.set_result(None)
+                self._source_done.set_result(None)
             else:
-                self._drawn.set_exception(error)
+                self._source_done.set_exception(error)
 
     # end of the call
 
@@ -340,10 +340,10 @@ class Call:
     def refuse(self, error: EverliftError) -> None:
         """End the call with the status of ``error``."""
         code = wire.status(error).value[0]
-        self._end(code, error_details.cause(error), wire.trailing(error))
+        self._end(code, error_details.cause(error), wire.trailing_metadata(error))
         if isinstance(error, RouterStopping):
             # Behind a load balancer, only a new connection can reach another router.
-            self._connection.leave()
+            self._connection.close_when_idle()
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -356,44 +356,46 @@ class Call:
 
     def close(self) -> None:
         """Release the call's resources; the connection sends no more data of the call."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self._is_closed = True
         # Its received bytes are acknowledged, because all calls share the connection's window.
         self._acknowledge()
         self._drop()
         self._inbox.clear()
         self._unread_bytes = 0
-        self._came.set()
+        self._wakeup.set()
         self._queue.clear()
         self._unsent_bytes = 0
         self._source = None
-        if self._drawn is not None:
-            self._drawn.cancel()
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        if self._source_done is not None:
+            self._source_done.cancel()
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
 
     # sending, called by the connection
 
     @property
-    def is_held_up(self) -> bool:
+    def is_blocked(self) -> bool:
         """Return whether queued data waits because the client's flow-control window is full."""
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:
         """Send what the flow-control windows allow; return whether the call has ended."""
         if self._source is not None:
-            self._draw(self._source)
-        if self._status is not None and not (self._has_begun or self._queue or self._must_begin):
+            self._poll_source(self._source)
+        if self._status is not None and not (
+            self._has_sent_head or self._queue or self._must_send_head
+        ):
             headers = heads.opening(self._initial, IDENTITY) + heads.closing(*self._status)
             http2.send_headers(self.stream_id, headers, end_stream=True)
             return True
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._has_sent_head:
+            self._has_sent_head = True
             http2.send_headers(self.stream_id, heads.opening(self._initial, self._head.encoding))
         if self._queue:
             self._send_queue(http2)
-        if self._source is not None and self._is_undrawn and self._has_room:
+        if self._source is not None and self._source_has_more and self._can_write:
             self._more()
         if self._queue or self._status is None:
             return False
@@ -417,8 +419,8 @@ class Call:
             if sent < len(data):
                 self._queue.append(data[sent:])
         self._unsent_bytes = len(data) - sent
-        if self._room is not None and self._has_room and not self._room.done():
-            self._room.set_result(None)
+        if self._writable is not None and self._can_write and not self._writable.done():
+            self._writable.set_result(None)
 
 
 def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:

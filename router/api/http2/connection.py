@@ -38,10 +38,10 @@ _STREAM_WINDOW, _CONNECTION_WINDOW = 1 << 20, 8 << 20
 _FIRST_WINDOW = 65_535
 #: Multiple of max_metadata_bytes above which headers are not even decoded, and the connection is
 #: closed. Below it, a call with too much metadata is rejected with a cause.
-_HEAD_ROOM = 4
+_METADATA_FACTOR = 4
 #: Bytes in the socket's write buffer above which the connection is aborted. Messages are held back
 #: long before that, so these are replies of HTTP/2 itself to a client that does not read them.
-_MOST_UNSENT = 4 << 20
+_MAX_UNSENT_BYTES = 4 << 20
 _WRITE_HIGH = 256 << 10
 _UNKNOWN_HEAD = Head("", (), None, "identity")
 
@@ -49,7 +49,7 @@ _UNKNOWN_HEAD = Head("", (), None, "identity")
 class Host(Protocol):
     """Interface of the server that its connections use."""
 
-    def joined(self, connection: Connection) -> bool:
+    def connection_opened(self, connection: Connection) -> bool:
         """Register the connection; return False if the server has too many."""
         ...
 
@@ -69,14 +69,14 @@ class Connection(asyncio.Protocol):
         #: calls with something to send, in the order in which they got it
         self._ready: dict[Call, None] = {}
         #: calls with data that flow control holds back
-        self._held_up: dict[Call, None] = {}
-        self._is_opened = False
+        self._blocked: dict[Call, None] = {}
+        self._is_window_updated = False
         self._unfinished_bytes = 0
-        self._is_flushing = self._is_paused = self._is_closed = self._is_leaving = False
-        self._heard_at = self._free_since = self._loop.time()
-        self._is_asked = False
-        self._resets, self._resets_at = 0.0, self._heard_at
-        self._watch: asyncio.TimerHandle | None = None
+        self._is_flushing = self._is_paused = self._is_closed = self._is_going_away = False
+        self._received_at = self._idle_since = self._loop.time()
+        self._awaits_pong = False
+        self._resets, self._resets_at = 0.0, self._received_at
+        self._keepalive_timer: asyncio.TimerHandle | None = None
         self._http2 = Http2(
             H2Configuration(
                 client_side=False,
@@ -95,10 +95,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(_WRITE_HIGH)
-        if not self._server.joined(self):
-            self._turn_away()
+        if not self._server.connection_opened(self):
+            self._reject_connection()
             return
-        head_bytes = _HEAD_ROOM * self.limits.max_metadata_bytes
+        head_bytes = _METADATA_FACTOR * self.limits.max_metadata_bytes
         self._http2.local_settings = Settings(
             client=False,
             initial_values={
@@ -111,12 +111,12 @@ class Connection(asyncio.Protocol):
         self._http2.initiate_connection()
         self._http2.increment_flow_control_window(_CONNECTION_WINDOW - _FIRST_WINDOW)
         self._flush()
-        self._watch = self._loop.call_later(self.limits.keepalive, self._look)
+        self._keepalive_timer = self._loop.call_later(self.limits.keepalive, self._check_idle)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_closed = True
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._keepalive_timer is not None:
+            self._keepalive_timer.cancel()
         for call in tuple(self._calls.values()):
             call.cancel()
         self._calls.clear()
@@ -127,41 +127,41 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._flush_soon()
+        self._schedule_flush()
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at, self._is_asked = self._loop.time(), False
+        self._received_at, self._awaits_pong = self._loop.time(), False
         try:
             for event in self._http2.receive_data(data):
-                self._heard(event)
+                self._on_event(event)
         except ProtocolError as error:
             log.info("connection broke HTTP/2", cause=type(error).__name__)
-            self._hang_up()
+            self._close()
         except Exception:
             log.exception("connection failed")
-            self._hang_up()
+            self._close()
         else:
-            self._flush_soon()
+            self._schedule_flush()
 
     # received events
 
-    def _heard(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, DataReceived):
-            self._fed(event)
+            self._on_data(event)
         elif isinstance(event, RequestReceived):
-            self._begun(event)
+            self._on_request(event)
         elif isinstance(event, StreamEnded):
             if (call := self._calls.get(event.stream_id)) is not None:
                 call.half_close()
         elif isinstance(event, WindowUpdated | RemoteSettingsChanged):
-            self._opened(event)
+            self._on_window_update(event)
         elif isinstance(event, StreamReset):
-            self._reset(event.stream_id)
+            self._on_reset(event.stream_id)
         elif isinstance(event, ConnectionTerminated):
-            self._is_leaving = True
-            self._close_if_free()
+            self._is_going_away = True
+            self._close_if_idle()
 
-    def _fed(self, event: DataReceived) -> None:
+    def _on_data(self, event: DataReceived) -> None:
         call = self._calls.get(event.stream_id)
         size = event.flow_controlled_length
         if call is None:
@@ -181,24 +181,24 @@ class Connection(asyncio.Protocol):
         If the stream has ended, only the connection's window is increased.
         """
         self._http2.acknowledge_received_data(size, stream_id)
-        self._flush_soon()
+        self._schedule_flush()
 
-    def hold(self, size: int) -> None:
+    def add_buffered(self, size: int) -> None:
         """Add ``size`` bytes to the buffered bytes of incomplete messages on this connection.
 
         ``size`` is negative if bytes are released. Raises RateLimited if there are then too many.
         """
         self._unfinished_bytes += size
-        most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
-        if size > 0 and self._unfinished_bytes > most:
+        max_bytes = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
+        if size > 0 and self._unfinished_bytes > max_bytes:
             raise RateLimited(
-                f"messages of this connection that are not whole have more than {most} bytes: "
+                f"messages of this connection that are not whole have more than {max_bytes} bytes: "
                 "send fewer large ones at a time"
             )
 
-    def _begun(self, event: RequestReceived) -> None:
+    def _on_request(self, event: RequestReceived) -> None:
         stream_id = event.stream_id
-        if self._is_leaving:
+        if self._is_going_away:
             self._http2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
             self._http2.drop_stream(stream_id)
             return
@@ -209,51 +209,51 @@ class Connection(asyncio.Protocol):
             if not self._http2.streams[stream_id].closed:
                 status = str(error.http_status).encode()
                 self._http2.send_headers(stream_id, [(b":status", status)], end_stream=True)
-            self._over(stream_id)
+            self._finish_stream(stream_id)
         except EverliftError as error:
-            self._take(stream_id, _UNKNOWN_HEAD).refuse(error)
+            self._add_call(stream_id, _UNKNOWN_HEAD).refuse(error)
         else:
-            call = self._take(stream_id, head)
+            call = self._add_call(stream_id, head)
             self._server.start_call(call, head)
 
-    def _take(self, stream_id: int, head: Head) -> Call:
+    def _add_call(self, stream_id: int, head: Head) -> Call:
         call = self._calls[stream_id] = Call(self, stream_id, head, self.limits.max_message_bytes)
         return call
 
-    def _opened(self, event: WindowUpdated | RemoteSettingsChanged) -> None:
+    def _on_window_update(self, event: WindowUpdated | RemoteSettingsChanged) -> None:
         stream_id = event.stream_id if isinstance(event, WindowUpdated) else 0
         if stream_id:
             call = self._calls.get(stream_id)
-            if call is not None and call.is_held_up:
+            if call is not None and call.is_blocked:
                 self._ready[call] = None
         else:
             # A client may send many such frames, so its calls are checked once for all of them, in
             # the next flush.
-            self._is_opened = True
+            self._is_window_updated = True
 
-    def _reset(self, stream_id: int) -> None:
+    def _on_reset(self, stream_id: int) -> None:
         self._http2.drop_stream(stream_id)
         if (call := self._calls.pop(stream_id, None)) is not None:
             self._ready.pop(call, None)
-            self._held_up.pop(call, None)
+            self._blocked.pop(call, None)
             call.cancel()
-            self._note_free()
-        moment = self._loop.time()
+            self._note_idle()
+        now = self._loop.time()
         rate = self.limits.resets_per_s
-        self._resets = max(0.0, self._resets - rate * (moment - self._resets_at)) + 1
-        self._resets_at = moment
+        self._resets = max(0.0, self._resets - rate * (now - self._resets_at)) + 1
+        self._resets_at = now
         if self._resets > 2 * rate:
             log.warning("connection resets too many calls")
-            self._hang_up(ErrorCodes.ENHANCE_YOUR_CALM)
+            self._close(ErrorCodes.ENHANCE_YOUR_CALM)
 
     # sending
 
     def mark(self, call: Call) -> None:
         """Schedule a flush, because the call has something to send."""
         self._ready[call] = None
-        self._flush_soon()
+        self._schedule_flush()
 
-    def _flush_soon(self) -> None:
+    def _schedule_flush(self) -> None:
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
@@ -263,19 +263,19 @@ class Connection(asyncio.Protocol):
         if self._is_closed or self._transport.is_closing():
             return
         if not self._is_paused:
-            if self._is_opened:
-                self._is_opened = False
-                self._ready.update(self._held_up)
+            if self._is_window_updated:
+                self._is_window_updated = False
+                self._ready.update(self._blocked)
             ready, self._ready = self._ready, {}
             for call in ready:
                 if self._calls.get(call.stream_id) is call:
                     self._pump(call)
         if data := self._http2.data_to_send():
             self._transport.write(data)
-            if self._transport.get_write_buffer_size() > _MOST_UNSENT:
+            if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
                 log.warning("connection does not read its answers")
                 self._transport.abort()
-        self._close_if_free()
+        self._close_if_idle()
 
     def _pump(self, call: Call) -> None:
         try:
@@ -283,41 +283,41 @@ class Connection(asyncio.Protocol):
         except ProtocolError:
             call.cancel()
             is_over = True
-        if call.is_held_up and not is_over:
-            self._held_up[call] = None
+        if call.is_blocked and not is_over:
+            self._blocked[call] = None
         else:
-            self._held_up.pop(call, None)
+            self._blocked.pop(call, None)
         if is_over:
             del self._calls[call.stream_id]
-            self._over(call.stream_id)
+            self._finish_stream(call.stream_id)
             call.close()
 
-    def _over(self, stream_id: int) -> None:
+    def _finish_stream(self, stream_id: int) -> None:
         stream = self._http2.streams.get(stream_id)
         if stream is not None and not stream.closed:
             self._http2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
         self._http2.drop_stream(stream_id)
-        self._note_free()
+        self._note_idle()
 
     # closing
 
-    def _note_free(self) -> None:
+    def _note_idle(self) -> None:
         if not self._calls:
-            self._free_since = self._loop.time()
+            self._idle_since = self._loop.time()
 
-    def leave(self) -> None:
+    def close_when_idle(self) -> None:
         """Accept no new calls, and close the connection when its calls have ended."""
-        if not self._is_leaving and not self._is_closed:
-            self._is_leaving = True
+        if not self._is_going_away and not self._is_closed:
+            self._is_going_away = True
             last = self._http2.highest_inbound_stream_id
             self._transport.write(GoAwayFrame(0, last_stream_id=last).serialize())
-        self._flush_soon()
+        self._schedule_flush()
 
     def shut_down(self) -> None:
         """End all calls, send their statuses, and close the connection."""
         for call in tuple(self._calls.values()):
             call.shut_down()
-        self._is_leaving = True
+        self._is_going_away = True
         self._is_paused = False
         self._flush()
         if not self._is_closed:
@@ -326,18 +326,18 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    def _turn_away(self) -> None:
+    def _reject_connection(self) -> None:
         self._http2.initiate_connection()
         cause = TooManyConnections.slug.encode()
         self._http2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM, additional_data=cause)
         self._transport.write(self._http2.data_to_send())
         self._transport.close()
 
-    def _close_if_free(self) -> None:
-        if self._is_leaving and not self._calls and not self._is_closed:
+    def _close_if_idle(self) -> None:
+        if self._is_going_away and not self._calls and not self._is_closed:
             self._transport.close()
 
-    def _hang_up(self, code: ErrorCodes | None = None) -> None:
+    def _close(self, code: ErrorCodes | None = None) -> None:
         """Close the connection after sending pending data.
 
         With ``code`` the client first receives a GOAWAY frame with this error.
@@ -349,18 +349,18 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._http2.data_to_send())
         self._transport.close()
 
-    def _look(self) -> None:
-        self._watch = self._loop.call_later(self.limits.keepalive, self._look)
+    def _check_idle(self) -> None:
+        self._keepalive_timer = self._loop.call_later(self.limits.keepalive, self._check_idle)
         self._http2.num_settings = 0
-        moment = self._loop.time()
-        if not self._calls and moment - self._free_since > self.limits.idle:
-            self.leave()
-        elif moment - self._heard_at < self.limits.keepalive:
+        now = self._loop.time()
+        if not self._calls and now - self._idle_since > self.limits.idle:
+            self.close_when_idle()
+        elif now - self._received_at < self.limits.keepalive:
             return
-        elif self._is_asked:
+        elif self._awaits_pong:
             log.info("connection timed out")
             self._transport.abort()
         else:
-            self._is_asked = True
+            self._awaits_pong = True
             self._http2.ping(b"everlift")
-            self._flush_soon()
+            self._schedule_flush()

@@ -44,7 +44,7 @@ class MessageReader:
         self._buffer = bytearray()
 
     @property
-    def num_held(self) -> int:
+    def num_buffered(self) -> int:
         """Number of buffered bytes of an incomplete message."""
         return len(self._buffer)
 

@@ -99,28 +99,28 @@ class Server:
             listening.close()
         for bound, _ in self._bound:
             bound.close()
-        self.hang_up()
+        self.close_when_idle()
         if grace:
             await self._wait_for_calls(grace)
         for connection in tuple(self._connections):
             connection.shut_down()
-        await self._wait_for_calls(_FAREWELL_S)
+        await self._wait_for_calls(_CLOSE_TIMEOUT_S)
         for connection in tuple(self._connections):
             connection.abort()
 
-    def hang_up(self) -> None:
+    def close_when_idle(self) -> None:
         """Close each connection when its calls have ended, so that its client opens a new one."""
         for connection in tuple(self._connections):
-            connection.leave()
+            connection.close_when_idle()
 
     async def _wait_for_calls(self, timeout_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     # interface of the connections
 
-    def joined(self, connection: Connection) -> bool:
+    def connection_opened(self, connection: Connection) -> bool:
         """Register a connection; return False if there are too many."""
         if len(self._connections) >= self._limits.max_connections:
             return False
@@ -154,5 +154,5 @@ class _Details(grpc.HandlerCallDetails):
 
 #: Seconds between two checks whether all connections are closed, and seconds in which the last
 #: statuses are sent.
-_LOOK_S = 0.01
-_FAREWELL_S = 0.2
+_POLL_INTERVAL_S = 0.01
+_CLOSE_TIMEOUT_S = 0.2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
 from everlift.v1 import inference_pb2 as wire
 from router.api.kserve import infer_response, parameters, tensors
-from router.api.kserve.parameters import Values, Wanted
+from router.api.kserve.parameters import ParsedRequest, Values
 from router.api.kserve.tensors import Tensor
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
@@ -17,22 +17,24 @@ TOKEN_INPUTS = ("input_ids", "token_ids")
 _TOKEN_DATATYPES = ("INT32", "INT64", "UINT32")
 
 
-def read(request: pb.ModelInferRequest) -> Wanted:
+def read(request: pb.ModelInferRequest) -> ParsedRequest:
     """Return the request to submit, and how the client wants its answer.
 
     Raises InvalidRequest if a parameter or tensor of the message is invalid.
     """
     prompts: list[Tensor] = []
-    wanted = parameters.wanted(_given(request, prompts))
-    wanted.outputs = _outputs(request)
-    if wanted.outputs & infer_response.LOGPROBS:
-        parameters.ask_for_logprobs(wanted.generate)
-    wanted.generate.model = request.model_name
-    _set_prompt(wanted.generate, prompts)
-    return wanted
+    parsed = parameters.parse(_parameters(request, prompts))
+    parsed.outputs = _outputs(request)
+    if parsed.outputs & infer_response.LOGPROBS:
+        parameters.request_logprobs(parsed.generate)
+    parsed.generate.model = request.model_name
+    _set_prompt(parsed.generate, prompts)
+    return parsed
 
 
-def _given(request: pb.ModelInferRequest, prompts: list[Tensor]) -> Iterator[tuple[str, Values]]:
+def _parameters(
+    request: pb.ModelInferRequest, prompts: list[Tensor]
+) -> Iterator[tuple[str, Values]]:
     for name in sorted(request.parameters):
         yield name, _values(name, request.parameters[name])
     for tensor in tensors.inputs(request, _check_count):

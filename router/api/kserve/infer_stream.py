@@ -9,21 +9,23 @@ from contextlib import aclosing
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
 #: Concurrent requests of one stream. A further one waits until one of them has ended.
-MAX_AT_ONCE = 256
+MAX_CONCURRENT = 256
 
 Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 
 
 class InferStream:
-    """Execution of the requests of one stream, up to ``max_at_once`` of them at the same time.
+    """Execution of the requests of one stream, up to ``max_concurrent`` of them at the same time.
 
     ``answer`` is called with the bytes of each message, and yields the answers to it. It must
     report errors as answers, and must not raise.
     """
 
-    def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
+    def __init__(
+        self, answer: Callable[[bytes], Answers], max_concurrent: int = MAX_CONCURRENT
+    ) -> None:
         self._answer = answer
-        self._slots = asyncio.Semaphore(max_at_once)
+        self._slots = asyncio.Semaphore(max_concurrent)
         # None marks the end. If the client does not read, one answer waits in this queue and one in
         # the task of each request. Newer output stays with its request, and is later sent in one
         # answer.
@@ -49,7 +51,7 @@ class InferStream:
         async for data in messages:
             answers = self._answer(data)
             await self._slots.acquire()
-            task = asyncio.create_task(self._tell(answers))
+            task = asyncio.create_task(self._forward(answers))
             self._tasks.add(task)
             task.add_done_callback(self._done)
 
@@ -57,7 +59,7 @@ class InferStream:
         self._tasks.discard(task)
         self._slots.release()
 
-    async def _tell(self, answers: Answers) -> None:
+    async def _forward(self, answers: Answers) -> None:
         async with aclosing(answers):
             async for answer in answers:
                 await self._answers.put(answer)

@@ -41,7 +41,7 @@ _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
 
 
 @dataclass(slots=True)
-class Wanted:
+class ParsedRequest:
     """Request to submit (``generate``), and how the client wants its answer.
 
     ``is_streamed`` is None if the client did not set it. ``outputs`` has the names of the requested
@@ -55,36 +55,37 @@ class Wanted:
     has_empty_final: bool = False
 
 
-Setter = Callable[[Wanted, str, Values], None]
+Setter = Callable[[ParsedRequest, str, Values], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """Description of a request parameter, which may be sent under any of ``names``.
 
-    ``datatype`` is the datatype of its input tensor, ``most`` the maximum number of values. ``set``
-    writes the values into a ``Wanted``; it raises InvalidRequest if they are invalid.
+    ``datatype`` is the datatype of its input tensor, ``max_values`` the maximum number of values.
+    ``set`` writes the values into a ``ParsedRequest``; it raises InvalidRequest if they are
+    invalid.
     """
 
     names: tuple[str, ...]
     datatype: str
-    most: int
+    max_values: int
     set: Setter
 
     @property
     def dims(self) -> int:
         """Return the size of its input tensor's only dimension: 1, or -1 for any size."""
-        return 1 if self.most == 1 else -1
+        return 1 if self.max_values == 1 else -1
 
 
-def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
+def parse(parameters: Iterable[tuple[str, Values]]) -> ParsedRequest:
     """Return the request to submit, and how the client wants its answer.
 
-    ``given`` has pairs of a parameter's name and its values. Raises InvalidRequest for an unknown
-    or repeated parameter, and for invalid values.
+    ``parameters`` has pairs of a parameter's name and its values. Raises InvalidRequest for an
+    unknown or repeated parameter, and for invalid values.
     """
-    result, seen = Wanted(), set[Parameter]()
-    for name, values in _flat(given):
+    result, seen = ParsedRequest(), set[Parameter]()
+    for name, values in _flat(parameters):
         parameter = _known(name)
         if parameter in seen:
             raise InvalidRequest(f"{' or '.join(parameter.names)} is given twice")
@@ -98,11 +99,11 @@ def check_count(name: str, count: int) -> None:
 
     Raises InvalidRequest if the parameter is unknown or does not take so many.
     """
-    most = 1 if name == NESTED else _known(name).most
-    if most == 1:
+    max_values = 1 if name == NESTED else _known(name).max_values
+    if max_values == 1:
         _check_one(name, count)
-    elif count > most:  # only stop strings, stop tokens and bad words are lists
-        raise TooManyStops(f"{name} has {count} values; it takes at most {most}")
+    elif count > max_values:  # only stop strings, stop tokens and bad words are lists
+        raise TooManyStops(f"{name} has {count} values; it takes at most {max_values}")
 
 
 def _known(name: str) -> Parameter:
@@ -111,8 +112,8 @@ def _known(name: str) -> Parameter:
     return parameter
 
 
-def _flat(given: Iterable[tuple[str, Values]]) -> Iterator[tuple[str, Values]]:
-    for name, values in given:
+def _flat(parameters: Iterable[tuple[str, Values]]) -> Iterator[tuple[str, Values]]:
+    for name, values in parameters:
         if name == NESTED:
             yield from _nested(_text(name, _one(name, values)))
         else:
@@ -195,10 +196,10 @@ def _boolean(name: str, value: Value) -> bool:
 
 
 def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
-    def put(wanted: Wanted, name: str, values: Values) -> None:
-        setattr(wanted.generate, field, read(name, _one(name, values)))
+    def set_field(parsed: ParsedRequest, name: str, values: Values) -> None:
+        setattr(parsed.generate, field, read(name, _one(name, values)))
 
-    return put
+    return set_field
 
 
 def _counted(field: str) -> Setter:
@@ -207,37 +208,37 @@ def _counted(field: str) -> Setter:
     The function raises an error if the number is outside the field's range.
     """
 
-    def put(wanted: Wanted, name: str, values: Values) -> None:
+    def set_field(parsed: ParsedRequest, name: str, values: Values) -> None:
         value = _integer(name, _one(name, values))
         check_field(field, value, name)
-        setattr(wanted.generate, field, value)
+        setattr(parsed.generate, field, value)
 
-    return put
+    return set_field
 
 
 def _of_sampling(field: str, read: Callable[[str, Value], float]) -> Setter:
-    def put(wanted: Wanted, name: str, values: Values) -> None:
+    def set_field(parsed: ParsedRequest, name: str, values: Values) -> None:
         value = read(name, _one(name, values))
         check_field(field, value, name)
-        setattr(wanted.generate.sampling, field, value)
+        setattr(parsed.generate.sampling, field, value)
 
-    return put
+    return set_field
 
 
-def _seed(wanted: Wanted, name: str, values: Values) -> None:
+def _seed(parsed: ParsedRequest, name: str, values: Values) -> None:
     seed = _integer(name, _one(name, values))
     check_field("seed", seed, name)
-    wanted.generate.sampling.seed = unsigned_seed(seed)
+    parsed.generate.sampling.seed = unsigned_seed(seed)
 
 
 def _of_grammar(field: str) -> Setter:
-    def put(wanted: Wanted, name: str, values: Values) -> None:
-        grammar = wanted.generate.sampling.grammar
+    def set_field(parsed: ParsedRequest, name: str, values: Values) -> None:
+        grammar = parsed.generate.sampling.grammar
         if (other := grammar.WhichOneof("form")) is not None:
             raise InvalidRequest(f"{name} and {other} are given; an output has one form")
         setattr(grammar, field, _text(name, _one(name, values)))
 
-    return put
+    return set_field
 
 
 def _top_k(name: str, value: Value) -> int:
@@ -252,56 +253,56 @@ def _priority(name: str, value: Value) -> int:
     return _MIDDLE_PRIORITY - priority
 
 
-def _timeout(wanted: Wanted, name: str, values: Values) -> None:
+def _timeout(parsed: ParsedRequest, name: str, values: Values) -> None:
     """Set the request's timeout from a number of microseconds; 0 sets none."""
     microseconds = _integer(name, _one(name, values))
     _MICROSECONDS.check(name, microseconds)
     if microseconds:
         # Round up to milliseconds.
-        wanted.generate.timeout_ms = -(-microseconds // 1000)
+        parsed.generate.timeout_ms = -(-microseconds // 1000)
 
 
-def _stop(wanted: Wanted, name: str, values: Values) -> None:
-    wanted.generate.stop.extend(stop for value in values if (stop := _text(name, value)))
+def _stop(parsed: ParsedRequest, name: str, values: Values) -> None:
+    parsed.generate.stop.extend(stop for value in values if (stop := _text(name, value)))
 
 
-def _stop_token_ids(wanted: Wanted, name: str, values: Values) -> None:
+def _stop_token_ids(parsed: ParsedRequest, name: str, values: Values) -> None:
     tokens = [_integer(name, value) for value in values]
     for token in tokens:
         check_field("stop_token_ids", token, name)
-    wanted.generate.stop_token_ids.extend(tokens)
+    parsed.generate.stop_token_ids.extend(tokens)
 
 
-def _bad_words(wanted: Wanted, name: str, values: Values) -> None:
+def _bad_words(parsed: ParsedRequest, name: str, values: Values) -> None:
     if any(_text(name, value) for value in values):
         raise InvalidRequest(f"{name} is not served")
 
 
-def _log_probs(wanted: Wanted, name: str, values: Values) -> None:
+def _log_probs(parsed: ParsedRequest, name: str, values: Values) -> None:
     if _boolean(name, _one(name, values)):
-        ask_for_logprobs(wanted.generate)
+        request_logprobs(parsed.generate)
 
 
-def ask_for_logprobs(message: wire.GenerateRequest) -> None:
+def request_logprobs(message: wire.GenerateRequest) -> None:
     """Request log probabilities of the output tokens, unless they are requested already."""
     if not message.sampling.HasField("logprobs"):
         message.sampling.logprobs = 0
 
 
-def _streamed(wanted: Wanted, name: str, values: Values) -> None:
-    wanted.is_streamed = _boolean(name, _one(name, values))
+def _streamed(parsed: ParsedRequest, name: str, values: Values) -> None:
+    parsed.is_streamed = _boolean(name, _one(name, values))
 
 
-def _empty_final(wanted: Wanted, name: str, values: Values) -> None:
-    wanted.has_empty_final = _boolean(name, _one(name, values))
+def _empty_final(parsed: ParsedRequest, name: str, values: Values) -> None:
+    parsed.has_empty_final = _boolean(name, _one(name, values))
 
 
-def _without_input(wanted: Wanted, name: str, values: Values) -> None:
+def _without_input(parsed: ParsedRequest, name: str, values: Values) -> None:
     if not _boolean(name, _one(name, values)):
         raise InvalidRequest(f"{name} false is not served: text_output never has the prompt")
 
 
-def _always(wanted: Wanted, name: str, values: Values) -> None:
+def _always(parsed: ParsedRequest, name: str, values: Values) -> None:
     _boolean(name, _one(name, values))
 
 

@@ -18,7 +18,7 @@ from router.api.grpc.handlers import Call, Handlers, parse
 from router.api.kserve import description, infer_request, tensors
 from router.api.kserve.infer_response import FINAL, Answer
 from router.api.kserve.infer_stream import Answers, InferStream
-from router.api.kserve.parameters import Wanted
+from router.api.kserve.parameters import ParsedRequest
 from router.api.kserve.v2 import open_inference_pb2 as pb
 from router.api.opened import Opened
 from router.api.service import Inference
@@ -48,7 +48,7 @@ _NOT_SERVED = {
 }
 
 
-class _OfModel(Protocol):
+class _ModelRef(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -66,20 +66,20 @@ class KserveServer:
 
     async def model_infer(self, data: bytes, call: Call) -> pb.ModelInferResponse:
         head = self._head()
-        wanted = self._read(data, head)
-        if wanted.is_streamed:
+        parsed = self._read(data, head)
+        if parsed.is_streamed:
             raise InvalidRequest("stream is for ModelStreamInfer: this call has one answer")
-        opened = await self._open(wanted, head, call)
+        opened = await self._open(parsed, head, call)
         [answer] = [answer async for answer in _answers(opened, is_streamed=False)]
-        return _response(head, wanted, answer)
+        return _response(head, parsed, answer)
 
     def model_stream_infer(self, messages: AsyncIterator[bytes], call: Call) -> Answers:
         def answers(data: bytes) -> Answers:
-            return self._told(data, replace(call, came=now()))
+            return self._stream_answers(data, replace(call, arrived_at=now()))
 
         return InferStream(answers).answers(messages)
 
-    async def _told(self, data: bytes, call: Call) -> Answers:
+    async def _stream_answers(self, data: bytes, call: Call) -> Answers:
         head = self._head()
         try:
             async with aclosing(self._responses(data, head, call)) as responses:
@@ -91,37 +91,37 @@ class KserveServer:
     async def _responses(
         self, data: bytes, head: pb.ModelInferResponse, call: Call
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        wanted = self._read(data, head)
-        opened = await self._open(wanted, head, call)
-        is_streamed = wanted.is_streamed is not False
+        parsed = self._read(data, head)
+        opened = await self._open(parsed, head, call)
+        is_streamed = parsed.is_streamed is not False
         async with aclosing(_answers(opened, is_streamed=is_streamed)) as answers:
             async for answer in answers:
-                response = _response(head, wanted, answer)
-                is_last = answer.is_final and not wanted.has_empty_final
+                response = _response(head, parsed, answer)
+                is_last = answer.is_final and not parsed.has_empty_final
                 response.parameters[FINAL].bool_param = is_last
                 yield response
-        if wanted.has_empty_final:
+        if parsed.has_empty_final:
             yield _final(head)
 
     def _head(self) -> pb.ModelInferResponse:
         return pb.ModelInferResponse(model_name=self._model.name, model_version=description.VERSION)
 
-    def _read(self, data: bytes, head: pb.ModelInferResponse) -> Wanted:
+    def _read(self, data: bytes, head: pb.ModelInferResponse) -> ParsedRequest:
         try:
             request = parse(pb.ModelInferRequest, data)
             head.id = request.id
             self._check_model(request.model_name, request.model_version)
             return infer_request.read(request)
         except EverliftError as error:
-            self._inference.turned_away(error)
+            self._inference.count_rejected(error)
             raise
 
-    async def _open(self, wanted: Wanted, head: pb.ModelInferResponse, call: Call) -> Opened:
+    async def _open(self, parsed: ParsedRequest, head: pb.ModelInferResponse, call: Call) -> Opened:
         opened = await self._inference.generate(
             call.caller,
-            wanted.generate,
+            parsed.generate,
             call.headers,
-            Journal(call.came),
+            Journal(call.arrived_at),
             call.timeout_s,
         )
         head.id = head.id or opened.request_id
@@ -135,14 +135,14 @@ class KserveServer:
 
     async def server_ready(self, data: bytes, call: Call) -> pb.ServerReadyResponse:
         parse(pb.ServerReadyRequest, data)
-        return pb.ServerReadyResponse(ready=self._requests.takes_new)
+        return pb.ServerReadyResponse(ready=self._requests.accepts_requests)
 
     async def model_ready(self, data: bytes, call: Call) -> pb.ModelReadyResponse:
         """Return whether the named model is ready; False for another model, as in Triton."""
         message = parse(pb.ModelReadyRequest, data)
         with suppress(UnknownModel):
-            self._check_asked(message)
-            return pb.ModelReadyResponse(ready=self._requests.takes_new)
+            self._check_named_model(message)
+            return pb.ModelReadyResponse(ready=self._requests.accepts_requests)
         return pb.ModelReadyResponse(ready=False)
 
     async def server_metadata(self, data: bytes, call: Call) -> pb.ServerMetadataResponse:
@@ -152,11 +152,11 @@ class KserveServer:
         )
 
     async def model_metadata(self, data: bytes, call: Call) -> pb.ModelMetadataResponse:
-        self._check_asked(parse(pb.ModelMetadataRequest, data))
+        self._check_named_model(parse(pb.ModelMetadataRequest, data))
         return description.metadata(self._model.name)
 
     async def model_config(self, data: bytes, call: Call) -> pb.ModelConfigResponse:
-        self._check_asked(parse(pb.ModelConfigRequest, data))
+        self._check_named_model(parse(pb.ModelConfigRequest, data))
         return pb.ModelConfigResponse(config=description.config(self._model.name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
@@ -164,7 +164,7 @@ class KserveServer:
 
         Times are not included; the router's metrics have them.
         """
-        self._check_asked(parse(pb.ModelStatisticsRequest, data))
+        self._check_named_model(parse(pb.ModelStatisticsRequest, data))
         counters = self._requests.counters
         stats = pb.InferStatistics(
             success=pb.StatisticDuration(count=counters.completed),
@@ -182,7 +182,7 @@ class KserveServer:
         )
 
     async def repository_index(self, data: bytes, call: Call) -> pb.RepositoryIndexResponse:
-        message, ready = parse(pb.RepositoryIndexRequest, data), self._requests.takes_new
+        message, ready = parse(pb.RepositoryIndexRequest, data), self._requests.accepts_requests
         index = pb.RepositoryIndexResponse()
         if ready or not message.ready:
             index.models.add(
@@ -192,11 +192,11 @@ class KserveServer:
             )
         return index
 
-    def _check_asked(self, message: _OfModel) -> None:
+    def _check_named_model(self, message: _ModelRef) -> None:
         self._check_model(message.name, message.version)
 
     def _check_model(self, name: str, version: str) -> None:
-        self._model.check_asked(name)
+        self._model.check_requested(name)
         description.check_version(self._model.name, version)
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
@@ -240,16 +240,18 @@ async def _answers(opened: Opened, *, is_streamed: bool) -> AsyncGenerator[Answe
         yield whole
 
 
-def _response(head: pb.ModelInferResponse, wanted: Wanted, answer: Answer) -> pb.ModelInferResponse:
-    response = _begun(head)
-    has_logprobs = wanted.generate.sampling.HasField("logprobs")
-    for tensor in answer.tensors(wanted.outputs, has_logprobs=has_logprobs):
+def _response(
+    head: pb.ModelInferResponse, parsed: ParsedRequest, answer: Answer
+) -> pb.ModelInferResponse:
+    response = _new_response(head)
+    has_logprobs = parsed.generate.sampling.HasField("logprobs")
+    for tensor in answer.tensors(parsed.outputs, has_logprobs=has_logprobs):
         tensors.add_output(response, tensor)
     return response
 
 
 def _final(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
-    response = _begun(head)
+    response = _new_response(head)
     response.parameters[FINAL].bool_param = True
     return response
 
@@ -262,7 +264,7 @@ def _failure(head: pb.ModelInferResponse, error: EverliftError) -> pb.ModelStrea
     )
 
 
-def _begun(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
+def _new_response(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse()
     response.CopyFrom(head)
     return response

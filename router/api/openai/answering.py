@@ -20,7 +20,7 @@ from router.api.openai import submissions
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.conversation import Conversations
-from router.api.openai.endpoint import Call, unless_gone
+from router.api.openai.endpoint import Call, cancel_on_disconnect
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import EventId
 from router.api.openai.event_stream import Events, EventStream, KeepAlive, StreamedAnswer
@@ -40,7 +40,7 @@ _EVENTS = "text/event-stream"
 
 
 class Answer(StreamedAnswer, Protocol):
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+    def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete answer in parts, each of which takes little time to encode.
 
         ``choices`` are in the order of their indices.
@@ -62,7 +62,7 @@ class Answering:
         self._conversations = conversations
 
     async def completions(self, call: Call) -> ASGIApp:
-        with self._telling_refusals():
+        with self._counting_rejections():
             name = _named(call)
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
@@ -73,19 +73,19 @@ class Answering:
                 has_logprobs=fields.logprobs is not None,
                 echoes=await self._echoes(fields) if fields.echo else (),
             )
-        journals = [Journal(call.came) for _ in messages]
+        journals = [Journal(call.arrived_at) for _ in messages]
         answering = self._answer(call, name, fields, messages, journals, answer)
-        return await unless_gone(call.request.receive, answering)
+        return await cancel_on_disconnect(call.request.receive, answering)
 
     async def chat(self, call: Call) -> ASGIApp:
-        with self._telling_refusals():
+        with self._counting_rejections():
             name = _named(call)
             fields = await call.fields(ChatFields)
-        return await unless_gone(call.request.receive, self._chat(call, name, fields))
+        return await cancel_on_disconnect(call.request.receive, self._chat(call, name, fields))
 
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
-        journal = Journal(call.came)
-        with self._telling_refusals():
+        journal = Journal(call.arrived_at)
+        with self._counting_rejections():
             conversation = await self._conversations.of(fields)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
             self._check_amount(fields, [message])
@@ -112,12 +112,12 @@ class Answering:
         generation = await self._open(call, messages, journals, transcript)
         transcript.usage.prompt_tokens = generation.prompt_tokens
         if generation.trace is not None:
-            call.told[TRACERESPONSE] = str(generation.trace)
+            call.response_headers[TRACERESPONSE] = str(generation.trace)
         if not fields.stream:
-            whole = await _whole(generation, transcript, answer)
+            body = await _collect_answer(generation, transcript, answer)
             if transcript.spans:
-                call.told["server-timing"] = server_timing(transcript.spans)
-            return Response(whole, media_type="application/json")
+                call.response_headers["server-timing"] = server_timing(transcript.spans)
+            return Response(body, media_type="application/json")
         options = fields.stream_options
         has_usage = bool(options and options.include_usage)
         explains = any(message.explain for message in messages)
@@ -155,7 +155,7 @@ class Answering:
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
     ) -> None:
         if not fields.stream:
-            submissions.check_whole(messages, self._model.longest_sequence)
+            submissions.check_unstreamed_size(messages, self._model.longest_sequence)
 
     def _envelope(self, answer_id: str) -> Envelope:
         return Envelope(
@@ -173,7 +173,7 @@ class Answering:
         return [text for text in texts for _ in range(fields.n or 1)]
 
     @contextmanager
-    def _telling_refusals(self) -> Iterator[None]:
+    def _counting_rejections(self) -> Iterator[None]:
         """Context manager that counts an error in the metrics as a rejected submission.
 
         The error is raised again. It is used before any request is submitted.
@@ -181,22 +181,22 @@ class Answering:
         try:
             yield
         except EverliftError as error:
-            self._inference.turned_away(error)
+            self._inference.count_rejected(error)
             raise
 
 
-async def _whole(generation: Generation, transcript: Transcript, answer: Answer) -> bytes:
+async def _collect_answer(generation: Generation, transcript: Transcript, answer: Answer) -> bytes:
     choices = [Collected() for _ in range(transcript.num_choices)]
     async with aclosing(generation):
         async for index, piece in generation.pieces():
-            if (news := transcript.read(index, piece)) is not None:
-                choices[news.choice].add(news)
+            if (output := transcript.read(index, piece)) is not None:
+                choices[output.choice].add(output)
             # Output that is already available is read without a pause, so other tasks get a turn
             # here.
             if len(piece.logprobs) > 1:
                 await asyncio.sleep(0)
     parts: list[bytes] = []
-    for part in answer.whole(choices, transcript.usage):
+    for part in answer.encode_complete(choices, transcript.usage):
         parts.append(part.encode())
         await asyncio.sleep(0)
     return b"".join(parts)
@@ -206,9 +206,9 @@ def _named(call: Call) -> str:
     named = pb.GenerateRequest()
     if _LAST_EVENT_ID in call.headers:
         named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
-    service.apply(named, call.headers)
-    call.told[service.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
-    call.told.setdefault(service.X_REQUEST_ID, name)
+    service.apply_headers(named, call.headers)
+    call.response_headers[service.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
+    call.response_headers.setdefault(service.X_REQUEST_ID, name)
     return name
 
 

@@ -103,10 +103,10 @@ class Api:
         return JsonResponse({"object": "list", "data": [self._described()]})
 
     async def _one_model(self, call: Call) -> Response:
-        asked = call.request.path_params["model"]
-        if not asked:
+        requested = call.request.path_params["model"]
+        if not requested:
             raise UnknownPath("no such path")
-        self._model.check_asked(asked)
+        self._model.check_requested(requested)
         return JsonResponse(self._described())
 
     def _described(self) -> openapi.Model:
@@ -127,7 +127,7 @@ class Api:
         return JsonResponse({"status": "ok"})
 
     async def _ready(self, call: Call) -> Response:
-        if not self._readiness.takes_new:
+        if not self._readiness.accepts_requests:
             raise RouterStopping("this router accepts no new requests now")
         return JsonResponse({"status": "ready"})
 

@@ -11,7 +11,7 @@ from everlift.text import Vocabulary
 from router.api.openai import logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, ChatLogprobs
-from router.api.openai.transcript import Collected, News, Usage
+from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta
 from router.chat.parser import Parser
@@ -112,44 +112,44 @@ class ChatAnswer:
         self._parsers: dict[int, Parser] = {}
         self._alignments: dict[int, Alignment] = {}
 
-    def data(self, news: News, usage: Usage | None = None) -> str | None:
+    def data(self, output: NewOutput, usage: Usage | None = None) -> str | None:
         """Return the chunk with the new output as JSON; None if there is nothing to send."""
-        chunk = self.chunk(news, usage)
+        chunk = self.chunk(output, usage)
         return None if chunk is None else encode(chunk)
 
-    def chunk(self, news: News, usage: Usage | None = None) -> ChatChunk | None:
+    def chunk(self, output: NewOutput, usage: Usage | None = None) -> ChatChunk | None:
         """Return a chunk with the new output as a dict; None if there is nothing to send.
 
         The chunk has the token counts so far if ``usage`` is given.
         """
-        delta = _message_delta(self._deltas(news))
-        logprobs = self._logprobs(news)
-        if not (delta or news.finish_reason or (logprobs and logprobs["content"])):
+        delta = _message_delta(self._deltas(output))
+        logprobs = self._logprobs(output)
+        if not (delta or output.finish_reason or (logprobs and logprobs["content"])):
             return None
-        if news.is_begin:
+        if output.is_first:
             delta = {"role": "assistant", "content": "", **delta}
         choice: ChunkChoice = {
-            "index": news.choice,
+            "index": output.choice,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(news.finish_reason, self._parsers[news.choice]),
-            "stop_reason": news.stop_reason,
+            "finish_reason": _finish_reason(output.finish_reason, self._parsers[output.choice]),
+            "stop_reason": output.stop_reason,
         }
         return self._chunk([choice], None if usage is None else usage_so_far(usage))
 
-    def _deltas(self, news: News) -> list[Delta]:
+    def _deltas(self, output: NewOutput) -> list[Delta]:
         """Parse the new text, and return the parts of the message that the client lacks."""
-        if (parser := self._parsers.get(news.choice)) is None:
-            parser = self._parsers[news.choice] = self._parser(news.choice)
-        if news.known_text:
-            parser.feed(news.known_text)
-        deltas = parser.feed(news.text)
-        return deltas + parser.finish() if news.finish_reason else deltas
+        if (parser := self._parsers.get(output.choice)) is None:
+            parser = self._parsers[output.choice] = self._parser(output.choice)
+        if output.known_text:
+            parser.feed(output.known_text)
+        deltas = parser.feed(output.text)
+        return deltas + parser.finish() if output.finish_reason else deltas
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return self._chunk([], usage_body(usage))
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+    def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete answer in parts, each of which is encoded quickly."""
         begin, end = around(self._completion(usage), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
@@ -184,12 +184,12 @@ class ChatAnswer:
             "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(self, news: News) -> ChatLogprobs | None:
+    def _logprobs(self, output: NewOutput) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
-        if (alignment := self._alignments.get(news.choice)) is None:
-            alignment = self._alignments[news.choice] = Alignment(self._vocabulary)
-        return logprobs.of_chat(self._vocabulary, logprobs.placed(alignment, news))
+        if (alignment := self._alignments.get(output.choice)) is None:
+            alignment = self._alignments[output.choice] = Alignment(self._vocabulary)
+        return logprobs.of_chat(self._vocabulary, logprobs.placed(alignment, output))
 
     def _chunk(self, choices: list[ChunkChoice], usage: UsageBody | None) -> ChatChunk:
         return {
@@ -236,12 +236,12 @@ def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
             case Content(text):
                 message["content"] = message.get("content", "") + text
             case CallBegins(index, call_id, name):
-                begun: FunctionDelta = {"name": name, "arguments": ""}
+                opening: FunctionDelta = {"name": name, "arguments": ""}
                 calls[index] = {
                     "index": index,
                     "id": call_id,
                     "type": "function",
-                    "function": begun,
+                    "function": opening,
                 }
             case Arguments(index, text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})

@@ -10,7 +10,7 @@ from everlift.text import Vocabulary
 from router.api.openai import logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, CompletionLogprobs
-from router.api.openai.transcript import Collected, News, Usage
+from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 
 
@@ -57,40 +57,40 @@ class CompletionAnswer:
         #: by choice, the JSON before and after the text of a chunk that has only text
         self._around: dict[int, tuple[str, str]] = {}
 
-    def data(self, news: News, usage: Usage | None = None) -> str | None:
+    def data(self, output: NewOutput, usage: Usage | None = None) -> str | None:
         """Return the chunk with the new output as JSON; None if there is nothing to send.
 
         Most chunks of a choice differ only in their text, so the JSON around it is encoded once.
         """
-        if self._has_logprobs or self._echoes or news.finish_reason or usage is not None:
-            chunk = self.chunk(news, usage)
+        if self._has_logprobs or self._echoes or output.finish_reason or usage is not None:
+            chunk = self.chunk(output, usage)
             return None if chunk is None else encode(chunk)
-        if not news.text:
+        if not output.text:
             return None
-        if (around := self._around.get(news.choice)) is None:
-            around = self._around[news.choice] = self._written_around(news.choice)
+        if (around := self._around.get(output.choice)) is None:
+            around = self._around[output.choice] = self._written_around(output.choice)
         begin, end = around
-        return begin + encode(news.text) + end
+        return begin + encode(output.text) + end
 
     def _written_around(self, choice: int) -> tuple[str, str]:
         return around(self._completion([_choice(choice, "")], None), "text", "")
 
-    def chunk(self, news: News, usage: Usage | None = None) -> Completion | None:
+    def chunk(self, output: NewOutput, usage: Usage | None = None) -> Completion | None:
         """Return a chunk with the new output as a dict; None if there is nothing to send.
 
         The chunk has the token counts so far if ``usage`` is given.
         """
-        logprobs = self._logprobs(news)
-        text = self._echo(news.choice) + news.text if news.is_begin else news.text
-        if not (text or news.finish_reason or (logprobs and logprobs["tokens"])):
+        logprobs = self._logprobs(output)
+        text = self._echo(output.choice) + output.text if output.is_first else output.text
+        if not (text or output.finish_reason or (logprobs and logprobs["tokens"])):
             return None
-        choice = _choice(news.choice, text, logprobs, news.finish_reason, news.stop_reason)
+        choice = _choice(output.choice, text, logprobs, output.finish_reason, output.stop_reason)
         return self._completion([choice], None if usage is None else usage_so_far(usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage_body(usage))
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+    def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete answer in parts, each of which is encoded quickly."""
         begin, end = around(self._completion([], usage_body(usage)), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
@@ -103,12 +103,12 @@ class CompletionAnswer:
         begin, end = around(shown, "logprobs", None)
         return logprobs.written_of_completion(self._vocabulary, choice, begin, end)
 
-    def _logprobs(self, news: News) -> CompletionLogprobs | None:
+    def _logprobs(self, output: NewOutput) -> CompletionLogprobs | None:
         if not self._has_logprobs:
             return None
-        if (alignment := self._alignments.get(news.choice)) is None:
-            alignment = self._alignments[news.choice] = Alignment(self._vocabulary)
-        return logprobs.of_completion(self._vocabulary, logprobs.placed(alignment, news))
+        if (alignment := self._alignments.get(output.choice)) is None:
+            alignment = self._alignments[output.choice] = Alignment(self._vocabulary)
+        return logprobs.of_completion(self._vocabulary, logprobs.placed(alignment, output))
 
     def _echo(self, choice: int) -> str:
         return self._echoes[choice] if self._echoes else ""

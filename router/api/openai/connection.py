@@ -30,7 +30,7 @@ _HEAD_TIMEOUT_S = 30.0
 _MAX_UNANSWERED = 16
 
 
-class _HungUp(Exception):
+class _ConnectionAborted(Exception):
     pass
 
 
@@ -60,7 +60,7 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         for writer in self._writers:
-            writer.on_room()
+            writer.on_writable()
 
     def data_received(self, data: bytes) -> None:
         self._has_more = False
@@ -95,7 +95,7 @@ class Connection(HttpToolsProtocol):
             # An error that is sent now would be taken for the answer to the oldest of these
             # requests.
             self.transport.abort()
-            raise _HungUp  # the parser then stops
+            raise _ConnectionAborted  # the parser then stops
         super().on_headers_complete()
         self._writers.append(Writer(self.cycle))
 

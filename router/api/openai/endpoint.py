@@ -44,21 +44,21 @@ class JsonResponse(Response):
 class Call:
     """HTTP request as a handler receives it, after authentication.
 
-    ``came`` is the time at which its request line and headers were read (``event_loop.now()``).
-    Names in ``headers`` are in lower case.
+    ``arrived_at`` is the time at which its request line and headers were read
+    (``event_loop.now()``). Names in ``headers`` are in lower case.
 
     ``params`` maps names of fields in everlift.messages to the client's names, for error messages.
-    ``told`` are headers that are added to the response, even if it is an error. A handler sets both
-    as soon as it knows them.
+    ``response_headers`` are headers that are added to the response, even if it is an error. A
+    handler sets both as soon as it knows them.
     """
 
     request: Request
     caller: Caller
     headers: Mapping[str, str]
     max_body_bytes: int
-    came: float
+    arrived_at: float
     params: Mapping[str, str] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)
+    response_headers: dict[str, str] = field(default_factory=dict)
 
     async def fields(self, kind: type[F]) -> F:
         """Return the body, parsed and checked as ``kind``. Raises InvalidRequest if invalid."""
@@ -128,13 +128,13 @@ class Endpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        came, request = now(), Request(scope, receive)
-        call = Call(request, ANYONE, _headers(request), self._max_body_bytes, came)
+        arrived_at, request = now(), Request(scope, receive)
+        call = Call(request, ANYONE, _headers(request), self._max_body_bytes, arrived_at)
         if x_request_id := header_request_id(call.headers):
-            call.told[X_REQUEST_ID] = x_request_id
+            call.response_headers[X_REQUEST_ID] = x_request_id
         response = await self._answer(call)
         if response is not None:
-            await response(scope, receive, _telling(call.told, send))
+            await response(scope, receive, _with_headers(call.response_headers, send))
 
     async def _answer(self, call: Call) -> ASGIApp | None:
         try:
@@ -143,7 +143,7 @@ class Endpoint:
                 call.caller = self._authenticator.admit(call.headers)
                 call.caller.check(*self._scopes)
             return await self._handler(call)
-        except (Gone, ClientDisconnect):
+        except (Disconnected, ClientDisconnect):
             return None
         except EverliftError as error:
             return refusal(error, call.params)
@@ -157,32 +157,36 @@ class Endpoint:
             return
         allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
         if call.request.method not in allowed:
-            call.told["allow"] = ", ".join(allowed)
+            call.response_headers["allow"] = ", ".join(allowed)
             raise MethodNotAllowed(f"this path needs the method {self._method}")
 
 
-class Gone(Exception):
+class Disconnected(Exception):
     """Raised when the client has disconnected."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``, unless the client disconnects first.
 
-    In that case ``work`` is cancelled and Gone is raised. The request's body must have been read.
+    In that case ``work`` is cancelled and Disconnected is raised. The request's body must have been
+    read.
     """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    working, disconnect = (
+        asyncio.create_task(work),
+        asyncio.create_task(_wait_for_disconnect(receive)),
+    )
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise Disconnected
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnect):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -191,14 +195,14 @@ def refusal(error: EverliftError, params: Mapping[str, str]) -> JsonResponse:
     return JsonResponse(errors.described(error, params), error.http_status, errors.headers(error))
 
 
-def _telling(told: Mapping[str, str], send: Send) -> Send:
-    async def tell(message: Message) -> None:
+def _with_headers(headers: Mapping[str, str], send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            more = [(name.encode(), value.encode()) for name, value in told.items()]
+            more = [(name.encode(), value.encode()) for name, value in headers.items()]
             message["headers"] = [*message["headers"], *more]
         await send(message)
 
-    return tell
+    return send_with_headers
 
 
 def _headers(request: Request) -> dict[str, str]:

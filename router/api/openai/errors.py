@@ -111,14 +111,14 @@ def _should_retry(error: EverliftError) -> bool:
 
 def headers(error: EverliftError) -> dict[str, str]:
     """Return the headers of an error response."""
-    told = {}
+    found = {}
     if error.retry_after_s is not None:
-        told["retry-after"] = str(math.ceil(error.retry_after_s))
+        found["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.http_status == 401:
-        told["www-authenticate"] = "Bearer"
+        found["www-authenticate"] = "Bearer"
     if isinstance(error, _FINAL):
-        told["x-should-retry"] = "false"
+        found["x-should-retry"] = "false"
     if isinstance(error, RouterStopping):
         # Behind a load balancer, only a new connection can reach another router.
-        told["connection"] = "close"
-    return told
+        found["connection"] = "close"
+    return found

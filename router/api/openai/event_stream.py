@@ -14,18 +14,18 @@ from everlift import logs
 from everlift.errors import EverliftError
 from everlift.explanation import spans_as_json
 from router.api.openai import errors
-from router.api.openai.endpoint import Gone, unless_gone
+from router.api.openai.endpoint import Disconnected, cancel_on_disconnect
 from router.api.openai.generation import Generation
-from router.api.openai.transcript import News, Transcript, Usage
+from router.api.openai.transcript import NewOutput, Transcript, Usage
 from router.api.openai.writer import Writer, encode
 
 log = logs.get_logger(__name__)
 
 #: Maximum events that a stream writes before other tasks of the event loop get a turn.
-_AT_ONCE = 64
+_MAX_EVENTS_PER_TURN = 64
 #: Bytes of events after which other tasks get a turn as well, because events with log probabilities
 #: take long to encode.
-_BYTES_AT_ONCE = 64 << 10
+_MAX_BYTES_PER_TURN = 64 << 10
 #: Comment line that keeps proxies from closing an idle connection; SSE parsers ignore it.
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = (
@@ -39,7 +39,7 @@ _HEADERS = (
 class StreamedAnswer(Protocol):
     """Writer of the chunks of a streamed answer: a completion or a chat completion."""
 
-    def data(self, news: News, usage: Usage | None = None) -> str | None:
+    def data(self, output: NewOutput, usage: Usage | None = None) -> str | None:
         """Return the chunk with the new output as JSON; None if there is nothing to send.
 
         The chunk has the token counts so far if ``usage`` is given.
@@ -111,9 +111,9 @@ class Events:
         Raises the error of a failed request.
         """
         while (numbered := self._generation.poll()) is not None:
-            news = self._transcript.read(*numbered)
-            if news is not None and (data := self._answer.data(news, self._usage)) is not None:
-                self._transcript.mark_read(news.choice)
+            output = self._transcript.read(*numbered)
+            if output is not None and (data := self._answer.data(output, self._usage)) is not None:
+                self._transcript.mark_read(output.choice)
                 return self.event(data)
         if self._generation.is_over and self._last:
             return self.event(self._last.pop()())
@@ -131,11 +131,11 @@ class Events:
 
     async def first(self) -> bytes:
         """Wait for the first event and return it. Raises the error of a failed request."""
-        came = asyncio.Event()
-        self.listen(came.set)
+        wakeup = asyncio.Event()
+        self.listen(wakeup.set)
         while (event := self.poll()) is None:
-            await came.wait()
-            came.clear()
+            await wakeup.wait()
+            wakeup.clear()
         return event
 
     async def aclose(self) -> None:
@@ -150,14 +150,14 @@ class EventStream:
     """
 
     def __init__(
-        self, first: bytes, rest: Events, params: Mapping[str, str], keep_alive: KeepAlive
+        self, first: bytes, events: Events, params: Mapping[str, str], keep_alive: KeepAlive
     ) -> None:
-        """Create a response that sends ``first``, which may be empty, and then the ``rest``.
+        """Create a response that sends ``first``, which may be empty, and then the ``events``.
 
         ``params`` maps names of fields to the client's names, for error messages.
         """
         self._first = first
-        self._rest = rest
+        self._events = events
         self._params = params
         self._keep_alive = keep_alive
 
@@ -181,17 +181,17 @@ class EventStream:
         return cls(first, events, params, keep_alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
-            with suppress(Gone):
-                await unless_gone(receive, self._tell(Writer.of(scope), send))
+        async with aclosing(self._events):
+            with suppress(Disconnected):
+                await cancel_on_disconnect(receive, self._send_events(Writer.of(scope), send))
 
-    async def _tell(self, writer: Writer, send: Send) -> None:
+    async def _send_events(self, writer: Writer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         comment_s = self._keep_alive.interval_s if self._keep_alive.has_comments else 0.0
         if self._first or comment_s:
             writer.write(self._first or _COMMENT)
         try:
-            await _Carrier(self._rest, writer, comment_s).all_written()
+            await _EventWriter(self._events, writer, comment_s).write_all()
         except EverliftError as error:
             self._fail(writer, error)
         except Exception:
@@ -200,11 +200,11 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _fail(self, writer: Writer, error: EverliftError) -> None:
-        body = errors.streamed(error, self._params, self._rest.resume_headers)
-        writer.write(self._rest.event(encode(body)))
+        body = errors.streamed(error, self._params, self._events.resume_headers)
+        writer.write(self._events.event(encode(body)))
 
 
-class _Carrier:
+class _EventWriter:
     """Writer of events to a client by callbacks, so that no task is woken for each event.
 
     After ``comment_s`` seconds without an event it writes a comment line; 0 disables that.
@@ -217,17 +217,17 @@ class _Carrier:
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._is_due = False
+        self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
-    async def all_written(self) -> None:
+    async def write_all(self) -> None:
         """Write events until the last one is written.
 
         Raises the error of a failed request after the events before it are written.
         """
-        self._events.listen(self._soon)
-        self._writer.on_room = self._soon
-        self._soon()
+        self._events.listen(self._schedule_write)
+        self._writer.on_writable = self._schedule_write
+        self._schedule_write()
         if self._comment_s:
             self._comment_after(self._comment_s)
         try:
@@ -247,31 +247,31 @@ class _Carrier:
         The timer is set once for each interval. An event does not reset the timer, but only stores
         the time at which it was written.
         """
-        moment = self._loop.time()
-        left_s = self._written_at + self._comment_s - moment
-        if left_s <= 0:
-            if self._writer.has_room:
+        now = self._loop.time()
+        remaining_s = self._written_at + self._comment_s - now
+        if remaining_s <= 0:
+            if self._writer.is_writable:
                 self._writer.write(_COMMENT)
-            self._written_at, left_s = moment, self._comment_s
-        self._comment_after(left_s)
+            self._written_at, remaining_s = now, self._comment_s
+        self._comment_after(remaining_s)
 
-    def _soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
+    def _schedule_write(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._loop.call_soon(self._write)
 
     def _write(self) -> None:
-        self._is_due = False
+        self._is_scheduled = False
         if self._done.done():
             return
         events: list[bytes] = []
         num_bytes = 0
         try:
-            while self._writer.has_room and (event := self._events.poll()) is not None:
+            while self._writer.is_writable and (event := self._events.poll()) is not None:
                 events.append(event)
                 num_bytes += len(event)
-                if len(events) == _AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
-                    self._soon()
+                if len(events) == _MAX_EVENTS_PER_TURN or num_bytes >= _MAX_BYTES_PER_TURN:
+                    self._schedule_write()
                     break
             if self._events.is_over:
                 self._done.set_result(None)

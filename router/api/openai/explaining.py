@@ -20,7 +20,7 @@ class SpanBody(TypedDict):
     attempt: int
 
 
-class QueueStayBody(TypedDict):
+class QueueBypassBody(TypedDict):
     found: int
     earlier: int
     higher: int
@@ -45,7 +45,7 @@ class AttemptBody(TypedDict):
     neighbours: list[str]
     newcomers: list[str]
     occupants: list[str]
-    queue: NotRequired[QueueStayBody]
+    queue: NotRequired[QueueBypassBody]
 
 
 class ExplanationBody(TypedDict):

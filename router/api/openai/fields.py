@@ -58,7 +58,7 @@ class InRange:
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         valid = RANGES[self.field]
-        least = "exclusiveMinimum" if valid.above else "minimum"
+        least = "exclusiveMinimum" if valid.exclusive_low else "minimum"
         return {**handler(schema), least: valid.low, "maximum": valid.high}
 
     def _check(self, value: N, info: ValidationInfo) -> N:
@@ -90,16 +90,16 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _without_nulls(cls, data: Any) -> Any:
         """Remove known fields that are null, because null means absent.
 
         At most one member more than the number of known fields is read; among so many, at least one
         is unknown. Raises Unsupported if a field is set that the server does not support.
         """
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(data, dict):
+            return data
         known = {*cls.names(), *cls.UNSUPPORTED}
-        read = dict(islice(given.items(), len(known) + 1))
+        read = dict(islice(data.items(), len(known) + 1))
         for name, reason in cls.UNSUPPORTED.items():
             if read.get(name) is not None:
                 raise Unsupported(f"{name} is not supported: {reason}", field=name)

@@ -41,14 +41,14 @@ class Generation:
         self._forget = forget
         self._is_refused = False
         #: called when there may be another piece, in the event loop's thread; must not block
-        self.on_more: Callable[[], None] = _nobody
+        self.on_more: Callable[[], None] = _ignore
         self._sources = [each.pieces for each in opened]
         #: indices of the requests that may have a piece to read, in the order in which they became
         #: ready
         self._ready = dict.fromkeys(range(len(opened)))
-        self._num_left = len(opened)
+        self._num_unfinished = len(opened)
         for index, source in enumerate(self._sources):
-            source.on_more = partial(self._more, index)
+            source.on_more = partial(self._mark_ready, index)
 
     @classmethod
     async def submit(
@@ -122,7 +122,7 @@ class Generation:
 
     async def aclose(self) -> None:
         for source in self._sources:
-            source.on_more = _nobody
+            source.on_more = _ignore
             await source.aclose()
         if self._is_refused:
             await self._forget(self._opened)
@@ -130,7 +130,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Return whether all output of all requests was read."""
-        return not self._num_left
+        return not self._num_unfinished
 
     def poll(self) -> Numbered | None:
         """Return the index of a request and its next message; None if none is available yet.
@@ -148,7 +148,7 @@ class Generation:
                 self._is_refused = True
                 raise
             if source.is_over:
-                self._num_left -= 1
+                self._num_unfinished -= 1
             elif piece is not None:
                 self._ready[index] = None
             if piece is not None:
@@ -160,17 +160,17 @@ class Generation:
 
         Raises the error of a failed request.
         """
-        came = asyncio.Event()
-        self.on_more = came.set
+        wakeup = asyncio.Event()
+        self.on_more = wakeup.set
         while True:
-            came.clear()
+            wakeup.clear()
             while (numbered := self.poll()) is not None:
                 yield numbered
             if self.is_over:
                 return
-            await came.wait()
+            await wakeup.wait()
 
-    def _more(self, index: int) -> None:
+    def _mark_ready(self, index: int) -> None:
         if not self._sources[index].is_over:
             self._ready[index] = None
             self.on_more()
@@ -184,5 +184,5 @@ async def _forget(inference: Inference, caller: Caller, opened: Sequence[Opened]
                 await inference.forget(caller, pb.ForgetRequest(request_id=each.request_id))
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     pass

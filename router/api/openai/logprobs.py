@@ -16,13 +16,13 @@ from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary, decode_utf8
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai.transcript import Collected, News
+from router.api.openai.transcript import Collected, NewOutput
 from router.api.openai.writer import around, array, encode
 
 #: Value of negative infinity, which JSON does not have, as in OpenAI's API.
 _LEAST = -9999.0
 #: Log probabilities, including alternatives, that are encoded as one part; this takes 5 to 10 ms.
-_AT_ONCE = 1024
+_LOGPROBS_PER_PART = 1024
 
 
 class TopLogprob(TypedDict):
@@ -75,11 +75,11 @@ class Alignment:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._held: deque[Placed] = deque()
+        self._pending: deque[Placed] = deque()
         self._num_known = 0
         #: number of complete characters of all tokens so far, and the bytes of an incomplete one
         self._num_characters = 0
-        self._rest = b""
+        self._incomplete = b""
         self._is_first = True
 
     def add(
@@ -94,51 +94,53 @@ class Alignment:
         for token, its_scores in zip(tokens, scores, strict=True):
             self._place(token, its_scores)
         placed: list[Placed] = []
-        while self._held and self._held[0].end <= self._num_known:
-            placed.append(self._held.popleft())
+        while self._pending and self._pending[0].end <= self._num_known:
+            placed.append(self._pending.popleft())
         if is_end:
-            placed += [each for each in map(self._cut, self._held) if each.data]
-            self._held.clear()
+            placed += [each for each in map(self._cut, self._pending) if each.data]
+            self._pending.clear()
         return placed
 
     def _place(self, token: int, scores: pb.TokenLogprobs) -> None:
-        is_first, begin, before = self._is_first, self._num_characters, self._rest
+        is_first, begin, before = self._is_first, self._num_characters, self._incomplete
         data = self._vocabulary.token_bytes(token, is_first=is_first)
         if data is None:
             return
         self._is_first = False
-        text, self._rest = decode_utf8(before + data)
+        text, self._incomplete = decode_utf8(before + data)
         self._num_characters += len(text)
         if before and not _continues(before, data):
             before, begin = b"", begin + 1
-        end = self._num_characters + bool(self._rest)
-        self._held.append(Placed(token, scores, data, before, begin, end, is_first))
+        end = self._num_characters + bool(self._incomplete)
+        self._pending.append(Placed(token, scores, data, before, begin, end, is_first))
 
     def _cut(self, placed: Placed) -> Placed:
         """Return the token without its bytes beyond the known text."""
-        room = self._num_known - placed.offset
+        num_characters = self._num_known - placed.offset
         lengths = range(1, len(placed.data) + 1)
-        length = sum(_num_begun(placed.before + placed.data[:each]) <= room for each in lengths)
+        length = sum(
+            _num_started(placed.before + placed.data[:each]) <= num_characters for each in lengths
+        )
         return placed._replace(data=placed.data[:length])
 
 
-def _num_begun(data: bytes) -> int:
+def _num_started(data: bytes) -> int:
     """Return the number of characters in ``data``, including an incomplete one at its end."""
-    text, rest = decode_utf8(data)
-    return len(text) + bool(rest)
+    text, incomplete = decode_utf8(data)
+    return len(text) + bool(incomplete)
 
 
-def placed(alignment: Alignment, news: News) -> list[Placed]:
-    """Return the new tokens whose positions are known with ``news``; skip what the client has."""
-    known, tokens, scores = news.num_known, news.tokens, news.logprobs
-    alignment.add(tokens[:known], scores[:known], news.known_text, is_end=False)
-    is_end = news.finish_reason is not None
-    return alignment.add(tokens[known:], scores[known:], news.text, is_end=is_end)
+def placed(alignment: Alignment, output: NewOutput) -> list[Placed]:
+    """Return the new tokens whose positions are known with ``output``; skip what the client has."""
+    known, tokens, scores = output.num_known, output.tokens, output.logprobs
+    alignment.add(tokens[:known], scores[:known], output.known_text, is_end=False)
+    is_end = output.finish_reason is not None
+    return alignment.add(tokens[known:], scores[known:], output.text, is_end=is_end)
 
 
-def _continues(rest: bytes, data: bytes) -> bool:
-    """Return whether ``data`` continues the character that ``rest`` begins."""
-    text, open_end = decode_utf8(rest + data[:1])
+def _continues(incomplete: bytes, data: bytes) -> bool:
+    """Return whether ``data`` continues the character that ``incomplete`` begins."""
+    text, open_end = decode_utf8(incomplete + data[:1])
     return not text or (len(text) == 1 and not open_end)
 
 
@@ -220,7 +222,7 @@ def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
     alignment = Alignment(vocabulary)
     tokens, scores = choice.tokens, choice.logprobs
     # All tokens of a request have the same number of alternatives.
-    step = max(1, _AT_ONCE // (1 + len(scores[0].top_ids))) if scores else 1
+    step = max(1, _LOGPROBS_PER_PART // (1 + len(scores[0].top_ids))) if scores else 1
     text = choice.text
     for start in range(0, len(tokens), step):
         part = slice(start, start + step)

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from everlift.address import joined
+from everlift.address import join_host_port
 from router.api.openai.connection import Connection
 
 #: Seconds between two requests after which a connection is closed. Load balancers keep their
@@ -43,7 +43,7 @@ class HttpServer:
             start_serving=False,
         )
         bound = self._server.sockets[0].getsockname()[1]
-        self.address = joined(host, bound)
+        self.address = join_host_port(host, bound)
 
     async def start(self, app: ASGIApp) -> None:
         # The router handles signals and logging, not uvicorn.
@@ -62,7 +62,7 @@ class HttpServer:
         if self._server is not None:
             await self._server.start_serving()
 
-    def hang_up(self) -> None:
+    def close_when_idle(self) -> None:
         """Close each connection after its current answers, so that its client opens a new one."""
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -72,7 +72,7 @@ class HttpServer:
         if self._server is None:
             return
         self._server.close()
-        self.hang_up()
+        self.close_when_idle()
         if self._state.tasks:
             await asyncio.wait(self._state.tasks, timeout=grace_s)
         for connection in list(self._state.connections):

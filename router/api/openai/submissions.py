@@ -23,7 +23,7 @@ _COMPLETION_TOKENS = 16
 #: Maximum log probabilities, including alternatives, of an answer that is not streamed. The router
 #: holds all of it in memory at once: 60 bytes of JSON for each log probability of a chat, in
 #: addition to the values themselves.
-_MAX_WHOLE_LOGPROBS = 1 << 20
+_MAX_UNSTREAMED_LOGPROBS = 1 << 20
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
@@ -83,16 +83,16 @@ def of_chat(
     return message
 
 
-def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
+def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) -> None:
     """Check that an answer that is not streamed does not become too large.
 
     Raises OutOfRange if the answer could contain too many log probabilities. ``context`` is the
     maximum length of a sequence in tokens.
     """
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
-    if num_logprobs > _MAX_WHOLE_LOGPROBS:
+    if num_logprobs > _MAX_UNSTREAMED_LOGPROBS:
         raise OutOfRange(
-            f"an answer that is not streamed holds at most {_MAX_WHOLE_LOGPROBS} log "
+            f"an answer that is not streamed holds at most {_MAX_UNSTREAMED_LOGPROBS} log "
             f"probabilities, alternatives counted in; of this one there may be {num_logprobs}: "
             "stream is for more, max_tokens for fewer",
             field="logprobs",
@@ -102,8 +102,10 @@ def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
 def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
     if not message.sampling.HasField("logprobs"):
         return 0
-    room = max(0, context - len(message.tokens.ids))
-    num_tokens = min(room, message.max_tokens) if message.HasField("max_tokens") else room
+    max_output = max(0, context - len(message.tokens.ids))
+    num_tokens = (
+        min(max_output, message.max_tokens) if message.HasField("max_tokens") else max_output
+    )
     return message.n * num_tokens * (1 + message.sampling.logprobs)
 
 

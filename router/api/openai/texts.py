@@ -20,7 +20,7 @@ class Texts:
 
     async def tokenize(self, call: Call) -> Response:
         fields = await call.fields(TokenizeFields)
-        self._model.check_asked(fields.model or "")
+        self._model.check_requested(fields.model or "")
         tokens = await self._tokens(fields)
         token_string = self._model.tokenizer.token_string
         strings = (
@@ -50,7 +50,7 @@ class Texts:
 
     async def detokenize(self, call: Call) -> Response:
         fields = await call.fields(DetokenizeFields)
-        self._model.check_asked(fields.model or "")
+        self._model.check_requested(fields.model or "")
         ids = fields.tokens
         text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
         return JsonResponse({"prompt": text})

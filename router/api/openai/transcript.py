@@ -15,11 +15,11 @@ from router.api.openai.event_id import BEGIN, Position, written
 _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
 
-class News(NamedTuple):
+class NewOutput(NamedTuple):
     """New output of a choice: the text and the tokens that one message of the stream adds.
 
     After a reconnection, ``known_text`` and the first ``num_known`` of ``tokens`` are output that
-    the client had before; ``text`` is new. ``is_begin``: the client has no output of the choice
+    the client had before; ``text`` is new. ``is_first``: the client has no output of the choice
     yet.
     """
 
@@ -31,7 +31,7 @@ class News(NamedTuple):
     stop_reason: str | int | None = None
     known_text: str = ""
     num_known: int = 0
-    is_begin: bool = False
+    is_first: bool = False
 
 
 @dataclass(slots=True)
@@ -68,12 +68,12 @@ class Transcript:
         self._read = [BEGIN] * num_choices
         self._digests = [TokenDigest() for _ in range(num_choices)]
         #: client's position in each choice
-        self._told = list(resumed) or [BEGIN] * num_choices
-        self._resumed = tuple(self._told)
+        self._sent = list(resumed) or [BEGIN] * num_choices
+        self._resumed = tuple(self._sent)
         #: these positions as text; each event has all of them, and most events change only one
-        self._written = [str(position) for position in self._told]
+        self._written = [str(position) for position in self._sent]
         #: choices of which the client has tokens that were not compared with the output yet
-        self._unproven = set(range(num_choices)) if resumed else set()
+        self._unverified = set(range(num_choices)) if resumed else set()
 
     @property
     def event_id(self) -> str:
@@ -86,7 +86,7 @@ class Transcript:
         If the client has no output, the POST repeats the request under the same name.
         """
         headers = {"idempotency-key": self._name}
-        if self._told != [BEGIN] * self.num_choices:
+        if self._sent != [BEGIN] * self.num_choices:
             headers["last-event-id"] = self.event_id
         return headers
 
@@ -98,7 +98,7 @@ class Transcript:
         """
         return self._resumed != (BEGIN,) * self.num_choices
 
-    def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
+    def read(self, request: int, piece: pb.GenerateResponse) -> NewOutput | None:
         """Process the next message of a request's stream, and return what it adds to its choice.
 
         ``request`` is the index of the request. Returns None if the client already has the end of
@@ -113,13 +113,13 @@ class Transcript:
         before, resumed = self._read[choice], self._resumed[choice]
         self._read[choice] = after = self._after(choice, before, piece)
         if after.is_end and after.tokens < resumed.tokens:
-            raise _lost(choice, resumed, f"it ended after {after.tokens} tokens")
+            raise _data_loss(choice, resumed, f"it ended after {after.tokens} tokens")
         if resumed.is_end and after.tokens > resumed.tokens:
-            raise _lost(choice, resumed, "it did not end there")
+            raise _data_loss(choice, resumed, "it did not end there")
         if resumed.is_end:
             return None
         known = max(0, resumed.characters - before.characters)
-        return News(
+        return NewOutput(
             choice,
             piece.text[known:],
             piece.token_ids,
@@ -128,13 +128,13 @@ class Transcript:
             _stop_reason(piece),
             piece.text[:known],
             min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
-            is_begin=self._told[choice] == BEGIN,
+            is_first=self._sent[choice] == BEGIN,
         )
 
     def _after(self, choice: int, before: Position, piece: pb.GenerateResponse) -> Position:
         digest = self._digests[choice]
         tokens: Sequence[int] = piece.token_ids
-        if choice in self._unproven:
+        if choice in self._unverified:
             known = max(0, self._resumed[choice].tokens - before.tokens)
             digest.add(tokens[:known])
             if known <= len(tokens):
@@ -151,12 +151,12 @@ class Transcript:
     def _compare(self, choice: int) -> None:
         resumed = self._resumed[choice]
         if self._digests[choice].value != resumed.digest:
-            raise _lost(choice, resumed, "the tokens before it are others")
-        self._unproven.remove(choice)
+            raise _data_loss(choice, resumed, "the tokens before it are others")
+        self._unverified.remove(choice)
 
     def mark_read(self, choice: int) -> None:
         """Record that all output of the choice that was read is sent to the client."""
-        self._told[choice] = self._read[choice]
+        self._sent[choice] = self._read[choice]
         self._written[choice] = str(self._read[choice])
 
 
@@ -170,7 +170,7 @@ def _stop_reason(piece: pb.GenerateResponse) -> str | int | None:
             return None
 
 
-def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
+def _data_loss(choice: int, resumed: Position, cause: str) -> DataLoss:
     return DataLoss(f"choice {choice} cannot be continued at token {resumed.tokens}: {cause}")
 
 
@@ -188,9 +188,9 @@ class Collected:
     def text(self) -> str:
         return "".join(self.parts)
 
-    def add(self, news: News) -> None:
-        self.parts.append(news.text)
-        self.tokens.extend(news.tokens)
-        self.logprobs.extend(news.logprobs)
-        if news.finish_reason:
-            self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+    def add(self, output: NewOutput) -> None:
+        self.parts.append(output.text)
+        self.tokens.extend(output.tokens)
+        self.logprobs.extend(output.logprobs)
+        if output.finish_reason:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason

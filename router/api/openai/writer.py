@@ -12,14 +12,14 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def around(value: object, name: str, held: object) -> tuple[str, str]:
+def around(value: object, name: str, placeholder: object) -> tuple[str, str]:
     """Split the JSON of ``value`` at the value of its member ``name``.
 
     Return the text before and the text after that value, between which the caller can write another
-    value. ``name`` is the last member with this name, and ``held`` its present value.
+    value. ``name`` is the last member with this name, and ``placeholder`` its present value.
     """
     # A client's text cannot match, because its quotation marks are escaped in JSON.
-    begin, _, end = encode(value).rpartition(f'"{name}":{encode(held)}')
+    begin, _, end = encode(value).rpartition(f'"{name}":{encode(placeholder)}')
     return f'{begin}"{name}":', end
 
 
@@ -44,12 +44,12 @@ _NAME = "everlift.writer"
 class Writer:
     """Writer of a response's body.
 
-    ``on_room`` is called when more can be written, after a slow client has received enough.
+    ``on_writable`` is called when more can be written, after a slow client has received enough.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.cycle = cycle
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_writable: Callable[[], None] = lambda: None
         extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})
         extensions[_NAME] = self
 
@@ -58,7 +58,7 @@ class Writer:
         return cast(Writer, scope["extensions"][_NAME])
 
     @property
-    def has_room(self) -> bool:
+    def is_writable(self) -> bool:
         return not self.cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:

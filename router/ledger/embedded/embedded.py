@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from everlift import logs
-from everlift.address import joined
+from everlift.address import join_host_port
 from router.ledger.config import DEFAULTS, LedgerConfig, LedgerSetupError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class EmbeddedLedger:
 
     def _url(self, password: str, socket: Path) -> str:
         host, port = self._listen
-        place = joined(host, port)
+        place = join_host_port(host, port)
         return f"redis://{_USER}:{password}@{place}" if port else _url(password, socket)
 
     def stop(self) -> None:

@@ -14,10 +14,10 @@ from itertools import chain, islice
 
 from everlift.errors import AttemptsExhausted, ForgottenRequest, RequestConflict, UnknownRequest
 from everlift.messages import Request
-from everlift.request_id import bare, tenant_of
+from everlift.request_id import strip_tenant, tenant_of
 from everlift.v1 import session_pb2
 from router.ledger.base import (
-    MOST_LISTED,
+    MAX_PAGE_SIZE,
     NOTHING,
     AccessRecords,
     ClusterPolicy,
@@ -29,10 +29,10 @@ from router.ledger.base import (
     Position,
     ScalingReport,
     StaleTerm,
+    check_copy,
     check_end,
     check_listed,
     check_nonce,
-    check_told,
 )
 from router.ledger.config import DEFAULTS, DurabilityClass, LedgerConfig
 from router.ledger.entry import (
@@ -47,7 +47,7 @@ from router.ledger.entry import (
     State,
     Stored,
     Tally,
-    lost_too_often,
+    attempts_exhausted_message,
 )
 from router.ledger.listing import Audited, Claim, Item, Listed, Listing, Part, Row, Stray
 from router.ledger.memory.memory_quotas import MemoryQuotas
@@ -61,7 +61,7 @@ class _Lease:
     ends: float
 
 
-_NEVER = _Lease("", float("-inf"))
+_NO_LEASE = _Lease("", float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Leader:
     ends: float
 
 
-_NOBODY = _Leader("", "", 0, float("-inf"))
+_NO_LEADER = _Leader("", "", 0, float("-inf"))
 
 
 class MemoryLedger:
@@ -94,7 +94,7 @@ class MemoryLedger:
         #: ids of erased requests, and the time when this record of them expires
         self._forgotten_ids: dict[str, float] = {}
         self._leases: dict[str, _Lease] = {}
-        self._leader = _NOBODY
+        self._leader = _NO_LEADER
         self._term = 0
         self._workers: dict[str, bytes] = {}
         self._workers_version = 0
@@ -122,7 +122,7 @@ class MemoryLedger:
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
-            raise UnknownRequest(f"no request {bare(request_id)}")
+            raise UnknownRequest(f"no request {strip_tenant(request_id)}")
         return record
 
     # requests
@@ -144,7 +144,7 @@ class MemoryLedger:
             return Opened(record.entry, created=True)
         if record.request.body_hash != request.body_hash:
             raise RequestConflict(
-                f'request id "{bare(request.request_id)}" already exists with a different '
+                f'request id "{strip_tenant(request.request_id)}" already exists with a different '
                 "request body"
             )
         return Opened(record.entry, created=False)
@@ -224,7 +224,7 @@ class MemoryLedger:
         record.update(losses=losses, tally=tally)
         record.explain(explanation)
         if loss is not None and losses >= max_losses:
-            message = lost_too_often(max_losses, loss)
+            message = attempts_exhausted_message(max_losses, loss)
             self._end(record, "release", loss, State.FAILED, AttemptsExhausted.slug, message)
         else:
             self._queue(record, "release", loss or "")
@@ -302,30 +302,30 @@ class MemoryLedger:
         return None
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        told = check_told(stored)
-        known = self._find(told.entry.request_id)
-        if (told.entry.request_id, told.entry.arrived) in self._forgotten:
-            return Reasserted.FORGOTTEN, told.entry
-        record = known or self._restore(told)
-        answer = record.judge(told)
+        copy = check_copy(stored)
+        known = self._find(copy.entry.request_id)
+        if (copy.entry.request_id, copy.entry.arrived) in self._forgotten:
+            return Reasserted.FORGOTTEN, copy.entry
+        record = known or self._restore(copy)
+        answer = record.compare(copy)
         if answer is Reasserted.OK and not record.entry.state.is_final:
-            answer = self._learn(record, told)
+            answer = self._merge(record, copy)
         return answer, record.entry
 
-    def _restore(self, told: Stored) -> Record:
-        record = Record.blank(told.request, told.entry.gateway, told.entry.arrived)
-        self._records[told.entry.request_id] = record
+    def _restore(self, copy: Stored) -> Record:
+        record = Record.blank(copy.request, copy.entry.gateway, copy.entry.arrived)
+        self._records[copy.entry.request_id] = record
         self._own(record.entry)
         return record
 
-    def _learn(self, record: Record, told: Stored) -> Reasserted:
+    def _merge(self, record: Record, copy: Stored) -> Reasserted:
         self._disown(record.entry)
-        record.learn(told, self._clock())
+        record.merge(copy, self._clock())
         if record.entry.state.is_final:
             self._retain(record.entry)
         else:
             self._own(record.entry)
-        return record.judge(told)
+        return record.compare(copy)
 
     async def events(self, request_id: str) -> tuple[Event, ...]:
         return tuple(self._get(request_id).events)
@@ -340,14 +340,14 @@ class MemoryLedger:
 
     def _check_not_forgotten(self, request_id: str) -> None:
         if self._find(request_id) is None and request_id in self._forgotten_ids:
-            raise ForgottenRequest(f"request {bare(request_id)} was forgotten")
+            raise ForgottenRequest(f"request {strip_tenant(request_id)} was forgotten")
 
     async def list_requests(
         self,
         tenant: str,
         *,
         states: Collection[State] = (),
-        limit: int = MOST_LISTED,
+        limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page:
         self._forget_expired()
@@ -378,7 +378,7 @@ class MemoryLedger:
     async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         now = self._clock()
         self._leases[gateway] = _Lease(address, now + lease_s)
-        leader = self._leader if self._leader.ends > now else _NOBODY
+        leader = self._leader if self._leader.ends > now else _NO_LEADER
         return Membership(
             now,
             leader.router,
@@ -398,7 +398,7 @@ class MemoryLedger:
 
     async def orphans(self, limit: int) -> list[str]:
         now = self._clock()
-        ends = {gateway: self._leases.get(gateway, _NEVER).ends for gateway in self._owned}
+        ends = {gateway: self._leases.get(gateway, _NO_LEASE).ends for gateway in self._owned}
         dead = sorted((gateway for gateway in ends if ends[gateway] <= now), key=ends.__getitem__)
         return list(islice(chain.from_iterable(self._owned[gateway] for gateway in dead), limit))
 
@@ -425,7 +425,7 @@ class MemoryLedger:
 
     async def resign(self, term: int) -> None:
         if self._leader.term == term:
-            self._leader = replace(self._leader, ends=_NOBODY.ends)
+            self._leader = replace(self._leader, ends=_NO_LEADER.ends)
 
     # workers
 
@@ -460,8 +460,8 @@ class MemoryLedger:
     async def load(self) -> LoadReport | None:
         if self._load is None:
             return None
-        moment, load = self._load
-        return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - moment)
+        reported_at, load = self._load
+        return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - reported_at)
 
     async def is_active(self) -> bool:
         return True
@@ -478,8 +478,8 @@ class MemoryLedger:
     async def scaling(self) -> ScalingReport | None:
         if self._scaling is None:
             return None
-        moment, scaling = self._scaling
-        return ScalingReport(session_pb2.Scaling.FromString(scaling), self._clock() - moment)
+        reported_at, scaling = self._scaling
+        return ScalingReport(session_pb2.Scaling.FromString(scaling), self._clock() - reported_at)
 
     # tenants
 
@@ -489,8 +489,8 @@ class MemoryLedger:
     async def settle_charges(self, ends: Sequence[Settlement]) -> None:
         self._quotas.settle(ends)
 
-    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
-        self._quotas.hold(request_ids, lease_s)
+    async def renew_charges(self, request_ids: Sequence[str], lease_s: float) -> None:
+        self._quotas.renew_charges(request_ids, lease_s)
 
     # API keys and tenants
 
@@ -547,11 +547,11 @@ class MemoryAudit:
             for request_id in list(owned):
                 yield self._claim(gateway, request_id)
 
-    async def again(self, items: Sequence[Item]) -> list[Item]:
-        found = [self._again(item) for item in items]
+    async def reread(self, items: Sequence[Item]) -> list[Item]:
+        found = [self._reread(item) for item in items]
         return [item for item in found if item is not None]
 
-    def _again(self, item: Item) -> Item | None:
+    def _reread(self, item: Item) -> Item | None:
         match item:
             case Audited():
                 record = self._records.get(item.request_id)

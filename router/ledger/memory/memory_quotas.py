@@ -22,8 +22,8 @@ from router.ledger.quota import (
 @dataclass(slots=True)
 class _Account:
     #: by the name of a limit: the time in µs at which its bucket is full again
-    due: dict[str, int] = field(default_factory=dict)
-    #: by unfinished request: the time in µs until which it counts, unless it is held again
+    full_at: dict[str, int] = field(default_factory=dict)
+    #: by unfinished request: the time in µs until which it counts, unless it is renewed
     slots: dict[str, int] = field(default_factory=dict)
     charges: dict[str, Charge] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class MemoryQuotas:
         _drop_ended(account, now)
         is_new = charge.request_id not in account.charges
         if is_new:
-            _take(account, charge, now)
+            _charge_account(account, charge, now)
         account.slots[charge.request_id] = now + round(lease_s * 1e6)
         return is_new
 
@@ -50,9 +50,9 @@ class MemoryQuotas:
             account = self._accounts.get(tenant_of(end.request_id), _Account())
             account.slots.pop(end.request_id, None)
             if (charge := account.charges.pop(end.request_id, None)) is not None:
-                _give_back(account, charge, end.output_tokens)
+                _refund(account, charge, end.output_tokens)
 
-    def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+    def renew_charges(self, request_ids: Sequence[str], lease_s: float) -> None:
         ends = self._now() + round(lease_s * 1e6)
         for request_id in request_ids:
             account = self._accounts.setdefault(tenant_of(request_id), _Account())
@@ -68,32 +68,32 @@ def _drop_ended(account: _Account, now: int) -> None:
         account.charges.pop(request_id, None)
 
 
-def _take(account: _Account, charge: Charge, now: int) -> None:
+def _charge_account(account: _Account, charge: Charge, now: int) -> None:
     if charge.max_concurrent is not None and len(account.slots) >= charge.max_concurrent:
         raise refusal(charge, CONCURRENT, 0)
     amounts = {"requests_per_minute": 1, "tokens_per_minute": charge.tokens}
-    due, waits = {}, {}
+    full_at, waits = {}, {}
     for limit, amount in amounts.items():
         per_minute = getattr(charge, limit)
         if per_minute is not None:
-            filled = max(account.due.get(limit, now), now)
-            due[limit] = filled + cost_us(amount, per_minute)
+            filled = max(account.full_at.get(limit, now), now)
+            full_at[limit] = filled + cost_us(amount, per_minute)
             waits[limit] = filled + cost_us(min(amount, per_minute), per_minute) - now - MINUTE_US
     limit = max(waits, key=waits.__getitem__, default="")
     if limit and waits[limit] > 0:
         raise refusal(charge, limit, waits[limit])
-    account.due |= due
+    account.full_at |= full_at
     account.charges[charge.request_id] = charge
 
 
-def _give_back(account: _Account, charge: Charge, output_tokens: int | None) -> None:
+def _refund(account: _Account, charge: Charge, output_tokens: int | None) -> None:
     if output_tokens is None:
         _fill(account, "requests_per_minute", cost_us(1, charge.requests_per_minute))
     used = 0 if output_tokens is None else charge.prompt_tokens + output_tokens
-    taken, kept = (cost_us(it, charge.tokens_per_minute) for it in (charge.tokens, used))
-    _fill(account, "tokens_per_minute", taken - kept)
+    charged, used_us = (cost_us(it, charge.tokens_per_minute) for it in (charge.tokens, used))
+    _fill(account, "tokens_per_minute", charged - used_us)
 
 
 def _fill(account: _Account, limit: str, us: int) -> None:
-    if limit in account.due:
-        account.due[limit] -= us
+    if limit in account.full_at:
+        account.full_at[limit] -= us

@@ -47,9 +47,9 @@ class Choice:
         self._extend(item.tokens[known:], item.logprobs[known:], item.finish_reason)
         return Appended.OK
 
-    def learn(self, told: StoredChoice, finish_reason: FinishReason | None) -> None:
+    def merge(self, copy: StoredChoice, finish_reason: FinishReason | None) -> None:
         known = len(self.tokens)
-        self._extend(told.tokens[known:], told.logprobs[known:], finish_reason)
+        self._extend(copy.tokens[known:], copy.logprobs[known:], finish_reason)
 
     def _extend(
         self,
@@ -69,15 +69,15 @@ class Choice:
         last = item.offset + len(item.tokens)
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)
 
-    def agrees(self, told: StoredChoice, finish_reason: FinishReason | None) -> bool:
+    def agrees(self, copy: StoredChoice, finish_reason: FinishReason | None) -> bool:
         """Return whether a router's copy of the choice is consistent with this one.
 
-        ``told`` has the copy's tokens from offset 0, ``finish_reason`` its end (None: not ended).
+        ``copy`` has the copy's tokens from offset 0, ``finish_reason`` its end (None: not ended).
         Tokens and ends that both have must be equal, and neither may have tokens after the other's
         end.
         """
-        known, other = len(self.tokens), len(told.tokens)
-        if tuple(self.tokens[:other]) != told.tokens[:known]:
+        known, other = len(self.tokens), len(copy.tokens)
+        if tuple(self.tokens[:other]) != copy.tokens[:known]:
             return False
         if finish_reason and self.finish_reason and finish_reason is not self.finish_reason:
             return False
@@ -160,51 +160,51 @@ class Record:
         """Replace the explanation (report on where the time went), unless the new one is empty."""
         self.explanation = explanation or self.explanation
 
-    def judge(self, told: Stored) -> Reasserted:
+    def compare(self, copy: Stored) -> Reasserted:
         """Compare the copy that a router sent with this record.
 
-        Returns OK if ``learn`` may merge the copy. Otherwise returns DIVERGED if the two contradict
+        Returns OK if ``merge`` may merge the copy. Otherwise returns DIVERGED if the two contradict
         each other, ENDED if only this record is final, or TAKEN if another router owns the request
         and the copy counts no more state changes.
         """
-        if told.request.body_hash != self.request.body_hash or not self._agrees(told):
+        if copy.request.body_hash != self.request.body_hash or not self._agrees(copy):
             return Reasserted.DIVERGED
         if self.entry.state.is_final:
-            return Reasserted.OK if _is_over(told) else Reasserted.ENDED
-        knows_less = told.entry.moves <= self.entry.moves
-        if knows_less and told.entry.gateway != self.entry.gateway:
+            return Reasserted.OK if _is_ended(copy) else Reasserted.ENDED
+        knows_less = copy.entry.moves <= self.entry.moves
+        if knows_less and copy.entry.gateway != self.entry.gateway:
             return Reasserted.TAKEN
         return Reasserted.OK
 
-    def _agrees(self, told: Stored) -> bool:
-        reasons = told.entry.finish_reasons
-        triples = zip(self.choices, told.choices, reasons, strict=True)
+    def _agrees(self, copy: Stored) -> bool:
+        reasons = copy.entry.finish_reasons
+        triples = zip(self.choices, copy.choices, reasons, strict=True)
         return all(choice.agrees(its, reason) for choice, its, reason in triples)
 
-    def learn(self, told: Stored, now: float) -> None:
-        """Merge the copy that a router sent, for which ``judge`` returned OK.
+    def merge(self, copy: Stored, now: float) -> None:
+        """Merge the copy that a router sent, for which ``compare`` returned OK.
 
         ``now`` is ledger time in seconds. Missing tokens and ends are added. State, owner and the
         other fields of the entry are replaced if the copy counts more state changes (``moves``).
         """
         before = self.entry.moves
-        if told.entry.moves > before:
-            self.entry = told.entry
-            self.request = replace(self.request, deadline=told.request.deadline)
-        self._add(told)
+        if copy.entry.moves > before:
+            self.entry = copy.entry
+            self.request = replace(self.request, deadline=copy.request.deadline)
+        self._add(copy)
         if self.is_complete and not self.entry.state.is_final:
-            self.finished_by = told.entry.epoch
+            self.finished_by = copy.entry.epoch
             moves = self.entry.moves + 1
             self.update(state=State.FINISHED, worker="", epoch=0, moves=moves)
         if self.entry.moves > before:
-            self.events.append(Event(now, "reassert", told.entry.gateway))
-        self.explain(told.explanation)
+            self.events.append(Event(now, "reassert", copy.entry.gateway))
+        self.explain(copy.explanation)
 
-    def _add(self, told: Stored) -> None:
-        reasons = told.entry.finish_reasons
-        for choice, its, reason in zip(self.choices, told.choices, reasons, strict=True):
-            choice.learn(its, reason)
-        self.prompt_logprobs = self.prompt_logprobs or told.prompt_logprobs
+    def _add(self, copy: Stored) -> None:
+        reasons = copy.entry.finish_reasons
+        for choice, its, reason in zip(self.choices, copy.choices, reasons, strict=True):
+            choice.merge(its, reason)
+        self.prompt_logprobs = self.prompt_logprobs or copy.prompt_logprobs
         self.update()
 
     def stored(self, offsets: Sequence[int], now: float) -> Stored:
@@ -228,5 +228,5 @@ class Record:
         )
 
 
-def _is_over(told: Stored) -> bool:
-    return told.entry.state.is_final or all(told.entry.finish_reasons)
+def _is_ended(copy: Stored) -> bool:
+    return copy.entry.state.is_final or all(copy.entry.finish_reasons)

@@ -65,13 +65,13 @@ _LATE_S = 0.1
 class Channel:
     """Connection to a server, shared by concurrent calls, whose commands are pipelined.
 
-    ``make`` returns an unconnected connection. If answers are outstanding and nothing is received
-    for ``timeout_s`` seconds, the connection is closed and the waiting calls fail. The next call
-    opens a new one.
+    ``make_connection`` returns an unconnected connection. If answers are outstanding and nothing is
+    received for ``timeout_s`` seconds, the connection is closed and the waiting calls fail. The
+    next call opens a new one.
     """
 
-    def __init__(self, make: Callable[[], AbstractConnection], timeout_s: float) -> None:
-        self._make = make
+    def __init__(self, make_connection: Callable[[], AbstractConnection], timeout_s: float) -> None:
+        self._make_connection = make_connection
         self._timeout_s = timeout_s
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[_Wire] | None = None
@@ -84,22 +84,22 @@ class Channel:
         run or not.
         """
         wire = self._wire
-        if wire is None or wire.is_over:
+        if wire is None or wire.is_closed:
             wire = await self._connected()
-        return await wire.ask(commands)
+        return await wire.send(commands)
 
     async def _connected(self) -> _Wire:
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
-            self._connecting.add_done_callback(self._have_connected)
+            self._connecting.add_done_callback(self._on_connected)
         return await asyncio.shield(self._connecting)
 
     async def _connect(self) -> _Wire:
-        connection = self._make()
+        connection = self._make_connection()
         await connection.connect()  # type: ignore[no-untyped-call]
         return _Wire(connection, self._timeout_s)
 
-    def _have_connected(self, connecting: asyncio.Task[_Wire]) -> None:
+    def _on_connected(self, connecting: asyncio.Task[_Wire]) -> None:
         self._connecting = None
         # Retrieves the exception, because the callers may have been cancelled and not await it.
         if not connecting.cancelled() and connecting.exception() is None:
@@ -126,14 +126,14 @@ class Channel:
             await wire.close()
 
 
-class _Question:
-    __slots__ = ("answers", "asked_at", "missing", "whole")
+class _PendingCall:
+    __slots__ = ("answers", "future", "missing", "sent_at")
 
     def __init__(self, missing: int, loop: asyncio.AbstractEventLoop) -> None:
         self.missing = missing
         self.answers: list[Any] = []
-        self.whole: asyncio.Future[list[Any]] = loop.create_future()
-        self.asked_at = loop.time()
+        self.future: asyncio.Future[list[Any]] = loop.create_future()
+        self.sent_at = loop.time()
 
 
 class _Wire:
@@ -144,30 +144,30 @@ class _Wire:
         assert connection._reader is not None and connection._writer is not None
         self._reader, self._writer = connection._reader, connection._writer
         self._timeout_s = timeout_s
-        self._questions: deque[_Question] = deque()
+        self._pending: deque[_PendingCall] = deque()
         self._unsent: list[bytes] = []
-        self._heard_at = self._loop.time()
-        self._watch: asyncio.TimerHandle | None = None
-        self._look_due = 0.0
+        self._received_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._check_at = 0.0
         self._is_retired = False
-        self.is_over = False
+        self.is_closed = False
         self._reading = self._loop.create_task(self._read())
 
-    def ask(self, commands: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
-        # Packing comes first, because it may raise: a queued question without sent commands would
+    def send(self, commands: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
+        # Packing comes first, because it may raise: a queued call without sent commands would
         # receive the answers of later ones.
         packed = [self._connection.pack_command(*arguments) for arguments in commands]
-        question = _Question(len(commands), self._loop)
-        self._questions.append(question)
+        call = _PendingCall(len(commands), self._loop)
+        self._pending.append(call)
         if not self._unsent:
             self._loop.call_soon(self._write)
         self._unsent += chain.from_iterable(packed)
-        if self._watch is None:
-            self._look_in(self._timeout_s)
-        return question.whole
+        if self._timer is None:
+            self._schedule_check(self._timeout_s)
+        return call.future
 
     def _write(self) -> None:
-        if not self.is_over:
+        if not self.is_closed:
             self._writer.writelines(self._unsent)
         self._unsent = []
 
@@ -179,11 +179,11 @@ class _Wire:
         )
         try:
             while data := await self._reader.read(_READ_BYTES):
-                self._heard_at = self._loop.time()
+                self._received_at = self._loop.time()
                 answers.feed(data)
                 while (answer := answers.gets()) is not _NOTHING:
                     self._answer(answer)
-                if self._is_retired and not self._questions:
+                if self._is_retired and not self._pending:
                     break
             self._settle(ConnectionError("the server closed the connection"))
         except (OSError, InvalidResponse) as error:
@@ -194,38 +194,38 @@ class _Wire:
                 await self._connection.disconnect()
 
     def _answer(self, answer: Any) -> None:
-        if not self._questions:
+        if not self._pending:
             raise InvalidResponse("an unexpected answer")
-        question = self._questions[0]
-        question.answers.append(answer)
-        question.missing -= 1
-        if not question.missing:
-            self._questions.popleft()
-            if not question.whole.done():
-                question.whole.set_result(question.answers)
+        call = self._pending[0]
+        call.answers.append(answer)
+        call.missing -= 1
+        if not call.missing:
+            self._pending.popleft()
+            if not call.future.done():
+                call.future.set_result(call.answers)
 
-    def _look_in(self, seconds: float) -> None:
-        self._look_due = self._loop.time() + seconds
-        self._watch = self._loop.call_at(self._look_due, self._look)
+    def _schedule_check(self, seconds: float) -> None:
+        self._check_at = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._check_at, self._check_timeout)
 
-    def _look(self) -> None:
-        self._watch = None
-        if not self._questions:
+    def _check_timeout(self) -> None:
+        self._timer = None
+        if not self._pending:
             return
-        since = max(self._questions[0].asked_at, self._heard_at)
-        late_s = self._loop.time() - self._look_due
-        left_s = since + self._timeout_s - self._loop.time()
-        if left_s > 0:
-            self._look_in(left_s)
+        since = max(self._pending[0].sent_at, self._received_at)
+        late_s = self._loop.time() - self._check_at
+        remaining_s = since + self._timeout_s - self._loop.time()
+        if remaining_s > 0:
+            self._schedule_check(remaining_s)
         elif late_s >= _LATE_S:
             # This process stalled, so answers that arrived meanwhile may not have been read yet.
-            self._look_in(_LATE_S)
+            self._schedule_check(_LATE_S)
         else:
             self.fail(TimeoutError("the server does not answer"))
 
     def retire(self) -> None:
         self._is_retired = True
-        if not self._questions:
+        if not self._pending:
             self._reading.cancel()
 
     def fail(self, error: Exception) -> None:
@@ -233,15 +233,15 @@ class _Wire:
         self._reading.cancel()
 
     def _settle(self, error: Exception) -> None:
-        if self.is_over:
+        if self.is_closed:
             return
-        self.is_over = True
-        if self._watch is not None:
-            self._watch.cancel()
-        questions, self._questions = self._questions, deque()
-        for question in questions:
-            if not question.whole.done():
-                question.whole.set_exception(error)
+        self.is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        calls, self._pending = self._pending, deque()
+        for call in calls:
+            if not call.future.done():
+                call.future.set_exception(error)
 
     async def close(self) -> None:
         self._reading.cancel()

@@ -142,7 +142,9 @@ def appended(answer: Sequence[Any], count: int) -> list[Appended]:
     return words
 
 
-def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:
+def reassert_arguments(
+    stored: Stored, retention_ms: int, unfinished_ms: int
+) -> list[str | int | bytes]:
     """Return the arguments of reassert.lua, which restores ``stored``, after the request id.
 
     ``retention_ms`` and ``unfinished_ms`` are the times to live of a final and of an unfinished

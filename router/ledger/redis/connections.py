@@ -82,7 +82,7 @@ class Connections(Protocol):
         """
         ...
 
-    async def look_again(self) -> None:
+    async def rediscover(self) -> None:
         """Find out again which server stores which keys, after a failure that suggests a change."""
         ...
 
@@ -121,7 +121,7 @@ class _OneServer:
     async def servers(self, keys: Sequence[str]) -> list[str]:
         return list(keys[:1])
 
-    async def look_again(self) -> None:
+    async def rediscover(self) -> None:
         # The name may refer to another server now. A connection in use ends by itself.
         self._channel.retire()
         await self._client.connection_pool.disconnect(inuse_connections=False)
@@ -171,9 +171,11 @@ class _SentinelPrimary(_OneServer):
         await self._sentinel.aclose()
 
 
-def _sentinels(address: Address, settings: dict[str, Any], patience: float) -> list[Redis]:
-    asking = settings | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), patience)
-    logins = [asking, asking | {"username": None, "password": None}]
+def _sentinels(address: Address, settings: dict[str, Any], timeout_s: float) -> list[Redis]:
+    settings_with_timeout = settings | dict.fromkeys(
+        ("socket_timeout", "socket_connect_timeout"), timeout_s
+    )
+    logins = [settings_with_timeout, settings_with_timeout | {"username": None, "password": None}]
     kind = TlsConnection if address.tls else Connection
     return [
         Redis.from_pool(ConnectionPool(kind, host=host, port=port, **each))
@@ -194,10 +196,10 @@ class _Cluster:
         self._address = address
         self._settings = _settings(address, config)
         self._tls = self._settings.pop("tls", None)
-        self._client = self._make()
+        self._client = self._make_client()
         self._slots = asyncio.Semaphore(config.max_connections)
 
-    def _make(self) -> RedisCluster:
+    def _make_client(self) -> RedisCluster:
         client = RedisCluster(
             startup_nodes=[ClusterNode(host, port) for host, port in self._address.hosts],
             # A shard whose slot is covered works even if other slots are not.
@@ -227,7 +229,7 @@ class _Cluster:
         by_node = {client.get_node_from_key(key): key for key in keys}
         return list(by_node.values())
 
-    async def look_again(self) -> None:
+    async def rediscover(self) -> None:
         client = self._client
         if not client.nodes_manager.slots_cache:
             # The client has not found the cluster yet, so its next call begins with a lookup.
@@ -237,7 +239,7 @@ class _Cluster:
         except RedisClusterException:
             # No known node answers. The hosts in the url may have other addresses now.
             if client is self._client:
-                self._client = self._make()
+                self._client = self._make_client()
                 await asyncio.shield(_close(client))
 
     async def close(self) -> None:
@@ -271,12 +273,12 @@ def _pool(address: Address, config: LedgerConfig) -> ConnectionPool:
 
 
 def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
-    patience = _timeout_s(config)
+    timeout_s = _timeout_s(config)
     return {
         "username": address.username,
         "password": address.password,
-        "socket_timeout": patience,
-        "socket_connect_timeout": patience,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         # Only ``shards.py`` retries, and always whole calls.
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,

@@ -17,9 +17,9 @@ from router.ledger.redis.shards import Shards
 T = TypeVar("T")
 
 #: Approximate number of keys or members that one SCAN returns.
-_KEYS_AT_ONCE = 512
+_KEYS_PER_SCAN = 512
 #: Items that one call examines, which blocks other calls for some tenths of a millisecond.
-_PLACES_AT_ONCE = 32
+_PLACES_PER_CALL = 32
 #: Functions that read the request id from the rest of a key's name, by the name's first letter.
 _PARTS: dict[str, Callable[[str], str]] = {
     "t": lambda rest: rest.rpartition(":")[0],
@@ -56,17 +56,17 @@ class RedisAudit:
             # SCAN may return a key twice.
             found = {place async for place in self._places(keys)} - requests
             requests |= {place for place in found if place.kind == "r"}
-            for item in await self._look(sorted(found)):
+            for item in await self._examine(sorted(found)):
                 yield item
 
-    async def again(self, items: Sequence[Item]) -> list[Item]:
-        return await self._look([_place(item) for item in items])
+    async def reread(self, items: Sequence[Item]) -> list[Item]:
+        return await self._examine([_place(item) for item in items])
 
     async def _keys(self) -> AsyncIterator[list[str]]:
         root = self._shards.key("")
         pattern = re.sub(r"([*?\[\]\\])", r"\\\1", root[: root.index("{")]) + "{*}:*"
         for server in await self._shards.servers():
-            command: list[Argument] = ["SCAN", 0, "MATCH", pattern, "COUNT", _KEYS_AT_ONCE]
+            command: list[Argument] = ["SCAN", 0, "MATCH", pattern, "COUNT", _KEYS_PER_SCAN]
             async for keys in self._scanned(server, command):
                 yield [key.decode() for key in keys]
 
@@ -87,7 +87,7 @@ class RedisAudit:
 
     async def _members(self, scan: str, key: str) -> AsyncIterator[str]:
         root = key[: key.index("}:") + 2]
-        command: list[Argument] = [scan, key, 0, "COUNT", _KEYS_AT_ONCE]
+        command: list[Argument] = [scan, key, 0, "COUNT", _KEYS_PER_SCAN]
         async for found in self._scanned(root, command):
             for member in found:
                 # ZSCAN returns pairs of a member and its score.
@@ -96,19 +96,21 @@ class RedisAudit:
     async def _scanned(self, server: str, command: list[Argument]) -> AsyncIterator[list[Any]]:
         at = command.index(0)
         while True:
-            [(cursor, found)] = await self._shards.ask("audit", Command(server, tuple(command)))
+            [(cursor, found)] = await self._shards.run_commands(
+                "audit", Command(server, tuple(command))
+            )
             yield found
             command[at] = cursor
             if int(cursor) == 0:
                 return
 
-    async def _look(self, places: Iterable[_Place]) -> list[Item]:
+    async def _examine(self, places: Iterable[_Place]) -> list[Item]:
         by_shard: dict[int, list[_Place]] = {}
         for place in places:
             by_shard.setdefault(self._shards.of(place.request_id), []).append(place)
         found: list[Item] = []
         for shard, those in by_shard.items():
-            for batch in _batches(those, _PLACES_AT_ONCE):
+            for batch in _batches(those, _PLACES_PER_CALL):
                 arguments = [field for place in batch for field in place]
                 answers = await self._shards.run(scripts.AUDIT, shard, *arguments)
                 for place, answer in zip(batch, answers, strict=True):
@@ -142,7 +144,7 @@ def _item(place: _Place, answer: Any) -> Item:
         state, owner = (field.decode() for field in answer)
         return Claim(place.request_id, place.name, State(state) if state else None, owner)
     if place.kind == "a":
-        return Listed(place.request_id, place.name.partition(":")[2], is_kept_up=answer == 1)
+        return Listed(place.request_id, place.name.partition(":")[2], is_maintained=answer == 1)
     fields, max_tokens, finished_by, owned, listed, events, immortal, missing = answer
     return Audited(
         entry=codec.entry(place.request_id, fields),

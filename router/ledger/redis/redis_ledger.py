@@ -27,10 +27,10 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import bare, tenant_of
+from everlift.request_id import strip_tenant, tenant_of
 from everlift.v1 import session_pb2
 from router.ledger.base import (
-    MOST_LISTED,
+    MAX_PAGE_SIZE,
     NOTHING,
     AccessRecords,
     ClusterPolicy,
@@ -42,10 +42,10 @@ from router.ledger.base import (
     Position,
     ScalingReport,
     StaleTerm,
+    check_copy,
     check_end,
     check_listed,
     check_nonce,
-    check_told,
 )
 from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
 from router.ledger.entry import (
@@ -59,7 +59,7 @@ from router.ledger.entry import (
     State,
     Stored,
     Tally,
-    lost_too_often,
+    attempts_exhausted_message,
 )
 from router.ledger.listing import Listing, Part
 from router.ledger.quota import Charge, Settlement, refusal
@@ -70,7 +70,7 @@ from router.ledger.redis.connections import Command
 from router.ledger.redis.redis_audit import RedisAudit
 from router.ledger.redis.scripts import Script
 from router.ledger.redis.server import generation, memory_used
-from router.ledger.redis.setup import check_servers, layout, look
+from router.ledger.redis.setup import check_ledger, check_servers, layout
 from router.ledger.redis.shards import Call, Shards, root
 
 log = logs.get_logger(__name__)
@@ -82,12 +82,12 @@ _SETTLING = (scripts.OPEN, scripts.RELEASE, scripts.END, scripts.FORGET, scripts
 #: Seconds after which a client may retry when the ledger was full.
 _FULL_S = 1.0
 #: Sections of INFO that a heartbeat reads.
-_LIFE = ("server", "replication", "memory")
+_INFO_SECTIONS = ("server", "replication", "memory")
 #: Time to live of an unfinished request after its last move, in ms. Deadlines are shorter.
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
 #: Requests that one call of list.lua examines, which blocks other calls for some tenths of a
 #: millisecond.
-_LISTED_AT_ONCE = 128
+_LISTED_PER_CALL = 128
 #: Time in ms for which a cluster stays the active one after the last query of its routers.
 _ACTIVE_MS = 10_000
 #: More log probabilities than this are packed in a thread, because this takes milliseconds.
@@ -105,7 +105,7 @@ async def connect(config: LedgerConfig | str) -> RedisLedger:
         raise ValueError("an embedded ledger is reached by the url that its start returns")
     shards = Shards(config)
     try:
-        server, cluster_id = await look(shards, config)
+        server, cluster_id = await check_ledger(shards, config)
     except BaseException:
         await shards.close()
         raise
@@ -141,9 +141,9 @@ class RedisLedger:
         settles = script in _SETTLING
         word, *rest = await self._shards.run(script, shard, request_id, *arguments, settles=settles)
         if word == b"unknown":
-            raise UnknownRequest(f"no request {bare(request_id)}")
+            raise UnknownRequest(f"no request {strip_tenant(request_id)}")
         if word == b"erased":
-            raise ForgottenRequest(f"request {bare(request_id)} was forgotten")
+            raise ForgottenRequest(f"request {strip_tenant(request_id)} was forgotten")
         return word.decode(), rest
 
     # requests
@@ -155,11 +155,11 @@ class RedisLedger:
         timeout_s: float | None = None,
         dispatch: Dispatch | None = None,
     ) -> Opened:
-        with _noticing_full():
+        with _raising_ledger_full():
             word, rest = await self._open(request, gateway, timeout_s, dispatch)
         if word == "conflict":
             raise RequestConflict(
-                f'request id "{bare(request.request_id)}" already exists with a different '
+                f'request id "{strip_tenant(request.request_id)}" already exists with a different '
                 "request body"
             )
         return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
@@ -237,7 +237,7 @@ class RedisLedger:
             loss or "",
             max_losses,
             AttemptsExhausted.slug,
-            lost_too_often(max_losses, loss or ""),
+            attempts_exhausted_message(max_losses, loss or ""),
             codec.tally_text(tally),
             self._retention_ms,
             _UNFINISHED_MS,
@@ -290,13 +290,15 @@ class RedisLedger:
         return None if word == "gone" else codec.entry(request_id, rest[0])
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        told = check_told(stored).entry
-        word, rest = await self._move(scripts.REASSERT, told.request_id, *await self._told(stored))
-        return Reasserted(word), codec.entry(told.request_id, rest[0]) if rest else told
+        copy = check_copy(stored).entry
+        word, rest = await self._move(
+            scripts.REASSERT, copy.request_id, *await self._reassert_arguments(stored)
+        )
+        return Reasserted(word), codec.entry(copy.request_id, rest[0]) if rest else copy
 
-    async def _told(self, stored: Stored) -> list[Argument]:
+    async def _reassert_arguments(self, stored: Stored) -> list[Argument]:
         def pack() -> list[Argument]:
-            return codec.told_fields(stored, self._retention_ms, _UNFINISHED_MS)
+            return codec.reassert_arguments(stored, self._retention_ms, _UNFINISHED_MS)
 
         logprobs = [stored.prompt_logprobs, *(choice.logprobs for choice in stored.choices)]
         many = sum(map(len, logprobs)) > _MANY_LOGPROBS
@@ -321,13 +323,13 @@ class RedisLedger:
         tenant: str,
         *,
         states: Collection[State] = (),
-        limit: int = MOST_LISTED,
+        limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page:
         listing = Listing(check_listed(limit), before)
         while not listing.is_over:
             # One row more than needed, to see whether the listing ends there.
-            count = _LISTED_AT_ONCE if states else min(_LISTED_AT_ONCE, listing.missing + 1)
+            count = _LISTED_PER_CALL if states else min(_LISTED_PER_CALL, listing.missing + 1)
             listing.add(await self._parts(tenant, states, listing.last, count))
         return listing.page()
 
@@ -344,9 +346,9 @@ class RedisLedger:
     async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         arguments = (gateway, address, codec.microseconds(lease_s))
         answer, infos = await self._shards.run_with_info(
-            Call(scripts.BEAT, _CONTROL, arguments), _LIFE, self._layout
+            Call(scripts.BEAT, _CONTROL, arguments), _INFO_SECTIONS, self._layout
         )
-        await self._check_again(generation(infos))
+        await self._recheck_servers(generation(infos))
         return replace(
             codec.membership(answer),
             generation=self._generation,
@@ -354,7 +356,7 @@ class RedisLedger:
             unfit=self._unfit,
         )
 
-    async def _check_again(self, generation: str) -> None:
+    async def _recheck_servers(self, generation: str) -> None:
         if generation == self._generation and not self._unfit:
             return
         try:
@@ -421,12 +423,12 @@ class RedisLedger:
 
     async def workers(self) -> list[session_pb2.WorkerInfo]:
         key = self._shards.key("workers", _CONTROL)
-        [stored] = await self._shards.ask("workers", Command(key, ("HVALS", key)))
+        [stored] = await self._shards.run_commands("workers", Command(key, ("HVALS", key)))
         return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.worker_id)
 
     async def last_worker(self) -> session_pb2.WorkerInfo | None:
         key = self._shards.key("last_worker", _CONTROL)
-        [stored] = await self._shards.ask("last worker", Command(key, ("GET", key)))
+        [stored] = await self._shards.run_commands("last worker", Command(key, ("GET", key)))
         return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
 
     # load
@@ -474,7 +476,7 @@ class RedisLedger:
 
     async def charge(self, charge: Charge, lease_s: float) -> bool:
         tenant = tenant_of(charge.request_id)
-        with _noticing_full():
+        with _raising_ledger_full():
             word, *rest = await self._shards.run(
                 scripts.CHARGE,
                 self._shards.of(tenant),
@@ -501,7 +503,7 @@ class RedisLedger:
         )
         await self._run_by_shard(scripts.SETTLE, (), fields)
 
-    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+    async def renew_charges(self, request_ids: Sequence[str], lease_s: float) -> None:
         fields = ((tenant_of(request_id), request_id) for request_id in request_ids)
         await self._run_by_shard(scripts.HOLD, [codec.microseconds(lease_s)], fields)
 
@@ -552,7 +554,7 @@ class RedisLedger:
 
         With several servers, the first one is asked.
         """
-        answers = await self._shards.ask_each_server("time", "TIME")
+        answers = await self._shards.run_on_each_server("time", "TIME")
         seconds, microseconds = answers[0]
         return float(seconds) + float(microseconds) / 1e6
 
@@ -572,7 +574,7 @@ class RedisLedger:
         """
         if not self._is_local:
             raise InvalidRequest("the ledger's server is reached over a network: it is not ours")
-        [info] = await self._shards.ask_each_server("process", "INFO", "server")
+        [info] = await self._shards.run_on_each_server("process", "INFO", "server")
         return int(info["process_id"])
 
     def audit(self) -> RedisAudit:
@@ -590,7 +592,7 @@ def _load_report(answer: Sequence[Any]) -> LoadReport | None:
 
 
 @contextmanager
-def _noticing_full() -> Iterator[None]:
+def _raising_ledger_full() -> Iterator[None]:
     try:
         yield
     except LedgerUnavailable as error:

@@ -26,7 +26,7 @@ from router.ledger.redis.shards import Shards
 log = logs.get_logger(__name__)
 
 
-async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
+async def check_ledger(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
     """Check servers and layout; return the server's name and version, and the cluster's id.
 
     The layout (key schema, number of shards, cluster id) is written if the ledger is new. If there
@@ -49,22 +49,22 @@ async def check_servers(shards: Shards, config: LedgerConfig) -> str:
     LedgerUnavailable if a server does not answer.
     """
     is_cluster = parse(config.url).kind is Kind.CLUSTER
-    infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
-    settings = await shards.ask_each_server("connect", "CONFIG GET", "appendfsync")
+    infos: list[Info | None] = await shards.run_on_each_server("connect", "INFO")
+    settings = await shards.run_on_each_server("connect", "CONFIG GET", "appendfsync")
     if None in infos:
         raise LedgerSetupError("the ledger's user may not call INFO")
     known = [info for info in infos if info is not None]
     names = [check_server(info, is_cluster=is_cluster) for info in known]
     for info, setting in zip(known, settings, strict=True):
         check_durability(config.durability_class, info, (setting or {}).get("appendfsync"))
-    _warn(config, known, are_asked=all(settings))
+    _warn(config, known, has_settings=all(settings))
     shards.knows_waitaof = all(map(knows_waitaof, known))
     return names[0]
 
 
-def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
+def _warn(config: LedgerConfig, infos: list[Info], *, has_settings: bool) -> None:
     demanded = config.durability_class
-    if demanded in ("always", "replicated") and not are_asked:
+    if demanded in ("always", "replicated") and not has_settings:
         log.warning("appendfsync cannot be checked", durability_class=demanded)
     if demanded == "replicated" and not all(info.get("connected_slaves") for info in infos):
         # Only a warning, because a replica may connect soon.
@@ -73,11 +73,13 @@ def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
 
 async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
     key = _layout_key(config)
-    asking = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
-    [stored] = await shards.ask("connect", asking)
+    command = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
+    [stored] = await shards.run_commands("connect", command)
     if None in stored:
         # Written only if a field is missing: a full server refuses to write even existing fields.
-        *_, stored = await shards.ask("connect", *layout(config, secrets.token_hex(8)), asking)
+        *_, stored = await shards.run_commands(
+            "connect", *layout(config, secrets.token_hex(8)), command
+        )
     schema, num_shards, cluster_id = stored
     check_layout(config, int(schema), int(num_shards))
     return str(cluster_id.decode())

@@ -53,7 +53,7 @@ _SETTLE_PART = 0.2
 _SETTLED_KEY_MS = 24 * 3600 * 1000
 
 #: Failures after which servers are looked up again: one is gone, or not responsible any more.
-_ELSEWHERE = (
+_REDISCOVER_ERRORS = (
     ConnectionError,
     ServerTimeout,
     ReadOnlyError,
@@ -62,7 +62,7 @@ _ELSEWHERE = (
     RedisClusterException,
 )
 #: First words of error replies that are temporary: busy, disk failure, too few replicas.
-_PASSING_WORDS = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
+_TEMPORARY_WORDS = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
 _KILLED = "Script killed by user"
 _FORBIDDEN = "The user executing the script can't run this command"
 _FAILURES = (RedisError, RedisClusterException)
@@ -153,35 +153,35 @@ class Shards:
         info = ("INFO", *sections)
 
         async def run() -> tuple[Any, list[Info]]:
-            asked = [Command(key, info) for key in await self._connections.servers(self._roots)]
-            answer, *rest = await self._run([call], [*asked, *more])
-            return answer, rest[: len(asked)]
+            commands = [Command(key, info) for key in await self._connections.servers(self._roots)]
+            answer, *rest = await self._run([call], [*commands, *more])
+            return answer, rest[: len(commands)]
 
         return await self.attempt(call.script.name, run)
 
-    async def ask(self, name: str, *commands: Command) -> list[Any]:
+    async def run_commands(self, name: str, *commands: Command) -> list[Any]:
         """Run commands and return their answers, in order; ``name`` names the call in errors.
 
         Raises LedgerUnavailable, also if a server answers a command with an error.
         """
         return await self.attempt(name, lambda: self._answered(commands))
 
-    async def ask_each_server(self, name: str, *arguments: Argument) -> list[Any]:
+    async def run_on_each_server(self, name: str, *arguments: Argument) -> list[Any]:
         """Run one command on each server that has a shard; return one answer per server.
 
         The answer is None if the server refused the command. ``name`` names the call in errors.
         Raises LedgerUnavailable.
         """
 
-        async def ask() -> list[Any]:
+        async def run() -> list[Any]:
             keys = await self._connections.servers(self._roots)
             answers = await self._connections.send([Command(key, arguments) for key in keys])
             for answer in answers:
-                if isinstance(answer, RedisError) and _passes(answer):
+                if isinstance(answer, RedisError) and _is_temporary(answer):
                     raise answer
             return [None if isinstance(answer, RedisError) else answer for answer in answers]
 
-        return await self.attempt(name, ask)
+        return await self.attempt(name, run)
 
     async def servers(self) -> list[str]:
         """Return one root (prefix of a shard's keys) per server. Raises LedgerUnavailable."""
@@ -214,12 +214,12 @@ class Shards:
                     # at the same moment, so the loop also checks the timeout itself.
                     while not (limit.expired() or expiry.is_extended):
                         try:
-                            if isinstance(failure, _ELSEWHERE):
-                                await self._connections.look_again()
+                            if isinstance(failure, _REDISCOVER_ERRORS):
+                                await self._connections.rediscover()
                             return await do()
                         except _FAILURES as error:
                             failure = _root(error)
-                            if not _passes(failure):
+                            if not _is_temporary(failure):
                                 raise
                         failures += 1
                         await asyncio.sleep(_BACKOFF.compute(failures))
@@ -227,17 +227,17 @@ class Shards:
                 finally:
                     expiry.cancel()
         except TimeoutError as error:
-            what = "no answer" if failure is None else kind(failure)
-            raise LedgerUnavailable(f"{name}: {what} within {self._timeout_s:g} s") from (
+            cause = "no answer" if failure is None else kind(failure)
+            raise LedgerUnavailable(f"{name}: {cause} within {self._timeout_s:g} s") from (
                 failure or error
             )
         except _FAILURES as error:
             raise LedgerUnavailable(f"{name}: {kind(_root(error))}") from _root(error)
 
     async def _disturbance(self) -> None:
-        left = self._disturbed_until - asyncio.get_running_loop().time()
-        if left > 0:
-            await asyncio.sleep(min(left, self._disturbance_s))
+        remaining_s = self._disturbed_until - asyncio.get_running_loop().time()
+        if remaining_s > 0:
+            await asyncio.sleep(min(remaining_s, self._disturbance_s))
         else:
             self._disturbed_until = 0.0
 
@@ -245,10 +245,10 @@ class Shards:
         commands = [self._command(call) for call in calls]
         settling = self._settling(calls)
         per_shard = 4 if self.knows_waitaof else 3
-        asked = [*commands, *more, *settling]
+        all_commands = [*commands, *more, *settling]
         # Waits for a replica, and commands that are no scripts, must not delay a shared channel.
         send = self._connections.send if settling or more else self._connections.call
-        answers = await send(asked)
+        answers = await send(all_commands)
         missing = [
             call
             for call, answer in zip(calls, answers, strict=False)
@@ -256,16 +256,16 @@ class Shards:
         ]
         if missing:
             await self._load(missing)
-            answers = await send(asked)
-        kept = len(commands) + len(more)
+            answers = await send(all_commands)
+        num_answers = len(commands) + len(more)
         _raise_first(answers[: len(commands)])
         _raise_first(
             answer
-            for answer in answers[len(commands) : kept]
+            for answer in answers[len(commands) : num_answers]
             if not isinstance(answer, OutOfMemoryError)
         )
-        _check_settled(answers[kept:], per_shard)
-        return answers[:kept]
+        _check_settled(answers[num_answers:], per_shard)
+        return answers[:num_answers]
 
     def _command(self, call: Call) -> Command:
         key = self._key(call)
@@ -348,12 +348,12 @@ def _root(error: BaseException) -> Exception:
     return error
 
 
-def _passes(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     if isinstance(error, AuthenticationError | AuthorizationError):
         return False
     if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
         return False
-    if isinstance(error, (*_ELSEWHERE, TryAgainError, NoScriptError, NotReplicated)):
+    if isinstance(error, (*_REDISCOVER_ERRORS, TryAgainError, NoScriptError, NotReplicated)):
         return True
     words = str(error)
-    return words.partition(" ")[0] in _PASSING_WORDS or _KILLED in words
+    return words.partition(" ")[0] in _TEMPORARY_WORDS or _KILLED in words

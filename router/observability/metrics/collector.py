@@ -74,11 +74,11 @@ class StateCollector:
 
     def _of_router(self) -> Mapping[str, float]:
         return {
-            "everlift_router_ready": self._requests.takes_new,
+            "everlift_router_ready": self._requests.accepts_requests,
             "everlift_router_workers": sum(link.is_up for link in self._sessions.links),
             "everlift_false_alarms_total": self._sessions.false_alarms,
             "everlift_leading": self._leader.is_leading,
-            "everlift_leader_changes_total": self._leader.num_tenures,
+            "everlift_leader_changes_total": self._leader.num_terms,
             "everlift_worker_losses_total": self._leader.num_losses,
         }
 
@@ -116,7 +116,7 @@ def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
     return {
         "everlift_workers": load.workers,
         "everlift_starting_workers": load.starting_workers,
-        "everlift_wanted_workers": _wanted(load),
+        "everlift_wanted_workers": _wanted_workers(load),
         "everlift_queue_requests": load.queued,
         "everlift_queue_tokens": load.queued_tokens,
         "everlift_queue_head_wait_seconds": load.waited_s,
@@ -129,7 +129,7 @@ def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
     }
 
 
-def _wanted(load: session_pb2.ClusterLoad) -> int:
+def _wanted_workers(load: session_pb2.ClusterLoad) -> int:
     return load.wanted_workers if load.HasField("wanted_workers") else load.workers
 
 
@@ -153,7 +153,7 @@ def _of_worker(link: WorkerLink, view: WorkerView | None) -> Mapping[tuple[str, 
         ("step_seconds_total", "model"): state.step_times.model_s,
         ("step_seconds_total", "sample"): state.step_times.sample_s,
         ("step_seconds_total", "commit"): state.step_times.commit_s,
-        ("recent_step_seconds",): view.pace.step_s if view is not None else 0.0,
+        ("recent_step_seconds",): view.throughput.step_s if view is not None else 0.0,
         ("computed_tokens_total",): state.computed_tokens,
         ("output_tokens_total",): state.output_tokens,
         ("slot_steps_total",): counters.slot_steps,

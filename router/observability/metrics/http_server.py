@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from everlift import logs
-from everlift.address import joined
+from everlift.address import join_host_port
 from router.requests.manager import Requests
 
 log = logs.get_logger(__name__)
@@ -32,8 +32,8 @@ MAX_HEAD_BYTES = 8192
 class MetricsServer:
     """Server of metrics and probes; ``address`` is empty while it does not listen.
 
-    ``readiness`` answers /ready: its ``takes_new`` states whether this router accepts new requests.
-    While it is None, the router counts as not ready.
+    ``readiness`` answers /ready: its ``accepts_requests`` states whether this router accepts new
+    requests. While it is None, the router counts as not ready.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -49,7 +49,7 @@ class MetricsServer:
             return
         self._server = await asyncio.start_server(self.connected, host, port, limit=MAX_HEAD_BYTES)
         bound = self._server.sockets[0].getsockname()[1]
-        self.address = joined(host, bound)
+        self.address = join_host_port(host, bound)
 
     async def stop(self) -> None:
         """Stop listening and close all connections."""
@@ -102,7 +102,7 @@ class MetricsServer:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, "Allow: GET\r\n")
         if path == METRICS:
             return await self._metrics(lines)
-        is_well = path == LIVE or (self.readiness is not None and self.readiness.takes_new)
+        is_well = path == LIVE or (self.readiness is not None and self.readiness.accepts_requests)
         return _response(HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _metrics(self, lines: list[str]) -> bytes:

@@ -125,9 +125,9 @@ class _Class:
         self._first_token.observe(since_call_s)
         self._prefill.observe(since_dispatch_s)
 
-    def ttft_predicted(self, ttft_s: float, seen_s: float) -> None:
-        if seen_s > 0:
-            self._ttft_error.observe(abs(ttft_s / seen_s - 1))
+    def ttft_predicted(self, ttft_s: float, measured_s: float) -> None:
+        if measured_s > 0:
+            self._ttft_error.observe(abs(ttft_s / measured_s - 1))
 
     def tpot_predicted(self, ratio: float) -> None:
         if ratio > 0:

@@ -62,8 +62,8 @@ def request_spans(
     its last router recorded.
     """
     assert request.trace is not None
-    seen = {attempt.number: attempt for attempt in journal}
-    walk = _Walk(request, request.trace, entry, events, seen, new_span_id)
+    attempts = {attempt.number: attempt for attempt in journal}
+    walk = _Walk(request, request.trace, entry, events, attempts, new_span_id)
     spans = list(walk)
     accepted, ended = entry.arrived, events[-1].time if events else entry.arrived
     began = accepted - (journal.accept_s or 0.0)
@@ -103,13 +103,13 @@ class _Walk:
         trace: TraceContext,
         entry: Entry,
         events: Sequence[Event],
-        seen: Mapping[int, Attempt],
+        attempts: Mapping[int, Attempt],
         new_span_id: Callable[[], str],
     ) -> None:
         self._priority = request.priority
         self._trace = trace
         self._events = events
-        self._seen = seen
+        self._attempts = attempts
         self._new_span_id = new_span_id
         dispatches = sum(event.move == "dispatch" for event in events)
         #: number of the running or last attempt. It does not start at 0 if the oldest events have
@@ -127,7 +127,7 @@ class _Walk:
                 case "open":
                     self._queued = event.time
                 case "dispatch":
-                    yield from self._leave_queue(event.time)
+                    yield from self._end_queue_span(event.time)
                     self._number += 1
                     self._dispatch = event
                 case "release":
@@ -140,10 +140,10 @@ class _Walk:
                 case "finish":
                     yield from self._end_attempt(event.time, "finished")
                 case "end":
-                    yield from self._leave_queue(event.time)
+                    yield from self._end_queue_span(event.time)
                     yield from self._end_attempt(event.time, event.detail)
 
-    def _leave_queue(self, now: float) -> Iterator[Span]:
+    def _end_queue_span(self, now: float) -> Iterator[Span]:
         if self._queued is not None:
             attributes = {
                 "everlift.attempt": self._number + 1,
@@ -161,7 +161,7 @@ class _Walk:
             "everlift.worker_id": dispatch.detail,
             "everlift.outcome": outcome,
         }
-        context, attempt = self.child(), self._seen.get(self._number)
+        context, attempt = self.child(), self._attempts.get(self._number)
         if attempt is not None:
             attributes["everlift.new_tokens"] = attempt.new_tokens
             attributes["everlift.cached_tokens"] = attempt.cached_tokens
@@ -244,7 +244,9 @@ def _entry_attributes(request: Request, entry: Entry) -> dict[str, Value]:
 def _root_events(
     entry: Entry, events: Sequence[Event], journal: Journal
 ) -> tuple[tuple[float, str], ...]:
-    told = [(event.time, event.move) for event in events if event.move in ("take_over", "reassert")]
+    found = [
+        (event.time, event.move) for event in events if event.move in ("take_over", "reassert")
+    ]
     if journal.readable_s is not None:
-        told.append((entry.arrived + journal.readable_s, "first_token"))
-    return tuple(sorted(told))
+        found.append((entry.arrived + journal.readable_s, "first_token"))
+    return tuple(sorted(found))

@@ -22,8 +22,8 @@ class Traces:
     """Tracer of one router, which exports the trace of a request when it ends.
 
     A request that arrives with a trace context is traced if the context's sampled flag is set. Of
-    the other requests, the fraction ``sample`` is traced. ``draw`` returns random numbers from 0 to
-    1. Without an exporter, no request is traced.
+    the other requests, the fraction ``sample`` is traced. ``uniform`` returns random numbers from 0
+    to 1. Without an exporter, no request is traced.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Traces:
         ledger: Ledger,
         exporter: Exporter | None = None,
         sample: float = 1.0,
-        draw: Callable[[], float] = random.random,
+        uniform: Callable[[], float] = random.random,
     ) -> None:
         self._ledger = ledger
         self._exporter = exporter
         self._sample = sample
-        self._draw = draw
+        self._uniform = uniform
 
-    def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+    def start_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
         headers: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
         for key, value in metadata:
             if key in headers and isinstance(value, str):
@@ -48,7 +48,7 @@ class Traces:
             return parent.child(_new_span_id())
         if self._exporter is None:
             return None
-        return TraceContext(secrets.token_hex(16), _new_span_id(), self._draw() < self._sample)
+        return TraceContext(secrets.token_hex(16), _new_span_id(), self._uniform() < self._sample)
 
     async def ended(self, live: LiveRequest) -> None:
         if self._exporter is None:
@@ -63,7 +63,7 @@ class Traces:
             request_spans(live.request, entry, events, live.journal, _new_span_id)
         )
 
-    def wants(self, trace: TraceContext | None) -> bool:
+    def is_recorded(self, trace: TraceContext | None) -> bool:
         return self._exporter is not None and trace is not None and trace.is_sampled
 
     def refused(

@@ -225,7 +225,7 @@ async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> 
     assert url is not None
     ledger = await connect(url)
     key = ledger._shards.key("r:broken")
-    await ledger._shards.ask("test", Command(key, ("DEL", key)))
+    await ledger._shards.run_commands("test", Command(key, ("DEL", key)))
     await ledger.close()
     table = await run("chaos", "check", "--patience", "0")
     assert table.exit_code == 1

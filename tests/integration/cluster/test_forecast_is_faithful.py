@@ -144,7 +144,7 @@ def named(told: session_pb2.Start, num_outputs: int) -> NamedSequence:
         prefix_part_tokens=STEM,
     )
     names = BlockNames(told.epoch, arrival)
-    return NamedSequence.begin(told.epoch, told.request_id, arrival, names, told.predicted_tokens)
+    return NamedSequence.create(told.epoch, told.request_id, arrival, names, told.predicted_tokens)
 
 
 def batch(plan: Plan) -> Batch:
@@ -180,7 +180,7 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
         plan = scheduler.schedule(entry.held_slots, entry.now)
         if plan.rows:
             yield turn, batch(plan)
-            scheduler.commit_drawn(plan, TOKEN)
+            scheduler.commit_sampled(plan, TOKEN)
     assert not len(scheduler)
 
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.commands.ledger import parse
 from cluster.config import load
 from cluster.local.processes import ProcessCluster
-from everlift.address import bare, joined
+from everlift.address import join_host_port, strip_brackets
 from everlift.client.client import AsyncClient
 from tests.support.in_process import receive, right_tokens
 
@@ -44,6 +44,10 @@ async def test_cluster_listens_and_is_reachable_on_ipv6(tmp_path: Path, host: st
 
 
 def test_ipv6_address_is_bracketed_only_with_a_port() -> None:
-    assert (joined("::1", 4), joined("a.example", 4)) == ("[::1]:4", "a.example:4")
-    assert (bare("[::1]"), bare("::1"), bare("127.0.0.1")) == ("::1", "::1", "127.0.0.1")
+    assert (join_host_port("::1", 4), join_host_port("a.example", 4)) == ("[::1]:4", "a.example:4")
+    assert (strip_brackets("[::1]"), strip_brackets("::1"), strip_brackets("127.0.0.1")) == (
+        "::1",
+        "::1",
+        "127.0.0.1",
+    )
     assert parse("[::1]:6380") == parse("::1:6380") == ("::1", 6380)

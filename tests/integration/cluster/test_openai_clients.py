@@ -85,7 +85,7 @@ async def test_openai_client_retries_after_a_full_queue() -> None:
         async with AsyncClient(parts.address) as client:
             waiting = client.generate("b", max_tokens=1)
             waited_for = asyncio.create_task(waiting.text())
-            await until(lambda: parts.routers[0]._line.queued)
+            await until(lambda: parts.routers[0]._leader_client.queued)
             asking = asyncio.create_task(run(address, program("python"), "-c", RETRYING))
             while b'outcome="queue_full"' not in (await get(address, "/metrics")).body:
                 await asyncio.sleep(0.02)

@@ -71,7 +71,7 @@ async def test_predictor_examples_from_a_ledger_contain_no_prompts() -> None:
         newest = await from_ledger(parts.ledger, FAKE, limit=2)
     assert [each.output_tokens for each in found] == [12, 30]
     assert [each.output_tokens for each in newest] == [12]
-    assert all(each.asked.max_tokens == each.output_tokens for each in found)
+    assert all(each.features.max_tokens == each.output_tokens for each in found)
     kept = [each.line() for each in found]
     assert from_lines(kept, FAKE) == found
     assert not any("secret" in line for line in kept)

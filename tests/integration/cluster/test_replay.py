@@ -96,7 +96,7 @@ async def test_replay_reads_finished_requests_without_prompts() -> None:
     assert second.arrival.at > 0 and second.attempts == 1
     assert 0 < first.ttft_s < first.latency_s
     # Nothing but its max_tokens ends it.
-    assert first.arrival.foreseen_tokens == 5
+    assert first.arrival.predicted_tokens == 5
     assert newest.arrival == replace(second.arrival, at=0.0)
 
 
@@ -112,7 +112,7 @@ async def test_comparison_shows_past_and_simulated_results() -> None:
         records = await explained_requests(parts.ledger, 2)
     scenario = Scenario((spec(),), router=RouterConfig(order="hrrn"))
     would_be = simulate([record.arrival for record in records], scenario)
-    answers = {"was": comparison.past(records), "hrrn": would_be}
+    answers = {"was": comparison.recorded_forecast(records), "hrrn": would_be}
     written = StringIO()
     Console(width=120, file=written).print(comparison.table(answers))
     rows = [line.split() for line in written.getvalue().splitlines()]

@@ -24,7 +24,7 @@ async def test_exchange_reads_load_and_publishes_scaling() -> None:
             await ledger.lead("router", "address", 1, TIMEOUT_S)
             await ledger.put_load(ClusterLoad(term=1, queued=7))
             for workers in (2, 3):
-                exchange.say(Scaling(workers=workers, reason="requests wait"))
+                exchange.publish(Scaling(workers=workers, reason="requests wait"))
             async with asyncio.timeout(TIMEOUT_S):
                 while (heard := exchange.latest()) is None:
                     await asyncio.sleep(0.02)
@@ -79,7 +79,7 @@ async def test_exchange_reads_load_while_ledger_rejects_writes(
         await ledger.put_load(ClusterLoad(term=1, queued=7))
         monkeypatch.setattr(RedisLedger, "put_scaling", refuse)
         exchange = LedgerExchange(lambda: connections.append(config) or config)  # type: ignore[func-returns-value]
-        exchange.say(Scaling(workers=2))
+        exchange.publish(Scaling(workers=2))
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 while not refused:

@@ -295,7 +295,7 @@ async def test_full_queue_returns_resource_exhausted() -> None:
         AsyncClient(parts.address) as client,
     ):
         waiting = [asyncio.create_task(receive(client, [n], 5)) for n in (1, 2)]
-        await until(lambda: parts.routers[0]._line.queued == 2)
+        await until(lambda: parts.routers[0]._leader_client.queued == 2)
         answer = await refused(parts.address, "Generate", message(dict(text="a", request_id="r")))
         assert answer[:2] == ("RESOURCE_EXHAUSTED", "queue_full")
         await parts.add_worker()
@@ -320,7 +320,7 @@ async def test_grpc_deadline_sets_request_deadline(
     parts: Cluster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine an answer may be on its way for long.
-    monkeypatch.setattr("router.api.grpc.handlers._TO_ANSWER_S", 0.6)
+    monkeypatch.setattr("router.api.grpc.handlers._ANSWER_MARGIN_S", 0.6)
     link = parts.routers[0]._sessions.links[0]
     async with grpc.aio.insecure_channel(parts.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

@@ -131,7 +131,7 @@ async def test_console_disabled_returns_404(parts: Cluster) -> None:
 async def test_console_feed_aggregates_counters_of_all_routers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(console, "_ASK_S", 0.05)
+    monkeypatch.setattr(console, "_POLL_INTERVAL_S", 0.05)
     async with cluster(2, 1) as parts:
         here, there = parts.routers
         async with watching(here.http_address) as page, AsyncClient(there.address) as client:
@@ -188,7 +188,7 @@ async def test_console_feed_of_follower_covers_whole_cluster(parts: Cluster) -> 
 async def test_console_feed_limits_viewers_and_frees_slots(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "MOST_VIEWERS", 1)
+    monkeypatch.setattr(console, "MAX_VIEWERS", 1)
     async with watching(address) as page:
         await page.until()
         refused = await get(address, "/console/feed")
@@ -380,7 +380,7 @@ async def test_console_feed_ends_when_key_is_revoked(locked: Locked) -> None:
     async with watching(locked.address, "", locked.keys["watcher"]) as page:
         await page.until()
         shown = locked.keys["watcher"]["authorization"].removeprefix("Bearer ")
-        parts = keys.parts(shown)
+        parts = keys.split_key(shown)
         assert parts is not None
         await locked.keyring._store.change(lambda document: document.with_key(parts[0], None))
         while page.failed is None:

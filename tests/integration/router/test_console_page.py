@@ -53,7 +53,7 @@ async def chromium(nothing_left: None) -> AsyncIterator[Browser]:
 @pytest.fixture(autouse=True)
 def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router asks its ledger and the other ones once a second else."""
-    monkeypatch.setattr(console, "_ASK_S", 0.1)
+    monkeypatch.setattr(console, "_POLL_INTERVAL_S", 0.1)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -45,7 +45,7 @@ def policy_of(rank: Rank) -> type[Policy]:
 
 def running(parts: Cluster) -> int:
     """Requests that workers have."""
-    return sum(len(rank._sessions._claims) for rank in parts.workers if rank._sessions)
+    return sum(len(rank._sessions._attempts) for rank in parts.workers if rank._sessions)
 
 
 async def until_all_go_by(parts: Cluster, name: str) -> None:

@@ -216,7 +216,7 @@ async def test_generate_many_full_queue_rejects_each_with_retry_after() -> None:
         AsyncClient(parts.address) as client,
     ):
         waiting = [asyncio.create_task(receive(client, [number], 3)) for number in (1, 2)]
-        await until(lambda: parts.routers[0]._line.queued == 2)
+        await until(lambda: parts.routers[0]._leader_client.queued == 2)
         result = await read(parts.address, [asked([number], 3) for number in range(3)])
         assert [it.slug for it in result.failures.values()] == ["queue_full"] * 3
         retry_after_s = [it.retry_after_s or 0.0 for it in result.failures.values()]
@@ -229,7 +229,7 @@ async def test_generate_many_call_deadline_applies_to_each_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A busy machine needs longer until its client has the answer: half of the deadline at most.
-    monkeypatch.setattr(handlers, "_TO_ANSWER_S", 1.0)
+    monkeypatch.setattr(handlers, "_ANSWER_MARGIN_S", 1.0)
     async with cluster(workers=1) as parts:
         parts.hold()
         requests = [asked([1], 50, "a"), asked([2], 50, "b")]

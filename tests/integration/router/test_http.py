@@ -432,7 +432,7 @@ async def test_full_queue_returns_429_with_retry_after(is_stream: bool) -> None:
     async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
         address = parts.routers[0].http_address
         waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
-        await until(lambda: parts.routers[0]._line.queued)
+        await until(lambda: parts.routers[0]._leader_client.queued)
         answer = await ask(address, "/v1/completions", {**GREEDY, "stream": is_stream})
         assert (answer.status, answer.error[0]) == (429, QueueFull.slug)
         assert answer.headers["retry-after"] in ("1", "2", "3")
@@ -449,7 +449,7 @@ async def test_rejected_prompts_leave_no_request_ids_in_ledger(is_stream: bool, 
     async with cluster(workers=0, router_config=router) as parts:
         address = parts.routers[0].http_address
         waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
-        await until(lambda: parts.routers[0]._line.queued)
+        await until(lambda: parts.routers[0]._leader_client.queued)
         body = {"prompt": [[1], [2], [3], [4]], "max_tokens": 3, "stream": is_stream}
         headers = {**JSON, "idempotency-key": "mine"}
         refused = await ask(address, "/v1/completions", body, headers)

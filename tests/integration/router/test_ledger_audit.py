@@ -51,14 +51,14 @@ async def command(ledger: RedisLedger, request_id: str, *arguments: str) -> obje
     shards = ledger._shards
     root = shards.key("", shards.of(request_id))
     filled = tuple(argument.replace("{}", root) for argument in arguments)
-    [answer] = await shards.ask("test", Command(root, filled))
+    [answer] = await shards.run_commands("test", Command(root, filled))
     return answer
 
 
 async def wipe(ledger: RedisLedger) -> None:
     async for keys in ledger.audit()._keys():
         for key in keys:
-            await ledger._shards.ask("test", Command(key, ("DEL", key)))
+            await ledger._shards.run_commands("test", Command(key, ("DEL", key)))
 
 
 async def everything(ledger: RedisLedger) -> list[Item]:
@@ -102,13 +102,13 @@ async def test_audit_reports_keys_without_expiry(ledger: RedisLedger) -> None:
     shards = ledger._shards
     tokens, record = shards.key("t:a:1", shards.of("a")), shards.key("r:c", shards.of("c"))
     # What is written anew has no end.
-    [kept] = await shards.ask("test", Command(tokens, ("GET", tokens)))
-    await shards.ask("test", Command(tokens, ("SET", tokens, kept)))
-    [fields] = await shards.ask("test", Command(record, ("HGETALL", record)))
+    [kept] = await shards.run_commands("test", Command(tokens, ("GET", tokens)))
+    await shards.run_commands("test", Command(tokens, ("SET", tokens, kept)))
+    [fields] = await shards.run_commands("test", Command(record, ("HGETALL", record)))
     pairs = fields.items() if isinstance(fields, dict) else zip(*[iter(fields)] * 2, strict=True)
     rewritten = ("HSET", record, *(part for pair in pairs for part in pair))
     for arguments in (("DEL", record), rewritten):
-        await shards.ask("test", Command(record, arguments))
+        await shards.run_commands("test", Command(record, arguments))
     assert await findings(ledger) == {
         Finding(Kind.IMMORTAL, "a", "t:a:1 of a finished request is kept for ever"),
         Finding(Kind.IMMORTAL, "c", "r:c of a queued request is kept for ever"),

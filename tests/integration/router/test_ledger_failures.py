@@ -278,7 +278,7 @@ async def test_full_ledger_accepts_heartbeats_and_leadership(redis_url: str) -> 
             await ledger.put_load(ClusterLoad(term=TERM, queued=3))
             report = await ledger.load()
             assert report is not None and report.load.queued == 3
-            await ledger.hold(["tenant/r"], 60.0)
+            await ledger.renew_charges(["tenant/r"], 60.0)
             await ledger.resign(TERM)
             assert await ledger.lead("other", "address", TERM + 1, 60.0)
             await ledger.end_lease("gateway")

@@ -370,7 +370,7 @@ async def test_broken_tls_files_keep_last_valid_ones_in_use(
     async with connected(tls_url(one), **copies) as ledger:
         (tmp_path / "tls_ca").write_text("half a cert")
         # Connections are made anew.
-        await ledger._shards._connections.look_again()
+        await ledger._shards._connections.rediscover()
         await running(ledger)
 
 

@@ -168,7 +168,7 @@ async def test_metrics_count_queue_full_rejections() -> None:
     async with cluster(workers=0, router_config=config) as parts:
         async with AsyncClient(parts.address, retry_s=0.0) as client:
             waits = asyncio.create_task(receive(client, [5], 3))
-            await until(lambda: parts.routers[0]._line.queued)
+            await until(lambda: parts.routers[0]._leader_client.queued)
             with pytest.raises(QueueFull):
                 await receive(client, [5], 3)
             samples = (await scraped(parts.routers[0].metrics_address)).samples

@@ -28,11 +28,11 @@ async def test_higher_class_sheds_lower_class_of_any_router() -> None:
         AsyncClient(parts.routers[0].address, retry_s=0) as one,
         AsyncClient(parts.routers[1].address, retry_s=0) as other,
     ):
-        await until(lambda: all(router._line.is_open for router in parts.routers))
+        await until(lambda: all(router._leader_client.is_open for router in parts.routers))
         low = [asyncio.create_task(refusal(one, "a"))]
-        await until(lambda: parts.routers[1]._line.queued == 1)
+        await until(lambda: parts.routers[1]._leader_client.queued == 1)
         low.append(asyncio.create_task(refusal(one, "b")))
-        await until(lambda: parts.routers[1]._line.queued == 2)
+        await until(lambda: parts.routers[1]._leader_client.queued == 2)
         lowest = parts.routers[1]._requests.queue_estimate
         await until(lambda: parts.routers[1]._requests.queue_estimate is not lowest)
         assert isinstance(await refusal(other, "c"), QueueFull)
@@ -65,8 +65,8 @@ async def test_client_retries_queue_timeout_until_served() -> None:
         async with AsyncClient(parts.address) as client:
             one = asyncio.create_task(client.generate([1], max_tokens=2).text())
             many = asyncio.create_task(client.generate_many([[1], [2]], max_tokens=2).texts())
-            await until(lambda: parts.routers[0]._line.queued == 3)
-            await until(lambda: parts.routers[0]._line.queued == 0)
+            await until(lambda: parts.routers[0]._leader_client.queued == 3)
+            await until(lambda: parts.routers[0]._leader_client.queued == 0)
             await parts.add_worker()
             assert all([await one, *await many])
         assert counters.completed == 3

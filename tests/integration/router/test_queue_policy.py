@@ -48,13 +48,13 @@ async def test_queue_policy_holds_on_all_routers_and_next_leader() -> None:
         leader = next(router for router in parts.routers if router._leader.is_leading)
         await parts.kill_router(leader)
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
-        await until(lambda: all(router._line.is_open for router in parts.routers))
+        await until(lambda: all(router._leader_client.is_open for router in parts.routers))
         (leader,) = (router for router in parts.routers if router._leader.is_leading)
         assert leader._leader._leader_state is not None
         assert leader._leader._leader_state._queue.class_floor == 0.2
         timeouts = {"without": None, "late": 50.0, "soon": 30.0}
         tasks = [await submit(parts, name, timeout_s) for name, timeout_s in timeouts.items()]
-        await until(lambda: all(router._line.queued == 3 for router in parts.routers))
+        await until(lambda: all(router._leader_client.queued == 3 for router in parts.routers))
         async with AsyncClient(parts.address, retry_s=0) as client:
             with pytest.raises(QueueFull):
                 await client.generate([1], request_id="refused").text()

@@ -31,7 +31,7 @@ def beyond(field: str) -> tuple[float, float]:
     valid = RANGES[field]
     if isinstance(valid.low, int):
         return valid.low - 1, valid.high + 1
-    return valid.low if valid.above else valid.low - 0.5, valid.high + 0.5
+    return valid.low if valid.exclusive_low else valid.low - 0.5, valid.high + 0.5
 
 
 def given(field: str, value: float) -> dict[str, Any]:

@@ -174,7 +174,7 @@ async def test_relaying_router_death_does_not_cancel_request(
             live = first._requests._registry.get(stream.request_id)
             assert live is not None
             await until(lambda: live._num_readers == 2)
-            stream._reading._hang_up()
+            stream._reader._cancel_call()
             await until(lambda: live._num_readers == 1)
             await parts.kill_router(second)
             await until(lambda: not live.has_readers)

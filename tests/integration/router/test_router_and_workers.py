@@ -233,7 +233,7 @@ async def test_stopping_leader_finishes_streams_and_hands_over() -> None:
             old = asyncio.create_task(receive(client, [5, 6], 40))
             await until(lambda: held.num_requests)
             stops = [asyncio.create_task(leaving.stop()) for _ in range(2)]
-            await until(lambda: not leaving._requests.takes_new)
+            await until(lambda: not leaving._requests.accepts_requests)
             with pytest.raises(RouterStopping):
                 await submitted(leaving.address)
             new = asyncio.create_task(receive(client, [7, 8], 40))

@@ -171,7 +171,7 @@ async def test_worker_is_declared_lost_before_full_silence(
 ) -> None:
     """Of the beats that come five times a second it has missed four by then."""
     link = sessions.links[0]
-    monkeypatch.setattr(module, "now", lambda: link.last_heard + quiet * CONFIG.worker_silence)
+    monkeypatch.setattr(module, "now", lambda: link.last_message_at + quiet * CONFIG.worker_silence)
     link._check_silence()
     assert (heard.words == ["up w", "lost w"]) == is_lost
 
@@ -208,7 +208,7 @@ async def test_stalled_router_declares_no_worker_lost(
     checks: list[float] = []
     check = link._check_silence
     monkeypatch.setattr(link, "_check_silence", lambda: (checks.append(0.0), check()))
-    link.last_heard -= 10.0
+    link.last_message_at -= 10.0
     monkeypatch.setattr(module, "_STALL_S", -1.0)
     await asyncio.sleep(CONFIG.worker_silence / 4)
     assert not checks and heard.words == ["up w"]
@@ -228,7 +228,7 @@ async def test_worker_silence_restarts_after_router_freeze(
 async def test_held_link_loses_worker_and_recovers(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
-    sessions.links[0].hold(1.0)
+    sessions.links[0].delay_messages(1.0)
     await until(lambda: heard.words == ["up w", "lost w"])
     assert worker.num_left == 0
     await until(lambda: heard.words == ["up w", "lost w", "up w"])

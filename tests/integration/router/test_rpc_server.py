@@ -720,7 +720,7 @@ async def test_window_updates_wake_only_held_streams(
         await until(lambda: it.server._connections and len(calls_of(it)) == 51)
         [connection] = it.server._connections
         flooding = calls_of(it)[-1]
-        await until(lambda: flooding.is_held_up and not connection._is_flushing)
+        await until(lambda: flooding.is_blocked and not connection._is_flushing)
         pumps = Pumps(monkeypatch)
         update, setting = WindowUpdateFrame(0, window_increment=1), SettingsFrame(0)
         setting.settings = {SettingsFrame.MAX_FRAME_SIZE: 1 << 15}
@@ -802,7 +802,7 @@ async def test_malformed_message_ends_call_of_non_reading_handler() -> None:
         client.write(stream_id, BROKEN + MESSAGE)
         ended = await client.until(h2.events.ResponseReceived)
         assert status_of(ended) == ("200", "8")
-        assert call._reader.num_held == 0
+        assert call._reader.num_buffered == 0
         assert (await client.until(h2.events.StreamReset)).error_code == ErrorCodes.NO_ERROR
 
 
@@ -814,13 +814,13 @@ async def test_bytes_after_malformed_message_are_dropped() -> None:
         client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
         stream_id = client.call("Talk")
         client.write(stream_id, framed(b"on"))
-        await until(lambda: calls_of(it) and calls_of(it)[0].is_held_up)
+        await until(lambda: calls_of(it) and calls_of(it)[0].is_blocked)
         [call] = calls_of(it)
         client.write(stream_id, BROKEN)
         while client.http2.local_flow_control_window(stream_id) >= len(MESSAGE):
             client.write(stream_id, MESSAGE)
         await until(lambda: window(connection) < WINDOW - (1 << 20) + 2 * len(MESSAGE))
-        assert call._reader.num_held == 0 and not call._inbox
+        assert call._reader.num_buffered == 0 and not call._inbox
         client.http2.reset_stream(stream_id)
         client.send()
         await until(lambda: not connection.num_calls)

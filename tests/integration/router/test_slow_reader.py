@@ -18,7 +18,7 @@ from router.api.status import Status
 from router.auth.caller import OPEN
 from router.requests.manager import Requests
 from router.requests.request import LiveRequest
-from router.requests.stream import Carried, Pieces
+from router.requests.stream import LiveSource, RelayedSource
 from tests.support.ledger.ledgers import scored
 from tests.support.router.gateway_support import Gateway, started_gateway, until
 from tests.support.router.session_support import OPTIONS
@@ -39,10 +39,10 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._requests, name)
 
-    def stream(self, *args: Any, **options: Any) -> Carried:
-        return Carried(self._counted(self._requests.stream(*args, **options)))
+    def stream(self, *args: Any, **options: Any) -> RelayedSource:
+        return RelayedSource(self._counted(self._requests.stream(*args, **options)))
 
-    async def _counted(self, pieces: Pieces) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _counted(self, pieces: LiveSource) -> AsyncGenerator[pb.GenerateResponse, None]:
         number = len(self.left)
         self.left.append(0)
         async for piece in pieces:

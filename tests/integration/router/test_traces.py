@@ -239,7 +239,7 @@ async def test_trace_of_queue_full_rejection_is_exported() -> None:
         config = replace(ROUTER, trace_endpoint=collecting.endpoint, max_queued=1)
         async with cluster(workers=0, router_config=config) as parts:
             # What waits when the leader is found is not refused.
-            await until(lambda: parts.routers[0]._line.is_open)
+            await until(lambda: parts.routers[0]._leader_client.is_open)
             async with AsyncClient(parts.address, reconnect_s=0.0, retry_s=0.0) as client:
                 asked = [
                     asyncio.create_task(client.generate("hi", timeout_s=2.0).text())

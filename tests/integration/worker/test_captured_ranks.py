@@ -19,7 +19,7 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.parallel.group import Group
 from worker.runner import assembly
-from worker.runner.assembly import Assembly, Loaded
+from worker.runner.assembly import Assembly, LoadedModel
 from worker.runner.decode_graphs import DecodeGraphs, Work
 from worker.runner.drawing import LastTokens
 
@@ -72,7 +72,7 @@ def capture(model: Path, group: Group, attention: object) -> DecodeGraphs | None
     spec, place = read_spec(model), Placement(group, torch.float32, CPU)
     decoder = Decoder(spec, 64, place)
     dummy.fill(decoder)
-    loaded = Loaded(decoder, spec.vocab_size, 64, (1, 1, 4), 0)
+    loaded = LoadedModel(decoder, spec.vocab_size, 64, (1, 1, 4), 0)
     cache = KVCache(4, 1, 1, 4, torch.float32, CPU)
     config = WorkerConfig(model=str(model), max_num_seqs=6)
     backend: Any = attention

@@ -21,7 +21,7 @@ import torch
 
 from tests.support.worker.parallel_rank import COUNT
 from worker.parallel import collectives
-from worker.parallel.collectives import Collectives, meet
+from worker.parallel.collectives import Collectives, init_collectives
 from worker.parallel.group import Group, create_store, init_group, join_store
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ class StoreWithAnotherFile(DictStore):
 def meet_all(store: DictStore, timeout: timedelta = TIMEOUT) -> list[Collectives | None]:
     """What each of two ranks gets."""
     with ThreadPoolExecutor(2) as threads:
-        return [*threads.map(lambda rank: meet(store, rank, 2, timeout), range(2))]
+        return [*threads.map(lambda rank: init_collectives(store, rank, 2, timeout), range(2))]
 
 
 def close(*ends: Collectives | None) -> None:

@@ -151,7 +151,7 @@ def test_ranks_sharing_a_device_make_the_tokens_of_one_rank(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over gloo, which a GPU may be shared under, as it may not under NCCL."""
-    monkeypatch.setattr(collectives, "meet", lambda *_: None)
+    monkeypatch.setattr(collectives, "init_collectives", lambda *_: None)
     jobs = random_jobs((33, 2, 20), 20)
     expected = serve(built(directory, "float32", PLENTY), directory, jobs)
 
@@ -244,7 +244,7 @@ class Even:
     def is_ready(self) -> bool:
         return True
 
-    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
         into.fill_(0x55555555)
         return len(drafts)
 

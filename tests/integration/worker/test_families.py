@@ -89,7 +89,7 @@ def test_family_logits_match_transformers(
     directory: Path,
     expected: list[Tensor],
 ) -> None:
-    decoder = SteppedDecoder(directory, MAX_POSITION, attention_over=attention)
+    decoder = SteppedDecoder(directory, MAX_POSITION, build_attention=attention)
     logits = decoder.logits(sequences(), steps())
     assert logits is not None
     for got, wanted in zip(logits, expected, strict=True):

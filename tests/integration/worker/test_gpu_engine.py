@@ -18,7 +18,7 @@ from worker.attention.gpu import GpuAttention
 from worker.model.decoder import Decoder
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.runner.decode_graphs import DecodeGraphs
-from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.draw_by_kernel import sample_by_kernel
 
 DEMO_MODEL = Path(__file__).parents[3] / "cluster" / "demo_model"
 PLENTY, TINY = 200, 18
@@ -71,7 +71,7 @@ def test_kernels_and_replayed_decoding_keep_tokens(
         "worker.runner.assembly.choose_attention", lambda cache: GpuAttention(cache, 4)
     )
     monkeypatch.setattr("worker.runner.build.choose_pointwise", lambda *_: KernelPointwise())
-    monkeypatch.setattr("worker.runner.sampler.choose_draw", lambda _: draw_by_kernel)
+    monkeypatch.setattr("worker.runner.sampler.choose_sampling_backend", lambda _: sample_by_kernel)
     eager = TorchEngine(directory, PLENTY, ahead=True)
     replaying = TorchEngine(directory, PLENTY, ahead=True)
     replayed = replay_decoding(replaying)

@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the ranks have no memory in common."""
-    monkeypatch.setattr(collectives, "meet", lambda *_: None)
+    monkeypatch.setattr(collectives, "init_collectives", lambda *_: None)
 
 
 def on_ranks(
@@ -298,7 +298,7 @@ def all_collectives(group: Group) -> list[object]:
         group.all_reduce(torch.full((2,), 10.0**group.rank)).tolist(),
         None if gathered is None else gathered.tolist(),
         group.broadcast(torch.tensor([group.rank + 7])).tolist(),
-        group.num_made,
+        group.num_collectives,
         [group.agree(True), group.agree(group.rank == 0), group.agree(True)],
     ]
 
@@ -313,12 +313,12 @@ def test_gather_completes_when_one_rank_only_attends(absent: int, way: str) -> N
     def act(group: Group) -> object:
         shard = torch.full((2, 3), float(group.rank))
         if group.rank == absent:
-            group.attend_gather(shard, torch.empty(2, 2, 3))
+            group.join_gather(shard, torch.empty(2, 2, 3))
             gathered = None
         else:
             gathered = group.gather_to_first(shard)
         total = group.all_reduce(torch.ones(1)).item()
-        return group.num_made, total, None if gathered is None else gathered.tolist()
+        return group.num_collectives, total, None if gathered is None else gathered.tolist()
 
     whole = [[0.0] * 3 + [1.0] * 3] * 2
     assert on_ranks(2, act) == [(2, 2.0, None if absent == 0 else whole), (2, 2.0, None)]

@@ -30,7 +30,7 @@ from worker.model.families import read_spec
 from worker.model.layers import ColumnLinear, Placement, RmsNorm, RowLinear, VocabTable
 from worker.parallel import group as group_module
 from worker.parallel.group import Group, _CollectiveGroup, _SharedMemoryGroup
-from worker.runner.build import make_fast
+from worker.runner.build import optimize_for_cpu
 from worker.runner.runner import TorchRunner
 from worker.runner.sampler import Sampler
 
@@ -54,7 +54,7 @@ WHERE: list[tuple[type, str]] = [
     ),
 ]
 #: The parts of a step.
-PARTS = "_begin", "_draw", "_heard"
+PARTS = "_start_step", "_sample", "_collect_results"
 
 
 class Shortage(threading.local):
@@ -228,7 +228,7 @@ def test_decoder_collectives_match_its_declared_exchange(
     spec, group = read_spec(save_family(tmp_path, CHECKPOINTS[family])), Noted()
     decoder = Decoder(spec, 64, Placement(group, dtype, torch.device("cpu")))
     dummy.fill(decoder)
-    make_fast(decoder, spec, dtype)
+    optimize_for_cpu(decoder, spec, dtype)
     attention: Any = Looking()
     with torch.inference_mode():
         hidden = decoder.forward(torch.tensor([1, 2, 3]), torch.arange(3), attention)

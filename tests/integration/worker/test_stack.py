@@ -166,6 +166,6 @@ def test_bf16_weights_are_multiplied_in_fp32(name: str, tmp_path: Path) -> None:
 
 
 def test_compiled_stack_supports_reference_attention(tmp_path: Path) -> None:
-    model = stepped(CHECKPOINTS["mistral, window"], tmp_path, attention_over=ReferenceAttention)
+    model = stepped(CHECKPOINTS["mistral, window"], tmp_path, build_attention=ReferenceAttention)
     assert isinstance(model.decoder.stack, CompiledStack)
     assert_bits_of_layer_by_layer(model, WHOLE)

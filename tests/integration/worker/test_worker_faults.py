@@ -111,8 +111,8 @@ async def struck(fault: chaos_pb2.Fault) -> tuple[bytes, int | None]:
     """What a process says that does ``fault`` to itself, and how it ends."""
     script = f"""
 from everlift.v1 import chaos_pb2
-from worker.serving.fault import strike
-strike(chaos_pb2.Fault.FromString({fault.SerializeToString()!r}))
+from worker.serving.fault import kill_or_pause
+kill_or_pause(chaos_pb2.Fault.FromString({fault.SerializeToString()!r}))
 print("goes on")
 """
     process = await asyncio.create_subprocess_exec(

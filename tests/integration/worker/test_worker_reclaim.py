@@ -22,7 +22,7 @@ from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 from worker.serving import reclaim
 from worker.serving.rank import Rank
-from worker.serving.reclaim import notice_at
+from worker.serving.reclaim import wait_for_notice
 
 ROOT = Path(__file__).parents[3]
 #: Slow enough that a sequence is in the middle when the notice comes.
@@ -74,15 +74,15 @@ async def test_reclaim_notice_requires_status_200(quick: None) -> None:
     ]
     cloud = Cloud(*answers)
     async with cloud.open() as url, asyncio.timeout(10.0):
-        await notice_at(url)
+        await wait_for_notice(url)
     assert cloud.asked == len(answers)
 
 
 async def test_unreachable_reclaim_address_gives_no_notice(quick: None) -> None:
     async with Cloud(b"").open() as url:
         pass
-    asking = asyncio.create_task(notice_at(url))
-    await asyncio.to_thread(reclaim._is_there, url)
+    asking = asyncio.create_task(wait_for_notice(url))
+    await asyncio.to_thread(reclaim._has_notice, url)
     assert not asking.done()
     asking.cancel()
 

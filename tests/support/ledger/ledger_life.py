@@ -17,7 +17,7 @@ from router.ledger.entry import (
     Stored,
     StoredChoice,
     Tally,
-    lost_too_often,
+    attempts_exhausted_message,
 )
 
 MAX_LOSSES = 2
@@ -141,7 +141,7 @@ class Life:
         self.move("release", loss or "", losses=losses, tally=tally)
         self.put(state=State.QUEUED, worker="", epoch=0)
         if loss and losses >= MAX_LOSSES:
-            slug, message = AttemptsExhausted.slug, lost_too_often(MAX_LOSSES, loss)
+            slug, message = AttemptsExhausted.slug, attempts_exhausted_message(MAX_LOSSES, loss)
             self.put(state=State.FAILED, error_slug=slug, error_message=message)
         return self.entry
 

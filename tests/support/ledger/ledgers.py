@@ -169,7 +169,7 @@ async def unbury(ledger: Ledger, entry: Entry) -> None:
     named = f"{entry.request_id} {codec.microseconds(entry.arrived)}".encode()
     name = f"g:{hashlib.sha1(named, usedforsecurity=False).hexdigest()}"
     key = ledger._shards.key(name, ledger._shards.of(entry.request_id))
-    assert await ledger._shards.ask("unbury", Command(key, ("DEL", key))) == [1]
+    assert await ledger._shards.run_commands("unbury", Command(key, ("DEL", key))) == [1]
 
 
 def redis_binary() -> str:

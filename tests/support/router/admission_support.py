@@ -13,11 +13,11 @@ from router.admission.policy import (
     EarliestDeadline,
     Fifo,
     HighestResponseRatio,
-    NeverLonger,
     Policy,
     PredictedRank,
     Rules,
     ShortestWork,
+    StarvationLimit,
 )
 from router.admission.request import Running, Waiting
 from router.admission.scheduler import LeaderState, Placed
@@ -32,7 +32,7 @@ POLICIES: tuple[Policy, ...] = (
     ShortestWork(1.5),
     PredictedRank(2.0),
     HighestResponseRatio(),
-    NeverLonger(ShortestWork(1.5), 4.0),
+    StarvationLimit(ShortestWork(1.5), 4.0),
 )
 CONFIG = RouterConfig(
     local_depth=2,
@@ -66,7 +66,7 @@ def paced(
     step_s: float = 0.01,
 ) -> ThroughputEstimator:
     """Of a worker that has been watched for two seconds."""
-    pace = ThroughputEstimator()
+    throughput = ThroughputEstimator()
     for second in range(3):
         steps = round(second / step_s)
         work = Work(
@@ -76,8 +76,8 @@ def paced(
             busy_s=steps * step_s,
             num_rows=round(steps * step_s * rows_per_s),
         )
-        pace.measure(work, False, float(second))
-    return pace
+        throughput.measure(work, False, float(second))
+    return throughput
 
 
 class Cluster:
@@ -97,19 +97,19 @@ class Cluster:
             now=0.0,
             fair_share=None if weight_of is None else FairShare(1.0, 2.0, weight_of),
         )
-        self.leader_state.handover.living(())
+        self.leader_state.handover.set_live_gateways(())
         self._epochs = count(1)
 
     def add_worker(
         self,
         worker_id: str,
         load: Load,
-        pace: ThroughputEstimator | None = None,
+        throughput: ThroughputEstimator | None = None,
         capacity: Capacity = CAPACITY,
     ) -> None:
         self.placement.join(worker_id, capacity)
         self.placement.report(worker_id, load, now=0.0)
-        self.placement.workers[worker_id].pace = pace or paced()
+        self.placement.workers[worker_id].throughput = throughput or paced()
 
     def connect(self, gateway: str = "g", now: float = 0.0) -> None:
         """Of a gateway with nothing to tell."""
@@ -121,7 +121,7 @@ class Cluster:
     ) -> tuple[list[str], list[str]]:
         heard = self.leader_state.on_message(gateway, message, now)
         refused = [refusal.waiting.request_id for refusal in heard.refused]
-        return refused, [taken.gateway for taken in heard.taken]
+        return refused, [replaced.gateway for replaced in heard.replaced]
 
     def enqueue(self, request_id: str, gateway: str = "g", **fields: object) -> None:
         told = pb.Waiting(**{"request_id": request_id, "prompt_tokens": 32, "choices": 1} | fields)
@@ -144,7 +144,7 @@ class Cluster:
     def place(self, now: float = 0.0, ledger_now: float = 0.0) -> list[Placed]:
         placed = self.leader_state.place(now, ledger_now, 100, lambda: next(self._epochs))
         for one in placed:
-            self.leader_state.begun(one, one.waiting.gateway)
+            self.leader_state.on_dispatched(one, one.waiting.gateway)
         return placed
 
     def moves(self, now: float = 0.0) -> list[tuple[str, str]]:

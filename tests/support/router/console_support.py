@@ -56,7 +56,7 @@ class Counters:
 
 
 @dataclass
-class Holding:
+class EffectiveSettings:
     values: dict[str, Any] = field(default_factory=lambda: {"order": "fifo"})
     overridden: Sequence[str] = ()
 
@@ -68,7 +68,7 @@ class FakeCluster:
     links: list[Link] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     queue_estimate: session_pb2.QueueEstimate = field(default_factory=session_pb2.QueueEstimate)
-    holding: Holding = field(default_factory=Holding)
+    effective_settings: EffectiveSettings = field(default_factory=EffectiveSettings)
     ledger: inference_pb2.LedgerStatus = field(default_factory=inference_pb2.LedgerStatus)
     observed: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)

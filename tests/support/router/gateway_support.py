@@ -21,7 +21,7 @@ from router.leader.leader import Reservation, dispatched
 from router.ledger.entry import Dispatch, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests.manager import Requests
-from router.requests.observer import NOBODY, Observer
+from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.request import LiveRequest, Phase
 from router.requests.tokenizer import ServedModel
 
@@ -50,11 +50,11 @@ class RecordedWorkers:
     def confirm(self, worker_id: str, epoch: int) -> None:
         self.confirmed.append(epoch)
 
-    def speaker(self, worker_id: str) -> RecordedWorkers | None:
+    def connection(self, worker_id: str) -> RecordedWorkers | None:
         return self if self.reachable else None
 
     @property
-    def last_heard(self) -> float:
+    def last_message_at(self) -> float:
         return now()
 
 
@@ -69,7 +69,7 @@ class RecordedReservation:
     def dispatched(self, entry: Entry) -> session_pb2.Dispatched:
         return dispatched(entry)
 
-    def begun(self) -> bool:
+    def confirm(self) -> bool:
         self.came += "begun"
         return self.leader_knows
 
@@ -126,7 +126,7 @@ class Gateway:
         name: str = "gateway",
         config: RouterConfig = CONFIG,
         limits_of: Callable[[str], Limits] = unlimited,
-        observer: Observer = NOBODY,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.ledger = ledger
         self.name = name

@@ -10,13 +10,13 @@ from router.requests.timing import Journal
 
 @dataclass
 class HeardWorker:
-    last_heard: float = 0.0
+    last_message_at: float = 0.0
     decoding: session_pb2.TimeBreakdown = field(default_factory=session_pb2.TimeBreakdown)
 
 
 class WatchedJournal(Journal):
-    def __init__(self, came: float) -> None:
-        super().__init__(came)
+    def __init__(self, called_at: float) -> None:
+        super().__init__(called_at)
         self.worker = HeardWorker()
         self.output: list[int] = []
         self.outputs = (self.output,)
@@ -36,7 +36,7 @@ class WatchedJournal(Journal):
         **news: object,
     ) -> None:
         """The worker's next frame, in which so many tokens of the request are new."""
-        self.worker.last_heard = now
+        self.worker.last_message_at = now
         if decoding is not None:
             self.worker.decoding = decoding
         if breakdown is not None:

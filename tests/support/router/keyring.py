@@ -19,10 +19,13 @@ class Keyring:
         """A new one, good for requests where nothing else is said."""
         key_id, secret = keys.new_id(), keys.new_secret()
         key = Key(
-            tenant, scopes or (Scope.INFER,), keys.hash_of(secret), keys.moment(1_900_000_000)
+            tenant,
+            scopes or (Scope.INFER,),
+            keys.hash_of(secret),
+            keys.iso_timestamp(1_900_000_000),
         )
         await self._store.change(lambda document: document.with_key(key_id, key))
-        return keys.whole(key_id, secret)
+        return keys.join_key(key_id, secret)
 
     async def limit(self, tenant: str, **limits: int | None) -> None:
         await self._store.change(lambda document: document.with_tenant(tenant, limits))

@@ -12,12 +12,12 @@ from math import inf
 from zlib import crc32
 
 from everlift.errors import EverliftError
-from everlift.request_id import unnamed
+from everlift.request_id import unnamed_request_id
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
 from router.admission.handover import TICK_S
 from router.admission.load_shedding import EarlyRejection, Refusal
-from router.admission.throughput import seen_ratio
+from router.admission.throughput import measured_tpot_ratio
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 from router.prediction.predictor import OutputLengths
@@ -220,7 +220,7 @@ class VirtualCluster:
     def come(self, asked: Asked) -> None:
         now = self.clock.now
         if not self._has_names:
-            asked.name = unnamed(str(next(self._unnamed)))
+            asked.name = unnamed_request_id(str(next(self._unnamed)))
         self._asked[asked.name] = asked
         try:
             entrance = self._early_rejection(asked.name)
@@ -290,7 +290,7 @@ class VirtualCluster:
         for refusal in self.leader_state.expire(now):
             self._refuse(refusal)
         for placed in self.leader_state.place(now, now, 64, lambda: next(self._epochs)):
-            self.leader_state.begun(placed, "g")
+            self.leader_state.on_dispatched(placed, "g")
             asked = self._asked[placed.waiting.request_id]
             asked.predicted_ttft_s = placed.waiting.predicted_ttft_s
             asked.predicted_tpot_s = placed.waiting.predicted_tpot_s
@@ -322,7 +322,7 @@ class VirtualCluster:
         self._lengths.note(asked.output_tokens)
         del self._running[outcome.key.epoch]
         decode_s = now - asked.first_token
-        ratio = seen_ratio(asked.predicted_tpot_s, decode_s, asked.output_tokens)
+        ratio = measured_tpot_ratio(asked.predicted_tpot_s, decode_s, asked.output_tokens)
         message = pb.GatewayMessage(
             withdraw=[asked.name], tpot_ratios=[] if ratio is None else [ratio]
         )

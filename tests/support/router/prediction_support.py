@@ -15,7 +15,7 @@ from cluster.prediction.examples import Example, from_lines
 from cluster.prediction.report import Report
 from cluster.prediction.training import trained
 from everlift.messages import OnDisconnect, Request
-from everlift.request_id import qualified
+from everlift.request_id import qualify
 from everlift.sampling import SamplingParams
 from router.prediction.model import Model
 from router.prediction.predictor import Predictor
@@ -78,7 +78,7 @@ def request(it: Drawn, **changes: Any) -> Request:
     """As a gateway has it. Its outputs may end by themselves."""
     model = served()
     made = Request(
-        request_id=qualified(it.tenant, "r"),
+        request_id=qualify(it.tenant, "r"),
         model=model.name,
         fingerprint="",
         prompt_ids=model.encode(it.prompt),

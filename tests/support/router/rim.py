@@ -58,7 +58,7 @@ class Rim:
         return timed
 
     def _time_grpc(self, patch: pytest.MonkeyPatch) -> None:
-        run, put = Call.run, Call._put
+        run, put = Call.run, Call._enqueue
 
         def timed_run(call: Call, handler: Any) -> None:
             self._hear(call.invocation_metadata())
@@ -69,7 +69,7 @@ class Rim:
             put(call, answer)
 
         patch.setattr(Call, "run", timed_run)
-        patch.setattr(Call, "_put", timed_put)
+        patch.setattr(Call, "_enqueue", timed_put)
 
 
 def _name(headers: Headers) -> str:

@@ -20,7 +20,7 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.sharing import local_kv_heads
 from worker.parallel.group import Group
-from worker.runner.build import make_fast
+from worker.runner.build import optimize_for_cpu
 from worker.runner.runner import Model
 
 CPU = torch.device("cpu")
@@ -38,12 +38,12 @@ class SteppedModel:
         model: Model,
         kv_shape: tuple[int, int, int],
         place: Placement,
-        attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
+        build_attention: Callable[[KVCache], AttentionBackend] = choose_attention,
     ) -> None:
         self._model = model
         self._kv_shape = kv_shape
         self._place = place
-        self._attention_over = attention_over
+        self._build_attention = build_attention
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[list[int]], steps: Sequence[Step]) -> list[Tensor] | None:
@@ -52,7 +52,7 @@ class SteppedModel:
         ``steps`` compute the sequences' tokens, each in its order.
         """
         tables = _scattered_tables([len(sequence) for sequence in sequences])
-        attention = self._attention_over(self._cache(sum(map(len, tables))))
+        attention = self._build_attention(self._cache(sum(map(len, tables))))
         done = [0] * len(sequences)
         parts: list[list[Tensor]] = [[] for _ in sequences]
         for step in steps:
@@ -73,14 +73,14 @@ class SteppedModel:
     def hidden(self, sequences: Sequence[list[int]], sites: list[int] | None) -> Tensor:
         """Hidden states of the tokens at ``sites`` of one step that computes all sequences."""
         tables = _scattered_tables([len(sequence) for sequence in sequences])
-        attention = self._attention_over(self._cache(sum(map(len, tables))))
+        attention = self._build_attention(self._cache(sum(map(len, tables))))
         rows = [Row(i, tuple(s), 0, tables[i], True) for i, s in enumerate(sequences)]
         return self._forward(Rows.of(rows), attention, sites)
 
     def opened(self, length: int) -> OpenSequence:
         """Return a sequence of at most ``length`` tokens, which is computed as its tokens come."""
         (table,) = _scattered_tables([length])
-        attention = self._attention_over(self._cache(len(table)))
+        attention = self._build_attention(self._cache(len(table)))
         return OpenSequence(table, lambda row: self._step([row], attention))
 
     def _step(self, rows: list[Row], attention: AttentionBackend) -> Tensor | None:
@@ -127,7 +127,7 @@ class SteppedDecoder(SteppedModel):
         max_model_len: int,
         group: Group | None = None,
         dtype: torch.dtype = torch.float32,
-        attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
+        build_attention: Callable[[KVCache], AttentionBackend] = choose_attention,
         weights_dtype: torch.dtype | None = None,
         packed: torch.dtype | None = None,
     ) -> None:
@@ -136,11 +136,11 @@ class SteppedDecoder(SteppedModel):
         spec = read_spec(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
-        make_fast(decoder, spec, dtype, packed)
+        optimize_for_cpu(decoder, spec, dtype, packed)
         self.decoder = decoder
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
-        super().__init__(decoder, kv_shape, place, attention_over)
+        super().__init__(decoder, kv_shape, place, build_attention)
 
 
 def _scattered_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Rows to be drawn, and ways to filter them."""
+"""Rows to be sampled, and ways to filter them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from worker.runner.draw import DrawTable
-from worker.runner.draws import Draws
+from worker.runner.draw import SamplingTable
+from worker.runner.draws import SamplingMetadata
 
 GREEDY = SamplingParams(temperature=0.0)
 #: Wider than the first candidates, so that some filters need the whole row.
@@ -34,11 +34,11 @@ class Row(NamedTuple):
     choice: int = 0
 
 
-def draws(rows: Sequence[Row]) -> Draws:
-    table = DrawTable()
+def metadata(rows: Sequence[Row]) -> SamplingMetadata:
+    table = SamplingTable()
     for slot, row in enumerate(rows):
         table.write(slot, row.params, row.choice)
-    return table.draws(np.arange(len(rows)), np.array([row.position for row in rows]))
+    return table.metadata(np.arange(len(rows)), np.array([row.position for row in rows]))
 
 
 def logits(rows: int, vocab: int, seed: int = 3) -> Tensor:

@@ -13,8 +13,8 @@ from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel
 from worker.engine.plan import Row, Rows
 from worker.model.kernel_pointwise import KernelPointwise
-from worker.runner.draw_by_kernel import draw_by_kernel
-from worker.runner.draws import Draws
+from worker.runner.draw_by_kernel import sample_by_kernel
+from worker.runner.draws import SamplingMetadata
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
@@ -32,15 +32,15 @@ class Heads:
 
 
 def attention(heads: Heads, dtype: torch.dtype, rows: list[Row], form: AttentionForm) -> None:
-    """One layer's: keys written, queries turned, and what they attend to."""
+    """One layer's: keys written, queries rotated, and what they attend to."""
     cache = KVCache(6, 1, heads.kv, heads.dim, dtype, CPU)
     step = GpuAttention(cache, MULTIPROCESSORS).prepare(Rows.of(rows))
     tokens = sum(len(row.tokens) for row in rows)
-    turned = torch.zeros(tokens, heads.number + heads.kv, heads.dim, dtype=dtype)
+    rotated = torch.zeros(tokens, heads.number + heads.kv, heads.dim, dtype=dtype)
     value = torch.zeros(tokens, heads.kv, heads.dim, dtype=dtype)
     angle = (torch.zeros(tokens, 1, heads.dim), torch.zeros(tokens, 1, heads.dim))
     step.write(0, value, value)
-    query = step.turn_and_write(0, turned, heads.number, value, angle)
+    query = step.rotate_and_write(0, rotated, heads.number, value, angle)
     step.attend(0, query, form)
 
 
@@ -54,9 +54,11 @@ def pointwise(dtype: torch.dtype, width: int) -> None:
         KernelPointwise().gate(x, activation)
 
 
-def drawing(vocab: int) -> None:
+def sampling(vocab: int) -> None:
     columns = np.zeros((1, 2), np.uint64), np.zeros(1, np.int64)
-    draw_by_kernel(Draws(np.ones((1, 4)), *columns), Parcel(CPU))(torch.zeros(1, vocab))
+    sample_by_kernel(SamplingMetadata(np.ones((1, 4)), *columns), Parcel(CPU))(
+        torch.zeros(1, vocab)
+    )
 
 
 def launch_all() -> None:
@@ -64,7 +66,7 @@ def launch_all() -> None:
     Llama-3.1-8B."""
     attention(Heads(32, 8, 128), torch.bfloat16, DECODE, AttentionForm(0.1))
     pointwise(torch.bfloat16, 4096)
-    drawing(128_256)
+    sampling(128_256)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for dim in (64, 96, 128, 256):
             attention(Heads(8, 2, dim), dtype, MIXED, ALL)

@@ -56,7 +56,7 @@ class FakeMatcher:
     def is_ready(self) -> bool:
         return self.ready
 
-    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
         assert into.shape[0] == 1 + len(drafts) and into.dtype == torch.int32
         into.fill_(0x55555555)  # what stands behind a forbidden draft means nothing
         for i in range(1 + len(drafts)):

@@ -39,7 +39,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     store = join_store(task["store"])
     if not task["shares_memory"]:
-        collectives.meet = lambda *_: None
+        collectives.init_collectives = lambda *_: None
     group = init_group(store, task["rank"], task["size"], CPU)
     jobs = greedy_jobs(task["prompts"], max_tokens=24)
     models, families = task["models"], task["families"]

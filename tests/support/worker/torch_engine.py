@@ -12,11 +12,11 @@ from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.support.worker.worker_support import Collected, run, start
 from worker.config import WorkerConfig
-from worker.engine.engine import OF_ALL_RANKS, Engine
+from worker.engine.engine import COLLECTIVE_ERRORS, Engine
 from worker.engine.limits import Limits
 from worker.engine.load import Counters
 from worker.engine.outcome import SequenceKey
-from worker.engine.plan import Launched, Plan, RowResult
+from worker.engine.plan import LaunchedStep, Plan, RowResult
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
@@ -83,7 +83,7 @@ class RecordingRunner:
         self.plans.append(plan)
         return self._runner.execute(plan)
 
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan) -> LaunchedStep:
         self.plans.append(plan)
         launch = self._runner.launch
         assert launch is not None
@@ -121,7 +121,7 @@ class TorchEngine:
         self._runner = RecordingRunner(runner)
         self._limits = Limits.of(config, self._runner)
         launch = self._runner.launch if ahead else None
-        survivable = OF_ALL_RANKS if group is not None and group.size > 1 else (Exception,)
+        survivable = COLLECTIVE_ERRORS if group is not None and group.size > 1 else (Exception,)
         self._engine = Engine(self._runner, self._limits, survivable, launch=launch)
 
     def serve(self, jobs: Sequence[Job]) -> list[list[int]]:

@@ -136,16 +136,16 @@ class Collected:
                 self.errors[key] = str(outcome.error or "")
 
     def _take_news(self, outcome: Outcome) -> None:
-        key, news = outcome.key, outcome.news
+        key, update = outcome.key, outcome.update
         assert outcome.num_computed >= self._num_computed[key], "less is computed than was"
         self._num_computed[key] = outcome.num_computed
-        self.preemptions[key] += news.preemptions
-        self.recomputed_tokens[key] += news.recomputed_tokens
-        assert news.preemptions or news.residence is not Residence.PREEMPTED
-        if news.residence is Residence.RESUMED:
-            assert key in self._waiting or news.preemptions, "it never stopped"
+        self.preemptions[key] += update.preemptions
+        self.recomputed_tokens[key] += update.recomputed_tokens
+        assert update.preemptions or update.residence is not Residence.PREEMPTED
+        if update.residence is Residence.RESUMED:
+            assert key in self._waiting or update.preemptions, "it never stopped"
             self._waiting.discard(key)
-        if news.residence is Residence.PREEMPTED:
+        if update.residence is Residence.PREEMPTED:
             self._waiting.add(key)
         assert key not in self._waiting or not outcome.tokens, "tokens without blocks"
 

@@ -139,9 +139,9 @@ def running(epoch: int, num_blocks: int, priority: int = 0) -> Sequence:
 
 
 def test_victims_benchmark_restores_the_scheduler_choice() -> None:
-    chosen = scheduler._by_worth
+    chosen = scheduler._preemption_key
     found = scheduling_victims.measure(scheduling_victims.SMALLEST)
-    assert scheduler._by_worth is chosen
+    assert scheduler._preemption_key is chosen
     assert [*found] == ["0.9", "1.1"]
     for ways in found.values():
         assert [*ways] == [*scheduling_victims.WAYS]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cluster import endpoint
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.commands.up import _check_alone, _welcome, workers
+from cluster.commands.up import _check_not_running, _welcome, workers
 from cluster.config import Config, load
 from cluster.errors import ClusterFailed
 from cluster.local.processes import ProcessCluster
@@ -122,10 +122,10 @@ def test_stages_print_one_line_each_with_a_result() -> None:
 
 def test_up_rejects_a_second_cluster_in_a_state_directory(tmp_path: Path) -> None:
     config = load(None, {}, [f"state_dir={tmp_path}"])
-    _check_alone(config)
+    _check_not_running(config)
     with endpoint.published(tmp_path, ["127.0.0.1:5"]):
         with pytest.raises(ClusterFailed, match=r"already: process \d+, at 127.0.0.1:5\. Stop"):
-            _check_alone(config)
+            _check_not_running(config)
         # Nothing of theirs is shared.
-        _check_alone(load(None, {}, [f"state_dir={tmp_path}", "ledger.url=redis://h:1"]))
-    _check_alone(config)
+        _check_not_running(load(None, {}, [f"state_dir={tmp_path}", "ledger.url=redis://h:1"]))
+    _check_not_running(config)

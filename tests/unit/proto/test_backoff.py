@@ -37,7 +37,7 @@ def test_backoff_reset_restarts_delays_and_limit() -> None:
 
 @pytest.mark.parametrize(("jitter", "delay"), [(0.0, 3.0), (1.0, 3.75)])
 def test_backoff_delay_is_never_below_requested_minimum(jitter: float, delay: float) -> None:
-    assert Backoff(10.0, lambda: jitter).delay(0.0, at_least=3.0) == delay
+    assert Backoff(10.0, lambda: jitter).delay(0.0, min_delay=3.0) == delay
 
 
 def test_backoff_supports_limit_of_hours() -> None:

@@ -12,8 +12,14 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
 from router.prediction.predictor import LengthDistribution, Prediction
-from router.requests.explanation import MAX_BYTES, explained, kept, packed, resumed
-from router.requests.timing import FINISHED, SILENT, Journal
+from router.requests.explanation import (
+    MAX_BYTES,
+    explained,
+    packed,
+    resumed_journal,
+    stored_explanation,
+)
+from router.requests.timing import FINISHED, NO_CONNECTION, Journal
 from tests.support.ledger.ledgers import make_request
 from tests.support.router.journal_support import WatchedJournal
 
@@ -41,17 +47,17 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
         )
         others = ("a/" + "n" * 120,) * names
         made.dispatched(message, 10, others, made.worker, now := now + 1, others)
-        made.joined(others)
+        made.set_newcomers(others)
         breakdown = session_pb2.TimeBreakdown(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
         made.says(now := now + 1, 2, breakdown)
-        made.left("moved", now)
-        made.queued_again(now := now + 1)
+        made.end_attempt("moved", now)
+        made.requeued(now := now + 1)
     return made
 
 
 def told(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
     prediction = Prediction(LengthDistribution(7.0), output_tokens=7)
-    return explained(of.until(now), entry(attempts=attempts), make_request(), prediction, 0.5, 3)
+    return explained(of.snapshot(now), entry(attempts=attempts), make_request(), prediction, 0.5, 3)
 
 
 def stored(explanation: bytes, of: Entry, now: float) -> Stored:
@@ -93,32 +99,32 @@ def test_packed_explanation_drops_earliest_attempts() -> None:
     assert seconds(read) == pytest.approx(read.total_s) == pytest.approx(1000.0)
 
 
-def test_kept_explanation_adds_time_from_ledger_events() -> None:
+def test_stored_explanation_adds_time_from_ledger_events() -> None:
     data = packed(told(journal(), CAME + 6))
     over = replace(entry(State.FINISHED), finish_reasons=(FinishReason.STOP,))
     events = (Event(over.arrived, "open", "g"), Event(LEDGER + CAME + 6.5, "finish", ""))
-    explanation = kept(stored(data, over, LEDGER + 1e6), events)
+    explanation = stored_explanation(stored(data, over, LEDGER + 1e6), events)
     assert explanation.state == pb.REQUEST_STATE_FINISHED
     assert explanation.spans[-1] == pb.Span(kind=pb.SPAN_KIND_LEDGER, seconds=0.5)
     assert seconds(explanation) == explanation.total_s == 6.5
 
 
-def test_kept_explanation_is_built_from_events_alone() -> None:
+def test_stored_explanation_is_built_from_events_alone() -> None:
     over = entry(State.CANCELLED)
     events = (Event(over.arrived, "open", "g"), Event(over.arrived + 3, "end", "cancelled"))
-    explanation = kept(stored(b"", over, LEDGER + 1e6), events)
+    explanation = stored_explanation(stored(b"", over, LEDGER + 1e6), events)
     assert list(explanation.spans) == [pb.Span(kind=pb.SPAN_KIND_OTHER, seconds=3.0)]
     assert explanation.total_s == 3.0
 
 
-def test_resumed_explanation_continues_that_of_last_gateway() -> None:
+def test_resumed_journal_continues_that_of_last_gateway() -> None:
     first = journal()
     first.readable(CAME + 4)
     data = packed(told(first, CAME + 6))
-    heir = resumed(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
+    heir = resumed_journal(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
     message = session_pb2.Dispatched(worker_id="x", attempt=3, bypassed=1)
-    heir.dispatched(message, 10, (), SILENT, 80.0)
-    heir.left(FINISHED, 81.0)
+    heir.dispatched(message, 10, (), NO_CONNECTION, 80.0)
+    heir.end_attempt(FINISHED, 81.0)
     explanation = told(heir, 81.0)
     assert explanation.total_s == pytest.approx(20.0) == pytest.approx(seconds(explanation))
     by_kind = {span.kind: span.seconds for span in explanation.spans}
@@ -128,16 +134,18 @@ def test_resumed_explanation_continues_that_of_last_gateway() -> None:
     assert explanation.bypassed == 2 + 1
 
 
-def test_resumed_explanation_keeps_count_of_dropped_attempts() -> None:
+def test_resumed_journal_keeps_count_of_dropped_attempts() -> None:
     first = told(journal(12), CAME + 100, attempts=12)
-    heir = resumed(stored(packed(first), entry(attempts=12), LEDGER + CAME + 101), now=101.0)
+    heir = resumed_journal(
+        stored(packed(first), entry(attempts=12), LEDGER + CAME + 101), now=101.0
+    )
     explanation = told(heir, 102.0, attempts=12)
     assert explanation.dropped_attempts + len(explanation.attempts) == 12
     for attempt in range(13, 13 + 9):
         message = session_pb2.Dispatched(worker_id="x", attempt=attempt)
-        heir.dispatched(message, 10, (), SILENT, 103.0)
-        heir.left("moved", 104.0)
-        heir.queued_again(105.0)
+        heir.dispatched(message, 10, (), NO_CONNECTION, 103.0)
+        heir.end_attempt("moved", 104.0)
+        heir.requeued(105.0)
     explanation = told(heir, 110.0, attempts=21)
     assert explanation.dropped_attempts + len(explanation.attempts) == 21
     assert explanation.bypassed == 2 * 12

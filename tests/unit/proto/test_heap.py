@@ -13,7 +13,7 @@ gone = []
 gone.append(gone)
 del gone
 before = gc.get_threshold()
-heap.settle()
+heap.freeze_heap()
 assert gc.get_freeze_count() > 5000
 assert len(gc.get_objects()) < 1000
 assert gc.garbage == []
@@ -28,7 +28,7 @@ assert gc.get_count()[0] <= before[0] and gc.get_stats()[0]["collected"] > 0
 """
 
 
-def test_heap_settle_freezes_startup_objects() -> None:
+def test_freeze_heap_freezes_startup_objects() -> None:
     subprocess.run([sys.executable, "-c", SETTLED], check=True)
 
 
@@ -37,7 +37,7 @@ import gc
 from everlift import heap
 gc.collect()
 passes = sum(each["collections"] for each in gc.get_stats())
-with heap.growing():
+with heap.pause_gc():
     kept = [[n] for n in range(5000)]
 assert gc.isenabled() and gc.get_freeze_count() == 0
 assert len(gc.get_objects(generation=0)) < 1000
@@ -50,11 +50,11 @@ assert gc.collect() > 5000
 gc.disable()
 gc.freeze()
 frozen = gc.get_freeze_count()
-with heap.growing():
+with heap.pause_gc():
     pass
 assert not gc.isenabled() and gc.get_freeze_count() == frozen
 """
 
 
-def test_heap_growing_suspends_collection() -> None:
+def test_pause_gc_suspends_collection() -> None:
     subprocess.run([sys.executable, "-c", GROWN], check=True)

@@ -14,7 +14,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.api import generate_many
 from router.api.opened import Opened
-from router.requests.stream import Carried
+from router.requests.stream import RelayedSource
 from tests.support.router.gateway_support import started_gateway, until
 
 #: Of one request.
@@ -42,10 +42,10 @@ class Requests:
         self.most_opening = max(self.most_opening, len(self.opening))
         await asyncio.sleep(0)
         self.opening.remove(name)
-        return Opened(name, None, Carried(Relayed(self, name, self._scripts[name]())))
+        return Opened(name, None, RelayedSource(Relayed(self, name, self._scripts[name]())))
 
-    def read(self) -> generate_many.Many:
-        return generate_many.Many(self.messages, self.open)
+    def read(self) -> generate_many.MergedStream:
+        return generate_many.MergedStream(self.messages, self.open)
 
 
 class Relayed(AsyncIterator[pb.GenerateResponse]):
@@ -130,7 +130,7 @@ async def test_generate_many_open_failure_is_limited_to_its_request() -> None:
             raise InvalidRequest("not this")
         return await requests.open(request)
 
-    read = [*all_of([it async for it in generate_many.Many(requests.messages, open_)])]
+    read = [*all_of([it async for it in generate_many.MergedStream(requests.messages, open_)])]
     assert [(it.index, it.failure.slug) for it in read] == [(0, "invalid_request"), (1, "")]
 
 
@@ -139,7 +139,7 @@ async def test_generate_many_reports_late_open_failure() -> None:
         await settled()
         raise InvalidRequest("not this")
 
-    read = [*all_of([it async for it in generate_many.Many([pb.GenerateRequest()], open_)])]
+    read = [*all_of([it async for it in generate_many.MergedStream([pb.GenerateRequest()], open_)])]
     assert [it.failure.slug for it in read] == ["invalid_request"]
 
 
@@ -201,7 +201,7 @@ async def test_generate_many_builds_local_pieces_only_when_read() -> None:
         async def open_(request: pb.GenerateRequest) -> Opened:
             return Opened("r", None, gateway.requests.stream(live))
 
-        async with aclosing(generate_many.Many([pb.GenerateRequest()], open_)) as messages:
+        async with aclosing(generate_many.MergedStream([pb.GenerateRequest()], open_)) as messages:
             [head] = (await anext(messages)).pieces
             assert not head.piece.token_ids
             epoch = await gateway.dispatch()
@@ -226,7 +226,7 @@ async def test_generate_many_local_failure_follows_last_piece() -> None:
         async def open_(request: pb.GenerateRequest) -> Opened:
             return Opened("r", None, gateway.requests.stream(live))
 
-        async with aclosing(generate_many.Many([pb.GenerateRequest()], open_)) as messages:
+        async with aclosing(generate_many.MergedStream([pb.GenerateRequest()], open_)) as messages:
             await anext(messages)
             gateway.make(await gateway.dispatch(), 0, "ab")
             await until(lambda: live.choices[0].readable == 2)
@@ -243,7 +243,7 @@ async def test_generate_many_close_ends_reading_of_local_request() -> None:
         async def open_(request: pb.GenerateRequest) -> Opened:
             return Opened("r", None, gateway.requests.stream(live))
 
-        async with aclosing(generate_many.Many([pb.GenerateRequest()], open_)) as messages:
+        async with aclosing(generate_many.MergedStream([pb.GenerateRequest()], open_)) as messages:
             await anext(messages)
         await until(lambda: live.is_over)
 
@@ -270,7 +270,7 @@ async def test_generate_many_close_does_not_wait_for_pending_opens() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    messages = generate_many.Many([pb.GenerateRequest()] * 50, open_)
+    messages = generate_many.MergedStream([pb.GenerateRequest()] * 50, open_)
     await settled()
     async with asyncio.timeout(10):
         await messages.aclose()

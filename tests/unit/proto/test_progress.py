@@ -1,4 +1,4 @@
-"""Progress is told in the log now and then, and on a terminal by a bar."""
+"""Progress is shown in the log now and then, and on a terminal by a bar."""
 
 import logging
 import os
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from everlift.progress import logged, told
+from everlift.progress import log_progress, show_progress
 
 
 def test_progress_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "everlift")
     now = 0.0
-    progress = logged("weights loading", lambda: now)
+    progress = log_progress("weights loading", lambda: now)
     for now in (0.0, 4.9, 5.0, 9.9, 10.0, 30.0):
         progress(int(now * 2**20), 40 << 20)
     fields = [record.everlift_fields for record in caplog.records]  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ def test_progress_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) 
 
 
 def test_progress_without_terminal_draws_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with told("weights loading") as progress:
+    with show_progress("weights loading") as progress:
         progress(1, 2)
     assert capfd.readouterr() == ("", "")
 
@@ -34,7 +34,7 @@ def test_progress_draws_bar_on_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with told("weights loading") as progress:
+        with show_progress("weights loading") as progress:
             progress(3_000_000, 4_000_000)
     shown = b"".join(_read_to_the_end(ours)).decode()
     assert "weights loading" in shown and "3.0/4.0 MB" in shown
@@ -45,7 +45,7 @@ def test_progress_without_work_draws_no_bar(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with told("model downloading"):
+        with show_progress("model downloading"):
             pass
         assert not select.select([ours], [], [], 0)[0]
     os.close(ours)

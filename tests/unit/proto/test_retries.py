@@ -27,8 +27,8 @@ from everlift import (
     Unreachable,
     wire,
 )
-from everlift.client.reading import Reading
-from everlift.client.reception import Reception
+from everlift.client.reading import OutputReader
+from everlift.client.reception import ReceivedOutput
 from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.testing import Break, FakeRouter, FakeTransport, Hold, Refuse
 from everlift.testing.router import Context
@@ -83,7 +83,7 @@ def test_retry_budgets_are_separate_and_renewed_by_success() -> None:
     assert both.delay(QueueFull(), 0.0) is not None
     assert both.delay(Unreachable(), 1.5) is not None
     assert both.delay(QueueFull(), 1.5) is None
-    both.succeeded()
+    both.report_success()
     assert both.delay(QueueFull(), 1.5) is not None
 
 
@@ -171,14 +171,14 @@ async def test_retry_budget_is_not_renewed_by_slow_refusal() -> None:
 
 
 @in_virtual_time
-async def test_attached_reading_does_not_resubmit() -> None:
+async def test_attached_reader_does_not_resubmit() -> None:
     async with AsyncClient("fake", transport=FakeTransport()) as client:
-        reception = Reception("r")
-        reading = Reading(client._routers, reception, client._budget(Deadline(None)))
+        reception = ReceivedOutput("r")
+        reader = OutputReader(client._routers, reception, client._budget(Deadline(None)))
         reception.accept(pb.GenerateResponse(request_id="r"))
         with pytest.raises(Shed):
-            await reading.recover(Shed())
-        assert reading.is_over
+            await reader.recover(Shed())
+        assert reader.is_closed
 
 
 @in_virtual_time
@@ -253,12 +253,12 @@ async def test_retry_cut_off_by_deadline_raises_previous_error() -> None:
     cut = DeadlineExceeded("cut off")
     async with AsyncClient("fake", transport=FakeTransport()) as client:
         budget = RetryBudget(client._routers, retries(), Deadline(9.0))
-        assert budget.cut_off(cut) is cut
+        assert budget.error_at_deadline(cut) is cut
         await budget.wait(RouterStopping(), "fake")
-        assert "no router answered" in str(budget.cut_off(cut))
+        assert "no router answered" in str(budget.error_at_deadline(cut))
         full = QueueFull("no room")
         await budget.wait(full, "fake")
-        assert budget.cut_off(cut) is full
+        assert budget.error_at_deadline(cut) is full
 
 
 @in_virtual_time

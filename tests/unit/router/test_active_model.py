@@ -14,7 +14,7 @@ class Connections:
     def __init__(self) -> None:
         self.hang_ups = 0
 
-    def hang_up(self) -> None:
+    def close_when_idle(self) -> None:
         self.hang_ups += 1
 
 
@@ -28,10 +28,10 @@ def served(*, is_active: bool) -> tuple[ServedModel, ActiveModel, Connections]:
 
 def test_model_without_a_replacement_rejects_other_models() -> None:
     model, _, connections = served(is_active=True)
-    model.check_asked("")
-    model.check_asked("fake")
+    model.check_requested("")
+    model.check_requested("fake")
     with pytest.raises(UnknownModel):
-        model.check_asked("other")
+        model.check_requested("other")
     assert connections.hang_ups == 0
 
 
@@ -40,11 +40,11 @@ def test_replaced_model_redirects_requests_for_the_other() -> None:
     active.note(False, 200.0)
     assert not model.is_active
     # Load balancers may still lead here: requests for this model are served.
-    model.check_asked("fake")
+    model.check_requested("fake")
     for moment in (200.0, 205.0, 500.0):
         active.note(False, moment)
         with pytest.raises(RouterStopping):
-            model.check_asked("other")
+            model.check_requested("other")
     assert connections.hang_ups == 4
 
 
@@ -55,8 +55,8 @@ def test_new_model_rejects_other_models_after_the_switch() -> None:
     assert model.is_active
     active.note(True, 209.0)
     with pytest.raises(RouterStopping):
-        model.check_asked("other")
+        model.check_requested("other")
     active.note(True, 210.0)
     with pytest.raises(UnknownModel):
-        model.check_asked("other")
+        model.check_requested("other")
     assert connections.hang_ups == 1

@@ -179,5 +179,5 @@ async def test_heartbeat_looks_often_for_a_silent_leader(
     monkeypatch.setattr(asyncio, "timeout", recorded)
     for is_quiet in (False, True):
         replica.line.is_quiet = is_quiet
-        await replica.fleet._rest()
+        await replica.fleet._wait_interval()
     assert rests == pytest.approx([CONFIG.heartbeat, CONFIG.heartbeat / 3])

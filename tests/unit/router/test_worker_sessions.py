@@ -8,7 +8,7 @@ from tests.support.worker.worker_support import limits, prompt, start
 from worker.config import Scheduling
 from worker.engine.limits import Limits
 from worker.engine.load import Counters, Load
-from worker.engine.outcome import Abort, News, Outcome, SequenceKey, Stop
+from worker.engine.outcome import Abort, Outcome, SequenceKey, SequenceUpdate, Stop
 from worker.engine.sequence import Sequence
 from worker.engine.time_breakdown import TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown
@@ -65,7 +65,7 @@ class Desk:
         def notify() -> None:
             self.notified[router_id] += 1
 
-        return self.sessions.join(router_id, notify)
+        return self.sessions.open_session(router_id, notify)
 
     def send(
         self, session: Session, *starts: session_pb2.Start, aborts: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Desk:
         self.sessions.receive(session, frame, now=0.0)
 
     def stops(self, session: Session) -> dict[int, int]:
-        return {p.epoch: p.stop for p in self.sessions.cut(session).progress}
+        return {p.epoch: p.stop for p in self.sessions.take_frame(session).progress}
 
 
 def test_outcome_is_delivered_to_the_starting_router() -> None:
@@ -94,8 +94,8 @@ def test_outcome_is_delivered_to_the_starting_router() -> None:
     desk.send(b, start(2, prompt(3)))
     assert desk.engine.orders == [("start", 1), ("start", 2)]
     desk.sessions.deliver(report(Outcome(SequenceKey(2, 0), 0, (7,))))
-    assert not desk.sessions.cut(a).progress
-    assert desk.sessions.cut(b).progress[0].token_ids == [7]
+    assert not desk.sessions.take_frame(a).progress
+    assert desk.sessions.take_frame(b).progress[0].token_ids == [7]
 
 
 def test_engine_policy_of_the_newest_version_holds() -> None:
@@ -109,7 +109,7 @@ def test_engine_policy_of_the_newest_version_holds() -> None:
     desk.sessions.end_session(b)
     desk.set_policy(a, 5, "slai")
     assert desk.engine.orders[2:] == ["magnus"]
-    assert desk.sessions.cut(a).state.engine_policy == "magnus"
+    assert desk.sessions.take_frame(a).state.engine_policy == "magnus"
 
 
 def test_default_policy_is_the_one_the_worker_started_with() -> None:
@@ -141,10 +141,13 @@ def test_breakdowns_are_sent_to_the_router_of_their_sequence() -> None:
     )
     ended = report(Outcome(SequenceKey(1, 0), 0, (7,), Stop.EOS))
     desk.sessions.deliver(replace(ended, breakdowns=breakdowns))
-    assert {it.epoch: it.decode_s for it in desk.sessions.cut(a).breakdowns} == {1: 1.0, 2: 2.0}
-    assert not desk.sessions.cut(b).breakdowns
+    assert {it.epoch: it.decode_s for it in desk.sessions.take_frame(a).breakdowns} == {
+        1: 1.0,
+        2: 2.0,
+    }
+    assert not desk.sessions.take_frame(b).breakdowns
     desk.sessions.deliver(replace(report(), breakdowns=breakdowns))
-    assert {it.epoch for it in desk.sessions.cut(a).breakdowns} == {2}, "the other is over"
+    assert {it.epoch for it in desk.sessions.take_frame(a).breakdowns} == {2}, "the other is over"
 
 
 def test_decoding_breakdown_is_sent_to_every_router() -> None:
@@ -152,18 +155,18 @@ def test_decoding_breakdown_is_sent_to_every_router() -> None:
     a, b = desk.join("a"), desk.join("b")
     desk.sessions.deliver(replace(report(), decoding=TimeBreakdown(9.0, decode_s=3.0, steps=20.0)))
     told = session_pb2.TimeBreakdown(decode_s=3.0, steps=20)
-    assert [desk.sessions.cut(each).state.decoding for each in (a, b)] == [told, told]
+    assert [desk.sessions.take_frame(each).state.decoding for each in (a, b)] == [told, told]
 
 
 def test_start_is_counted_once_from_its_acknowledgement() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(10)))
-    state = desk.sessions.cut(a).state
+    state = desk.sessions.take_frame(a).state
     assert (state.num_waiting, state.pending_prefill_tokens, state.committed_tokens) == (1, 10, 10)
     counted = load(num_running=1, committed_tokens=11, step=1)
     desk.sessions.deliver(report(started=(SequenceKey(1, 0),), now=counted))
-    state = desk.sessions.cut(a).state
+    state = desk.sessions.take_frame(a).state
     assert (state.num_running, state.num_waiting) == (1, 0)
     assert (state.pending_prefill_tokens, state.committed_tokens) == (0, 11)
 
@@ -173,7 +176,7 @@ def test_engine_work_is_sent_with_the_state() -> None:
     a = desk.join("a")
     now = load(computed_tokens=70, released_blocks=3)
     desk.sessions.deliver(replace(report(now=now), busy_s=0.5))
-    state = desk.sessions.cut(a).state
+    state = desk.sessions.take_frame(a).state
     assert (state.computed_tokens, state.released_blocks, state.busy_s) == (70, 3, 0.5)
 
 
@@ -182,7 +185,7 @@ def test_counters_are_sent_with_the_state() -> None:
     a = desk.join("a")
     counters = Counters(*range(1, 10))
     desk.sessions.deliver(report(now=replace(load(), counters=counters)))
-    told = desk.sessions.cut(a).state.counters
+    told = desk.sessions.take_frame(a).state.counters
     assert {field.name: value for field, value in told.ListFields()} == asdict(counters)
 
 
@@ -193,7 +196,7 @@ def test_outcome_of_an_aborted_sequence_is_dropped() -> None:
     desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 0, (7,))))
     desk.send(a, aborts=(1,))
     desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 1, (8,), Stop.LENGTH)))
-    assert not desk.sessions.cut(a).progress
+    assert not desk.sessions.take_frame(a).progress
     assert desk.engine.orders == [("start", 1), ("abort", 1)]
     assert desk.sessions.is_idle
 
@@ -205,7 +208,7 @@ def test_outcome_of_an_aborted_choice_reaches_no_sibling() -> None:
     desk.send(a, aborts=(1,))
     desk.send(a, start(1, prompt(3), choice=1))
     desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 0, (8,), Stop.LENGTH)))
-    assert not desk.sessions.cut(a).progress
+    assert not desk.sessions.take_frame(a).progress
     assert not desk.sessions.is_idle
 
 
@@ -238,7 +241,7 @@ def test_session_end_aborts_its_sequences_once() -> None:
     desk.sessions.end_session(a)
     desk.sessions.end_session(a)
     assert desk.engine.orders[3:] == [("abort", 1), ("abort", 2)]
-    assert a.is_over and not b.is_over
+    assert a.is_closed and not b.is_closed
 
 
 def test_new_session_replaces_the_routers_old_one() -> None:
@@ -246,16 +249,16 @@ def test_new_session_replaces_the_routers_old_one() -> None:
     old = desk.join("a")
     desk.send(old, start(1, prompt(3)))
     new = desk.join("a")
-    assert old.is_over and desk.engine.orders == [("start", 1), ("abort", 1)]
+    assert old.is_closed and desk.engine.orders == [("start", 1), ("abort", 1)]
     desk.send(new, start(2, prompt(3)))
     desk.sessions.end_session(old)
-    assert not new.is_over and len(desk.engine.orders) == 3
+    assert not new.is_closed and len(desk.engine.orders) == 3
 
 
 def test_new_session_is_sent_all_accepted_epochs() -> None:
     desk = Desk()
     desk.send(desk.join("a"), start(1, prompt(3)), start(2, prompt(3)))
-    assert desk.sessions.cut(desk.join("b")).accepted_epochs == [1, 2]
+    assert desk.sessions.take_frame(desk.join("b")).accepted_epochs == [1, 2]
 
 
 def test_starts_are_acknowledged_even_if_refused() -> None:
@@ -263,7 +266,7 @@ def test_starts_are_acknowledged_even_if_refused() -> None:
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, []))
     for session in (a, b):
-        assert desk.sessions.cut(session).accepted_epochs == [1, 2]
+        assert desk.sessions.take_frame(session).accepted_epochs == [1, 2]
 
 
 def test_freed_room_notifies_every_router_at_once() -> None:
@@ -284,7 +287,7 @@ def test_drain_is_ordered_once_and_returns_later_starts() -> None:
     desk.sessions.receive(a, session_pb2.RouterFrame(drain=True), now=0.0)
     desk.sessions.drain()
     desk.send(a, start(2, prompt(3), output=[4, 5]))
-    frame = desk.sessions.cut(a)
+    frame = desk.sessions.take_frame(a)
     assert [(p.epoch, p.offset, p.stop) for p in frame.progress] == [
         (2, 2, session_pb2.STOP_CAUSE_RETURNED)
     ]
@@ -303,12 +306,14 @@ def test_drain_notifies_every_router_at_once() -> None:
 def test_frames_are_numbered_over_all_sessions() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
-    numbers = [desk.sessions.cut(session).state.sequence_number for session in (a, b, a)]
+    numbers = [desk.sessions.take_frame(session).state.sequence_number for session in (a, b, a)]
     assert numbers == [1, 2, 3]
 
 
 def first_steps(*epochs: int, to_confirm: tuple[int, ...] = ()) -> FirstSteps:
-    outcomes = (Outcome(SequenceKey(epoch, 0), 0, news=News(waited_s=0.5)) for epoch in epochs)
+    outcomes = (
+        Outcome(SequenceKey(epoch, 0), 0, update=SequenceUpdate(waited_s=0.5)) for epoch in epochs
+    )
     return FirstSteps(tuple(outcomes), frozenset(SequenceKey(epoch, 0) for epoch in to_confirm))
 
 
@@ -319,7 +324,7 @@ def test_news_of_a_first_step_waits_for_the_next_frame() -> None:
     before = desk.notified["a"]
     desk.sessions.announce(first_steps(1, 2), lambda: calls.append("confirmed"))
     assert calls == ["confirmed"] and desk.notified["a"] == before
-    assert [(p.epoch, p.waited_s) for p in desk.sessions.cut(a).progress] == [(1, 0.5)]
+    assert [(p.epoch, p.waited_s) for p in desk.sessions.take_frame(a).progress] == [(1, 0.5)]
 
 
 def test_step_is_confirmed_by_every_router() -> None:
@@ -371,10 +376,10 @@ def test_prefill_progress_goes_with_the_next_frame() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(3)))
-    desk.sessions.cut(a)
+    desk.sessions.take_frame(a)
     before = desk.notified["a"]
     progress = tuple(Outcome(SequenceKey(epoch, 0), 0, prefilled_tokens=2) for epoch in (1, 9))
     desk.sessions.deliver(replace(report(), prefilling=progress))
     assert desk.notified["a"] == before
-    assert [(p.epoch, p.prefilled_tokens) for p in desk.sessions.cut(a).progress] == [(1, 2)]
-    assert not desk.sessions.cut(a).progress
+    assert [(p.epoch, p.prefilled_tokens) for p in desk.sessions.take_frame(a).progress] == [(1, 2)]
+    assert not desk.sessions.take_frame(a).progress

@@ -107,5 +107,5 @@ def test_fair_share_weights_survive_a_change_of_leader(
         shares = tokens_of(cluster, "heavy") / tokens_of(cluster, "flood")
         (leader,) = cluster.leaders()
         leader_state = cluster.routers[leader].router._leader._leader_state  # type: ignore[union-attr]
-        assert leader_state.has_recalled
+        assert leader_state.has_restored_counters
         assert 2.3 < shares < 3.7

@@ -32,7 +32,7 @@ class Magnus(Policy):
         self._now = 0.0
         #: size of the running batch, and the time at which it began
         self._running: BatchSize | None = None
-        self._began = 0.0
+        self._started_at = 0.0
         #: whether sequences were running or waiting before this step; if not, the engine may have
         #: been idle
         self._is_busy = False
@@ -53,14 +53,14 @@ class Magnus(Policy):
         return self._waiting.member()
 
     def _end(self) -> None:
-        if self._running is not None and self._is_busy and self._now > self._began:
-            self._serving_time.learn(self._running, self._now - self._began)
+        if self._running is not None and self._is_busy and self._now > self._started_at:
+            self._serving_time.learn(self._running, self._now - self._started_at)
         self._running = None
 
     def _take_next(self) -> None:
         if heads := self._waiting.heads():
             batch = max(heads, key=self._rank)
-            self._running, self._began = batch.size, self._now
+            self._running, self._started_at = batch.size, self._now
             self._waiting.admit(batch)
 
     def _rank(self, batch: WaitingBatch) -> tuple[float, float, int]:

@@ -61,7 +61,8 @@ class Policy(ABC):
         """Return the waiting sequence to admit next; None if none is to be admitted now.
 
         ``num_running`` is the number of sequences in the batch. The result stays in ``waiting``
-        until the scheduler admits it. While there is no room for it, no other one is admitted.
+        until the scheduler admits it. While there are too few free blocks for it, no other one is
+        admitted.
         """
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:

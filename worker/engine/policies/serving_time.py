@@ -70,7 +70,7 @@ class LongestStep:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._began: float | None = None
+        self._started_at: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -83,6 +83,6 @@ class LongestStep:
         If ``is_busy`` is false, the engine may have been idle since the previous step, so the
         previous step's duration is unknown and not recorded.
         """
-        if is_busy and self._began is not None:
-            self._steps.append(max(0.0, now - self._began))
-        self._began = now
+        if is_busy and self._started_at is not None:
+            self._steps.append(max(0.0, now - self._started_at))
+        self._started_at = now

@@ -11,7 +11,7 @@ from math import inf
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.policies.serving_time import BatchSize
 from worker.engine.sequence import Sequence
-from worker.engine.waiting import WaitingLine
+from worker.engine.waiting import WaitingQueue
 
 
 class WaitingBatch:
@@ -39,7 +39,7 @@ class WaitingBatch:
         prompt = max(sequence.num_known for sequence in self)
         return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
 
-    def has_room(self, sequence: Sequence, limits: Limits) -> bool:
+    def can_add(self, sequence: Sequence, limits: Limits) -> bool:
         """Return whether the batch may take ``sequence``.
 
         With it the batch must not exceed the number of batch slots, and its predicted number of KV
@@ -83,7 +83,7 @@ class SimilarBatches:
         self._bands: dict[tuple[int, int], deque[WaitingBatch]] = {}
         self._batch_of: dict[int, WaitingBatch] = {}
         self._num_tokens = 0
-        self._members = WaitingLine()
+        self._members = WaitingQueue()
         #: batches that were opened since the last step began
         self._opened: list[WaitingBatch] = []
 
@@ -149,7 +149,7 @@ class SimilarBatches:
             # A batch whose sequences have all left is not reused, because a new sequence has not
             # waited since then.
             batches.pop()
-        if not batches or not batches[-1].has_room(sequence, self._limits):
+        if not batches or not batches[-1].can_add(sequence, self._limits):
             batches.append(WaitingBatch())
             self._opened.append(batches[-1])
         return batches[-1]

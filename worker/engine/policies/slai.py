@@ -21,7 +21,7 @@ from worker.engine.policies.policy import Policy
 from worker.engine.policies.serving_time import LongestStep
 from worker.engine.sequence import Sequence
 from worker.engine.slot_table import SlotTable
-from worker.engine.waiting import WaitingLine
+from worker.engine.waiting import WaitingQueue
 
 
 class Slai(Policy):
@@ -41,7 +41,7 @@ class Slai(Policy):
     follows_time = True
 
     def __init__(self, config: Scheduling, num_slots: int) -> None:
-        self._waiting = WaitingLine(self._place)
+        self._waiting = WaitingQueue(self._place)
         self._tbt_target = config.tbt_target
         self._ageing_tokens = config.ageing_tokens
         self._longest_step = LongestStep()
@@ -49,16 +49,16 @@ class Slai(Policy):
         #: by slot: number of known tokens when the last step began, and arrival time of the newest
         #: one
         self._num_known = np.zeros(num_slots, np.int64)
-        self._came = np.zeros(num_slots)
+        self._last_token_at = np.zeros(num_slots)
 
     @property
-    def waiting(self) -> WaitingLine:
+    def waiting(self) -> WaitingQueue:
         return self._waiting
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:
         num_known = slot_table.known_by_slot
         self._longest_step.begin_step(now, is_busy=bool(num_known.any()))
-        self._came[num_known != self._num_known] = now
+        self._last_token_at[num_known != self._num_known] = now
         self._num_known[:] = num_known
         self._now = now
 
@@ -69,8 +69,8 @@ class Slai(Policy):
         return self._place(head) < self._place(running)
 
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
-        slots = slots[self._came[slots].argsort(kind="stable")]
-        deadlines = self._came[slots] + self._tbt_target
+        slots = slots[self._last_token_at[slots].argsort(kind="stable")]
+        deadlines = self._last_token_at[slots] + self._tbt_target
         num_near = deadlines.searchsorted(self._now + 2 * self._longest_step.seconds, side="right")
         return slots[:num_near], slots[num_near:]
 

@@ -7,7 +7,7 @@ from itertools import chain
 
 from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
-from worker.engine.waiting import WaitingLine
+from worker.engine.waiting import WaitingQueue
 
 
 class Continuous(Policy):
@@ -18,10 +18,10 @@ class Continuous(Policy):
     """
 
     def __init__(self) -> None:
-        self._waiting = WaitingLine()
+        self._waiting = WaitingQueue()
 
     @property
-    def waiting(self) -> WaitingLine:
+    def waiting(self) -> WaitingQueue:
         return self._waiting
 
     def head(self, num_running: int) -> Sequence | None:
@@ -36,8 +36,8 @@ class ClosedBatch:
     """
 
     def __init__(self) -> None:
-        self._members = WaitingLine()
-        self._later = WaitingLine()
+        self._members = WaitingQueue()
+        self._later = WaitingQueue()
 
     def __len__(self) -> int:
         return len(self._members) + len(self._later)
@@ -51,12 +51,12 @@ class ClosedBatch:
 
     def push(self, sequence: Sequence) -> None:
         """Add a preempted sequence to the closed batch, and any other to the later arrivals."""
-        line = self._members if sequence.is_preempted else self._later
-        line.push(sequence)
+        queue = self._members if sequence.is_preempted else self._later
+        queue.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        line = self._members if sequence in self._members else self._later
-        line.remove(sequence)
+        queue = self._members if sequence in self._members else self._later
+        queue.remove(sequence)
 
     def member(self) -> Sequence | None:
         return self._members.head()

@@ -53,17 +53,17 @@ class Row:
             raise self.wrong(f"{name} must be a number, not {text!r}")
         return number
 
-    def moment(self, name: str) -> float:
+    def timestamp(self, name: str) -> float:
         """Return the time in the field ``name`` in seconds since 1970.
 
         The field must be an ISO 8601 date with a time of day; without a time zone it is in UTC.
         """
         text = self._field(name)
         try:
-            moment = datetime.fromisoformat(str(text))
+            timestamp = datetime.fromisoformat(str(text))
         except ValueError:
             raise self.wrong(f"{name} must be a date and a time, not {text!r}") from None
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        return (timestamp if timestamp.tzinfo else timestamp.replace(tzinfo=UTC)).timestamp()
 
     def text(self, name: str) -> str:
         return str(self._field(name))
@@ -98,7 +98,7 @@ class Format(Protocol):
 def azure(row: Row) -> Arrival:
     output_tokens = row.count("GeneratedTokens", least=1)
     return Arrival(
-        row.moment("TIMESTAMP"),
+        row.timestamp("TIMESTAMP"),
         row.count("ContextTokens", least=1),
         output_tokens,
         max(_MAX_TOKENS, output_tokens),

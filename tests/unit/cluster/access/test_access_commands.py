@@ -12,7 +12,7 @@ import yaml
 
 from router.auth.caller import Scope
 from router.auth.document import Document, from_plain
-from router.auth.key import parts
+from router.auth.key import split_key
 from tests.support.commands import run
 
 Command = Callable[..., Awaitable[str]]
@@ -42,7 +42,7 @@ async def test_key_create_prints_the_secret_once_and_stores_a_hash(
 ) -> None:
     said = await command("key", "create", "--tenant", "acme", "--name", "laptop")
     assert re.fullmatch(KEY, said)
-    key_id, secret = parts(said.strip()) or ("", "")
+    key_id, secret = split_key(said.strip()) or ("", "")
     key = kept(path).keys[key_id]
     assert (key.tenant, key.scopes, key.expires, key.name) == (
         "acme",
@@ -50,7 +50,7 @@ async def test_key_create_prints_the_secret_once_and_stores_a_hash(
         None,
         "laptop",
     )
-    assert key.opens_with(secret)
+    assert key.matches(secret)
     assert secret not in path.read_text()
     for shown in (await command("key", "list"), await command("key", "list", "--json")):
         assert key_id in shown and "laptop" in shown
@@ -75,12 +75,12 @@ async def test_key_create_sets_scopes_and_expiry(command: Command, path: Path) -
 async def test_key_rotate_adds_a_successor_and_expires_the_old_key(
     command: Command, path: Path
 ) -> None:
-    first = parts((await command("key", "create", "--tenant", "acme", "--name", "a")).strip())
+    first = split_key((await command("key", "create", "--tenant", "acme", "--name", "a")).strip())
     assert first is not None
-    second = parts((await command("key", "rotate", first[0])).strip())
+    second = split_key((await command("key", "rotate", first[0])).strip())
     assert second is not None
     old, new = (kept(path).keys[key_id] for key_id, _ in (first, second))
-    assert old.opens_with(first[1]) and new.opens_with(second[1])
+    assert old.matches(first[1]) and new.matches(second[1])
     assert old.expires is not None and new.expires is None
     assert (new.tenant, new.scopes, new.name) == (old.tenant, old.scopes, old.name)
     # One that ends sooner does not live longer for it.
@@ -89,7 +89,7 @@ async def test_key_rotate_adds_a_successor_and_expires_the_old_key(
 
 
 async def test_key_revoke_removes_the_key(command: Command, path: Path) -> None:
-    made = parts((await command("key", "create", "--tenant", "acme")).strip())
+    made = split_key((await command("key", "create", "--tenant", "acme")).strip())
     assert made is not None
     assert made[0] in await command("key", "revoke", made[0])
     assert kept(path).keys == {}

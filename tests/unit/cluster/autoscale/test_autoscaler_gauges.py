@@ -105,7 +105,7 @@ def test_policy_publishes_its_decision(monkeypatch: pytest.MonkeyPatch, tmp_path
         def replaced_workers(self) -> int:
             return 0
 
-        def say(self, scaling: Scaling) -> None:
+        def publish(self, scaling: Scaling) -> None:
             said.append(scaling)
 
         def stop(self) -> None: ...
@@ -145,7 +145,7 @@ def test_policy_takes_bounds_from_serve_and_targets_from_load(
         def replaced_workers(self) -> int:
             return 0
 
-        def say(self, scaling: Scaling) -> None: ...
+        def publish(self, scaling: Scaling) -> None: ...
 
         def stop(self) -> None: ...
 

@@ -42,7 +42,7 @@ class Line:
             yield message
 
     async def _listen(self, lines: LeaderServer) -> None:
-        async with aclosing(lines.converse(self._messages())) as answers:
+        async with aclosing(lines.serve_stream(self._messages())) as answers:
             async for message in answers:
                 self.told.append(message)
 
@@ -70,7 +70,7 @@ async def test_lines_end_with_the_leaders_resignation() -> None:
     lines = LeaderServer(heard)
     both = [Line(lines, "a"), Line(lines, "b")]
     await until(lambda: len(lines.gateways) == 2)
-    lines.hang_up()
+    lines.disconnect_all()
     assert lines.gateways == []
     await until(lambda: all(line.is_over for line in both))
     assert heard.words.count("a disconnected") == 1
@@ -90,7 +90,7 @@ async def test_line_is_replaced_by_a_newer_one_of_its_gateway() -> None:
     await until(lambda: "g says news" in heard.words)
     assert "g says late" not in heard.words
     assert lines.gateways == ["g"]
-    lines.hang_up()
+    lines.disconnect_all()
     await until(lambda: new.is_over)
 
 
@@ -110,5 +110,5 @@ async def test_lines_take_turns_despite_a_busy_gateway() -> None:
     quiet.say("once")
     await until(lambda: "loud says 99" in heard.words)
     assert heard.words.index("quiet says once") < heard.words.index("loud says 9")
-    lines.hang_up()
+    lines.disconnect_all()
     await until(lambda: loud.is_over and quiet.is_over)

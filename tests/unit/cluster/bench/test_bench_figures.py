@@ -8,17 +8,17 @@ from cluster.bench.report import (
     CountedBy,
     Slo,
     curve,
-    due,
+    due_time,
     each_request,
     figures,
     lag,
     more_figures,
-    most_at_once,
     most_tokens_in_a_second,
-    over_time,
+    peak_concurrency,
     percent_name,
     slo,
     spread,
+    time_series,
 )
 from cluster.errors import BenchFailed
 from tests.support.outcomes import outcome
@@ -128,12 +128,12 @@ def test_slo_good_request_meets_every_target() -> None:
         outcome(error="timeout"),
     ]
     wanted = slo(["ttft:500 tpot:50.001"])
-    assert [wanted.is_good(each, due) for each in outcomes] == [True, False, False, False]
+    assert [wanted.is_good(each, due_time) for each in outcomes] == [True, False, False, False]
     assert more_figures(outcomes, wanted, (), 0.0)["good_share"] == 0.25
 
 
 def test_slo_counts_lag_of_a_late_request() -> None:
-    assert not slo(["ttft:500"]).is_good(outcome(ttft_s=0.4, lag_s=0.2), due)
+    assert not slo(["ttft:500"]).is_good(outcome(ttft_s=0.4, lag_s=0.2), due_time)
 
 
 @pytest.mark.parametrize("said", [["ttft:500", "e2el:9"], ["ttft:500 e2el:9"], ["ttft:500,e2el:9"]])
@@ -181,7 +181,7 @@ def test_lag_of_one_percent_of_requests_is_detected() -> None:
 
 def test_over_time_counts_due_ended_tokens_and_in_flight() -> None:
     outcomes = [outcome(at, ttft_s=0.5, gap_s=0.5, tokens=4) for at in (0.0, 0.0, 10.0, 58.0)]
-    found = over_time(outcomes)
+    found = time_series(outcomes)
     assert found.width_s == 1.0
     assert len(found.due_per_s) == 61
     assert [found.due_per_s[i] for i in (0, 1, 10)] == [2.0, 0.0, 1.0]
@@ -194,16 +194,16 @@ def test_over_time_counts_due_ended_tokens_and_in_flight() -> None:
 
 @pytest.mark.parametrize("duration", [0.0, 0.01, 3.0, 59.0, 3600.0, 1e6])
 def test_over_time_limits_the_number_of_points(duration: float) -> None:
-    found = over_time([outcome(0.0), outcome(duration)])
+    found = time_series([outcome(0.0), outcome(duration)])
     assert len(found.due_per_s) <= 402
     assert len(found.due_per_s) * found.width_s >= found.width_s + duration - 1e-6
 
 
 def test_maxima_of_concurrency_and_tokens_per_second() -> None:
     outcomes = [outcome(at, ttft_s=0.5, gap_s=0.0, tokens=8) for at in (0.0, 0.25, 0.5, 0.75)]
-    assert most_at_once(outcomes) == 2, "the third is sent as the first ends"
+    assert peak_concurrency(outcomes) == 2, "the third is sent as the first ends"
     assert most_tokens_in_a_second(outcomes) == 16.0
-    assert most_at_once([]) == most_tokens_in_a_second([]) == 0
+    assert peak_concurrency([]) == most_tokens_in_a_second([]) == 0
 
 
 def test_spread_interpolates_percentiles() -> None:

@@ -11,7 +11,7 @@ import pytest
 from cluster.bench.endpoint import Answer, Refused, slug
 from cluster.bench.generator import Generator
 from cluster.bench.load import Request
-from cluster.bench.report import CountedBy, Outcome, due, e2el, itls, sent, tpot, ttft
+from cluster.bench.report import CountedBy, Outcome, due_time, e2el, itls, sent_time, tpot, ttft
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")
@@ -26,8 +26,8 @@ class Steady:
         self.came: list[float] = []
         self.at_once = self.most_at_once = 0
 
-    async def ask(self, request: Request, answer: Answer) -> None:
-        answer.is_sent()
+    async def send(self, request: Request, answer: Answer) -> None:
+        answer.mark_sent()
         self.came.append(asyncio.get_running_loop().time())
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -41,8 +41,8 @@ class Steady:
         await asyncio.sleep(self._ttft_s)
         for number in range(request.max_tokens):
             await asyncio.sleep(self._gap_s if number else 0.0)
-            answer.piece("x", 1)
-        answer.usage(7, request.max_tokens)
+            answer.add_piece("x", 1)
+        answer.set_usage(7, request.max_tokens)
 
 
 def asks(*moments: float, tokens: int = 3) -> list[Request]:
@@ -72,7 +72,10 @@ def test_open_loop_sends_requests_when_due() -> None:
     assert came == pytest.approx([0.0, 0.5, 0.5, 2.0])
     assert [each.lag_s for each in outcomes] == pytest.approx([0.0] * 4)
     first = outcomes[0]
-    assert (ttft(first, due), e2el(first, due)) == (pytest.approx(1.0), pytest.approx(1.2))
+    assert (ttft(first, due_time), e2el(first, due_time)) == (
+        pytest.approx(1.0),
+        pytest.approx(1.2),
+    )
     assert itls(first) == pytest.approx([0.1, 0.1]) and tpot(first) == pytest.approx(0.1)
     assert (first.prompt_tokens, first.output_tokens) == (7, 3)
     assert first.counted_by is CountedBy.USAGE
@@ -86,7 +89,7 @@ def test_open_loop_keeps_its_rate_with_a_slow_server() -> None:
         return await generator(Steady(slots=1), loop).open_loop(asks(*moments, tokens=1))
 
     outcomes = in_virtual_time(work)
-    assert [ttft(each, due) for each in outcomes] == pytest.approx(
+    assert [ttft(each, due_time) for each in outcomes] == pytest.approx(
         [1.0 + number / 2 for number in range(20)]
     )
 
@@ -101,8 +104,8 @@ def test_open_loop_late_request_counts_from_its_due_time() -> None:
     late, later, punctual = in_virtual_time(work)
     assert (late.lag_s, later.lag_s) == (pytest.approx(3.5), pytest.approx(2.5))
     assert punctual.lag_s == pytest.approx(0.0)
-    assert (ttft(late, due), ttft(late, sent)) == (pytest.approx(4.5), pytest.approx(1.0))
-    assert ttft(punctual, due) == pytest.approx(1.0)
+    assert (ttft(late, due_time), ttft(late, sent_time)) == (pytest.approx(4.5), pytest.approx(1.0))
+    assert ttft(punctual, due_time) == pytest.approx(1.0)
 
 
 def test_open_loop_concurrency_limit_counts_waiting_time() -> None:
@@ -115,7 +118,10 @@ def test_open_loop_concurrency_limit_counts_waiting_time() -> None:
     assert most == 2
     assert [each.admitted for each in (first, second, third)] == pytest.approx([0.0, 0.0, 1.0])
     assert third.lag_s == pytest.approx(0.0), "it was not late: there was no room"
-    assert (ttft(third, due), ttft(third, sent)) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert (ttft(third, due_time), ttft(third, sent_time)) == (
+        pytest.approx(2.0),
+        pytest.approx(1.0),
+    )
 
 
 def test_closed_loop_request_is_due_with_a_free_client() -> None:
@@ -126,7 +132,7 @@ def test_closed_loop_request_is_due_with_a_free_client() -> None:
 
     _, outcomes = in_virtual_time(work)
     assert [each.due for each in outcomes] == pytest.approx([0.0, 0.0, 1.0, 1.0, 2.0])
-    assert [ttft(each, due) for each in outcomes] == pytest.approx([1.0] * 5)
+    assert [ttft(each, due_time) for each in outcomes] == pytest.approx([1.0] * 5)
 
 
 class Failing:
@@ -135,9 +141,9 @@ class Failing:
     def __init__(self, *causes: str) -> None:
         self._causes = list(causes)
 
-    async def ask(self, request: Request, answer: Answer) -> None:
-        answer.is_sent()
-        answer.piece("x", 1)
+    async def send(self, request: Request, answer: Answer) -> None:
+        answer.mark_sent()
+        answer.add_piece("x", 1)
         if cause := self._causes.pop(0):
             raise Refused(cause)
 
@@ -161,7 +167,7 @@ def test_generator_answer_fails_after_its_timeout() -> None:
 
 def test_generator_answer_without_output_is_an_error() -> None:
     answer = Answer(Request(0.0, "p", 5, 3), lambda: 1.0)
-    answer.usage(5, 0)
+    answer.set_usage(5, 0)
     assert answer.outcome(0.0, 0.0).error == "no_output"
 
 
@@ -179,9 +185,9 @@ def test_answer_tokens_come_from_usage_events_or_pieces(
 ) -> None:
     answer = Answer(Request(0.0, "p", 5, 3), lambda: 1.0)
     for piece, number in zip("ab", told, strict=True):
-        answer.piece(piece, number)
+        answer.add_piece(piece, number)
     if usage is not None:
-        answer.usage(*usage)
+        answer.set_usage(*usage)
     outcome = answer.outcome(0.0, 0.0)
     assert (outcome.output_tokens, outcome.counted_by, outcome.text) == (tokens, by, text)
 

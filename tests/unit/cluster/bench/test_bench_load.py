@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from cluster.bench.load import REQUESTS, Load, TokenPrompts, WordPrompts, times
+from cluster.bench.load import REQUESTS, Load, TokenPrompts, WordPrompts, arrival_times
 from cluster.bench.target import load_tokenizer
 from cluster.config import DEMO_MODEL
 from cluster.errors import BenchFailed, WorkloadFailed
@@ -21,8 +21,8 @@ PROMPTS = TokenPrompts(vocab_size=100, seed=0)
 
 
 def gaps(rate: float, burstiness: float) -> list[float]:
-    moments = list(islice(times(rate, burstiness, Random(1)), 20_000))
-    return [after - before for before, after in pairwise(moments)]
+    times = list(islice(arrival_times(rate, burstiness, Random(1)), 20_000))
+    return [after - before for before, after in pairwise(times)]
 
 
 # when
@@ -40,7 +40,7 @@ def test_gaps_are_constant_without_burstiness() -> None:
 
 
 def test_times_at_an_infinite_rate_are_all_zero() -> None:
-    assert list(islice(times(inf, 1.0, Random(1)), 3)) == [0.0] * 3
+    assert list(islice(arrival_times(inf, 1.0, Random(1)), 3)) == [0.0] * 3
 
 
 # which
@@ -136,7 +136,7 @@ def test_bench_load_rejects_invalid_options(said: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "said, has_moments",
+    "said, has_arrival_times",
     [
         ({}, False),
         ({"rate": inf}, False),
@@ -145,10 +145,10 @@ def test_bench_load_rejects_invalid_options(said: dict[str, object]) -> None:
         ({"workloads": ["chat"], "rate": inf}, False),
     ],
 )
-def test_has_moments_needs_a_finite_rate_or_a_workload(
-    said: dict[str, object], has_moments: bool
+def test_has_arrival_times_needs_a_rate_or_a_workload(
+    said: dict[str, object], has_arrival_times: bool
 ) -> None:
-    assert Load(**said).has_moments == has_moments  # type: ignore[arg-type]
+    assert Load(**said).has_arrival_times == has_arrival_times  # type: ignore[arg-type]
 
 
 # prompts

@@ -17,7 +17,7 @@ from cluster.bench.page import Chart, Line, comparison_page, report_page, svg
 from cluster.bench.report import (
     Json,
     Outcome,
-    Seen,
+    RunResult,
     Setting,
     Stage,
     ramp_report,
@@ -34,7 +34,7 @@ SETTING = Setting(
     date="20261123-101500",
     label="a <label>",
     backend="openai",
-    where="http://127.0.0.1:8000/v1",
+    endpoint_address="http://127.0.0.1:8000/v1",
     model="org/model",
     tokenizer=None,
     rate=2.0,
@@ -54,7 +54,7 @@ VLLMS_HEAD = {
 
 
 def of(outcomes: Sequence[Outcome], setting: Setting = SETTING, cpu_share: float = 0.2) -> Json:
-    return report(setting, Seen(outcomes, cpu_share))
+    return report(setting, RunResult(outcomes, cpu_share))
 
 
 class Page(HTMLParser):
@@ -106,15 +106,15 @@ def test_report_writes_an_infinite_rate_as_a_word() -> None:
 
 def test_report_includes_request_details_if_detailed() -> None:
     assert "ttfts" not in of(SOME)
-    found = report(SETTING, Seen(SOME, 0.0), is_detailed=True)
+    found = report(SETTING, RunResult(SOME, 0.0), is_detailed=True)
     assert len(found["ttfts"]) == len(found["itls"]) == 20
 
 
 def test_ramp_report_shows_the_highest_sustained_rate() -> None:
     stages = [
-        Stage(1.0, Seen(SOME[:5], 0.1), True),
-        Stage(4.0, Seen(SOME, 0.1), False),
-        Stage(2.0, Seen(SOME[:10], 0.1), True),
+        Stage(1.0, RunResult(SOME[:5], 0.1), True),
+        Stage(4.0, RunResult(SOME, 0.1), False),
+        Stage(2.0, RunResult(SOME[:10], 0.1), True),
     ]
     found = ramp_report(SETTING, stages)
     assert (found["request_rate"], found["num_prompts"]) == (2.0, 10)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from cluster.chaos.run import Happened
-from cluster.chaos.view import done, outcome
+from cluster.chaos.run import Injection
+from cluster.chaos.view import fault_message, outcome
 from cluster.config import load
 from everlift import wire
 from everlift.errors import (
@@ -142,10 +142,10 @@ class RecordedLedger(MemoryLedger):
 class RecordedLink:
     info: session_pb2.WorkerInfo
     is_up: bool = True
-    held: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
 
-    def hold(self, seconds: float) -> None:
-        self.held.append(seconds)
+    def delay_messages(self, seconds: float) -> None:
+        self.delays.append(seconds)
 
 
 class RecordedSessions:
@@ -202,8 +202,8 @@ class Place:
         return await self.chaos.inject(pb.Fault(kind=kind, target=target, **fields))  # type: ignore[arg-type]
 
     @property
-    def held(self) -> list[list[float]]:
-        return [link.held for link in self.sessions.links]
+    def delays(self) -> list[list[float]]:
+        return [link.delays for link in self.sessions.links]
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ async def test_chaos_disabled_forbids_every_fault(ledger: RecordedLedger) -> Non
     with pytest.raises(ChaosForbidden, match="everlift up --chaos"):
         await place.inject(KILL, "worker-1")
     with pytest.raises(ChaosForbidden):
-        await place.chaos.strike(pb.Fault(kind=KILL, target="me"))
+        await place.chaos.apply(pb.Fault(kind=KILL, target="me"))
     assert (place.sessions.injected, place.processes.done) == ([], [])
 
 
@@ -279,18 +279,18 @@ async def test_inject_kill_ledger_kills_its_server_process(me: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "disturbed", "held"),
+    ("peer", "disturbed", "delays"),
     [
         ("", [(2.0, math.inf)], [[2.0], [2.0]]),
         ("ledger", [(2.0, math.inf)], [[], []]),
         ("worker-2", [], [[], [2.0]]),
     ],
 )
-async def test_router_partition_disturbs_ledger_and_held_workers(
-    me: Place, ledger: RecordedLedger, peer: str, disturbed: list[object], held: list[object]
+async def test_router_partition_disturbs_ledger_and_workers(
+    me: Place, ledger: RecordedLedger, peer: str, disturbed: list[object], delays: list[object]
 ) -> None:
     await me.inject(PARTITION, "me", seconds=2, peer=peer)
-    assert (ledger.disturbed, me.held) == (disturbed, held)
+    assert (ledger.disturbed, me.delays) == (disturbed, delays)
 
 
 async def test_inject_rejects_killing_a_ledger_without_a_server() -> None:
@@ -335,7 +335,7 @@ async def test_inject_partitions_the_ledger_from_one_router(
 ) -> None:
     await me.inject(PARTITION, "ledger", seconds=3, peer="other")
     assert (ledger.disturbed, other.ledger.disturbed) == ([], [(3.0, math.inf)])  # type: ignore[attr-defined]
-    assert other.held == [[], []]
+    assert other.delays == [[], []]
 
 
 async def test_inject_skips_a_dead_router_in_a_broadcast(
@@ -376,7 +376,7 @@ def test_done_describes_the_effect_of_a_fault() -> None:
     running = {"w1": 3, "w2": 0}
 
     def said(kind: pb.FaultKind.ValueType, target: str, **fields: float | str) -> str:
-        return done(pb.Fault(kind=kind, target="any", **fields), target, running)  # type: ignore[arg-type]
+        return fault_message(pb.Fault(kind=kind, target="any", **fields), target, running)  # type: ignore[arg-type]
 
     handed_on = "killed worker w1; its 3 running sequences resume elsewhere"
     assert said(pb.FAULT_KIND_KILL, "w1") == handed_on
@@ -388,7 +388,7 @@ def test_done_describes_the_effect_of_a_fault() -> None:
 
 
 def test_outcome_of_random_faults_counts_requests() -> None:
-    log = [Happened("kill worker", 1.0, "w1"), Happened("kill worker", 2.0, "", "refused")]
+    log = [Injection("kill worker", 1.0, "w1"), Injection("kill worker", 2.0, "", "refused")]
     before = inference_pb2.GetStatusResponse(completed=5, migrated=1, failed=2)
     after = inference_pb2.GetStatusResponse(completed=9, migrated=4, failed=0)
     first, second = outcome(log, before, after).splitlines()

@@ -71,7 +71,7 @@ def test_chaos_checker_accepts_consistent_requests() -> None:
     assert found(finished()) == []
     assert found(running()) == []
     assert found(Claim("r", "g", State.RUNNING, "g")) == []
-    assert found(Listed("t/r", "t", is_kept_up=True)) == []
+    assert found(Listed("t/r", "t", is_maintained=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_chaos_checker_accepts_consistent_requests() -> None:
         (Stray("r", "t:r:0"), Kind.ORPHANED, "t:r:0 has no request"),
         (running(listed=False), Kind.MISLISTED, "not listed at its arrival"),
         (
-            Listed("r", "t", is_kept_up=False),
+            Listed("r", "t", is_maintained=False),
             Kind.MISLISTED,
             "tenant t's listing has it, and the listing of all has not",
         ),

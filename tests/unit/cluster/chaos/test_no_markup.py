@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cluster.bar import bar
-from cluster.chaos.run import Happened, described
+from cluster.chaos.run import Injection, describe
 
 ODD = "[fd00::1] [/home] [bold]"
 
@@ -21,8 +21,8 @@ def printed(text: str) -> str:
 
 
 def test_fault_description_shows_brackets_literally() -> None:
-    assert ODD in printed(described(Happened("kill worker", 10.0, ODD)))
-    assert ODD in printed(described(Happened("kill worker", 10.0, "", ODD)))
+    assert ODD in printed(describe(Injection("kill worker", 10.0, ODD)))
+    assert ODD in printed(describe(Injection("kill worker", 10.0, "", ODD)))
 
 
 def test_progress_bar_shows_brackets_literally(capsys: pytest.CaptureFixture[str]) -> None:

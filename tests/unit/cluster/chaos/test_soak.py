@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from cluster.chaos.run import Happened
+from cluster.chaos.run import Injection
 from everlift.client.reception import Chunk
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
@@ -21,7 +21,7 @@ from tests.soak.pool import Answer, make_pool
 from tests.soak.times import Line, detections, next_tokens, of_workers_alone, p, struck, written
 
 RIGHT = Answer((((1, 2), "ab", "STOP"),))
-KILL = Happened("kill worker", 10.0, "w")
+KILL = Injection("kill worker", 10.0, "w")
 
 
 def seen(*chunks: tuple[int, int]) -> Seen:
@@ -88,12 +88,12 @@ def test_detections_use_the_first_new_leader() -> None:
     words = lines(
         (11.5, "router-1", "leadership acquired", ""), (14.0, "router-0", "leadership acquired", "")
     )
-    assert detections([Happened("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
+    assert detections([Injection("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
 
 
 def test_worker_faults_near_other_faults_are_excluded() -> None:
-    def at(moment: float, name: str = "kill worker") -> Happened:
-        return Happened(name, moment, "w")
+    def at(moment: float, name: str = "kill worker") -> Injection:
+        return Injection(name, moment, "w")
 
     log = [
         at(10.0),
@@ -134,14 +134,14 @@ def test_struck_worker_fault_begins_at_the_workers_log_line() -> None:
         (10.5, "router-0", "worker lost", "w"),
     )
     [told] = struck([KILL], words)
-    assert told == Happened("kill worker", 10.4, "w")
+    assert told == Injection("kill worker", 10.4, "w")
 
 
 def test_struck_excludes_refused_and_late_faults() -> None:
     too_late = lines((16.0, "worker-0.rank-0", "fault", "w"))
     refused, of_router = (
-        Happened("kill worker", 10.0, "", "refused"),
-        Happened("pause leader", 10.0, "l"),
+        Injection("kill worker", 10.0, "", "refused"),
+        Injection("pause leader", 10.0, "l"),
     )
     assert struck([KILL, refused, of_router], too_late) == [of_router]
 

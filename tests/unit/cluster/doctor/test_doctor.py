@@ -19,7 +19,7 @@ from ray.exceptions import RaySystemError
 from cluster.config import DEMO_MODEL, Config, load
 from cluster.doctor import certificates, command, ledger, machine
 from cluster.doctor.finding import Finding, Level
-from cluster.doctor.nodes import NodeReport, asked, clocks, compare
+from cluster.doctor.nodes import NodeReport, clocks, collect_reports, compare
 from everlift.tls import InternalTls
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
@@ -319,7 +319,7 @@ def test_doctor_names_a_node_that_leaves_and_checks_others() -> None:
             raise RaySystemError("the first line\nit is gone")
         return report(node["NodeManagerAddress"])
 
-    reports, silent = asked([{"NodeManagerAddress": name} for name in "abc"], ask)
+    reports, silent = collect_reports([{"NodeManagerAddress": name} for name in "abc"], ask)
     assert [each.address for each in reports] == ["a", "c"]
     assert silent == ["b does not answer: it is gone"]
 

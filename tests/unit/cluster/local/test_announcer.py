@@ -64,7 +64,7 @@ async def test_announcer_repeats_after_a_second_without_routers() -> None:
     connected = asyncio.Event()
     async with serving() as (router, address):
         announcer = Announcer(INFO, [address])
-        keeping = asyncio.create_task(announcer.keep(lambda: not connected.is_set()))
+        keeping = asyncio.create_task(announcer.keep_registered(lambda: not connected.is_set()))
         began = clock()
         assert await router.heard.get() == "w"
         assert clock() - began >= 1.0

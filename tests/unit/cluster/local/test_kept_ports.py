@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.local.router_ports import KeptPorts
+from cluster.local.router_ports import ReservedPorts
 from router.config import RouterConfig
 
 
 @pytest.fixture
-def ports() -> Iterator[KeptPorts]:
-    ports = KeptPorts()
+def ports() -> Iterator[ReservedPorts]:
+    ports = ReservedPorts()
     yield ports
     ports.close()
 
@@ -25,7 +25,7 @@ def any_port(host: str = "127.0.0.1", port: int = 0) -> RouterConfig:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "::"])
-def test_kept_ports_allow_repeated_listening(ports: KeptPorts, host: str) -> None:
+def test_reserved_ports_allow_repeated_listening(ports: ReservedPorts, host: str) -> None:
     router = ports.of(any_port(host))
     assert len({router.port, router.internal_port, router.metrics_port, 0}) == 4
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,13 +37,13 @@ def test_kept_ports_allow_repeated_listening(ports: KeptPorts, host: str) -> Non
             accepted.close()
 
 
-def test_kept_ports_leave_fixed_and_unused_ports_unchanged(ports: KeptPorts) -> None:
+def test_reserved_ports_leave_fixed_and_unused_ports_unchanged(ports: ReservedPorts) -> None:
     router = ports.of(any_port(port=1234))
     assert (router.port, router.http_port) == (1234, 0)
     assert router.internal_port > 0
 
 
-def test_kept_ports_stay_reserved_until_closed(ports: KeptPorts) -> None:
+def test_reserved_ports_stay_reserved_until_closed(ports: ReservedPorts) -> None:
     port = ports.of(any_port()).port
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))

@@ -52,7 +52,7 @@ async def test_replica_start_is_retried_after_failures(
 async def test_own_ledger_start_is_retried_after_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_ledger, "_LOOK_S", 0.001)
+    monkeypatch.setattr(own_ledger, "_POLL_S", 0.001)
     monkeypatch.setattr(own_ledger, "_RESTART_S", 0.001)
     ledger, tries = OwnLedger(Config(model="fake", state_dir=tmp_path)), 0
 

@@ -11,7 +11,7 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local.starting import Starting
+from cluster.local.starting import StartReporter
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.scheduler import StartingWorkers
@@ -62,11 +62,11 @@ async def serving() -> AsyncIterator[tuple[Router, str]]:
 
 async def test_announcer_repeats_until_a_router_has_the_ready_worker() -> None:
     async with serving() as (router, address):
-        async with Starting(["127.0.0.1:1", address], GRPC) as starting:
+        async with StartReporter(["127.0.0.1:1", address], GRPC) as start_reporter:
             first, again = router.heard.get_nowait(), await router.heard.get()
             assert first.name == again.name and first.seconds > 1.0
             assert again.elapsed_s > first.elapsed_s >= 0.0
-            await starting.end()
+            await start_reporter.end()
             over = router.heard.get_nowait()
             assert (over.name, over.seconds) == (first.name, 0.0)
         assert router.heard.empty()
@@ -75,10 +75,10 @@ async def test_announcer_repeats_until_a_router_has_the_ready_worker() -> None:
 async def test_failed_start_is_withdrawn_if_a_router_listens() -> None:
     async with serving() as (router, address):
         try:
-            async with Starting([address], GRPC):
+            async with StartReporter([address], GRPC):
                 raise ValueError
         except ValueError:
             pass
         assert [router.heard.get_nowait().seconds > 0 for _ in range(2)] == [True, False]
-    async with Starting(["127.0.0.1:1"], GRPC):
+    async with StartReporter(["127.0.0.1:1"], GRPC):
         pass

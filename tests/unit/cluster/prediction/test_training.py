@@ -48,9 +48,12 @@ def test_training_hides_the_other_choices() -> None:
     dice, made = Random(4), list[Example]()
     for number in range(400):
         (one,) = examples(number, 1, (NOISE,))
-        asked, median = one.asked._replace(choices=4, moment=float(number)), dice.gauss(4.0, 1.0)
+        features, median = (
+            one.features._replace(choices=4, arrived=float(number)),
+            dice.gauss(4.0, 1.0),
+        )
         lengths = (round(exp(dice.gauss(median, 0.1))) for _ in range(4))
-        made += (replace(one, asked=asked, output_tokens=max(1, it)) for it in lengths)
+        made += (replace(one, features=features, output_tokens=max(1, it)) for it in lengths)
     _, report = trained("m", made)
     assert abs(report.all.tau) < 0.15
 

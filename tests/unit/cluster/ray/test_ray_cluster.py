@@ -65,7 +65,7 @@ def says(
 
 async def started(cluster: RayCluster) -> None:
     cluster._deploy(SimpleNamespace())  # type: ignore[arg-type]
-    await cluster._until(lambda application: application.status == "RUNNING")
+    await cluster._wait_until(lambda application: application.status == "RUNNING")
 
 
 async def test_ray_cluster_start_waits_until_running(

@@ -46,7 +46,7 @@ def test_learned_kind_keeps_the_engine_policy() -> None:
     kind = WorkerKind()
     kind.CopyFrom(LARGE)
     kind.engine_policy = "slai"
-    made = kind_file.made("L", learned.content(kind))
+    made = kind_file.parse_kind("L", learned.content(kind))
     assert settings.load(WorkerConfig, made.worker).scheduling.policy == "slai"
 
 

@@ -40,7 +40,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> MemoryLedger:
 
 def requests_of(tmp_path: Path, *settings: str) -> Requests:
     config = load(None, {}, [f"state_dir={tmp_path}", "model=fake", *settings])
-    return Requests(ledger=ledger_requests.asked_for(True, config, limit=10))
+    return Requests(ledger=ledger_requests.requests_or_none(True, config, limit=10))
 
 
 @pytest.mark.usefixtures("ledger")

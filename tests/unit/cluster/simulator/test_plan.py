@@ -18,7 +18,7 @@ from rich.console import Console
 from cluster.errors import ForecastFailed
 from cluster.simulator import plan_views
 from cluster.simulator.command import machines
-from cluster.simulator.plan import Plan, Trial, fewest, is_kept, saturation_rate
+from cluster.simulator.plan import Plan, Trial, fewest, meets_targets, saturation_rate
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.simulate import simulate
 from cluster.simulator.summary import Slo
@@ -48,8 +48,8 @@ def test_fewest_finds_the_minimum_in_few_trials(needed: int, guess: int, most: i
 
 
 def test_is_kept_requires_every_target() -> None:
-    assert is_kept((0.5, 0.05), (1.0, 0.05))
-    assert not is_kept((0.5, 0.06), (1.0, 0.05))
+    assert meets_targets((0.5, 0.05), (1.0, 0.05))
+    assert not meets_targets((0.5, 0.06), (1.0, 0.05))
 
 
 # targets

@@ -205,7 +205,7 @@ def test_simulation_refuses_unmeetable_deadlines() -> None:
 
 @pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
 def test_simulated_distrusted_predictions_leave_in_fifo_order(order: Order) -> None:
-    load = [replace(it, foreseen_tokens=it.output_tokens) for it in arrivals(60, 90.0)]
+    load = [replace(it, predicted_tokens=it.output_tokens) for it in arrivals(60, 90.0)]
     distrusted = [replace(it, is_distrusted=True) for it in load]
     workers = scenario(spec(max_num_seqs=4))
 

@@ -24,7 +24,7 @@ def test_last_token_keeps_its_slot_until_the_step_ends(one_by_one: bool) -> None
     for steps in (0.5, 1.5, 2.5, 3.5):
         timeline.at(steps * STEP_S, lambda: seen.append(worker.occupants()))
     arrival = Arrival(0.0, prompt_tokens=1, output_tokens=3, max_tokens=3)
-    worker.start(NamedSequence.begin(1, "r", arrival, BlockNames(0, arrival), 3))
+    worker.start(NamedSequence.create(1, "r", arrival, BlockNames(0, arrival), 3))
     while timeline.now < 4 * STEP_S:
         timeline.step()
 

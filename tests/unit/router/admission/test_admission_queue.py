@@ -142,7 +142,7 @@ def test_reorder_applies_to_queued_and_requeued_requests() -> None:
 
 
 def test_reorder_in_progress_keeps_the_old_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    monkeypatch.setattr(module, "_REORDER_BATCH", 1)
     queue = three()
     parts = queue.reorder(EarliestDeadline(60.0))
     next(parts)

@@ -21,9 +21,9 @@ def cluster(weight_of: Callable[[str], float] | None = None, **settings: object)
     """Of one worker that has all that it can take, and computes 100 tokens a second then."""
     made = Cluster(replace(CONFIG, **settings), weight_of)
     made.connect()
-    pace = paced()
-    pace.full_rate = 100.0
-    made.add_worker("w", FULL, pace)
+    throughput = paced()
+    throughput.full_rate = 100.0
+    made.add_worker("w", FULL, throughput)
     made.leader_state.update_estimates(0.0)
     return made
 
@@ -32,8 +32,8 @@ def learned(**settings: object) -> Cluster:
     """The same, its steps known: they take 25 ms, whatever they compute."""
     made = cluster(**settings)
     worker = made.placement.workers["w"]
-    worker.pace = paced(tokens_per_s=1000.0, rows_per_s=100.0)
-    worker.pace.full_rate = 100.0
+    worker.throughput = paced(tokens_per_s=1000.0, rows_per_s=100.0)
+    worker.throughput.full_rate = 100.0
     for size in range(1, 20):
         worker.step_time.observe(StepSize(size, size, size, size), 0.025)
     worker.step_time.refit()

@@ -57,10 +57,10 @@ def test_cluster_load_sums_workers_except_draining() -> None:
         Load(1, num_running=4, blocks_used=40, draining=True),
     )
     for number, load in enumerate(loads):
-        pace = paced()
-        pace.full_rate = (100.0, None, 900.0)[number]
+        throughput = paced()
+        throughput.full_rate = (100.0, None, 900.0)[number]
         capacity = Capacity(max_num_seqs=4, num_blocks=64, ray_cluster=("a", "b", "b")[number])
-        cluster.add_worker(f"w{number}", load, pace, capacity)
+        cluster.add_worker(f"w{number}", load, throughput, capacity)
     said = say(cluster)
     assert (said.workers, said.running, said.slots) == (2, 8, 8)
     assert (said.blocks_used, said.blocks_total) == (30, 128)

@@ -19,7 +19,7 @@ def drained(
     drain = drain or DrainRate()
     for tick in range(5 * seconds + 1):
         drain.measure(num_queued, workers, tick / 5)
-        drain.note_left(tokens)
+        drain.note_departure(tokens)
     return drain
 
 
@@ -37,8 +37,8 @@ def test_drain_rate_is_unknown_if_queue_was_empty() -> None:
     drain = DrainRate()
     for tick in range(50):
         drain.measure(5, 2, tick / 5)
-        drain.note_left(40)
-        drain.emptied()
+        drain.note_departure(40)
+        drain.pause()
     assert not drain.is_known
 
 
@@ -58,7 +58,7 @@ def test_drain_rate_of_a_slow_queue_is_known_between_departures(every: int) -> N
         drain.measure(5, 1, second)
         rates.append(drain.requests_per_s(1))
         if second % every == 0:
-            drain.note_left(40)
+            drain.note_departure(40)
     settled = rates[10 * every :]
     assert 0.8 / every < min(settled) <= max(settled) < 1.25 / every
 
@@ -70,6 +70,6 @@ def test_drain_rate_recovers_after_a_standstill() -> None:
         drain.measure(5, 2, tick / 5)
     assert 1 / 600 < drain.requests_per_s(2) < 10 / 600
     for tick in range(3150, 3150 + 5 * 40):
-        drain.note_left(40)
+        drain.note_departure(40)
         drain.measure(5, 2, tick / 5)
     assert drain.requests_per_s(2) == pytest.approx(5, rel=0.05)

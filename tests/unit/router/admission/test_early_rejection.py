@@ -7,13 +7,13 @@ from random import Random
 import pytest
 
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
-from everlift.request_id import unnamed
+from everlift.request_id import unnamed_request_id
 from everlift.v1.session_pb2 import ClassWait, QueueEstimate
-from router.admission.load_shedding import EarlyRejection, RetryLimiter, Wanted
+from router.admission.load_shedding import Deadlines, EarlyRejection, RetryLimiter
 from router.config import RouterConfig
 
 #: Whenever it comes.
-AT_ANY_TIME = Wanted()
+AT_ANY_TIME = Deadlines()
 
 
 #: Ten seconds of work are queued.
@@ -31,7 +31,7 @@ def admit(
     entrance: EarlyRejection,
     name: str = "r",
     priority: int = 0,
-    wanted: Wanted = AT_ANY_TIME,
+    wanted: Deadlines = AT_ANY_TIME,
     least_tokens: int = 1,
     queued: int = 0,
     now: float = 0.0,
@@ -82,10 +82,10 @@ def test_full_queue_admits_higher_class_to_displace_lower() -> None:
     assert isinstance(admit(entrance(), priority=9, queued=10), QueueFull), "all have run"
 
 
-@pytest.mark.parametrize("field", Wanted._fields)
+@pytest.mark.parametrize("field", Deadlines._fields)
 def test_long_waits_are_refused_if_configured(field: str) -> None:
-    def wanted(seconds: float) -> Wanted:
-        return Wanted(**{field: seconds})
+    def wanted(seconds: float) -> Deadlines:
+        return Deadlines(**{field: seconds})
 
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
     door = entrance(QueueEstimate(waits=waits), refuse_late=True)
@@ -105,10 +105,10 @@ def test_long_waits_are_refused_if_configured(field: str) -> None:
 
 def test_fair_early_rejection_ignores_the_same_class() -> None:
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
-    soon = Wanted(first_token_s=2.0)
+    soon = Deadlines(first_token_s=2.0)
     door = entrance(QueueEstimate(waits=waits), refuse_late=True)
     assert admit(door, "a/r", wanted=soon) is None
-    assert isinstance(admit(door, "a/late", wanted=Wanted(0.5)), DeadlineUnmeetable)
+    assert isinstance(admit(door, "a/late", wanted=Deadlines(0.5)), DeadlineUnmeetable)
     by_arrival = entrance(QueueEstimate(waits=waits), refuse_late=True, fair_share=False)
     assert isinstance(admit(by_arrival, "a/r", wanted=soon), DeadlineUnmeetable)
 
@@ -116,7 +116,7 @@ def test_fair_early_rejection_ignores_the_same_class() -> None:
 def test_early_rejection_reports_length_of_late_output() -> None:
     queue_estimate = QueueEstimate(waits=[ClassWait(priority=5, wait_s=1.0)], least_tpot_s=0.02)
     door = entrance(queue_estimate, refuse_late=True)
-    soon = Wanted(first_token_s=1.5, end_s=3.0)
+    soon = Deadlines(first_token_s=1.5, end_s=3.0)
     assert admit(door, priority=5, wanted=soon, least_tokens=101) is None
     error = admit(door, priority=5, wanted=soon, least_tokens=111)
     assert isinstance(error, DeadlineUnmeetable) and "111 tokens at least" in str(error)
@@ -153,18 +153,18 @@ def test_retry_limiter_refills_over_time_per_tenant() -> None:
     retrying = RetryLimiter(rate=1.0, burst=1.0)
     for name in ("a/1", "a/2", "a/3", "b/1"):
         retrying.refused(name, 0.0, 100.0)
-    assert retrying.too_soon_s("a/1", now=0.0) == 0.0
-    assert retrying.too_soon_s("a/2", now=0.5) == pytest.approx(99.5)
-    assert retrying.too_soon_s("b/1", now=0.5) == 0.0
-    assert retrying.too_soon_s("a/2", now=1.0) == 0.0
+    assert retrying.admit_retry("a/1", now=0.0) == 0.0
+    assert retrying.admit_retry("a/2", now=0.5) == pytest.approx(99.5)
+    assert retrying.admit_retry("b/1", now=0.5) == 0.0
+    assert retrying.admit_retry("a/2", now=1.0) == 0.0
 
 
 def test_retry_limiter_bounds_remembered_due_times() -> None:
     retrying = RetryLimiter(rate=0.0, burst=2000.0)
     for now in range(1000):
         retrying.refused("r", now, now + 3600.0)
-        assert retrying.too_soon_s("r", now) == 0.0
-    assert len(retrying._dues) <= 100
+        assert retrying.admit_retry("r", now) == 0.0
+    assert len(retrying._due_times) <= 100
 
 
 def test_retry_limiter_forgets_the_oldest_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +172,9 @@ def test_retry_limiter_forgets_the_oldest_refusals(monkeypatch: pytest.MonkeyPat
     retrying = RetryLimiter(rate=0.0, burst=0.0)
     for number in range(100):
         retrying.refused(f"t{number}/r", 0.0, 50.0)
-        retrying.too_soon_s(f"t{number}/r", now=0.0)
-    assert retrying.too_soon_s("t89/r", now=0.0) == 0.0
-    assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
+        retrying.admit_retry(f"t{number}/r", now=0.0)
+    assert retrying.admit_retry("t89/r", now=0.0) == 0.0
+    assert retrying.admit_retry("t90/r", now=0.0) == 50.0
 
 
 def test_unnamed_requests_displace_no_remembered_refusal(
@@ -185,5 +185,5 @@ def test_unnamed_requests_displace_no_remembered_refusal(
     retrying = RetryLimiter(rate=0.0, burst=0.0)
     retrying.refused("r", 0.0, 50.0)
     for number in range(100):
-        retrying.refused(unnamed(str(number)), 0.0, 50.0)
-    assert retrying.too_soon_s("r", now=0.0) == 50.0
+        retrying.refused(unnamed_request_id(str(number)), 0.0, 50.0)
+    assert retrying.admit_retry("r", now=0.0) == 50.0

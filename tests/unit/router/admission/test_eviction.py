@@ -13,11 +13,11 @@ FULL = Load(1, num_running=4, num_waiting=2, blocks_used=60)
 
 
 def full(
-    load: Load = FULL, pace: ThroughputEstimator | None = None, config: RouterConfig = CONFIG
+    load: Load = FULL, throughput: ThroughputEstimator | None = None, config: RouterConfig = CONFIG
 ) -> Cluster:
     """Four requests run on the only worker; two more wait there."""
     cluster = Cluster(config)
-    cluster.add_worker("w", load, pace or paced())
+    cluster.add_worker("w", load, throughput or paced())
     cluster.connect()
     for number, name in enumerate("abcd"):
         cluster.runs(name, "w", known_tokens=400 - number)
@@ -63,7 +63,7 @@ def test_eviction_timing_includes_decode_time_for_deadline() -> None:
 
 
 def test_eviction_starts_earlier_if_steps_are_long() -> None:
-    cluster = full(pace=paced(step_s=0.5))
+    cluster = full(throughput=paced(step_s=0.5))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert not cluster.place(ledger_now=8.2)
     assert victims(cluster, now=8.4) == ["d"]
@@ -145,7 +145,7 @@ def test_eviction_does_not_repeat_a_recent_victim() -> None:
 
 def test_evicted_request_is_spared_until_recomputed() -> None:
     """Its 397 tokens take 4 s to be computed again."""
-    cluster = full(pace=paced(tokens_per_s=100))
+    cluster = full(throughput=paced(tokens_per_s=100))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
     cluster.leader_state.prune(now=11.0)

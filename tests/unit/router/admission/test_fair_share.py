@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.request_id import qualified, tenant_of
+from everlift.request_id import qualify, tenant_of
 from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare, TokenCounters
 from router.admission.policy import (
@@ -36,7 +36,7 @@ def waiting(
     arrived: float = 0.0,
     **fields: object,
 ) -> Waiting:
-    name = qualified(tenant, str(number))
+    name = qualify(tenant, str(number))
     made = Waiting(name, "g", arrived, prompt, output, queue_key=QueueKey(prompt + output))
     return made._replace(**fields)  # type: ignore[arg-type]
 
@@ -100,11 +100,11 @@ class Engine:
         self.steps += 1
         if self.steps % self._telling == 0:
             for tenant, tokens in self._untold.items():
-                self.share.on_handover(served(tenant, tokens))
+                self.share.charge_outputs(served(tenant, tokens))
             self._untold.clear()
 
     def counter(self, tenant: str) -> float:
-        return self.share.counters(0).of(tenant)
+        return self.share.counters(0).counter_of(tenant)
 
 
 LENGTHS = st.lists(
@@ -204,10 +204,10 @@ def test_fair_share_keeps_separate_counters_per_class() -> None:
     queue.push(waiting("poor", 1))
     queue.push(waiting("rich", 2, priority=1))
     queue.push(waiting("rich", 3, priority=1, arrived=1.0))
-    share.on_handover(served("rich", 500, priority=1))
+    share.charge_outputs(served("rich", 500, priority=1))
     queue.push(waiting("poor", 4, priority=1))
-    assert share.counters(1).of("poor") == share.counters(1).of("rich") == 1000
-    assert share.counters(0).of("rich") == share.counters(0).of("poor") == 0
+    assert share.counters(1).counter_of("poor") == share.counters(1).counter_of("rich") == 1000
+    assert share.counters(0).counter_of("rich") == share.counters(0).counter_of("poor") == 0
 
 
 def test_fair_share_charges_a_prompt_once_across_leaders() -> None:
@@ -220,8 +220,8 @@ def test_fair_share_charges_a_prompt_once_across_leaders() -> None:
     ):
         queue.push(Waiting.from_proto("g", told))
         queue.pop(0.0)
-    queue.pass_by(waiting("t", 4))
-    assert share.counters(0).of("t") == 30 * PROMPT
+    queue.note_direct_dispatch(waiting("t", 4))
+    assert share.counters(0).counter_of("t") == 30 * PROMPT
 
 
 # counters
@@ -232,15 +232,15 @@ def test_token_counters_give_idle_tenants_no_credit() -> None:
     counters.note_queued("busy", lift=True)
     counters.charge("busy", 1000)
     counters.note_queued("new", lift=True)
-    assert counters.of("new") == 1000
-    counters.go("new")
-    counters.go("busy")
+    assert counters.counter_of("new") == 1000
+    counters.note_removed("new")
+    counters.note_removed("busy")
     counters.charge("busy", 500)
     counters.note_queued("later", lift=True)
-    assert counters.of("later") == 1500
+    assert counters.counter_of("later") == 1500
     counters.charge("later", 9)
     counters.note_queued("busy", lift=True)
-    assert (counters.of("busy"), counters.of("later")) == (1509, 1509)
+    assert (counters.counter_of("busy"), counters.counter_of("later")) == (1509, 1509)
     assert counters.gap == 0
 
 
@@ -249,9 +249,9 @@ def test_token_counter_is_not_lifted_by_replaced_request() -> None:
     queue = queue_in_turns(Fifo(), share)
     for tenant, tokens in (("least", 0), ("most", 500)):
         queue.push(waiting(tenant, 1))
-        share.on_handover(served(tenant, tokens))
+        share.charge_outputs(served(tenant, tokens))
     queue.push(waiting("least", 1, output=3))
-    assert share.counters(0).of("least") == 0
+    assert share.counters(0).counter_of("least") == 0
 
 
 def test_token_counters_bound_memory_of_returning_tenants() -> None:
@@ -260,7 +260,7 @@ def test_token_counters_bound_memory_of_returning_tenants() -> None:
     for _ in range(1000):
         counters.note_queued("other", lift=True)
         counters.charge("other", 5)
-        counters.go("other")
+        counters.note_removed("other")
     assert len(counters._least) <= 2
 
 
@@ -269,7 +269,7 @@ def test_token_counters_are_unchanged_by_forgetting(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     forgetful, other = TokenCounters(), TokenCounters()
-    other._forget_beyond = 1 << 30
+    other._prune_threshold = 1 << 30
     here: list[str] = []
     for number, cost, comes in steps:
         for counters in (forgetful, other):
@@ -277,13 +277,13 @@ def test_token_counters_are_unchanged_by_forgetting(
                 counters.note_queued(f"t{number}", lift=True)
                 counters.charge(f"t{number}", cost)
             else:
-                counters.go(here[number % len(here)])
+                counters.note_removed(here[number % len(here)])
         if comes or not here:
             here.append(f"t{number}")
         else:
             del here[number % len(here)]
         assert forgetful.gap == other.gap
-        assert all(forgetful.of(tenant) == other.of(tenant) for tenant in here)
+        assert all(forgetful.counter_of(tenant) == other.counter_of(tenant) for tenant in here)
 
 
 def test_token_counters_forget_finished_tenants() -> None:
@@ -291,7 +291,7 @@ def test_token_counters_forget_finished_tenants() -> None:
     for number in range(2000):
         counters.note_queued(f"t{number}", lift=True)
         counters.charge(f"t{number}", 5)
-        counters.go(f"t{number}")
+        counters.note_removed(f"t{number}")
     assert len(counters) < 200
 
 
@@ -302,25 +302,25 @@ def test_next_leader_continues_the_counters_in_any_order() -> None:
     before = fair_share()
     for tenant, tokens in (("a", 50), ("b", 250), ("c", 150), ("d", 25)):
         before.note_queued(waiting(tenant, 1))
-        before.on_handover(served(tenant, tokens))
-    before.go(waiting("b", 1))
+        before.charge_outputs(served(tenant, tokens))
+    before.note_removed(waiting("b", 1))
     report = before.report()
     assert {(it.tenant, it.counter) for it in report} == {("b", 500), ("c", 300), ("d", 50)}
     for first, *others in ("acd", "dca"):
         after = FairShare(PROMPT, OUTPUT, lambda tenant: 1.0)
         after.note_queued(waiting(first, 1))
-        after.on_handover(served(first, 1))
-        after.recall(report)
+        after.charge_outputs(served(first, 1))
+        after.restore_counters(report)
         for tenant in others:
             after.note_queued(waiting(tenant, 1))
         after.handover_ended()
-        counters = {tenant: after.counters(0).of(tenant) for tenant in "acd"}
+        counters = {tenant: after.counters(0).counter_of(tenant) for tenant in "acd"}
         assert counters.pop(first) == {"a": 0, "d": 50}[first] + OUTPUT
         assert counters.items() <= {("a", 0), ("c", 300), ("d", 50)}
         for tenant in ("new", "b"):
             after.note_queued(waiting(tenant, 1))
-        assert after.counters(0).of("new") == {"a": OUTPUT, "d": 0}[first]
-        assert after.counters(0).of("b") == 500
+        assert after.counters(0).counter_of("new") == {"a": OUTPUT, "d": 0}[first]
+        assert after.counters(0).counter_of("b") == 500
 
 
 def test_next_leader_learns_the_most_served_tenants() -> None:
@@ -328,7 +328,7 @@ def test_next_leader_learns_the_most_served_tenants() -> None:
     share.note_queued(waiting("least", 1))
     for number in range(3000):
         share.note_queued(waiting(f"t{number}", 1))
-        share.on_handover(served(f"t{number}", number))
+        share.charge_outputs(served(f"t{number}", number))
     report = share.report()
     assert len(report) == 512
     assert {it.counter for it in report} == {OUTPUT * n for n in range(3000 - 512, 3000)}

@@ -18,14 +18,14 @@ def test_generations_agree_if_the_ledger_has_none() -> None:
 
 def test_generations_require_current_one_from_all_gateways() -> None:
     made = generations("a", "b")
-    made.said("a", "one", 0.0)
+    made.note_resync("a", "one", 0.0)
     assert not made.agree(0.5)
-    made.said("b", "one", 0.5)
+    made.note_resync("b", "one", 0.5)
     assert made.agree(0.5)
     made.change("two", 0.6)
     assert not made.agree(0.6)
-    made.said("a", "two", 0.7)
-    made.said("b", "two", 0.8)
+    made.note_resync("a", "two", 0.7)
+    made.note_resync("b", "two", 0.8)
     assert made.agree(0.8)
 
 
@@ -40,7 +40,7 @@ def test_generations_stop_waiting_for_silent_gateway() -> None:
 
 def test_generations_wait_for_leader_behind_a_gateway() -> None:
     made = generations("a")
-    made.said("a", "two", 3.0)
+    made.note_resync("a", "two", 3.0)
     assert not made.agree(3.9)
     made.change("two", 3.5)
     assert made.agree(3.5)
@@ -49,5 +49,5 @@ def test_generations_wait_for_leader_behind_a_gateway() -> None:
 def test_generations_ignore_disconnected_gateway() -> None:
     made = generations("a")
     made.disconnect("a")
-    made.said("a", "old", 0.0)
+    made.note_resync("a", "old", 0.0)
     assert made.agree(0.0)

@@ -12,7 +12,7 @@ def key(arrived: float, priority: int = 0) -> Key:
 
 def handover(*living: str) -> QueueHandover:
     call = QueueHandover(now=0.0, timeout_s=1.0)
-    call.living(living)
+    call.set_live_gateways(living)
     return call
 
 
@@ -21,7 +21,7 @@ def test_handover_blocks_until_live_gateways_are_known() -> None:
     call.connect("a", 0.0)
     call.complete("a")
     assert not call.allows(key(1.0), 0.9)
-    call.living(["a"])
+    call.set_live_gateways(["a"])
     assert call.allows(key(1.0), 0.9)
 
 
@@ -58,8 +58,8 @@ def test_handover_waits_for_missing_gateway_until_timeout() -> None:
     call = handover("a", "dead")
     call.connect("a", 0.0)
     call.complete("a")
-    assert call.is_gathering(0.9) and not call.allows(key(1.0), 0.9)
-    assert not call.is_gathering(1.0) and call.allows(key(1.0), 1.0)
+    assert call.is_awaiting_gateways(0.9) and not call.allows(key(1.0), 0.9)
+    assert not call.is_awaiting_gateways(1.0) and call.allows(key(1.0), 1.0)
 
 
 def test_handover_stops_waiting_for_expired_gateway() -> None:
@@ -67,7 +67,7 @@ def test_handover_stops_waiting_for_expired_gateway() -> None:
     call.connect("a", 0.0)
     call.complete("a")
     assert not call.allows(key(1.0), 0.1)
-    call.living(["a"])
+    call.set_live_gateways(["a"])
     assert call.allows(key(1.0), 0.1)
 
 

@@ -39,13 +39,13 @@ def told(parts: Iterable[pb.GatewayMessage]) -> list[str]:
 
 def rest(this: HandoverSender) -> Iterator[pb.GatewayMessage]:
     while this:
-        yield this.part()
+        yield this.next_message()
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST", 1)
-    monkeypatch.setattr(module, "_MOST", 2)
+    monkeypatch.setattr(module, "_FIRST_SIZE", 1)
+    monkeypatch.setattr(module, "_MAX_SIZE", 2)
 
 
 def test_sender_first_message_has_router_and_generation() -> None:
@@ -70,13 +70,13 @@ def test_sender_builds_entries_lazily() -> None:
             yield waits(f"r{number}", number)
 
     this = telling(waiting())
-    this.part()
+    this.next_message()
     assert len(made) <= 2
 
 
 def test_sender_sends_new_request_behind_mark_in_order() -> None:
     this = telling([waits("a", 1.0), waits("c", 3.0)])
-    first = this.part()
+    first = this.next_message()
     this.enqueue(waits("d", 4.0))
     this.enqueue(waits("b", 2.0))
     assert told([first, *rest(this)]) == ["waits a", "waits b", "waits c", "waits d", "complete"]
@@ -84,14 +84,14 @@ def test_sender_sends_new_request_behind_mark_in_order() -> None:
 
 def test_sender_sends_request_before_mark_at_once() -> None:
     this = telling([waits("b", 2.0), waits("c", 3.0), waits("d", 4.0), waits("e", 5.0)])
-    first = this.part()
+    first = this.next_message()
     this.enqueue(waits("a", 1.0))
-    assert told([first, this.part()]) == ["waits b", "waits a", "waits c", "waits d"]
+    assert told([first, this.next_message()]) == ["waits b", "waits a", "waits c", "waits d"]
 
 
 def test_sender_omits_entries_changed_since_the_start() -> None:
     this = telling([waits(name, float(n)) for n, name in enumerate("abcd")], [runs("x"), runs("y")])
-    first = this.part()
+    first = this.next_message()
     this.withdraw("b")
     this.dispatched("c")
     this.withdraw("x")
@@ -107,8 +107,8 @@ def test_sender_sends_only_latest_state_of_a_request() -> None:
     this.withdraw("b")
     this.enqueue(waits("b", 2.0))
     assert told(rest(this)) == ["waits b", "gone a"]
-    this.run(runs("b", preempted=True))
-    this.run(runs("b", preempted=False))
+    this.report_running(runs("b", preempted=True))
+    this.report_running(runs("b", preempted=False))
     assert told(rest(this)) == ["runs b"]
 
 
@@ -135,5 +135,5 @@ def test_sender_sends_a_new_generation() -> None:
     this = telling(generation="one")
     list(rest(this))
     assert not this
-    this.assert_generation("two")
+    this.report_generation("two")
     assert [part.generation for part in rest(this)] == ["two"]

@@ -8,7 +8,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.lanes import Line, Queued
+from router.admission.lanes import Queued, RequestHeap
 from router.admission.request import Waiting
 
 numbers = st.integers(0, 5).map(float)
@@ -19,7 +19,7 @@ class Lined:
     """A line, and the requests that it should have, in order."""
 
     def __init__(self) -> None:
-        self.line = Line()
+        self.heap = RequestHeap()
         self.expected: list[tuple[object, ...]] = []
         self._queued: dict[int, Queued] = {}
         self._tickets = count()
@@ -28,16 +28,16 @@ class Lined:
         ticket = next(self._tickets)
         queued = Queued(Waiting(f"r{ticket}", "g", 0.0, 1, 1), ticket, (0.0, 0, 0, 0))
         self._queued[ticket] = queued
-        self.line.push(queued, place)
+        self.heap.push(queued, place)
         insort(self.expected, (*place, ticket))
 
     def leave(self, index: int) -> None:
         queued = self._queued.pop(self.expected.pop(index)[-1])
         queued.is_queued = False
-        self.line.note_left(queued)
+        self.heap.note_removed(queued)
 
     def check(self) -> None:
-        first = self.line.first()
+        first = self.heap.first()
         assert (first and first[:-1]) == (self.expected[0] if self.expected else None)
 
 
@@ -68,7 +68,7 @@ def test_line_keeps_at_most_about_half_stale_entries() -> None:
         lined.push(float(number))
     for remaining in range(9_999, 0, -1):
         lined.leave(remaining)
-        assert len(lined.line._items) <= 2 * remaining + 65
+        assert len(lined.heap._items) <= 2 * remaining + 65
     lined.check()
 
 
@@ -76,6 +76,6 @@ def test_line_skips_departed_request_not_yet_noted() -> None:
     lined = Lined()
     lined.push(0.0)
     lined.push(1.0)
-    lined.line._items[0][-1].is_queued = False
+    lined.heap._items[0][-1].is_queued = False
     del lined.expected[0]
     lined.check()

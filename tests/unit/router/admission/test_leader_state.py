@@ -84,7 +84,7 @@ def test_dispatch_runs_for_the_gateway_in_the_ledger() -> None:
     cluster.enqueue("r")
     cluster.add_worker("w", Load(1))
     (placed,) = cluster.leader_state.place(0.0, 0.0, 1, lambda: 7)
-    cluster.leader_state.begun(placed, "owner")
+    cluster.leader_state.on_dispatched(placed, "owner")
     cluster.leader_state.disconnect("g")
     assert cluster.leader_state.running == 1
     cluster.leader_state.disconnect("owner")
@@ -103,7 +103,7 @@ def test_reserve_places_request_if_queue_is_empty() -> None:
     placed = reserve(cluster)
     assert placed is not None and (placed.worker_id, placed.epoch) == ("w", 7)
     assert cluster.leader_state.offered_tokens == placed.waiting.work_tokens
-    cluster.leader_state.begun(placed, "g")
+    cluster.leader_state.on_dispatched(placed, "g")
     assert (cluster.leader_state.running, cluster.leader_state.queued) == (1, 0)
 
 
@@ -186,7 +186,7 @@ class Teller:
 
     def parts(self) -> Iterator[pb.GatewayMessage]:
         while self.telling:
-            yield self.telling.part()
+            yield self.telling.next_message()
             if self.late:
                 self.telling.enqueue(self.late.pop())
 
@@ -205,7 +205,7 @@ def test_order_holds_however_gateways_interleave(
     gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
     """What comes late may come too late; all else leaves in one order, from the first part on."""
-    with patch.multiple("router.admission.handover", _FIRST=1, _MOST=3):
+    with patch.multiple("router.admission.handover", _FIRST_SIZE=1, _MAX_SIZE=3):
         _call_the_roll(gateways, late, dice, order)
 
 
@@ -215,7 +215,7 @@ def _call_the_roll(
     cluster = Cluster(replace(CONFIG, order=order))
     cluster.add_worker("w", Load(1), capacity=HUGE)
     tellers = [Teller(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
-    cluster.leader_state.handover.living([teller.name for teller in tellers])
+    cluster.leader_state.handover.set_live_gateways([teller.name for teller in tellers])
     late_ones = {it.request_id for teller in tellers for it in teller.late}
     speaking = {teller.name: teller.parts() for teller in tellers}
     told: list[str] = []
@@ -330,7 +330,7 @@ def test_move_order_prefers_earlier_deadline_over_arrival() -> None:
     cluster.connect()
     cluster.runs("old", "home", preempted=True, arrived=1.0)
     cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
-    moving = cluster.leader_state._moving.candidates(
+    moving = cluster.leader_state._move_policy.candidates(
         cluster.leader_state._running.preempted(), None, cluster.leader_state._key
     )
     assert [running.request_id for running, _ in moving] == ["due", "old"]

@@ -21,13 +21,13 @@ TIGHT = Load(1, num_running=1, blocks_used=45)
 def starved(
     home: ThroughputEstimator,
     target: Load = ROOMY,
-    pace: ThroughputEstimator | None = None,
+    throughput: ThroughputEstimator | None = None,
     weight_of: Callable[[str], float] | None = None,
 ) -> Cluster:
     """One request is preempted at home; another worker may have room."""
     cluster = Cluster(weight_of=weight_of)
     cluster.add_worker("home", STARVED, home)
-    cluster.add_worker("other", target, pace)
+    cluster.add_worker("other", target, throughput)
     cluster.connect()
     cluster.runs("r", "home", preempted=True)
     return cluster
@@ -49,7 +49,7 @@ def test_preempted_request_stays_if_home_has_room() -> None:
 
 
 def test_preempted_request_moves_at_any_cost_if_home_is_stuck() -> None:
-    assert starved(paced(), pace=paced(tokens_per_s=1)).moves() == [("r", "other")]
+    assert starved(paced(), throughput=paced(tokens_per_s=1)).moves() == [("r", "other")]
 
 
 def test_preempted_request_stays_at_unmeasured_home() -> None:
@@ -57,9 +57,11 @@ def test_preempted_request_stays_at_unmeasured_home() -> None:
 
 
 def test_move_assumes_an_unused_target_is_as_fast() -> None:
-    assert starved(paced(blocks_per_s=4), pace=ThroughputEstimator()).moves() == [("r", "other")]
+    assert starved(paced(blocks_per_s=4), throughput=ThroughputEstimator()).moves() == [
+        ("r", "other")
+    ]
     slow_home = paced(blocks_per_s=4, tokens_per_s=100)
-    assert not starved(slow_home, pace=ThroughputEstimator()).moves()
+    assert not starved(slow_home, throughput=ThroughputEstimator()).moves()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_growth_promise_ends_when_request_leaves_worker() -> None:
         else:
             cluster.leader_state.disconnect("g")
         cluster.leader_state.prune(now=2.2)
-        assert not len(cluster.leader_state._growth)
+        assert not len(cluster.leader_state._output_reservations)
 
 
 def test_growth_promise_expires_if_request_never_arrives() -> None:
@@ -185,9 +187,9 @@ def test_growth_promise_expires_if_request_never_arrives() -> None:
     assert cluster.moves()
     cluster.leader_state.disconnect("g")
     cluster.leader_state.prune(now=1.9)
-    assert len(cluster.leader_state._growth)
+    assert len(cluster.leader_state._output_reservations)
     cluster.leader_state.prune(now=2.0)
-    assert not len(cluster.leader_state._growth)
+    assert not len(cluster.leader_state._output_reservations)
 
 
 def test_move_estimate_includes_blocks_of_requests_ahead() -> None:

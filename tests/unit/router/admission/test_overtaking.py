@@ -18,13 +18,13 @@ def test_bypass_counter_counts_larger_tickets_that_left(left: list[int], oldest:
     with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
         overtaking = BypassCounter()
         for number, ticket in enumerate(left):
-            overtaking.note_left(ticket)
+            overtaking.note_departure(ticket)
             for asked in range(0, 210, 7):
                 assert overtaking.count(asked) == sum(it > asked for it in left[: number + 1])
         overtaking.prune(oldest)
         for asked in range(oldest, 210):
             assert overtaking.count(asked) == sum(it > asked for it in left)
-        overtaking.note_left(300)
+        overtaking.note_departure(300)
         assert overtaking.count(oldest) == sum(it > oldest for it in left) + 1
 
 
@@ -34,4 +34,4 @@ def test_queue_bounds_the_departures_it_remembers() -> None:
         queue.push(Waiting(f"r{number}", "g", float(number), 1, 1))
         if number >= 10:
             queue.pop()
-    assert queue.wait_stats.num_kept <= 3 * 32_768
+    assert queue.wait_stats.num_retained <= 3 * 32_768

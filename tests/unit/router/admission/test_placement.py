@@ -149,9 +149,9 @@ def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
     assert placement.choose(waiting()) == "slow"
 
 
-def test_held_room_is_exclusive_to_its_request() -> None:
+def test_reserved_capacity_is_exclusive_to_its_request() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2))
-    placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
+    placement.reserve_for_move("a", "coming", tokens=300, choices=1, now=0.0)
     assert placement.choose(waiting()) == "b"
     coming = waiting(prefill_tokens=50)._replace(request_id="coming")
     assert placement.choose(coming) == "a"
@@ -160,37 +160,37 @@ def test_held_room_is_exclusive_to_its_request() -> None:
     assert placement.choose(waiting()) == "a"
 
 
-def test_held_room_expires() -> None:
+def test_reserved_capacity_expires() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90))
-    placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
+    placement.reserve_for_move("a", "coming", tokens=300, choices=1, now=0.0)
     placement.expire(now=1.9)
     assert placement.choose(waiting()) is None
     placement.expire(now=2.1)
     assert placement.choose(waiting()) == "a"
 
 
-def test_held_room_does_not_bind_its_request() -> None:
+def test_reserved_capacity_does_not_bind_its_request() -> None:
     placement = placement_of(a=Load(1, num_running=2, num_waiting=2), b=Load(1))
-    placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
+    placement.reserve_for_move("a", "coming", tokens=30, choices=1, now=0.0)
     assert placement.choose(waiting()._replace(request_id="coming")) == "b"
 
 
-def test_held_room_is_dropped_when_worker_rejoins() -> None:
+def test_reserved_capacity_is_dropped_when_worker_rejoins() -> None:
     placement = placement_of(a=Load(1, num_running=1))
-    placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
+    placement.reserve_for_move("a", "coming", tokens=30, choices=1, now=0.0)
     placement.remove_worker("a")
     assert placement.choose(waiting()._replace(request_id="coming")) is None
     placement.join("a", CAPACITY)
     placement.report("a", Load(1), now=0.0)
     assert placement.choose(waiting()._replace(request_id="coming")) == "a"
-    assert placement.workers["a"].held.tokens == 0
+    assert placement.workers["a"].reserved.tokens == 0
 
 
-def test_held_room_is_dropped_with_a_removed_worker() -> None:
+def test_reserved_capacity_is_dropped_with_a_removed_worker() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=1))
-    placement.hold("a", "r", tokens=30, choices=1, now=0.0)
+    placement.reserve_for_move("a", "r", tokens=30, choices=1, now=0.0)
     placement.remove_worker("a")
-    assert not placement._holds
+    assert not placement._reserved
     assert placement.choose(waiting()) == "b"
 
 
@@ -214,7 +214,7 @@ def events(draw: st.DrawFn, number: int) -> Event:
             placement.acknowledge(worker_id, epoch)
 
     def hold(placement: Placement, worker_id: str) -> None:
-        placement.hold(worker_id, f"coming to {worker_id}", held, choices=1, now=0.0)
+        placement.reserve_for_move(worker_id, f"coming to {worker_id}", held, choices=1, now=0.0)
 
     held = draw(tokens)
     dispatched = waiting(draw(tokens) + 1)._replace(is_suspect=draw(few) == 0)
@@ -246,7 +246,12 @@ def test_placement_chooses_best_individually_eligible_worker(data: st.DataObject
             choices=data.draw(st.integers(1, 3)),
         )._replace(is_suspect=data.draw(st.booleans()))
         ready = [
-            (asked.is_suspect and not view.is_calm, view.pending_prefill, view.committed_tokens, it)
+            (
+                asked.is_suspect and not view.is_decode_only,
+                view.pending_prefill,
+                view.committed_tokens,
+                it,
+            )
             for it in workers
             if it != asked.avoid and alone[it].choose(asked) is not None
             if (view := placement.workers[it])

@@ -16,10 +16,10 @@ from router.admission.policy import (
     EarliestDeadline,
     Fifo,
     HighestResponseRatio,
-    NeverLonger,
     Policy,
     PredictedRank,
     ShortestWork,
+    StarvationLimit,
     policy_of,
 )
 from router.admission.queue import AdmissionQueue
@@ -75,7 +75,7 @@ def test_policy_of_maps_each_order_name() -> None:
     ]
     assert [policy_of(order, config).name for order in ORDERS] == list(ORDERS)
     limited = policy_of("shortest", replace(config, starvation=3.0))
-    assert limited == NeverLonger(ShortestWork(0.2), 3.0)
+    assert limited == StarvationLimit(ShortestWork(0.2), 3.0)
     assert limited.name == "shortest"
 
 
@@ -197,7 +197,7 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
             # It has waited for as long for each of its tokens, up to the rounding of sizes.
             part = tokens / older.queue_key.predicted_total / 2**0.5
             return (moment - older.arrived) * (1.0 - part)
-        case NeverLonger(inner, limit_s):
+        case StarvationLimit(inner, limit_s):
             waited = moment - older.arrived
             return 0.0 if waited >= limit_s else _window(inner, older, moment, tokens)
     return 0.0
@@ -258,7 +258,7 @@ def test_hrrn_removes_empty_lines() -> None:
     drain(queue, 9.0)
     queue.push(waiting("a", 10.0))
     assert queue.peek(11.0) == waiting("a", 10.0)
-    assert len(queue._classes._lanes[0]._lines) == 1  # type: ignore[attr-defined]
+    assert len(queue._classes._lanes[0]._heaps) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -277,14 +277,14 @@ def _items(queue: AdmissionQueue) -> int:
     for lane in queue._classes._lanes.values():
         for part in (lane, getattr(lane, "_inner", None)):
             lines += [
-                getattr(part, name) for name in ("_line", "_by_arrival") if hasattr(part, name)
+                getattr(part, name) for name in ("_heap", "_by_arrival") if hasattr(part, name)
             ]
-            lines += getattr(part, "_lines", {}).values()
+            lines += getattr(part, "_heaps", {}).values()
     return sum(len(line._items) for line in lines)
 
 
 def test_starved_requests_are_popped_first_by_arrival() -> None:
-    policy = NeverLonger(ShortestWork(1000.0), 5.0)
+    policy = StarvationLimit(ShortestWork(1000.0), 5.0)
     requests = [waiting(str(n), float(n), 100 - n) for n in range(6)]
     assert queue_of(policy, *requests).peek(4.9) == requests[5]
     queue = queue_of(policy, *requests)

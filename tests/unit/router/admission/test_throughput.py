@@ -6,7 +6,7 @@ import pytest
 
 from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2 as pb
-from router.admission.throughput import ThroughputEstimator, Work, slow, spared_tokens
+from router.admission.throughput import ThroughputEstimator, Work, slow_workers, spared_tokens
 from router.admission.workers import Load
 from tests.support.worker.worker_support import engine, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
@@ -16,10 +16,10 @@ class Worker:
     """Says something every ``beat`` seconds."""
 
     def __init__(self) -> None:
-        self.pace = ThroughputEstimator()
+        self.throughput = ThroughputEstimator()
         self.now = 0.0
         self.work = Work()
-        self.pace.measure(self.work, False, self.now)
+        self.throughput.measure(self.work, False, self.now)
 
     def run(
         self,
@@ -45,48 +45,50 @@ class Worker:
                 before.released_blocks + round(released_per_s * beat),
                 before.busy_s + steps * step_s,
             )
-            self.pace.measure(self.work, is_full, self.now)
+            self.throughput.measure(self.work, is_full, self.now)
         return self
 
 
 def are_slow(*workers: Worker, now: float) -> set[str]:
-    paces = {f"w{number}": worker.pace for number, worker in enumerate(workers)}
-    return set(slow(paces, 5.0, now))
+    paces = {f"w{number}": worker.throughput for number, worker in enumerate(workers)}
+    return set(slow_workers(paces, 5.0, now))
 
 
 def test_estimator_is_unknown_without_any_work() -> None:
-    pace = ThroughputEstimator()
-    assert (pace.step_s, pace.prefill_rate, pace.free_rate) == (0.0, None, None)
-    assert pace.most_step_s(1) == float("inf")
+    throughput = ThroughputEstimator()
+    assert (throughput.step_s, throughput.prefill_rate, throughput.free_rate) == (0.0, None, None)
+    assert throughput.max_step_s(1) == float("inf")
 
 
 def test_step_time_is_that_of_the_last_second() -> None:
     worker = Worker().run(5.0, step_s=0.01, tokens=8)
-    assert worker.pace.step_s == pytest.approx(0.01)
+    assert worker.throughput.step_s == pytest.approx(0.01)
     worker.run(3.0, step_s=0.1, tokens=8)
-    assert worker.pace.step_s == pytest.approx(0.1, rel=0.1)
+    assert worker.throughput.step_s == pytest.approx(0.1, rel=0.1)
 
 
 def test_prefill_rate_is_that_of_the_best_steps() -> None:
     worker = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4)
-    assert worker.pace.prefill_rate == pytest.approx(10_000)
+    assert worker.throughput.prefill_rate == pytest.approx(10_000)
 
 
 def test_step_time_is_bounded_by_larger_and_smaller_steps() -> None:
-    pace = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4).pace
-    assert pace.most_step_s(2) == pytest.approx(0.01)
-    assert pace.most_step_s(8) == pytest.approx(0.02)
-    assert pace.most_step_s(100) == pytest.approx(0.05)
-    assert pace.most_step_s(1000) == pytest.approx(0.1)
+    throughput = (
+        Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4).throughput
+    )
+    assert throughput.max_step_s(2) == pytest.approx(0.01)
+    assert throughput.max_step_s(8) == pytest.approx(0.02)
+    assert throughput.max_step_s(100) == pytest.approx(0.05)
+    assert throughput.max_step_s(1000) == pytest.approx(0.1)
 
 
 def test_free_rate_is_released_blocks_minus_growth() -> None:
     worker = Worker()
-    assert worker.run(0.5, step_s=0.01, tokens=1, released_per_s=20).pace.free_rate is None
+    assert worker.run(0.5, step_s=0.01, tokens=1, released_per_s=20).throughput.free_rate is None
     worker.run(60.0, step_s=0.01, tokens=1, released_per_s=20)
-    assert worker.pace.free_rate == pytest.approx(20 - 100 / BLOCK_SIZE, rel=0.01)
+    assert worker.throughput.free_rate == pytest.approx(20 - 100 / BLOCK_SIZE, rel=0.01)
     worker.run(60.0, step_s=0.01, tokens=1)
-    assert worker.pace.free_rate == pytest.approx(-100 / BLOCK_SIZE, rel=0.01)
+    assert worker.throughput.free_rate == pytest.approx(-100 / BLOCK_SIZE, rel=0.01)
 
 
 def test_worker_ten_times_slower_is_marked_slow() -> None:
@@ -130,26 +132,26 @@ def test_recovered_worker_is_no_longer_slow() -> None:
 
 def test_full_rate_is_measured_only_while_full() -> None:
     worker = Worker().run(5.0, step_s=0.05, tokens=10)
-    assert worker.pace.full_rate is None
+    assert worker.throughput.full_rate is None
     worker.run(60.0, step_s=0.05, tokens=100, is_full=True)
-    assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
+    assert worker.throughput.full_rate == pytest.approx(2000, rel=0.05)
     worker.run(60.0, step_s=0.05, tokens=10)
-    assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
+    assert worker.throughput.full_rate == pytest.approx(2000, rel=0.05)
     worker.run(60.0, step_s=0.05, tokens=50, is_full=True)
-    assert worker.pace.full_rate == pytest.approx(1000, rel=0.05)
+    assert worker.throughput.full_rate == pytest.approx(1000, rel=0.05)
 
 
 def test_full_rate_includes_cached_prompt_tokens() -> None:
     """What comes and what waits is counted with whole prompts, so that a rate without them asks for
     several times as many workers."""
-    pace = ThroughputEstimator()
+    throughput = ThroughputEstimator()
     for second in range(60):
         state = pb.WorkerState(step=second, computed_tokens=20 * second, busy_s=second)
         state.counters.prefix_hit_tokens = 200 * second
         state.counters.draft_tokens, state.counters.accepted_tokens = 9 * second, 3 * second
         state.counters.recomputed_tokens = 4 * second
-        pace.measure(Load.from_proto(state).work, True, float(second))
-    assert pace.full_rate == pytest.approx(20 + 200 - 6 - 4)
+        throughput.measure(Load.from_proto(state).work, True, float(second))
+    assert throughput.full_rate == pytest.approx(20 + 200 - 6 - 4)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
@@ -173,4 +175,4 @@ def test_full_rate_ignores_momentary_fullness() -> None:
     for _ in range(20):
         worker.run(0.1, step_s=0.05, tokens=10, beat=0.1, is_full=True)
         worker.run(0.1, step_s=0.05, tokens=10, beat=0.1)
-    assert worker.pace.full_rate is None
+    assert worker.throughput.full_rate is None

@@ -8,7 +8,7 @@ import pytest
 
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
-from router.admission.throughput import Least, ThroughputEstimator, Work
+from router.admission.throughput import LeastRatio, ThroughputEstimator, Work
 from router.admission.wait_estimate import WaitEstimator
 from router.admission.workers import Capacity, Load, WorkerView
 from tests.support.router.admission_support import waiting
@@ -28,11 +28,11 @@ def known(step_time: Roofline = ROOFLINE) -> FittedStepTime:
 
 
 def worker(load: Load | None = None, fit: FittedStepTime | None = None) -> WorkerView:
-    pace = ThroughputEstimator()
-    pace.measure(Work(), False, 0.0)
-    pace.measure(Work(1, 4, busy_s=1.0, num_rows=1, kv_tokens=200, num_pairs=800), False, 1.0)
+    throughput = ThroughputEstimator()
+    throughput.measure(Work(), False, 0.0)
+    throughput.measure(Work(1, 4, busy_s=1.0, num_rows=1, kv_tokens=200, num_pairs=800), False, 1.0)
     load = load or Load(1)
-    return WorkerView(CAPACITY, load, fit or known(), pace)
+    return WorkerView(CAPACITY, load, fit or known(), throughput)
 
 
 def forecast_of(*workers: WorkerView) -> WaitEstimator:
@@ -57,12 +57,12 @@ def test_estimate_begins_with_a_full_batch() -> None:
 
 def test_estimate_follows_full_workers_and_then_the_queue() -> None:
     one, other = worker(), worker()
-    one.pace.full_rate = 50.0
-    other.pace.full_rate = 150.0
+    one.throughput.full_rate = 50.0
+    other.throughput.full_rate = 150.0
     forecast = forecast_of(one, other)
     assert forecast.wait_s(1000) == pytest.approx(5.0)
     for tick in range(20):
-        forecast.note_left(waiting("r", prefill_tokens=100), 0.0)
+        forecast.note_departure(waiting("r", prefill_tokens=100), 0.0)
         forecast.update(9, now=tick / 5)
     assert forecast.wait_s(1000) == pytest.approx(2.0)
 
@@ -80,17 +80,17 @@ def test_prefill_estimate_adds_half_of_the_running_step() -> None:
 
 
 def test_least_part_is_a_low_quantile_of_waits() -> None:
-    least, dice = Least(), random.Random(5)
+    least, dice = LeastRatio(), random.Random(5)
     for _ in range(5000):
         least.note(dice.uniform(0.2, 1.2))
-    assert least.part == pytest.approx(0.25, abs=0.08)
+    assert least.value == pytest.approx(0.25, abs=0.08)
 
 
 @pytest.mark.parametrize(("predicted_s", "is_learned"), [(0.05, False), (0.1, True)])
 def test_least_part_ignores_negligible_waits(predicted_s: float, is_learned: bool) -> None:
     forecast = forecast_of(worker())
-    forecast.note_left(waiting("r", predicted_wait_s=predicted_s), ledger_now=0.0)
-    assert (forecast.least.part < Least().part) is is_learned
+    forecast.note_departure(waiting("r", predicted_wait_s=predicted_s), ledger_now=0.0)
+    assert (forecast.least_wait_ratio.value < LeastRatio().value) is is_learned
 
 
 def test_least_tpot_is_from_a_step_without_prompts() -> None:
@@ -102,7 +102,7 @@ def test_least_tpot_is_from_a_step_without_prompts() -> None:
     assert forecast.tpot_s == pytest.approx(usual, rel=0.02)
     assert forecast.least_tpot_s == pytest.approx(0.8 * decode, rel=0.02)
     for _ in range(200):
-        forecast.least_of_tpot.note(0.5)
+        forecast.least_tpot_ratio.note(0.5)
     assert forecast.least_tpot_s == pytest.approx(0.5 * decode, rel=0.1)
 
 

@@ -59,7 +59,7 @@ def test_wait_stats_count_earlier_departures_by_reason(
             )
             assert queue_wait.queue.earlier == len(meanwhile) - len(later)
             assert bypassed(queue_wait) == len(later)
-            wait_stats.note_left(arrival, leaving)
+            wait_stats.note_departure(arrival, leaving)
             left.append((came, leaving))
             wait_stats.prune(there[0][2] if there else None)
 
@@ -78,18 +78,18 @@ def test_wait_stats_count_seconds_without_workers() -> None:
 def test_wait_stats_attribute_bypass_to_fair_share() -> None:
     wait_stats, one, other = WaitStatistics(), waiting("a/1"), waiting("b/1")
     arrival = wait_stats.note_arrival(one, 0, 1.0)
-    wait_stats.note_left(wait_stats.note_arrival(other, 1, 2.0), other)
+    wait_stats.note_departure(wait_stats.note_arrival(other, 1, 2.0), other)
     queue = told(wait_stats, arrival, one, 3.0, is_fair=True).queue
     assert (queue.fair_share, queue.ordered) == (1, 0)
 
 
 def test_wait_stats_name_only_requests_of_the_same_tenant() -> None:
     wait_stats, one = WaitStatistics(), waiting("a/1")
-    wait_stats.note_left(wait_stats.note_arrival(waiting("a/0"), 0, 0.0), waiting("a/0"))
+    wait_stats.note_departure(wait_stats.note_arrival(waiting("a/0"), 0, 0.0), waiting("a/0"))
     arrival = wait_stats.note_arrival(one, 0, 1.0)
     for number in range(20):
         other = waiting(f"{'ab'[number % 2]}/{number + 2}")
-        wait_stats.note_left(wait_stats.note_arrival(other, 1, 2.0), other)
+        wait_stats.note_departure(wait_stats.note_arrival(other, 1, 2.0), other)
     before = told(wait_stats, arrival, one, 3.0).queue.before
     assert list(before) == [f"a/{number}" for number in range(6, 22, 2)]
 

@@ -11,7 +11,9 @@ from router.api import service
 
 def applied(place: int | None = None, **given: str) -> pb.GenerateRequest:
     message = pb.GenerateRequest()
-    service.apply(message, {name.replace("_", "-"): it for name, it in given.items()}, place)
+    service.apply_headers(
+        message, {name.replace("_", "-"): it for name, it in given.items()}, place
+    )
     return message
 
 
@@ -35,7 +37,7 @@ def test_message_is_unchanged_without_headers() -> None:
 def test_message_fields_override_headers() -> None:
     message = pb.GenerateRequest(request_id="r", ttft_target_ms=1, session_id="s", fairness_id="f")
     said = pb.GenerateRequest.FromString(message.SerializeToString())
-    service.apply(
+    service.apply_headers(
         message,
         {
             "idempotency-key": "not a name",

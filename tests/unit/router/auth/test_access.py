@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.ledger.memory.memory import MemoryLedger
 
 ID, SECRET = "0123456789ab", "s" * 43
-SHOWN = keys.whole(ID, SECRET)
+SHOWN = keys.join_key(ID, SECRET)
 CREATED = "2030-01-31T12:00:00Z"
 NOW = 1_900_000_000.0
 
@@ -57,7 +57,7 @@ def refusal(headers: Mapping[str, str], now: float = NOW, key: Key | None = None
 
 def test_key_parts_round_trip() -> None:
     key_id, secret = keys.new_id(), keys.new_secret()
-    assert keys.parts(keys.whole(key_id, secret)) == (key_id, secret)
+    assert keys.split_key(keys.join_key(key_id, secret)) == (key_id, secret)
     assert len({keys.new_secret() for _ in range(100)}) == 100
 
 
@@ -66,13 +66,13 @@ def test_key_parts_round_trip() -> None:
     ["", "ev", SHOWN[:-1], SHOWN + "s", SHOWN.upper(), f" {SHOWN}", SHOWN.replace("_", "-")],
 )
 def test_malformed_key_has_no_parts(shown: str) -> None:
-    assert keys.parts(shown) is None
+    assert keys.split_key(shown) is None
 
 
 def test_key_stores_only_the_hash_of_its_secret() -> None:
     key = make_key()
-    assert key.opens_with(SECRET)
-    assert not key.opens_with(SECRET[:-1])
+    assert key.matches(SECRET)
+    assert not key.matches(SECRET[:-1])
     assert SECRET not in repr(key) and key.sha256 not in repr(key)
 
 
@@ -90,7 +90,7 @@ def test_duration_rejects_malformed_text(text: str) -> None:
 
 
 def test_key_expiry_has_second_precision() -> None:
-    key = make_key(expires=keys.moment(NOW + 0.9))
+    key = make_key(expires=keys.iso_timestamp(NOW + 0.9))
     assert [key.has_expired(NOW + more) for more in (-1.0, 0.0, 1.0)] == [False, True, True]
 
 
@@ -118,8 +118,8 @@ def test_key_is_accepted_in_several_headers(headers: dict[str, str]) -> None:
     [
         "nonsense",
         SHOWN[:-1] + "t",
-        keys.whole("ffffffffffff", SECRET),
-        pytest.param(keys.whole("ffffffffffff", keys.new_secret()), id="nobody's"),
+        keys.join_key("ffffffffffff", SECRET),
+        pytest.param(keys.join_key("ffffffffffff", keys.new_secret()), id="nobody's"),
         f"{SHOWN},Bearer {SHOWN}",
         "",
     ],
@@ -137,12 +137,14 @@ def test_missing_key_is_rejected_with_instructions() -> None:
 
 
 def test_expired_key_is_rejected() -> None:
-    key = make_key(expires=keys.moment(NOW))
+    key = make_key(expires=keys.iso_timestamp(NOW))
     headers = {"x-api-key": SHOWN}
     assert table(key).admit(headers, NOW - 1).tenant == "acme"
     assert refusal(headers, NOW, key) == f"the API key {ID} has expired"
     # Only who has the secret learns that there was such a key.
-    assert "unknown API key" in refusal({"x-api-key": keys.whole(ID, keys.new_secret())}, NOW, key)
+    assert "unknown API key" in refusal(
+        {"x-api-key": keys.join_key(ID, keys.new_secret())}, NOW, key
+    )
 
 
 def test_key_is_limited_to_its_scopes() -> None:
@@ -270,8 +272,8 @@ def path(tmp_path: Path) -> Path:
 async def test_key_file_is_created_for_its_owner_only(path: Path) -> None:
     store = FileStore(path)
     assert await store.change(lambda _: DOCUMENT) == DOCUMENT
-    assert await store.news() == DOCUMENT
-    assert await store.news() is None
+    assert await store.read_if_changed() == DOCUMENT
+    assert await store.read_if_changed() is None
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -285,7 +287,7 @@ async def test_concurrent_key_file_edits_are_serialized(path: Path) -> None:
         for key_id in ids
     ]
     await asyncio.gather(*edits)
-    document = await FileStore(path).news()
+    document = await FileStore(path).read_if_changed()
     assert document is not None
     assert sorted(document.keys) == ids
 
@@ -295,7 +297,7 @@ async def test_failed_key_file_edit_changes_nothing(path: Path) -> None:
     await store.change(lambda _: DOCUMENT)
     with pytest.raises(SettingsError):
         await store.change(lambda document: document.with_tenant("acme", {"max_tokens": 0}))
-    assert await store.news() == DOCUMENT
+    assert await store.read_if_changed() == DOCUMENT
 
 
 @pytest.mark.parametrize("text", ["{", "a: 2030-13-45", "[" * 10_000, "\xff"])
@@ -303,7 +305,7 @@ async def test_unreadable_key_file_is_named_in_one_line(path: Path, text: str) -
     await FileStore(path).change(lambda _: DOCUMENT)
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(SettingsError, match=str(path)) as caught:
-        await FileStore(path).news()
+        await FileStore(path).read_if_changed()
     assert "\n" not in str(caught.value)
 
 
@@ -311,7 +313,7 @@ async def test_world_writable_key_file_is_rejected(path: Path) -> None:
     await FileStore(path).change(lambda _: DOCUMENT)
     path.chmod(0o602)
     with pytest.raises(SettingsError, match="chmod o-w"):
-        await FileStore(path).news()
+        await FileStore(path).read_if_changed()
 
 
 async def test_world_readable_key_file_is_logged_once(
@@ -322,7 +324,7 @@ async def test_world_readable_key_file_is_logged_once(
     path.chmod(0o644)
     for _ in range(2):
         os.utime(path)
-        assert await store.news() == DOCUMENT
+        assert await store.read_if_changed() == DOCUMENT
     assert [record.getMessage() for record in caplog.records] == [
         "key file is readable by everyone"
     ]
@@ -331,12 +333,12 @@ async def test_world_readable_key_file_is_logged_once(
 async def test_ledger_store_returns_only_changed_documents() -> None:
     ledger = MemoryLedger(time.monotonic)
     store, other = LedgerStore(ledger), LedgerStore(ledger)
-    assert await store.news() == Document()
-    assert await store.news() is None
+    assert await store.read_if_changed() == Document()
+    assert await store.read_if_changed() is None
     await other.change(lambda _: DOCUMENT)
-    assert await store.news() == DOCUMENT
+    assert await store.read_if_changed() == DOCUMENT
     await other.change(lambda document: document)
-    assert await store.news() is None
+    assert await store.read_if_changed() is None
 
 
 def test_store_is_chosen_by_the_settings() -> None:

@@ -52,9 +52,9 @@ class Counting(MemoryLedger):
         self._called("settle")
         await super().settle_charges(ends)
 
-    async def hold(self, request_ids, lease_s):  # type: ignore[no-untyped-def]
-        self._called("hold")
-        await super().hold(request_ids, lease_s)
+    async def renew_charges(self, request_ids, lease_s):  # type: ignore[no-untyped-def]
+        self._called("renew_charges")
+        await super().renew_charges(request_ids, lease_s)
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -286,14 +286,14 @@ async def test_cancel_of_an_ownerless_request_frees_its_slot(ledger: Counting) -
 async def test_slot_is_held_while_its_request_runs(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas, "_HOLD_S", 0.01)
+    monkeypatch.setattr(quotas, "_RENEW_INTERVAL_S", 0.01)
     async with limited(ledger, ONE) as gateway:
         live = await gateway.submit(request_id=R)
-        await until(lambda: ledger.calls.count("hold") > 2)
+        await until(lambda: ledger.calls.count("renew_charges") > 2)
         await finish(gateway, live)
         await until(lambda: not ledger.slots)
         await gateway.submit(request_id="other/r")
-        await gateway.requests.quotas._hold_all()
+        await gateway.requests.quotas._renew_all()
         assert not ledger.slots
 
 
@@ -302,10 +302,10 @@ async def test_heir_holds_the_slot_of_an_adopted_request(
 ) -> None:
     async with limited(ledger, ONE) as gateway:
         await gateway.submit(request_id=R)
-        monkeypatch.setattr(quotas, "_HOLD_S", 0.01)
+        monkeypatch.setattr(quotas, "_RENEW_INTERVAL_S", 0.01)
         async with limited(ledger, ONE, "heir") as heir:
             await adopt(ledger, gateway, heir)
-            await until(lambda: "hold" in ledger.calls)
+            await until(lambda: "renew_charges" in ledger.calls)
 
 
 async def test_ends_are_settled_when_the_ledger_returns(ledger: Counting) -> None:

@@ -172,7 +172,7 @@ def test_events_are_ordered_and_kept_for_later_viewers() -> None:
     cluster.links[0].state.draining = True
     cluster.leader_id = "other"
     cluster.ledger.away = True
-    cluster.holding.values["order"] = "hrrn"
+    cluster.effective_settings.values["order"] = "hrrn"
     told = page.frame(1.0)["happened"]
     assert [it["kind"] for it in told] == ["worker_draining", "leader", "ledger_away", "policy"]
     assert told[-1]["changed"] == {"order": "hrrn"}

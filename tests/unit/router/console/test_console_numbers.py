@@ -8,7 +8,7 @@ import pytest
 
 from everlift.v1.session_pb2 import Counts, LatencyCounts
 from router.console.counting import Aggregates
-from router.console.failures import Failed, Failures, History
+from router.console.failures import FailureCount, Failures, History
 from router.console.rates import Percentiles, Rates, RecentHistogram, percentiles, quantile
 from router.console.slot_grid import Lanes
 from router.console.workers import MOST_CELLS, cells, names, row, summary
@@ -41,16 +41,22 @@ def test_percentiles_are_of_the_last_minute() -> None:
     for second in range(11, 72):
         histogram.note((110, 110), float(second))
     assert of_late() == Percentiles(0)
-    assert len(histogram._marks) <= 62
+    assert len(histogram._samples) <= 62
 
 
 def test_failures_are_counted_for_five_minutes() -> None:
     failures = Failures()
     failures.note({"queue_full": 1}, 0.0)
     failures.note({"queue_full": 2, "no_worker": 3}, 100.0)
-    assert failures.recent(101.0) == [Failed("no_worker", 3, 1.0), Failed("queue_full", 2, 1.0)]
+    assert failures.recent(101.0) == [
+        FailureCount("no_worker", 3, 1.0),
+        FailureCount("queue_full", 2, 1.0),
+    ]
     failures.note({"queue_full": 2, "no_worker": 3}, 300.0)
-    assert failures.recent(300.0) == [Failed("no_worker", 3, 200.0), Failed("queue_full", 1, 200.0)]
+    assert failures.recent(300.0) == [
+        FailureCount("no_worker", 3, 200.0),
+        FailureCount("queue_full", 1, 200.0),
+    ]
 
 
 def test_rate_needs_two_samples_a_second_apart() -> None:
@@ -60,7 +66,7 @@ def test_rate_needs_two_samples_a_second_apart() -> None:
     ]
     assert rates.of("a", 90, 2.5) == 0.0
     assert rates.of("other", 5, 2.5) == 0.0
-    rates.keep(["other"])
+    rates.retain(["other"])
     assert rates.of("a", 200, 5.0) == 0.0
 
 
@@ -123,11 +129,14 @@ def test_aggregates_count_each_router_from_its_first_report() -> None:
     aggregates.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
     assert aggregates.totals()["completed"] == 105
     assert aggregates.latencies() == {"ttft": Percentiles(0)}
-    assert aggregates.failures(1.0) == [Failed("queue_full", 1, 1.0)]
+    assert aggregates.failures(1.0) == [FailureCount("queue_full", 1, 1.0)]
     aggregates.note(counts("a", 6, (13, 13), queue_full=1), 2.0)
     aggregates.note(counts("b", 101, (907, 907), queue_full=52, no_worker=1), 3.0)
     assert aggregates.latencies() == {"ttft": Percentiles(10, 0.5, 0.9, 0.99)}
-    assert aggregates.failures(4.0) == [Failed("queue_full", 3, 1.0), Failed("no_worker", 1, 1.0)]
+    assert aggregates.failures(4.0) == [
+        FailureCount("queue_full", 3, 1.0),
+        FailureCount("no_worker", 1, 1.0),
+    ]
     # One that is gone.
     aggregates.note(counts("a", 6, (13, 13)), 63.0)
     aggregates.drop_routers(63.0)

@@ -75,7 +75,7 @@ async def test_peers_skip_earlier_leases_of_their_own_address() -> None:
 async def test_console_keeps_asking_peers_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(console, "_ASK_S", 0)
+    monkeypatch.setattr(console, "_POLL_INTERVAL_S", 0)
     heard_again = asyncio.Event()
 
     class Odd:

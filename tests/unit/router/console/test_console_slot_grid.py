@@ -8,50 +8,50 @@ from router.console.slot_grid import (
     LOST,
     Cause,
     Change,
-    News,
     Occupancy,
     Phase,
-    Seat,
-    Sitter,
+    SlotChanges,
     SlotGrid,
+    SlotId,
+    SlotOccupant,
 )
 
-A0, A1, B0 = Seat("a", 0), Seat("a", 1), Seat("b", 0)
+A0, A1, B0 = SlotId("a", 0), SlotId("a", 1), SlotId("b", 0)
 
 
 def worker(*request_ids: str, phase: Phase = Phase.DECODE, preemptions: int = 0) -> Occupancy:
-    sitters = {slot: Sitter(name, phase) for slot, name in enumerate(request_ids) if name}
-    return Occupancy(sitters, preemptions)
+    occupants = {slot: SlotOccupant(name, phase) for slot, name in enumerate(request_ids) if name}
+    return Occupancy(occupants, preemptions)
 
 
 EMPTY = worker()
 
 
-def transfers(news: News) -> list[tuple[str, Cause, Seat, Seat, float]]:
+def transfers(news: SlotChanges) -> list[tuple[str, Cause, SlotId, SlotId, float]]:
     return [(it.request_id, it.cause, it.source, it.target, it.left_at) for it in news.transfers]
 
 
 def test_slot_grid_reports_each_phase_change_once() -> None:
     grid = SlotGrid()
-    assert grid.update({"a": EMPTY}, 0.0) == News()
+    assert grid.update({"a": EMPTY}, 0.0) == SlotChanges()
     boarded = grid.update({"a": worker("r", phase=Phase.PREFILL)}, 1.0)
-    assert boarded == News([Change(A0, 1, Phase.PREFILL)], requests={1: "r"})
-    assert grid.update({"a": worker("r", phase=Phase.PREFILL)}, 2.0) == News()
-    assert grid.update({"a": worker("r")}, 3.0) == News([Change(A0, 1, Phase.DECODE)])
-    assert grid.update({"a": EMPTY}, 4.0) == News([Change(A0, 0, Phase.EMPTY)])
+    assert boarded == SlotChanges([Change(A0, 1, Phase.PREFILL)], requests={1: "r"})
+    assert grid.update({"a": worker("r", phase=Phase.PREFILL)}, 2.0) == SlotChanges()
+    assert grid.update({"a": worker("r")}, 3.0) == SlotChanges([Change(A0, 1, Phase.DECODE)])
+    assert grid.update({"a": EMPTY}, 4.0) == SlotChanges([Change(A0, 0, Phase.EMPTY)])
 
 
 def test_slot_reassignment_needs_no_empty_state() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r")}, 0.0)
-    assert grid.update({"a": worker("s")}, 1.0).changes == [Change(A0, 2, Phase.DECODE)]
+    assert grid.update({"a": worker("s")}, 1.0).slots == [Change(A0, 2, Phase.DECODE)]
 
 
 def test_transfer_after_a_worker_loss_is_reported() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
     lost = grid.update({"a": LOST, "b": EMPTY}, 1.0)
-    assert lost == News([Change(A0, 0, Phase.EMPTY)])
+    assert lost == SlotChanges([Change(A0, 0, Phase.EMPTY)])
     assert transfers(grid.update({"a": LOST, "b": worker("r")}, 3.0)) == [
         ("r", Cause.WORKER_LOST, A0, B0, 1.0)
     ]
@@ -75,7 +75,7 @@ def test_moved_request_leaves_the_slot_its_worker_still_reports() -> None:
     both = grid.update({"a": worker("r"), "b": worker("r")}, 1.0)
     assert transfers(both) == [("r", Cause.MOVED, A0, B0, 1.0)]
     late = grid.update({"a": EMPTY, "b": worker("r")}, 2.0)
-    assert late == News([Change(A0, 0, Phase.EMPTY)])
+    assert late == SlotChanges([Change(A0, 0, Phase.EMPTY)])
 
 
 def test_returning_request_was_preempted_if_its_worker_preempted() -> None:
@@ -97,11 +97,11 @@ def test_departed_request_keeps_its_key_for_two_minutes() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
     grid.update({"a": EMPTY, "b": EMPTY}, 1.0)
-    assert grid.update({"a": EMPTY, "b": worker("r")}, 120.0).changes[-1].key == 1
+    assert grid.update({"a": EMPTY, "b": worker("r")}, 120.0).slots[-1].key == 1
     grid.update({"a": EMPTY, "b": EMPTY}, 121.0)
     grid.update({"a": EMPTY, "b": EMPTY}, 300.0)
     again = grid.update({"a": worker("r"), "b": EMPTY}, 301.0)
-    assert again == News([Change(A0, 2, Phase.DECODE)], requests={2: "r"})
+    assert again == SlotChanges([Change(A0, 2, Phase.DECODE)], requests={2: "r"})
 
 
 def test_returning_request_is_named_again() -> None:
@@ -113,11 +113,11 @@ def test_returning_request_is_named_again() -> None:
     assert back.requests == {1: "r"} and back.transfers
 
 
-def test_departed_request_traces_are_bounded() -> None:
+def test_departed_requests_are_bounded() -> None:
     grid = SlotGrid()
     for number in range(5000):
         grid.update({"a": worker(f"r{number}")}, float(number) / 50)
-    assert len(grid._traces) <= 2048 + 50 + 1
+    assert len(grid._tracked) <= 2048 + 50 + 1
     assert not grid.update({"a": worker("r0")}, 100.0).transfers
 
 
@@ -126,4 +126,4 @@ def test_choice_keeps_its_key_after_its_sibling_left() -> None:
     grid.update({"a": worker("r", "r", phase=Phase.PREFILL)}, 0.0)
     grid.update({"a": worker("r", phase=Phase.PREFILL)}, 1.0)
     grid.update({"a": worker("r", phase=Phase.PREFILL)}, 200.0)
-    assert grid.update({"a": worker("r")}, 201.0).changes == [Change(A0, 2, Phase.DECODE)]
+    assert grid.update({"a": worker("r")}, 201.0).slots == [Change(A0, 2, Phase.DECODE)]

@@ -104,12 +104,12 @@ class Gateway:
         self.name = name
         self.heard: list[session_pb2.LeaderMessage] = []
         self.send = self.heard.append
-        leader._lines.connect(name, self.send)
+        leader._server.connect(name, self.send)
         self.say(generation=generation, is_complete=not telling)
 
     def say(self, **fields: object) -> None:
         message = session_pb2.GatewayMessage(**fields)  # type: ignore[arg-type]
-        if self.leader._lines._sends.get(self.name) is self.send:
+        if self.leader._server._sends.get(self.name) is self.send:
             self.leader.receive(self.name, message)
 
     def enqueue(self, request_id: str, *, accepted: bool = False, **fields: object) -> None:
@@ -195,7 +195,7 @@ async def test_leader_refuses_request_after_queue_ttl(ledger: FlakyLedger) -> No
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)
     gateway = Gateway(leader, "g")
-    gateway.enqueue("a", arrived=now() + leader._ledger_ahead)
+    gateway.enqueue("a", arrived=now() + leader._ledger_offset_s)
     await until(lambda: gateway.told("refusals") == ["a"])
     assert [it.slug for m in gateway.heard for it in m.refusals] == ["queue_timeout"]
     assert leader.queued == 0
@@ -220,7 +220,7 @@ async def test_reserved_request_is_opened_as_dispatched(
     assert reservation.placed.waiting.arrived == pytest.approx(now() + 500.0, abs=10.0)
     request = make_request("new")
     assert (await ledger.open(request, "g", None, reservation.dispatch)).entry.worker == "w"
-    assert reservation.begun()
+    assert reservation.confirm()
     gateway.withdraw("new")
     await ledger.open(make_request("waits"), "g")
     gateway.enqueue("waits")
@@ -244,8 +244,8 @@ async def test_new_tenure_invalidates_reservations(leader: Leader) -> None:
     give_it_a_worker(leader)
     reservation = leader.reserve("g", arriving)
     assert reservation is not None
-    leader._begin()
-    assert not reservation.begun()
+    leader._start_term()
+    assert not reservation.confirm()
 
 
 async def test_reserve_fails_while_ledger_is_being_restored(leader: Leader) -> None:
@@ -296,7 +296,7 @@ async def test_dispatch_is_sent_to_the_gateway_in_the_ledger(
 async def test_disconnected_gateway_is_dropped_and_ignored(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("r")
-    leader._lines.disconnect("g", gateway.send)
+    leader._server.disconnect("g", gateway.send)
     assert leader.queued == 0
     gateway.enqueue("late")
     assert leader.queued == 0
@@ -307,7 +307,7 @@ async def test_reconnected_gateway_survives_old_line_disconnect(leader: Leader) 
     old.enqueue("before")
     again = Gateway(leader, "g")
     again.enqueue("r")
-    leader._lines.disconnect("g", old.send)
+    leader._server.disconnect("g", old.send)
     assert leader.queued == 1
 
 
@@ -349,15 +349,15 @@ async def test_campaign_starts_at_once_if_there_is_no_leader(
         await until(lambda: leader.is_leading)
 
 
-async def test_stand_back_yields_lead_while_another_replica_runs(
+async def test_back_off_yields_lead_while_another_replica_runs(
     ledger: FlakyLedger,
 ) -> None:
     async with running(ledger, "old") as old:
         await until(lambda: old.is_leading)
         term = old._lease.term
-        await old.stand_back()
+        await old.back_off()
         for _ in range(4):
-            old._lease.hurry()
+            old._lease.campaign_now()
             await asyncio.sleep(CONFIG.heartbeat)
             assert not old.is_leading
         async with running(ledger, "new") as new:
@@ -474,7 +474,7 @@ async def test_dispatches_in_flight_are_bounded(
     leader: Leader, ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.leader.leader.DISPATCHES_AT_ONCE", 2)
-    monkeypatch.setattr("router.leader.leader._MOST_LATE", 1)
+    monkeypatch.setattr("router.leader.leader._MAX_RETRYING", 1)
     gateway = Gateway(leader, "g")
     names = ["a", "b", "c", "d"]
     for name in names:
@@ -487,7 +487,7 @@ async def test_dispatches_in_flight_are_bounded(
     assert leader.queued == 2
     ledger.hangs = frozenset()
     await until(lambda: sorted(gateway.told("dispatched")) == names)
-    assert (leader._asking, leader._late) == (0, 0)
+    assert (leader._num_in_flight, leader._num_retrying) == (0, 0)
 
 
 async def test_dispatch_is_retried_after_a_lost_answer(leader: Leader, ledger: FlakyLedger) -> None:
@@ -497,7 +497,7 @@ async def test_dispatch_is_retried_after_a_lost_answer(leader: Leader, ledger: F
     gateway.enqueue("r")
     give_it_a_worker(leader)
     await until(lambda: gateway.told("dispatched") == ["r"])
-    assert (leader._asking, leader._late) == (0, 0)
+    assert (leader._num_in_flight, leader._num_retrying) == (0, 0)
 
 
 async def test_dispatch_with_unexpected_error_ends_the_leader(
@@ -526,9 +526,9 @@ async def test_dispatch_for_disconnected_gateway_is_not_tracked(
     gateway.enqueue("r")
     give_it_a_worker(leader)
     await until(lambda: leader.queued == 0)
-    leader._lines.disconnect("g", gateway.send)
+    leader._server.disconnect("g", gateway.send)
     ledger.hangs = frozenset()
-    await until(lambda: not leader._asking)
+    await until(lambda: not leader._num_in_flight)
     assert (await ledger.get("r")).state is State.RUNNING
     assert leader._leader_state is not None and leader._leader_state.running == 0
 
@@ -554,7 +554,7 @@ async def test_preempted_request_is_moved_to_worker_with_room(leader: Leader) ->
     say(leader, num_running=8, blocks_used=100)
     view = leader.view("w")
     assert view is not None
-    view.pace = paced()
+    view.throughput = paced()
     empty = session_pb2.WorkerInfo(worker_id="empty", max_num_seqs=8, num_blocks=100)
     leader.worker_up(empty)
     state = session_pb2.WorkerState(sequence_number=1)
@@ -585,16 +585,16 @@ async def test_outage_gives_renewals_priority_over_orphans(
     sweep._adopting.clear()
     gateway.heard.clear()
     ledger.is_away = True
-    await until(lambda: sweep._after > now())
+    await until(lambda: sweep._paused_until > now())
     ledger.is_away = False
-    held_until = sweep._after
+    held_until = sweep._paused_until
     await until(lambda: gateway.told("adopt"))
     assert now() > held_until
 
 
 async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: FlakyLedger) -> None:
     await opened(ledger, "r", "dead")
-    await until(lambda: now() > leader._sweep._after)
+    await until(lambda: now() > leader._sweep._paused_until)
     await asyncio.sleep(3 * CONFIG.heartbeat)
     await ledger.heartbeat("g", "there:1", lease_s=1000.0)
     gateway = Gateway(leader, "g")
@@ -651,7 +651,7 @@ async def test_new_leader_starts_with_the_current_rules(ledger: FlakyLedger) -> 
 async def test_last_of_consecutive_rule_changes_holds(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
+    monkeypatch.setattr("router.admission.queue._REORDER_BATCH", 1)
     gateway = Gateway(leader, "g")
     leader.apply_rules(rules("deadline", 1000))
     await until(
@@ -707,7 +707,7 @@ async def test_next_leader_recalls_tenant_service_counters(ledger: FlakyLedger) 
             gateway.enqueue(name, accepted=True, arrived=float(number))
         gateway.say(is_complete=True)
         assert leader._leader_state is not None
-        await until(lambda: leader._leader_state.has_recalled)
+        await until(lambda: leader._leader_state.has_restored_counters)
         give_it_a_worker(leader)
         await until(lambda: len(gateway.told("dispatched")) == 4)
         assert gateway.told("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
@@ -724,6 +724,6 @@ async def test_leader_does_not_overwrite_an_unread_load_report(ledger: FlakyLedg
                 await asyncio.sleep(0.01)
     ledger.loses_loads = 3
     async with leading(ledger, "two") as leader:
-        await until(lambda: leader._leader_state and leader._leader_state.has_recalled)
+        await until(lambda: leader._leader_state and leader._leader_state.has_restored_counters)
         assert ledger.loses_loads == 0
         assert await counters(ledger) == {"much": 1000.0}

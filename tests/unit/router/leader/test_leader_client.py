@@ -64,7 +64,7 @@ class Gateway:
     def on_queue_estimate(self, queue_estimate: pb.QueueEstimate) -> None:
         self.queue_estimates.append(queue_estimate)
 
-    def adopt_soon(self, request_id: str) -> None:
+    def schedule_adoption(self, request_id: str) -> None:
         self.heard.append(f"adopt {request_id}")
 
     def stale(self, request_id: str) -> None:
@@ -136,13 +136,13 @@ async def test_client_reports_the_restored_ledger_generation(
     await until(lambda: generations.agree(now()))
     await gateway.line.close()
     await gateway.line.follow("g", "here:1")
-    await until(lambda: "g" in generations._said)
-    assert generations._said["g"].generation == "two"
+    await until(lambda: "g" in generations._resyncs)
+    assert generations._resyncs["g"].generation == "two"
 
 
 async def test_client_delivers_every_leader_message(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
-    send = leader._lines._sends["g"]
+    send = leader._server._sends["g"]
     full = pb.Refusal(request_id="a", slug="queue_full")
     evictions = [pb.Eviction(epoch=5, request_id="high")]
     send(pb.LeaderMessage(refusals=[full], adopt=["b"], stale=["c"], move=[4], evictions=evictions))
@@ -160,7 +160,7 @@ async def test_line_closes_when_its_leader_resigns(leader: Leader, gateway: Gate
     leader._lease.lose()
     await until(lambda: not gateway.line.is_open)
     gateway.line.enqueue(pb.Waiting(request_id="g-new"))
-    assert gateway.line._telling is None
+    assert gateway.line._sender is None
 
 
 async def test_silent_line_is_closed_and_reopened(
@@ -168,14 +168,14 @@ async def test_silent_line_is_closed_and_reopened(
 ) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     assert not gateway.line.is_quiet
-    tell = leader._lines.send
-    monkeypatch.setattr(leader._lines, "send", lambda *_: None)
+    tell = leader._server.send
+    monkeypatch.setattr(leader._server, "send", lambda *_: None)
     monkeypatch.setattr("router.leader.client._QUIET_S", 0.3)
     monkeypatch.setattr("router.leader.client._DEAD_S", 0.5)
     await until(lambda: gateway.line.is_quiet)
     assert gateway.line.is_open
     await until(lambda: not gateway.line.is_open)
-    monkeypatch.setattr(leader._lines, "send", tell)
+    monkeypatch.setattr(leader._server, "send", tell)
     await gateway.line.follow("g", "here:1")
     assert gateway.line.is_open
     await until(lambda: gateway.made == 6)
@@ -190,7 +190,7 @@ async def test_line_failure_is_logged(
         raise ZeroDivisionError
 
     gateway.stale = fail  # type: ignore[method-assign]
-    leader._lines._sends["g"](pb.LeaderMessage(stale=["c"]))
+    leader._server._sends["g"](pb.LeaderMessage(stale=["c"]))
     await until(lambda: not gateway.line.is_open)
     assert "ZeroDivisionError" in caplog.text
 
@@ -244,14 +244,14 @@ async def test_client_reports_worker_demand_to_each_new_leader(
     monkeypatch.setattr(leader, "receive", heard)
     await until(lambda: leader_state(leader) == (3, 1))
     line, demand = gateway.line, pb.WorkerDemand(workers=2)
-    line.demand(demand)
-    line.demand(demand)
+    line.report_demand(demand)
+    line.report_demand(demand)
     await until(lambda: told == [2])
     await line.close()
     await line.follow("g", "here:1")
     await until(lambda: told == [2, 2])
     demand.workers = 3
-    line.demand(demand)
+    line.report_demand(demand)
     await until(lambda: told == [2, 2, 3])
 
 

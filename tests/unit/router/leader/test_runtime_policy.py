@@ -51,7 +51,7 @@ class Replica:
 
     async def beat(self) -> None:
         membership = await self.ledger.heartbeat("gateway", "here:1", 1.0)
-        await self.runtime_policy.keep_up(membership.policy_version)
+        await self.runtime_policy.sync(membership.policy_version)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def test_unknown_engine_policy_is_forwarded_to_workers(replica: Replica) -
     policy = await replica.ledger.set_policy({"engine_policy": "newer"})
     await replica.beat()
     assert replica.engines.told == [(policy.version, "newer")]
-    assert replica.runtime_policy.holding.values["engine_policy"] == "default"
+    assert replica.runtime_policy.effective_settings.values["engine_policy"] == "default"
 
 
 async def test_unknown_policy_name_suggests_the_nearest(replica: Replica) -> None:
@@ -134,7 +134,7 @@ async def test_reset_policy_is_the_configured_one(
     await replica.runtime_policy.set({"max_queued": None})
     assert replica.runtime_policy.rules == CONFIGURED
     assert len(replica.subject.obeyed) == 3
-    assert replica.runtime_policy.holding.overridden == ()
+    assert replica.runtime_policy.effective_settings.overridden == ()
 
 
 async def test_policy_is_rewritten_to_a_ledger_that_lost_it(replica: Replica) -> None:
@@ -158,7 +158,7 @@ async def test_unknown_stored_settings_fall_back_to_configuration(replica: Repli
     await replica.ledger.set_policy(texts)
     await replica.beat()
     assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=500))
-    assert replica.runtime_policy.holding.overridden == ("max_queued",)
+    assert replica.runtime_policy.effective_settings.overridden == ("max_queued",)
 
 
 async def test_policy_settings_round_trip_through_the_ledger(replica: Replica) -> None:
@@ -179,7 +179,7 @@ async def test_policy_settings_round_trip_through_the_ledger(replica: Replica) -
     assert (await replica.runtime_policy.set(said)).values == said
     other = Replica(replica.ledger)
     await other.beat()
-    assert other.runtime_policy.holding == replica.runtime_policy.holding
+    assert other.runtime_policy.effective_settings == replica.runtime_policy.effective_settings
     assert other.engines.told == replica.engines.told
     del said["engine_policy"]
     assert other.runtime_policy.rules == Rules.of(replace(CONFIG, **said))  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def test_timestamps_are_encoded_in_microseconds() -> None:
     for moment in (1.000001, 1790000000.123457, 1790000000.999999):
         request = replace(make_request(), deadline=moment)
         entry = Entry("r", State.QUEUED, "gateway", arrived=moment, moves=1)
-        fields = codec.told_fields(Stored(entry, request, (StoredChoice(),), 0.0), 1, 2)
+        fields = codec.reassert_arguments(Stored(entry, request, (StoredChoice(),), 0.0), 1, 2)
         assert fields.count(round(moment * 1e6)) == 2
 
 

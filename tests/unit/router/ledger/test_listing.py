@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ledger.base import MOST_LISTED, Page, Position
+from router.ledger.base import MAX_PAGE_SIZE, Page, Position
 from router.ledger.entry import Entry, State
 from router.ledger.listing import Listing, Part, Row
 
@@ -46,9 +46,9 @@ def test_full_page_is_last_if_nothing_remains() -> None:
 
 def test_listing_bounds_the_rows_it_examines() -> None:
     listing = Listing(5, None)
-    rows = [row(-number, is_wanted=False) for number in range(MOST_LISTED + 1)]
+    rows = [row(-number, is_wanted=False) for number in range(MAX_PAGE_SIZE + 1)]
     listing.add([Part(rows, True)])
-    assert listing.page() == Page((), Position(1.0 - MOST_LISTED, "r"))
+    assert listing.page() == Page((), Position(1.0 - MAX_PAGE_SIZE, "r"))
 
 
 def test_listing_rejects_a_shard_without_progress() -> None:

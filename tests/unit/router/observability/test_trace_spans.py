@@ -59,7 +59,7 @@ def test_trace_spans_of_an_undisturbed_request() -> None:
     journal.says(CLOCK + 103, 1, waited_s=0.25, cached_tokens=16)
     journal.says(CLOCK + 104, 3)
     journal.readable(CLOCK + 103.5)
-    journal.left("finished", CLOCK + 104.5)
+    journal.end_attempt("finished", CLOCK + 104.5)
     events = moves((100, "open", "g"), (102, "dispatch", "w"), (105, "finish"))
     made = spans(events, journal, entry())
     assert told(made) == [
@@ -164,7 +164,7 @@ def test_engine_spans_are_clamped_to_the_attempt() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)
     journal.says(CLOCK + 9, 1, waited_s=9.0)
-    journal.left("finished", CLOCK + 9)
+    journal.end_attempt("finished", CLOCK + 9)
     made = spans(moves((0, "open"), (1, "dispatch", "w"), (2, "finish")), journal, entry())
     assert all(1 <= span.start <= span.end <= 2 for span in made if "engine" in span.name)
 

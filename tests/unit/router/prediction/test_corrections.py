@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prediction.corrections import _MOST, RATE, Corrections
+from router.prediction.corrections import _MAX_GROUPS, RATE, Corrections
 from tests.support.example_counts import examples
 
 QUANTILES = (0.5, 0.9)
@@ -70,7 +70,7 @@ def test_correction_of_a_new_group_follows_other_groups() -> None:
 
 def test_corrections_remember_a_bounded_number_of_groups() -> None:
     corrections = Corrections(QUANTILES)
-    for number in range(_MOST + 10):
+    for number in range(_MAX_GROUPS + 10):
         corrections.note(str(number), (3.0, 4.0), 5.0)
-    assert len(corrections._shifts) == _MOST
+    assert len(corrections._shifts) == _MAX_GROUPS
     assert "9" not in corrections._shifts and "10" in corrections._shifts

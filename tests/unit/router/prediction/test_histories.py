@@ -8,11 +8,11 @@ from statistics import fmean, pvariance
 import pytest
 
 from router.prediction.model import FEATURES, History
-from router.prediction.predictor import _MOST, Asked, Histories
+from router.prediction.predictor import _MAX_GROUPS, Histories, RequestFeatures
 
 
-def asked(*groups: str) -> Asked:
-    return Asked((), groups, max_tokens=100, choices=1, moment=0.0)
+def asked(*groups: str) -> RequestFeatures:
+    return RequestFeatures((), groups, max_tokens=100, choices=1, arrived=0.0)
 
 
 def told(histories: Histories, *groups: str) -> dict[str, float]:
@@ -52,10 +52,10 @@ def test_history_of_a_new_group_is_that_of_its_parent() -> None:
 
 def test_histories_remember_a_bounded_number_of_groups() -> None:
     histories = Histories()
-    for number in range(_MOST + 5):
+    for number in range(_MAX_GROUPS + 5):
         histories.note((str(number),), 1.0)
     groups = histories.as_dict()
-    assert len(groups) == _MOST + 1
+    assert len(groups) == _MAX_GROUPS + 1
     assert "4" not in groups and "5" in groups
 
 
@@ -75,19 +75,19 @@ def test_histories_forget_the_oldest_of_a_file_first() -> None:
     """A file of many prompts, each another one, is full; whose tenants nothing came of lately are
     forgotten, and not those of which something came last."""
     trained, served = Histories(), Histories()
-    for number in range(_MOST):
+    for number in range(_MAX_GROUPS):
         trained.note(("acme", "", "", str(number)), 1.0)
     served.learn(trained.as_dict())
     assert [*served.as_dict()] == [*trained.as_dict()]
     served.note(("shop", "", "", "new"), 1.0)
     known = served.as_dict()
-    assert "acme" in known and str(_MOST - 1) in known
+    assert "acme" in known and str(_MAX_GROUPS - 1) in known
     assert "1" not in known and "2" not in known and "3" in known
 
 
 def test_oversized_history_file_keeps_the_latest_groups() -> None:
     trained, served = Histories(), Histories()
-    for number in range(_MOST):
+    for number in range(_MAX_GROUPS):
         trained.note((str(number),), 1.0)
         if number < 9:
             served.note((f"own {number}",), 1.0)

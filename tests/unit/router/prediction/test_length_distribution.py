@@ -14,17 +14,17 @@ from router.prediction.predictor import LengthDistribution
 
 
 def test_length_without_spread_is_exact() -> None:
-    assert LengthDistribution(100).to_come(0, 1000) == 100
-    assert LengthDistribution(100).to_come(30, 1000) == 70
-    assert LengthDistribution(100).to_come(100, 1000) == 1
-    assert LengthDistribution(100).to_come(400, 1000) == 1
+    assert LengthDistribution(100).expected_remaining(0, 1000) == 100
+    assert LengthDistribution(100).expected_remaining(30, 1000) == 70
+    assert LengthDistribution(100).expected_remaining(100, 1000) == 1
+    assert LengthDistribution(100).expected_remaining(400, 1000) == 1
 
 
 def test_length_is_capped_at_max_tokens() -> None:
-    assert LengthDistribution(100).to_come(0, 16) == 16
-    assert LengthDistribution(100).to_come(15, 16) == 1
-    assert LengthDistribution(100).to_come(16, 16) == 0
-    assert LengthDistribution(100, 3.0).to_come(0, 16) == 16
+    assert LengthDistribution(100).expected_remaining(0, 16) == 16
+    assert LengthDistribution(100).expected_remaining(15, 16) == 1
+    assert LengthDistribution(100).expected_remaining(16, 16) == 0
+    assert LengthDistribution(100, 3.0).expected_remaining(0, 16) == 16
 
 
 def test_remaining_length_is_the_conditional_mean() -> None:
@@ -33,7 +33,7 @@ def test_remaining_length_is_the_conditional_mean() -> None:
     forecast = LengthDistribution(200, 0.7)
     for made in (0, 50, 200, 600):
         left = [each - made for each in drawn if each > made]
-        assert forecast.to_come(made, 1 << 30) == pytest.approx(fmean(left), rel=0.03)
+        assert forecast.expected_remaining(made, 1 << 30) == pytest.approx(fmean(left), rel=0.03)
 
 
 def test_quantile_covers_its_share_of_outputs() -> None:
@@ -48,5 +48,5 @@ def test_quantile_covers_its_share_of_outputs() -> None:
 def test_remaining_length_is_between_1_and_the_maximum(
     median: float, sigma: float, made: int, max_tokens: int
 ) -> None:
-    to_come = LengthDistribution(median, sigma).to_come(made, max_tokens)
+    to_come = LengthDistribution(median, sigma).expected_remaining(made, max_tokens)
     assert to_come == max(0, max_tokens - made) or 1 <= to_come <= max_tokens - made

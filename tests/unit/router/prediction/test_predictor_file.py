@@ -54,7 +54,7 @@ async def test_predictor_file_is_loaded_at_start(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who came in the first second was predicted without it."""
-    monkeypatch.setattr("router.prediction.file._LOOK_S", 3600.0)
+    monkeypatch.setattr("router.prediction.file._POLL_INTERVAL_S", 3600.0)
     write(tmp_path / "lengths.json", learnt()[0])
     loaded = asyncio.Event()
     file = PredictorFile(tmp_path / "lengths.json", lambda _: loaded.set())

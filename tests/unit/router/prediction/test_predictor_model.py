@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prediction.model import GROUPS, STATIC, Model
-from router.prediction.predictor import Asked, Histories
+from router.prediction.predictor import Histories, RequestFeatures
 from tests.support.example_counts import examples
 from tests.support.router.prediction_support import learnt, mixed
 
@@ -87,7 +87,7 @@ def predicts_or_is_refused(made: dict[str, Any]) -> None:
     except ValueError:
         return
     groups = (*model.histories, *GROUPS)[: len(GROUPS)]
-    asked = Asked((0.0,) * len(STATIC), groups, max_tokens=1, choices=1, moment=0.0)
+    asked = RequestFeatures((0.0,) * len(STATIC), groups, max_tokens=1, choices=1, arrived=0.0)
     features = Histories(model.histories).features(asked)
     assert len(model.forest.sums(features)) == 2
 

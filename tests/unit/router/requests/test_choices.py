@@ -319,7 +319,7 @@ async def test_choice_end_is_stored_after_the_ledger_lost_the_dispatch(
 async def test_long_choices_start_in_batches_until_dropped(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.requests.attempt_runner._TOKENS_AT_ONCE", 12)
+    monkeypatch.setattr("router.requests.attempt_runner._TOKENS_PER_TURN", 12)
     live = await gateway.submit(n=6, text="four")
     started = gateway.workers.started
     await gateway.dispatch()

@@ -17,7 +17,7 @@ from router.ledger.base import Membership
 from router.ledger.entry import Entry, Event, Explained, State, Stored, StoredChoice
 from router.ledger.memory.memory import MemoryLedger
 from router.requests.delivery_reports import Deliveries
-from router.requests.explanation import kept
+from router.requests.explanation import stored_explanation
 from router.requests.request import LiveRequest
 from router.requests.timing import FINISHED
 from router.requests.tokenizer import ServedModel
@@ -61,8 +61,8 @@ def finished(worker_s: float) -> LiveRequest:
 
 
 def settle(live: LiveRequest, storing_s: float, delivery_s: float) -> None:
-    last = live.journal.heard
-    live.has_untold_end = True
+    last = live.journal.last_event_at
+    live.has_unreported_end = True
     live.journal.ended(FINISHED, last + storing_s)
     live.journal.delivered(last + storing_s + delivery_s)
 
@@ -70,7 +70,7 @@ def settle(live: LiveRequest, storing_s: float, delivery_s: float) -> None:
 async def told(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
     """What the ledger has in the end."""
     ledger, live = Recording(), finished(worker_s)
-    with_its_end = live.packed_explanation(live.journal.heard)
+    with_its_end = live.packed_explanation(live.journal.last_event_at)
     settle(live, storing_s, delivery_s)
     deliveries = Deliveries(ledger)
     deliveries.note_delivered(live)
@@ -86,7 +86,9 @@ def test_stored_times_are_exact_to_1_ms_or_1_percent(
     explanation = asyncio.run(told(worker_s, storing_s, delivery_s))
     stored = Stored(OVER, make_request(), (StoredChoice(),), LEDGER, explanation=explanation)
     end = OVER.arrived + worker_s + when * storing_s
-    answer = kept(stored, (Event(OVER.arrived, "open", "gateway"), Event(end, "finish", "")))
+    answer = stored_explanation(
+        stored, (Event(OVER.arrived, "open", "gateway"), Event(end, "finish", ""))
+    )
     whole_s = worker_s + storing_s + delivery_s
     # Ledger time has microseconds, at best.
     assert answer.total_s == pytest.approx(whole_s, rel=0.01, abs=1.01e-3)
@@ -123,7 +125,7 @@ async def test_client_read_time_is_stored_with_the_next_heartbeat() -> None:
         await gateway.read(live)
         gateway.requests.ledger_answered(MEMBERSHIP)
         await until(lambda: record.explanation != before)
-        answer = kept(*await gateway.requests.get("r"))
+        answer = stored_explanation(*await gateway.requests.get("r"))
         assert answer.spans[-1].kind == pb.SPAN_KIND_CLIENT
         assert answer.spans[-1].seconds >= 0.05
         assert answer == live.explanation(now())
@@ -134,7 +136,7 @@ async def test_stopping_router_flushes_pending_deliveries() -> None:
         live = await ended(gateway)
         await asyncio.sleep(0.05)
         await gateway.read(live)
-    answer = kept(*await gateway.requests.get("r"))
+    answer = stored_explanation(*await gateway.requests.get("r"))
     assert answer.spans[-1].kind == pb.SPAN_KIND_CLIENT
 
 

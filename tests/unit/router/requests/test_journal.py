@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.requests.timing import FINISHED, MAX_TOLD, Journal
+from router.requests.timing import FINISHED, MAX_DETAILED_ATTEMPTS, Journal
 from tests.support.router.journal_support import WatchedJournal
 
 CAME = 1000.0
@@ -48,7 +48,7 @@ def test_journal_spans_of_an_undisturbed_request() -> None:
     )
     journal.says(CAME + 25, 3, breakdown=breakdown)
     journal.readable(CAME + 21)
-    journal.left(FINISHED, CAME + 25)
+    journal.end_attempt(FINISHED, CAME + 25)
     journal.ended(FINISHED, CAME + 26)
     journal.delivered(CAME + 28)
     journal.delivered(CAME + 30)
@@ -77,7 +77,7 @@ def test_spans_of_one_kind_and_attempt_are_joined() -> None:
         1,
         breakdown=session_pb2.TimeBreakdown(prefill_interference_s=0.5, not_scheduled_s=0.5),
     )
-    journal.left(FINISHED, CAME + 9)
+    journal.end_attempt(FINISHED, CAME + 9)
     assert [(span.kind, span.seconds) for span in journal.spans] == [
         (pb.SPAN_KIND_RECEIVE, 1.0),
         (pb.SPAN_KIND_LEDGER, 5.0),
@@ -91,7 +91,7 @@ def test_breakdown_longer_than_the_attempt_is_scaled_down() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 1, breakdown=session_pb2.TimeBreakdown(prefill_s=3, decode_s=1))
-    journal.left(FINISHED, CAME + 8)
+    journal.end_attempt(FINISHED, CAME + 8)
     assert kinds(journal)["prefill"] == 1.5 and kinds(journal)["decode"] == 0.5
     assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
 
@@ -101,8 +101,8 @@ def test_ledger_time_runs_from_first_token_to_readable() -> None:
     journal.dispatch(CAME + 6)
     journal.says(CAME + 7, 0, waited_s=0.5)
     journal.says(CAME + 8, 1)
-    journal.left("worker w was lost", CAME + 9, is_lost=True)
-    journal.queued_again(CAME + 10)
+    journal.end_attempt("worker w was lost", CAME + 9, is_lost=True)
+    journal.requeued(CAME + 10)
     journal.dispatch(CAME + 11, attempt=2)
     journal.says(CAME + 12, 1)
     journal.readable(CAME + 13)
@@ -115,8 +115,8 @@ def test_migration_begins_at_the_lost_workers_last_report() -> None:
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 1, breakdown=session_pb2.TimeBreakdown(prefill_s=1.0))
     journal.says(CAME + 9, 1)
-    journal.left("worker w was lost", CAME + 12, is_lost=True)
-    journal.queued_again(CAME + 13)
+    journal.end_attempt("worker w was lost", CAME + 12, is_lost=True)
+    journal.requeued(CAME + 13)
     seen = kinds(journal)
     parts = ("network", "prefill", "decode", "migration")
     assert [seen[name] for name in parts] == [1.0, 1.0, 1.0, 4.0]
@@ -128,7 +128,7 @@ def test_migration_begins_at_the_lost_workers_last_report() -> None:
 def test_attempt_without_reports_is_attributed_to_other() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    journal.left("worker w was lost", CAME + 12, is_lost=True)
+    journal.end_attempt("worker w was lost", CAME + 12, is_lost=True)
     assert kinds(journal)["other"] == 6.0
 
 
@@ -138,7 +138,7 @@ def test_attempt_without_breakdown_is_wait_prefill_and_decode() -> None:
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 1, waited_s=0.5)
     journal.says(CAME + 11, 4)
-    journal.left(FINISHED, CAME + 11)
+    journal.end_attempt(FINISHED, CAME + 11)
     at_worker = list(kinds(journal).items())[2:]
     assert at_worker == [("worker_wait", 0.5), ("prefill", 1.5), ("decode", 3.0)]
 
@@ -147,13 +147,13 @@ def test_long_prefill_counts_as_prefill_from_first_report() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 0, waited_s=1.0, cached_tokens=2)
-    assert kinds(journal.until(CAME + 9))["prefill"] == 2.0
+    assert kinds(journal.snapshot(CAME + 9))["prefill"] == 2.0
     journal.says(CAME + 10, 0, prefilled_tokens=4)
     journal.says(CAME + 12, 0, prefilled_tokens=6)
-    told = journal.until(CAME + 13)
+    told = journal.snapshot(CAME + 13)
     assert list(kinds(told).items())[2:] == [("worker_wait", 1.0), ("prefill", 6.0)]
     assert [attempt.prefilled_tokens for attempt in told] == [6]
-    journal.left("worker w was lost", CAME + 14, is_lost=True)
+    journal.end_attempt("worker w was lost", CAME + 14, is_lost=True)
     at_worker = list(kinds(journal).items())[2:]
     assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("migration", 2.0)]
 
@@ -174,9 +174,9 @@ def test_time_since_a_report_is_split_by_decode_shares() -> None:
         steps=103,
     )
     journal.says(CAME + 12, 3, decoding=after)
-    (attempt,) = journal.until(CAME + 12)
+    (attempt,) = journal.snapshot(CAME + 12)
     assert (attempt.new_tokens, attempt.steps) == (4, 5)
-    journal.left("worker w was lost", CAME + 15, is_lost=True)
+    journal.end_attempt("worker w was lost", CAME + 15, is_lost=True)
     assert list(kinds(journal).items())[2:] == [
         ("prefill", 1.0),
         ("decode", 1.0 + 0.25 + 1.0),
@@ -195,7 +195,7 @@ def test_shares_exclude_requests_without_blocks_or_tokens(residence: str) -> Non
     breakdown, none = session_pb2.TimeBreakdown(prefill_s=1.0), session_pb2.TimeBreakdown()
     journal.says(CAME + 7, int(is_preempted), breakdown, none, **news)
     journal.says(CAME + 9, 0, decoding=session_pb2.TimeBreakdown(decode_s=2.0, steps=9))
-    journal.left("moved", CAME + 9)
+    journal.end_attempt("moved", CAME + 9)
     kind = "preempted" if is_preempted else "other"
     assert list(kinds(journal).items())[2:] == [("prefill", 1.0), (kind, 2.0)]
 
@@ -204,10 +204,10 @@ def test_silent_worker_counts_as_lost_since_its_last_message() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 7, 1, session_pb2.TimeBreakdown(prefill_s=1.0))
-    journal.worker.last_heard = CAME + 9
-    journal.left("worker w was lost", CAME + 10, is_lost=True)
-    journal.worker.last_heard = CAME + 20
-    journal.queued_again(CAME + 21)
+    journal.worker.last_message_at = CAME + 9
+    journal.end_attempt("worker w was lost", CAME + 10, is_lost=True)
+    journal.worker.last_message_at = CAME + 20
+    journal.requeued(CAME + 21)
     seen = list(kinds(journal).items())[2:]
     assert seen == [("prefill", 1.0), ("decode", 2.0), ("migration", 12.0)]
 
@@ -218,23 +218,23 @@ def test_preempted_state_lasts_until_the_next_report() -> None:
     breakdown = session_pb2.TimeBreakdown(decode_s=1.0)
     preempted = session_pb2.RESIDENCE_PREEMPTED
     journal.says(CAME + 7, 1, breakdown=breakdown, residence=preempted)
-    assert kinds(journal.until(CAME + 9))["preempted"] == 2.0
-    journal.left("moved", CAME + 10)
+    assert kinds(journal.snapshot(CAME + 9))["preempted"] == 2.0
+    journal.end_attempt("moved", CAME + 10)
     assert kinds(journal)["preempted"] == 3.0
 
 
 def test_worker_wait_lasts_until_the_first_report() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    assert kinds(journal.until(CAME + 8))["worker_wait"] == 2.0
+    assert kinds(journal.snapshot(CAME + 8))["worker_wait"] == 2.0
 
 
 def test_running_request_is_explained_up_to_now() -> None:
     journal = accepted()
-    assert kinds(journal.until(CAME + 8))["queue"] == 2.0
+    assert kinds(journal.snapshot(CAME + 8))["queue"] == 2.0
     journal.dispatch(CAME + 9)
     journal.says(CAME + 10, 1, waited_s=0.5)
-    told = journal.until(CAME + 12)
+    told = journal.snapshot(CAME + 12)
     assert told.total_s == 12.0
     assert kinds(told)["decode"] == 2.0
     assert journal.total_s == 9.0 and "decode" not in kinds(journal)
@@ -257,7 +257,7 @@ def test_withdrawn_request_uses_the_leaders_queue_wait() -> None:
     ]
 
 
-def test_occupants_are_named_only_after_a_wait_for_room() -> None:
+def test_occupants_are_named_only_after_a_wait_for_capacity() -> None:
     for no_worker_s, told in ((4.0, ()), (3.999, ()), (2.0, ("a",))):
         journal = accepted()
         queue_wait = session_pb2.QueueWait(seconds=4.0, no_worker_s=no_worker_s)
@@ -270,17 +270,17 @@ def test_occupants_are_named_only_after_a_wait_for_room() -> None:
 def test_newcomers_exclude_arrivals_after_departure() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    journal.joined(("a",))
-    journal.joined(("b", "a"))
-    journal.left("moved", CAME + 7)
-    journal.joined(("c",))
+    journal.set_newcomers(("a",))
+    journal.set_newcomers(("b", "a"))
+    journal.end_attempt("moved", CAME + 7)
+    journal.set_newcomers(("c",))
     assert [attempt.newcomers for attempt in journal] == [("b", "a")]
 
 
 def test_adopted_journal_continues_earlier_spans() -> None:
     journal = Journal(CAME)
     earlier = accepted()
-    journal.adopted(earlier.spans, 3, CAME + 16)
+    journal.taken_over(earlier.spans, 3, CAME + 16)
     assert kinds(journal) == kinds(earlier) | {"other": 10.0}
     journal.ended("cancelled", CAME + 17)
     assert journal.spans[-1] == (pb.SPAN_KIND_QUEUE, 1.0, 4)
@@ -294,10 +294,12 @@ def test_old_attempts_are_summed() -> None:
         journal.dispatch(now := now + 1, attempt)
         for _ in range(50):
             journal.says(now := now + 0.01, 1, residence=session_pb2.RESIDENCE_PREEMPTED)
-        journal.left("moved", now)
-        journal.queued_again(now := now + 1)
-    assert [attempt.number for attempt in journal.kept_attempts] == list(range(101 - MAX_TOLD, 101))
-    assert journal.num_dropped == 100 - MAX_TOLD
+        journal.end_attempt("moved", now)
+        journal.requeued(now := now + 1)
+    assert [attempt.number for attempt in journal.detailed_attempts] == list(
+        range(101 - MAX_DETAILED_ATTEMPTS, 101)
+    )
+    assert journal.num_dropped == 100 - MAX_DETAILED_ATTEMPTS
     assert len(journal.spans) < 60
     assert sum(span.seconds for span in journal.spans) == pytest.approx(journal.total_s)
     assert kinds(journal)["migration"] == pytest.approx(100.0)
@@ -333,9 +335,9 @@ STEPS: list[Callable[[WatchedJournal, float], None]] = [
     lambda journal, now: journal.says(now, 1, residence=session_pb2.RESIDENCE_PREEMPTED),
     lambda journal, now: journal.says(now, 1, residence=session_pb2.RESIDENCE_RESUMED),
     lambda journal, now: journal.readable(now),
-    lambda journal, now: journal.left(FINISHED, now),
-    lambda journal, now: journal.left("lost", now, is_lost=True),
-    lambda journal, now: journal.queued_again(now),
+    lambda journal, now: journal.end_attempt(FINISHED, now),
+    lambda journal, now: journal.end_attempt("lost", now, is_lost=True),
+    lambda journal, now: journal.requeued(now),
     lambda journal, now: journal.withdrawn(
         session_pb2.QueueWait(seconds=2.0, no_worker_s=1.0), now
     ),
@@ -356,7 +358,7 @@ def test_journal_spans_sum_to_total_for_any_events(
     for step, seconds in steps:
         now += seconds
         step(journal, now)
-        told = journal.until(now + more)
+        told = journal.snapshot(now + more)
         total_s = sum(span.seconds for span in told.spans)
         assert total_s == pytest.approx(told.total_s, abs=1e-6)
         assert told.total_s == pytest.approx(now + more - CAME) or not told.is_open

@@ -177,7 +177,7 @@ async def test_new_token_resets_all_losses(gateway: Gateway) -> None:
         gateway.requests.attempts.worker_lost("w")
         await until(lambda: live.phase.value == "waiting")
         assert not live.losses.need_confirmation(live.num_tokens + 1, CONFIG)
-        assert not live.losses.make_suspect(live.num_tokens + 1, CONFIG)
+        assert not live.losses.is_suspect(live.num_tokens + 1, CONFIG)
     assert not live.is_over
     assert (live.losses.in_step, live.losses.in_a_row) == (1, 1)
 
@@ -430,7 +430,7 @@ async def test_adoption_awaiting_the_ledger_delays_no_other(
     monkeypatch.setattr(ledger, "get", away_but_for_the_last)
     other = Gateway(ledger, "other")
     for number in range(8):
-        other.requests.adopt_soon(f"r{number}")
+        other.requests.schedule_adoption(f"r{number}")
     await until(lambda: len(set(asked)) == 8)
     adopted = await other.requests.attach("r8")
     assert adopted.phase is Phase.WAITING
@@ -996,7 +996,7 @@ async def test_attach_rejects_tokens_of_another_model(
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_begun_request_fails_under_other_weights(
+async def test_started_request_fails_under_other_weights(
     ledger: MemoryLedger, has_begun: bool
 ) -> None:
     """A router that began anew may hear of its workers only after it took the request over."""

@@ -137,5 +137,5 @@ def test_stored_request_keeps_the_resolved_parameters(top_k: int | None) -> None
 def test_sampling_defaults_shown_are_those_that_differ() -> None:
     params = SamplingParams(temperature=0.6, top_k=20, seed=3, min_tokens=2)
     assert sampling_defaults.as_json(params) == {"temperature": 0.6, "top_k": 20}
-    assert sampling_defaults.changed(params) == pb.Sampling(temperature=0.6, top_k=20)
-    assert sampling_defaults.changed(SamplingParams()) == pb.Sampling()
+    assert sampling_defaults.as_proto(params) == pb.Sampling(temperature=0.6, top_k=20)
+    assert sampling_defaults.as_proto(SamplingParams()) == pb.Sampling()

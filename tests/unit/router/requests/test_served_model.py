@@ -66,7 +66,7 @@ def test_served_model_reads_limits_of_each_family(
 
 def test_worker_supplies_limits_missing_from_the_config(tmp_path: Path) -> None:
     served = ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}))
-    served.limit([worker(max_model_len=100, num_blocks=3)])
+    served.update_limits([worker(max_model_len=100, num_blocks=3)])
     assert served.max_model_len == 3 * BLOCK_SIZE
 
 
@@ -74,9 +74,9 @@ def test_max_model_len_is_the_smallest_of_all_workers(tmp_path: Path) -> None:
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     small, large = worker(max_model_len=100), worker(max_model_len=5000)
-    served.limit([large, small])
+    served.update_limits([large, small])
     assert served.max_model_len == 100
-    served.limit([large])
+    served.update_limits([large])
     assert served.max_model_len == 5000
 
 
@@ -86,27 +86,27 @@ def test_yarn_context_is_the_same_in_router_and_worker(tmp_path: Path) -> None:
     directory = model(tmp_path / "m", {**sizes, "rope_scaling": yarn})
     served, held = ServedModel.load(directory), read_spec(directory).max_position
     assert served.context == held == 4 * sizes["max_position_embeddings"]
-    served.limit([worker(held)])
+    served.update_limits([worker(held)])
     assert served.max_model_len == held
 
 
 def test_limits_persist_after_the_last_worker_leaves(tmp_path: Path) -> None:
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
-    served.limit([worker(max_model_len=100)])
-    served.limit([])
+    served.update_limits([worker(max_model_len=100)])
+    served.update_limits([])
     assert (served.max_model_len, served.fingerprint) == (100, "f")
 
 
 def test_limits_of_the_last_worker_are_expected_of_the_next(tmp_path: Path) -> None:
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
-    served.expect(worker(max_model_len=100, model="another"))
+    served.assume_limit(worker(max_model_len=100, model="another"))
     assert (served.max_model_len, served.longest_sequence) == (None, 1000)
-    served.expect(worker(max_model_len=100, model=served.name))
+    served.assume_limit(worker(max_model_len=100, model=served.name))
     # The next one may have other weights: nothing is refused because of the last one's.
     assert (served.max_model_len, served.fingerprint) == (100, "")
-    served.limit([worker(max_model_len=300)])
+    served.update_limits([worker(max_model_len=300)])
     assert served.max_model_len == 300
 
 
@@ -178,7 +178,7 @@ def test_encode_prompt_refuses_a_long_text_early(kind: str) -> None:
     assert found is not None
     first, whole, counted = map(int, found.groups())
     assert (first, whole) == (counter.num_characters, len(text))
-    assert 2 * context < counted <= 2 * context + model_module._COUNTED_AT_ONCE * 4
+    assert 2 * context < counted <= 2 * context + model_module._COUNTED_CHARACTERS * 4
     assert first < len(text) or num_tokens < 4 * context
 
 
@@ -236,7 +236,7 @@ def test_request_is_checked_against_the_worker_that_takes_it() -> None:
     assert served.fits(request)
     small, large = worker(max_model_len=64), worker(max_model_len=65)
     small.worker_id, large.worker_id = "small", "large"
-    served.limit([small, large])
+    served.update_limits([small, large])
     assert not served.fits(request)
     served.check_worker(request, "large")
     with pytest.raises(ContextLengthExceeded, match="context length is 64 tokens"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Entry, State, Stored, StoredChoice
-from router.requests.explanation import kept, resumed
+from router.requests.explanation import resumed_journal, stored_explanation
 from router.requests.request import Choice, LiveRequest, Output
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
@@ -39,8 +39,8 @@ class Reader:
         self.live.mark_stored(choice, len(choice.output), self.now)
 
     def read(self, choice: Choice, count: int) -> None:
-        choice.mark_taken(min(choice.readable, choice.taken + count))
-        if choice.is_late and choice.taken >= choice.readable:
+        choice.mark_delivered(min(choice.readable, choice.delivered + count))
+        if choice.has_slow_reader and choice.delivered >= choice.readable:
             self.live.caught_up(choice, self.now)
 
     @property
@@ -56,7 +56,7 @@ def test_unread_time_counts_any_choice_with_a_reader(
     reader, whole_s = Reader(), 0.0
     choices = reader.live.choices
     for index, count, is_read, seconds in moves:
-        whole_s += seconds * any(it.taken < it.readable for it in choices)
+        whole_s += seconds * any(it.delivered < it.readable for it in choices)
         reader.now += seconds
         assert reader.told_s == pytest.approx(whole_s)
         (reader.read if is_read else reader.make)(choices[index], count)
@@ -74,10 +74,10 @@ def test_unread_tokens_exclude_what_is_read_at_once(
         if is_read:
             reader.read(choice, count)
         else:
-            is_late |= choice.taken < choice.readable and count > 0
-            since = since if choice.taken < choice.readable else reader.now
+            is_late |= choice.delivered < choice.readable and count > 0
+            since = since if choice.delivered < choice.readable else reader.now
             reader.make(choice, count)
-        if choice.taken == choice.readable and is_late:
+        if choice.delivered == choice.readable and is_late:
             is_late, whole_s = False, whole_s + reader.now - since
     reader.live.journal.ended("", reader.now)
     going_on_s = reader.now - since if is_late else 0.0
@@ -114,7 +114,7 @@ async def test_unread_tokens_are_reported_while_the_client_reads() -> None:
                 pass
         await gateway.requests._deliveries.flush()
         told = await gateway.requests.explain("r")
-        assert told == kept(*await gateway.requests.get("r"))
+        assert told == stored_explanation(*await gateway.requests.get("r"))
         assert told.unread_s >= 0.06 and told.unread_tokens == 0
 
 
@@ -138,5 +138,5 @@ def test_takeover_counts_earlier_tokens_as_read() -> None:
     stored = Stored(
         entry, make_request(), (StoredChoice(),), 1e9 + 9.0, explanation=told.SerializeToString()
     )
-    assert resumed(stored, 100.0).unread_s == 2.5
+    assert resumed_journal(stored, 100.0).unread_s == 2.5
     assert Journal(100.0).unread_s == 0.0

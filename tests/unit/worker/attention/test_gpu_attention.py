@@ -130,12 +130,12 @@ def test_fused_rope_rotates_queries_and_cached_keys(dim: int) -> None:
         torch.from_numpy(rows.positions).to(batch.device)
     )
     heads = torch.randn(6, 4 + 2 + 2, 64, device=batch.device).half()
-    turned, value = heads[:, :6], heads[:, 6:]
-    expected = rotate(turned, angle)
+    rotated, value = heads[:, :6], heads[:, 6:]
+    expected = rotate(rotated, angle)
     batch.backend.prepare(rows).write(1, expected[:, 4:], value)
     by_parts = batch.cache.tensor.clone()
     batch.cache.tensor[[*batch.rows[0].block_table, *batch.rows[1].block_table]] = torch.nan
-    query = batch.backend.prepare(rows).turn_and_write(1, turned, 4, value, angle)
+    query = batch.backend.prepare(rows).rotate_and_write(1, rotated, 4, value, angle)
     torch.testing.assert_close(query, expected[:, :4], rtol=2e-3, atol=1e-3)
     for block, offset in zip(
         rows.blocks.tolist(), (rows.positions % BLOCK_SIZE).tolist(), strict=True

@@ -17,8 +17,8 @@ from worker.kernels.trial import kernels_work, why_no_kernels
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.model.pointwise import TORCH
-from worker.runner.draw import choose_draw
-from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.draw import choose_sampling_backend
+from worker.runner.draw_by_kernel import sample_by_kernel
 
 GPU = torch.device("cuda")
 CHOOSERS = ("worker.attention.choice", "worker.runner.draw", "worker.model.compiled_pointwise")
@@ -59,7 +59,7 @@ def test_gpu_choosers_use_kernels_only_if_they_work(
         monkeypatch.setattr(f"{module}.kernels_work", lambda _: works)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert (choose_draw(GPU) is draw_by_kernel) == works
+    assert (choose_sampling_backend(GPU) is sample_by_kernel) == works
     pointwise = choose_pointwise(torch.bfloat16, GPU)
     assert isinstance(pointwise, KernelPointwise) if works else pointwise is TORCH
     monkeypatch.setattr("worker.attention.choice.choose_prompt_kernels", lambda _: None)

@@ -85,9 +85,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     on(9, monkeypatch)
     # Another one that may be installed here is no part of this.
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    prompt_choice._tried.cache_clear()
+    prompt_choice._try_cached.cache_clear()
     yield module
-    prompt_choice._tried.cache_clear()
+    prompt_choice._try_cached.cache_clear()
 
 
 def on(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_prompt_kernel_wrong_with_softcap_is_used_without_it(stand_in: StandIn) 
     stand_in.change = lambda out, asked: out * (2 if asked["softcap"] else 1)
     kernels = chosen()
     assert kernels is not None
-    takes = {name for name, form in FORMS.items() if kernels.take(form)}
+    takes = {name for name, form in FORMS.items() if kernels.supports(form)}
     assert takes == {name for name, f in FORMS.items() if f.softcap is None and f.sinks is None}
 
 
@@ -202,7 +202,7 @@ def test_prompt_kernel_is_kept_after_out_of_memory(stand_in: StandIn) -> None:
     stand_in.change = fail
     with pytest.raises(torch.OutOfMemoryError):
         batch.attend([1])
-    assert kernels is not None and kernels.take(FORMS["plain"])
+    assert kernels is not None and kernels.supports(FORMS["plain"])
 
 
 def test_attention_name_includes_prompt_kernel(stand_in: StandIn) -> None:

@@ -52,11 +52,11 @@ def test_kv_cache_requests_huge_pages() -> None:
 def test_kv_cache_prefaults_pages_and_keeps_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.device.kv_cache._TAKEN_AHEAD", 64 << 20)
+    monkeypatch.setattr("worker.device.kv_cache._PREFAULT_BYTES", 64 << 20)
     cache = KVCache(128, 4, 8, 128, torch.float32, CPU)
     cache.tensor[10].fill_(5)
     before = _resident_bytes()
-    cache.take_memory().join()
+    cache.prefault().join()
     assert 0.9 * (62 << 20) < _resident_bytes() - before < 1.1 * (62 << 20)
     assert (cache.tensor[10] == 5).all()
 

@@ -23,7 +23,7 @@ from worker.parallel.group import Group
 from worker.runner import decode_graphs
 from worker.runner.build import build_runner
 from worker.runner.decode_graphs import DecodeGraphs, Work
-from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.draw_by_kernel import sample_by_kernel
 from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
 
@@ -40,7 +40,7 @@ def test_parcel_restores_arrays_despite_trailing_data() -> None:
     parcel = Parcel(CPU)
     sent = [parcel.add(array) for array in ARRAYS]
     packed = parcel.packed()
-    parcel.arrive(torch.cat((torch.from_numpy(packed), torch.full((9,), 3, dtype=torch.int32))))
+    parcel.unpack(torch.cat((torch.from_numpy(packed), torch.full((9,), 3, dtype=torch.int32))))
     for there, array in zip(sent, ARRAYS, strict=True):
         assert torch.equal(there(), torch.from_numpy(array))
     assert len(packed) % 4 == 0
@@ -49,7 +49,7 @@ def test_parcel_restores_arrays_despite_trailing_data() -> None:
 def test_parcel_aligns_arrays_to_16_bytes() -> None:
     parcel = Parcel(CPU)
     parts = [parcel.add(np.full(size, size, np.int32)) for size in (1, 4, 5)]
-    parcel.arrive(torch.from_numpy(parcel.packed()))
+    parcel.unpack(torch.from_numpy(parcel.packed()))
     assert [part().storage_offset() for part in parts] == [0, 4, 8]
 
 
@@ -61,7 +61,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchRun
     monkeypatch.setattr(
         "worker.runner.assembly.choose_attention", lambda cache: GpuAttention(cache, 4)
     )
-    monkeypatch.setattr("worker.runner.sampler.choose_draw", lambda _: draw_by_kernel)
+    monkeypatch.setattr("worker.runner.sampler.choose_sampling_backend", lambda _: sample_by_kernel)
     config = WorkerConfig(
         model=str(save_llama(tmp_path)),
         device="cpu",
@@ -91,12 +91,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     class Sent(Parcel):
-        def _arrived(self) -> list[Tensor]:
-            if self._there is None:
+        def _unpacked(self) -> list[Tensor]:
+            if self._tensors is None:
                 packed = torch.from_numpy(self.packed())
                 seen.append(packed.nbytes)
-                self.arrive(packed)
-            return super()._arrived()
+                self.unpack(packed)
+            return super()._unpacked()
 
     def upload_into(values: Any, target: Tensor) -> None:
         seen.append(values.nbytes)

@@ -53,18 +53,18 @@ def test_decodes_match_row_by_row_accounting(steps: list[tuple[str, int, int, in
             decodes.drop(slot)
             del positions[slot]
         if what == "anew":
-            for each, passed in zip(everybody, decodes.drain(everybody), strict=True):
+            for each, passed in zip(everybody, decodes.pop_seconds(everybody), strict=True):
                 taken[each] += passed
-            decodes.begin_anew()
+            decodes.restart_sums()
         if what == "place" and slot in positions:
-            taken[slot] += decodes.drain(only)[0]
-            decodes.place(only, np.array([position]))
+            taken[slot] += decodes.pop_seconds(only)[0]
+            decodes.set_positions(only, np.array([position]))
             positions[slot] = position
         if absent:
-            taken[slot] += decodes.drain(only)[0]
+            taken[slot] += decodes.pop_seconds(only)[0]
         decodes.add(base, slope)
         if absent:
-            decodes.sit_out(only)
+            decodes.undo_add(only)
         for each in positions:
             if not (absent and each == slot):
                 seconds[each] += base + slope * (positions[each] + 1)

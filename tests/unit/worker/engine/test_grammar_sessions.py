@@ -64,7 +64,7 @@ class Desk:
     def __init__(self, grammars: Grammars | None = None) -> None:
         self.engine, self.compiler = Engine(), ToyCompiler()
         self.sessions = Sessions(limits(), EMPTY, self.engine, grammars or self.compiler)
-        self.router = self.sessions.join("a", lambda: None)
+        self.router = self.sessions.open_session("a", lambda: None)
         self.cut()
 
     def send(self, *starts: session_pb2.Start, aborts: tuple[int, ...] = ()) -> None:
@@ -73,7 +73,7 @@ class Desk:
         self.sessions.receive(self.router, frame, now=0.0)
 
     def cut(self, session: Session | None = None) -> session_pb2.WorkerFrame:
-        return self.sessions.cut(session or self.router)
+        return self.sessions.take_frame(session or self.router)
 
 
 def constrained(epoch: int, **fields: object) -> session_pb2.Start:

@@ -10,35 +10,35 @@ from worker.engine.plan import BlockCopy
 A, B, C = b"a", b"b", b"c"
 
 
-def kept(num_places: int, *hashes: bytes) -> HostStore:
-    """A store that has saved ``hashes``, which are wanted, in this order."""
-    this = HostStore(num_places)
-    this.want(hashes)
+def kept(num_host_blocks: int, *hashes: bytes) -> HostStore:
+    """A store that has saved ``hashes``, which are needed, in this order."""
+    this = HostStore(num_host_blocks)
+    this.mark_needed(hashes)
     for block, block_hash in enumerate(hashes):
         this.evicted(block, block_hash)
-    this.done()
+    this.commit_copies()
     return this
 
 
-def test_host_store_saves_wanted_block_once() -> None:
+def test_host_store_saves_needed_block_once() -> None:
     this = HostStore(3)
-    this.want([A, B])
+    this.mark_needed([A, B])
     for block, block_hash in ((5, A), (6, C), (7, A)):
         this.evicted(block, block_hash)
-    ((copy,), loads) = this.planned()
+    ((copy,), loads) = this.planned_copies()
     assert (copy.block, loads) == (5, ())
     assert A in this and B not in this and C not in this
-    this.done()
-    assert this.planned() == ((), ())
+    this.commit_copies()
+    assert this.planned_copies() == ((), ())
     this.evicted(5, A)
-    assert this.planned() == ((), ()), "it is kept already"
-    this.check_integrity(wanted=[A, B])
+    assert this.planned_copies() == ((), ()), "it is kept already"
+    this.check_integrity(needed=[A, B])
 
 
 def test_host_store_without_places_keeps_nothing() -> None:
     this = kept(0, A)
     assert A not in this
-    this.unwant([A])
+    this.unmark_needed([A])
     this.check_integrity([])
 
 
@@ -46,13 +46,13 @@ def test_host_store_load_keeps_place() -> None:
     this = kept(2, A)
     this.pin(A)
     this.load(A, 9)
-    (_, (copy,)) = this.planned()
+    (_, (copy,)) = this.planned_copies()
     assert copy.block == 9
-    this.done()
+    this.commit_copies()
     this.pin(A)
     this.load(A, 4)
-    assert this.planned() == ((), (BlockCopy(4, copy.place),))
-    this.failed()
+    assert this.planned_copies() == ((), (BlockCopy(4, copy.host_block),))
+    this.discard_copies()
     assert A in this, "a load changes no place"
     this.check_integrity([A])
 
@@ -61,112 +61,112 @@ def test_host_store_reuses_least_recently_used_place() -> None:
     this = kept(2, A, B)
     this.pin(A)
     this.load(A, 9)
-    this.done()
-    this.want([C])
+    this.commit_copies()
+    this.mark_needed([C])
     this.evicted(3, C)
-    this.done()
+    this.commit_copies()
     assert A in this and B not in this and C in this
     this.check_integrity([A, B, C])
 
 
-def test_host_store_drops_unwanted_then_later_blocks() -> None:
+def test_host_store_drops_unneeded_then_later_blocks() -> None:
     this = kept(3, A, B, C)
-    this.unwant([B, C])
-    this.want([b"d", b"e"])
+    this.unmark_needed([B, C])
+    this.mark_needed([b"d", b"e"])
     this.evicted(3, b"d")
     assert A in this and B in this and C not in this
     this.evicted(4, b"e")
     assert A in this and B not in this
-    this.done()
+    this.commit_copies()
     this.check_integrity([A, b"d", b"e"])
 
 
-def test_host_store_drops_unwanted_loaded_block_first() -> None:
+def test_host_store_drops_unneeded_loaded_block_first() -> None:
     this = kept(2, A, B)
-    this.unwant([B])
+    this.unmark_needed([B])
     this.pin(B)
     this.load(B, 9)
-    this.done()
-    this.want([C])
+    this.commit_copies()
+    this.mark_needed([C])
     this.evicted(3, C)
     assert A in this and B not in this
 
 
-def test_host_store_counts_wants_per_block() -> None:
+def test_host_store_counts_needs_per_block() -> None:
     this = HostStore(1)
-    this.want([A])
-    this.want([A])
-    this.unwant([A])
+    this.mark_needed([A])
+    this.mark_needed([A])
+    this.unmark_needed([A])
     this.evicted(0, A)
     assert A in this
-    this.done()
+    this.commit_copies()
     this.check_integrity([A])
 
 
 def test_host_store_never_saves_to_a_place_being_loaded() -> None:
     this = kept(1, A)
     this.pin(A)
-    this.want([B])
+    this.mark_needed([B])
     this.evicted(5, B)
     this.load(A, 6)
-    assert this.planned() == ((), (BlockCopy(6, 0),))
-    this.done()
+    assert this.planned_copies() == ((), (BlockCopy(6, 0),))
+    this.commit_copies()
     assert A in this and B not in this
     this.check_integrity([A, B])
 
 
 def test_host_store_place_is_saved_to_once_per_step() -> None:
     this = HostStore(1)
-    this.want([A, B])
+    this.mark_needed([A, B])
     this.evicted(5, A)
     this.evicted(6, B)
-    assert this.planned() == ((BlockCopy(5, 0),), ())
-    this.done()
+    assert this.planned_copies() == ((BlockCopy(5, 0),), ())
+    this.commit_copies()
     assert A in this and B not in this
 
 
 def test_host_store_loads_block_saved_in_same_step() -> None:
     this = HostStore(1)
-    this.want([A])
+    this.mark_needed([A])
     this.evicted(5, A)
     this.pin(A)
     this.load(A, 6)
-    assert this.planned() == ((BlockCopy(5, 0),), (BlockCopy(6, 0),))
+    assert this.planned_copies() == ((BlockCopy(5, 0),), (BlockCopy(6, 0),))
 
 
 def test_host_store_discards_saves_of_failed_step() -> None:
     this = kept(2, A)
-    this.want([B, C])
+    this.mark_needed([B, C])
     this.evicted(5, B)
     this.evicted(6, C)
     assert B in this and C in this and A not in this
-    this.failed()
+    this.discard_copies()
     assert {A, B, C}.isdisjoint(h for h in (A, B, C) if h in this)
     this.check_integrity([A, B, C])
     this.evicted(5, B)
     assert B in this, "the place is free again"
 
 
-def test_host_store_invalidate_all_keeps_wants() -> None:
+def test_host_store_invalidate_all_keeps_needs() -> None:
     this = kept(2, A, B)
     this.invalidate_all()
     assert A not in this and B not in this
     this.check_integrity([A, B])
     for block, block_hash in enumerate((A, B)):
         this.evicted(block, block_hash)
-    this.done()
+    this.commit_copies()
     assert A in this and B in this
 
 
 def test_host_store_ignores_step_planned_before_reset() -> None:
     this = kept(3, A)
-    this.want([B])
+    this.mark_needed([B])
     this.evicted(5, B)
     this.pin(A)
     this.load(A, 6)
     this.invalidate_all()
     assert A not in this and B not in this
-    this.failed()
+    this.discard_copies()
     this.check_integrity([A, B])
 
 
@@ -177,8 +177,8 @@ def test_host_store_integrity_check_detects_damage(damage: str) -> None:
         case "a step is not over":
             this.pin(A)
         case "a place":
-            this._free.append(this._kept[A])
+            this._free.append(this._stored[A])
         case "who wants":
-            this.want([B])
+            this.mark_needed([B])
     with pytest.raises(AssertionError, match=damage):
         this.check_integrity([A])

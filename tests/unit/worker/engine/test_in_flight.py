@@ -15,7 +15,7 @@ from worker.config import FakeModel, Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.engine.outcome import Abort, SequenceKey, Stop
-from worker.engine.plan import NO_ROWS, UNKNOWN, Launched, Plan, RowResult
+from worker.engine.plan import NO_ROWS, UNKNOWN, LaunchedStep, Plan, RowResult
 from worker.runner.fake_runner import FakeRunner, expected_tokens
 from worker.serving.inbox import Inbox, Orders
 from worker.serving.loop import LeadingLoop, Report
@@ -47,14 +47,14 @@ class Telling(FakeRunner):
             self._spoil(plan if is_launch else replace(plan, rows=NO_ROWS))
             raise MemoryError if is_launch else RuntimeError
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _launch(self, plan: Plan) -> LaunchedStep:
         self.plans.append(plan)
         self.ask("forward", plan)
         return TellingStep(self, plan, super()._launch(plan))
 
 
 class TellingStep:
-    def __init__(self, runner: Telling, plan: Plan, launched: Launched) -> None:
+    def __init__(self, runner: Telling, plan: Plan, launched: LaunchedStep) -> None:
         self._runner, self._plan, self._launched = runner, plan, launched
 
     def sample(self) -> None:
@@ -191,8 +191,8 @@ def test_drain_returns_tokens_drawn_so_far() -> None:
     reports: list[Report] = []
     loop = LeadingLoop(this.engine, Inbox(), reports.append, None)
     for _ in range(5):
-        loop.turn(Orders())
-    loop.turn(Orders(drain=True))
+        loop.run_iteration(Orders())
+    loop.run_iteration(Orders(drain=True))
     collected = Collected()
     for report in reports:
         collected.take(report.outcomes)
@@ -258,8 +258,8 @@ def test_failed_launch_returns_no_earlier_result() -> None:
     saved: set[int] = set()
     for plan in this.runner.plans:
         if plan.step > this.runner.broken + 1:
-            saved.update(copy.place for copy in plan.saves)
-            assert saved.issuperset(copy.place for copy in plan.loads)
+            saved.update(copy.host_block for copy in plan.saves)
+            assert saved.issuperset(copy.host_block for copy in plan.loads)
     assert saved
 
 

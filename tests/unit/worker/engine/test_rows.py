@@ -40,7 +40,7 @@ def test_rows_table_is_trimmed_to_last_token() -> None:
 def test_rows_then_concatenates(cut: int) -> None:
     tables = Rows.of(ROWS).tables
     first, rest = Rows.of(ROWS[:cut], tables), Rows.of(ROWS[cut:], tables)
-    assert first.then(rest) == Rows.of(ROWS)
+    assert first.concat(rest) == Rows.of(ROWS)
 
 
 def test_rows_decoding_builds_decode_rows() -> None:

@@ -59,7 +59,7 @@ Damage = Callable[[SlotTable, Sequence], object]
     "damage",
     [
         lambda slot_table, this: slot_table.clear(this.slot),
-        lambda slot_table, this: slot_table.cut(this.slot, 1),
+        lambda slot_table, this: slot_table.truncate(this.slot, 1),
         lambda slot_table, this: slot_table.extend(this.slot, (3,)),
         lambda slot_table, this: this.tokens.append(1),
         lambda slot_table, this: setattr(this, "block_table", this.block_table[::-1]),

@@ -51,11 +51,11 @@ class Worker:
     def sequence(self, epoch: int, length: int, max_tokens: int = 1000, **fields: Any) -> Sequence:
         tokens = prompt(length, 10 * epoch)
         this = sequence(self.limits, epoch, tokens, max_tokens=max_tokens, **fields)
-        this.came = self.now
+        this.arrived_at = self.now
         return this
 
     def turn(self, *starts: Sequence, aborts: Several[int] = (), drain: bool = False) -> Report:
-        self.loop.turn(Orders([*starts], [Abort(epoch) for epoch in aborts], drain=drain))
+        self.loop.run_iteration(Orders([*starts], [Abort(epoch) for epoch in aborts], drain=drain))
         self.engine.check_integrity()
         return self.reports[-1]
 
@@ -71,7 +71,7 @@ class Worker:
         self.turn(aborts=range(1001, 1005))
 
     def breakdown(self, this: Sequence) -> TimeBreakdown:
-        return self.loop._breakdowns.so_far(this, self.now).breakdown
+        return self.loop._breakdowns.breakdown_of(this, self.now).breakdown
 
 
 def told(report: Report) -> dict[int, SequenceBreakdown]:
@@ -266,7 +266,7 @@ def test_breakdown_of_cached_sequence_is_reported_at_first_step() -> None:
         worker.turn()
     prompt, output = before.tokens[:64], before.tokens[64:97]
     moved = sequence(LIMITS, 2, prompt, output=output, max_tokens=40, num_computed=96)
-    moved.came = worker.now
+    moved.arrived_at = worker.now
     assert milliseconds(told(worker.turn(moved))[2].breakdown) == {"decode": 17.0}
 
 
@@ -319,7 +319,7 @@ def test_breakdown_counts_moved_tokens_as_recompute() -> None:
     worker = Worker()
     tokens = worker.sequence(1, 20)
     moved = sequence(LIMITS, 2, tokens.tokens, output=range(1, 13), max_tokens=50, num_computed=31)
-    moved.came = worker.now
+    moved.arrived_at = worker.now
     worker.turn(moved)
     parts = worker.breakdown(moved)
     assert parts.recompute_s == pytest.approx(48e-3 * 31 / 32)

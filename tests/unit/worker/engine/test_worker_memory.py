@@ -14,8 +14,8 @@ from tests.support.worker.worker_support import Collected, limits, prompt, run, 
 from worker.config import FakeModel, Speculation
 from worker.engine.engine import Engine, EngineBroken
 from worker.engine.limits import TokenBudget
-from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
-from worker.engine.plan import Launched, Plan, RowResult
+from worker.engine.outcome import Outcome, Residence, SequenceKey, SequenceUpdate, Stop
+from worker.engine.plan import LaunchedStep, Plan, RowResult
 from worker.engine.sequence import NO_SLOT, Sequence
 from worker.runner.fake_runner import FakeRunner, FakeStep, expected_tokens
 
@@ -40,9 +40,10 @@ def shed(bench: Bench) -> list[Outcome]:
 
 def test_least_computed_half_of_decodes_is_preempted() -> None:
     bench, sequences = decoding(5)
-    news = News(Residence.PREEMPTED, preemptions=1)
+    update = SequenceUpdate(Residence.PREEMPTED, preemptions=1)
     assert shed(bench) == [
-        Outcome(SequenceKey(epoch, 0), 1, num_computed=7 + epoch, news=news) for epoch in (1, 2, 3)
+        Outcome(SequenceKey(epoch, 0), 1, num_computed=7 + epoch, update=update)
+        for epoch in (1, 2, 3)
     ]
     assert [s.slot for s in sequences] == [NO_SLOT, NO_SLOT, NO_SLOT, 3, 4]
     assert [s.num_computed for s in sequences] == [0, 0, 0, 11, 12], "as before the step"
@@ -139,7 +140,7 @@ def test_remaining_row_of_retracted_step_continues() -> None:
     bench, sequences = decoding(2)
     plan = bench.plan()
     bench.scheduler.remove(sequences[0])
-    left = replace(plan, rows=plan.rows.only(np.array([False, True])))
+    left = replace(plan, rows=plan.rows.select(np.array([False, True])))
     assert bench.scheduler.retract(left, ERROR) == []
     bench.scheduler.check_integrity()
     assert bench.step() == [(1, 9, 1)]
@@ -150,7 +151,7 @@ def test_retracted_step_without_rows_halves_next_step() -> None:
     plan = bench.plan()
     for each in sequences:
         bench.scheduler.remove(each)
-    left = replace(plan, rows=plan.rows.only(np.zeros(4, np.bool_)))
+    left = replace(plan, rows=plan.rows.select(np.zeros(4, np.bool_)))
     assert bench.scheduler.retract(left, ERROR) == []
     bench.add(9, 100, first=800)
     assert bench.step() == [(0, 0, 2)]
@@ -163,7 +164,7 @@ class SamplingFails(FakeRunner):
         super().__init__(num_blocks, replace(model, runs_ahead=True))
         self._short = frozenset(steps)
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _launch(self, plan: Plan) -> LaunchedStep:
         launched = super()._launch(plan)
         if plan.step not in self._short:
             return launched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.worker.scheduler_bench import TOKEN, Bench
 from tests.support.worker.worker_support import limits
-from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey
+from worker.engine.outcome import NO_UPDATE, Outcome, Residence, SequenceKey, SequenceUpdate
 from worker.engine.sequence import NO_SLOT, Sequence
 
 
@@ -26,20 +26,20 @@ def test_decode_outcome_has_only_computed_count() -> None:
     bench.commit(bench.plan())
     for computed in (71, 72):
         (outcome,) = bench.commit(bench.plan())
-        assert (outcome.num_computed, outcome.news) == (computed, NO_NEWS)
+        assert (outcome.num_computed, outcome.update) == (computed, NO_UPDATE)
 
 
 def test_outcome_of_first_token_reports_wait_and_cache_hits() -> None:
     bench = Bench(limits(max_num_batched_tokens=40, max_num_seqs=1))
     bench.add(1, 70, max_tokens=1)
     this = bench.add(2, 70)
-    this.came = 10.0
+    this.arrived_at = 10.0
     for now in (11.0, 12.0):
         bench.commit(bench.scheduler.schedule(now=now))
     (outcome,) = bench.commit(bench.scheduler.schedule(now=12.5))
-    assert outcome.news == News(waited_s=2.5, cached_tokens=64)
+    assert outcome.update == SequenceUpdate(waited_s=2.5, cached_tokens=64)
     (outcome,) = bench.commit(bench.scheduler.schedule(now=13.0))
-    assert outcome.news == NO_NEWS, "it is told once"
+    assert outcome.update == NO_UPDATE, "it is told once"
 
 
 def test_preemption_is_reported_in_step_that_causes_it() -> None:
@@ -48,7 +48,7 @@ def test_preemption_is_reported_in_step_that_causes_it() -> None:
         SequenceKey(2, 0),
         short.num_output,
         num_computed=short.num_known - 1,
-        news=News(Residence.PREEMPTED, preemptions=1),
+        update=SequenceUpdate(Residence.PREEMPTED, preemptions=1),
     )
     assert outcomes[0] == told
     assert outcomes[1].tokens == (TOKEN,), "the other one's"
@@ -61,10 +61,12 @@ def test_resumed_sequence_reports_recomputed_tokens() -> None:
     (outcome,) = bench.commit(bench.plan())
     # Its first block of 32 was found in the cache.
     again = known - 1 - 32
-    assert outcome.news == News(Residence.RESUMED, preemptions=0, recomputed_tokens=again)
+    assert outcome.update == SequenceUpdate(
+        Residence.RESUMED, preemptions=0, recomputed_tokens=again
+    )
     assert (outcome.tokens, outcome.num_computed) == ((TOKEN,), known)
     assert bench.scheduler.load().counters.recomputed_tokens == again
-    assert bench.commit(bench.plan())[0].news == NO_NEWS
+    assert bench.commit(bench.plan())[0].update == NO_UPDATE
 
 
 def test_recomputation_is_reported_with_the_next_token() -> None:
@@ -73,7 +75,7 @@ def test_recomputation_is_reported_with_the_next_token() -> None:
     for _ in range(3):
         assert bench.commit(bench.plan()) == []
     (outcome,) = bench.commit(bench.plan())
-    assert outcome.news == News(None, 0, recomputed_tokens=80, waited_s=0.0)
+    assert outcome.update == SequenceUpdate(None, 0, recomputed_tokens=80, waited_s=0.0)
     assert (outcome.num_computed, this.num_computed) == (100, 100)
 
 
@@ -83,7 +85,7 @@ def test_earlier_attempt_blocks_in_the_cache_are_not_recomputed() -> None:
     bench.step()
     bench.add(2, 100, num_computed=90)
     outcomes = bench.commit(bench.plan())
-    assert outcomes[1].news.recomputed_tokens == 0, "of 96 tokens"
+    assert outcomes[1].update.recomputed_tokens == 0, "of 96 tokens"
 
 
 def test_returned_sequence_reports_computed_tokens() -> None:

@@ -19,7 +19,7 @@ from worker.engine.limits import Limits
 from worker.engine.policies.serving_time import BatchSize, ServingTime
 from worker.engine.policies.similar_batches import band_begins
 from worker.engine.sequence import NO_SLOT, Sequence
-from worker.engine.waiting import WaitingLine
+from worker.engine.waiting import WaitingQueue
 
 STATIC = Scheduling("static")
 MAGNUS = Scheduling("magnus")
@@ -473,7 +473,7 @@ def test_policy_step_does_not_iterate_waiting_line(
     for epoch in range(1, 200):
         bench.add(epoch, 3, max_tokens=1 + epoch % 3)
     bench.step()
-    monkeypatch.setattr(WaitingLine, "__iter__", None)
+    monkeypatch.setattr(WaitingQueue, "__iter__", None)
     for _ in range(20):
         plan = bench.plan()
         bench.scheduler.commit(plan, [result(row) for row in plan.rows])

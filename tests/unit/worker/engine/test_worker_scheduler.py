@@ -11,7 +11,7 @@ from tests.support.worker.scheduler_bench import TOKEN, Bench, result
 from tests.support.worker.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
 from worker.engine.load import Counters, Load, Occupant
-from worker.engine.outcome import News, Outcome, SequenceKey, Stop
+from worker.engine.outcome import Outcome, SequenceKey, SequenceUpdate, Stop
 from worker.engine.plan import NO_ROWS, Plan, RowResult
 from worker.engine.sequence import NO_SLOT, Sequence
 
@@ -178,7 +178,9 @@ def test_failed_row_blocks_are_not_prefix_hits() -> None:
     bench.add(2, 70)
     plan, error = bench.plan(), EngineFailed("no number")
     outcomes = bench.scheduler.commit(plan, [result(plan.rows[0]), RowResult(error=error)])
-    failed = Outcome(SequenceKey(2, 0), 0, (), Stop.FAILED, error, news=News(waited_s=0.0))
+    failed = Outcome(
+        SequenceKey(2, 0), 0, (), Stop.FAILED, error, update=SequenceUpdate(waited_s=0.0)
+    )
     assert outcomes[1] == failed
     bench.scheduler.check_integrity()
     bench.add(3, 70)
@@ -279,7 +281,9 @@ def test_sequence_larger_than_the_pool_fails_with_its_tokens(
 def test_outcome_has_offset_of_its_token(scheduling: Scheduling) -> None:
     bench = Bench(limits(scheduling=scheduling))
     bench.scheduler.add(sequence(bench.limits, 1, [1], max_tokens=4, output=[2, 3]))
-    first = Outcome(SequenceKey(1, 0), 2, (TOKEN,), num_computed=3, news=News(waited_s=0.0))
+    first = Outcome(
+        SequenceKey(1, 0), 2, (TOKEN,), num_computed=3, update=SequenceUpdate(waited_s=0.0)
+    )
     assert bench.commit(bench.plan()) == [first]
     assert bench.commit(bench.plan()) == [
         Outcome(SequenceKey(1, 0), 3, (TOKEN,), Stop.LENGTH, num_computed=4)

@@ -37,7 +37,7 @@ def test_swap_saves_preempted_blocks_and_loads_them_again() -> None:
 
     bench.scheduler.remove(long)
     plan = bench.plan()
-    assert {copy.place for copy in plan.loads} >= {place}
+    assert {copy.host_block for copy in plan.loads} >= {place}
     assert [copy.block for copy in plan.loads] == list(short.block_table[:2])
     assert (plan.rows[0].start, plan.rows[0].block_table) == (64, short.block_table)
     bench.commit(plan)
@@ -87,7 +87,7 @@ def test_swap_load_of_failed_step_is_repeated() -> None:
         bench.step()
     bench.scheduler.remove(long)
     plan = bench.plan()
-    places = [copy.place for copy in plan.loads]
+    places = [copy.host_block for copy in plan.loads]
     bench.scheduler.fail(plan, EngineFailed())
     bench.scheduler.check_integrity()
     bench.add(3, 70, first=500)

@@ -2,7 +2,7 @@
 
 from tests.support.worker.worker_support import limits, prompt, sequence
 from worker.engine.sequence import Sequence
-from worker.engine.waiting import WaitingLine
+from worker.engine.waiting import WaitingQueue
 
 LIMITS = limits()
 
@@ -14,7 +14,7 @@ def member(order: int, priority: int = 0) -> Sequence:
 
 
 def test_waiting_line_restores_original_place() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     members = [member(order) for order in range(4)]
     for this in (members[2], members[3], members[1], members[0]):
         line.push(this)
@@ -27,7 +27,7 @@ def test_waiting_line_restores_original_place() -> None:
 
 
 def test_waiting_line_orders_by_priority_then_arrival() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     members = [member(order, priority=order % 3) for order in range(60)]
     for this in members:
         line.push(this)
@@ -41,7 +41,7 @@ def test_waiting_line_orders_by_priority_then_arrival() -> None:
 
 
 def test_waiting_line_forgets_removed_members() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     members = [member(order) for order in range(100)]
     for this in members:
         line.push(this)
@@ -54,7 +54,7 @@ def test_waiting_line_forgets_removed_members() -> None:
 
 
 def test_waiting_line_accepts_removed_member_again() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     early, late = member(0), member(1)
     line.push(late)
     for _ in range(3):

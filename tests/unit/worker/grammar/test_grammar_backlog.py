@@ -16,11 +16,11 @@ def account(budget_s: float = 0.1) -> tuple[Backlog, Account]:
 
 def test_backlog_expects_the_last_answer_time() -> None:
     backlog, this = account()
-    this.asked(1)
+    this.record_request(1)
     assert backlog.seconds == 0.1
-    this.answered(1, cpu_s=0.02)
+    this.record_reply(1, cpu_s=0.02)
     assert backlog.seconds == 0
-    this.asked(1)
+    this.record_request(1)
     assert backlog.seconds == 0.02
 
 
@@ -28,16 +28,16 @@ def test_backlog_forgets_slow_answer_gradually() -> None:
     backlog, this = account()
     expected = []
     for cpu_s in (0.08, 0.001, 0.001, 0.03):
-        this.asked(1)
+        this.record_request(1)
         expected.append(backlog.seconds)
-        this.answered(1, cpu_s)
+        this.record_reply(1, cpu_s)
     assert expected == pytest.approx([0.1, 0.08, 0.04, 0.02])
 
 
 def test_backlog_excludes_cancelled_answers() -> None:
     backlog, this = account()
-    this.asked(1)
-    this.asked(2)
+    this.record_request(1)
+    this.record_request(2)
     this.cancel(1)
     assert backlog.seconds == pytest.approx(0.1)
     this.cancel(2)
@@ -48,7 +48,7 @@ def test_backlog_drops_a_lost_process_in_any_thread() -> None:
     backlog, this = account()
     other = Account(backlog, 0.1)
     for each in (this, this, other):
-        each.asked(1)
+        each.record_request(1)
     thread = Thread(target=backlog.close, args=[this])
     thread.start()
     thread.join()

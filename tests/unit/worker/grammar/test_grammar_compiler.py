@@ -14,7 +14,14 @@ from everlift.sampling import Grammar, GrammarKind
 from worker.config import Grammars
 from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.matcher import CompiledGrammar
-from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_request, encode_reply
+from worker.grammar.messages import (
+    CHUNK,
+    CompileResult,
+    Frames,
+    Reply,
+    decode_request,
+    encode_reply,
+)
 
 MIB = 1 << 20
 
@@ -69,7 +76,7 @@ class Desk:
         """The next grammar process, which is to compile ``expected``, does."""
         sock, text = await self.processes.next()
         assert text == expected
-        sock.sendall(encode_reply(Reply(False, 0, Compiled(num_bytes, (7,)).encode())))
+        sock.sendall(encode_reply(Reply(False, 0, CompileResult(num_bytes, (7,)).encode())))
 
     async def close(self) -> None:
         self._compiler.close()

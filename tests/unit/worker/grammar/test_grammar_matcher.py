@@ -30,7 +30,7 @@ class GrammarProcess:
             raise EngineFailed("gone")
         self.told.append(request["do"])
 
-    def take_reply(self, matcher: int, began: float) -> bytes:
+    def take_reply(self, matcher: int, waiting_since: float) -> bytes:
         if self.is_lost:
             raise EngineFailed("gone")
         return self.replies.popleft()
@@ -50,7 +50,9 @@ def matcher_of(process: GrammarProcess) -> Matcher:
 
 
 def mask_of(matcher: Matcher, *drafts: int) -> int:
-    return matcher.mask(drafts, torch.empty(1 + len(drafts), 2, dtype=torch.int32), began=0.0)
+    return matcher.mask(
+        drafts, torch.empty(1 + len(drafts), 2, dtype=torch.int32), waiting_since=0.0
+    )
 
 
 def test_drawn_sequence_is_not_ready_while_processes_are_busy() -> None:

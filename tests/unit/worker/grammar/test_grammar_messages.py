@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.grammar.messages import (
-    Compiled,
+    CompileResult,
     Frames,
     Reply,
     decode_reply,
@@ -40,5 +40,5 @@ def test_frames_raise_eof_on_empty_read() -> None:
 
 
 def test_compiled_message_round_trips() -> None:
-    compiled = Compiled(num_bytes=9, eos_token_ids=(1, 2))
-    assert Compiled.decode(compiled.encode()) == compiled
+    compiled = CompileResult(num_bytes=9, eos_token_ids=(1, 2))
+    assert CompileResult.decode(compiled.encode()) == compiled

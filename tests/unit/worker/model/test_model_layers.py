@@ -105,7 +105,7 @@ def test_row_linear_padding_adds_nothing(rank: int, expected: int, form: Form) -
 def test_vocab_table_padding_is_zero(form: Form) -> None:
     table = VocabTable("embedding", 5, 4, form.place(2))
     form.fill(table)
-    if form.packing is None or form.packing.keeps_rows:
+    if form.packing is None or form.packing.supports_rows:
         assert table.lookup(torch.tensor([3, 4])).tolist() == [[0] * 4, [1] * 4]
     logits = table.logits(form.ones(1, 4))
     assert logits is not None

@@ -52,8 +52,8 @@ def test_share_heads_holds_query_heads_once_with_kv_head(
     held: Counter[int] = Counter()
     for share in shares(group * num_kv_heads, num_kv_heads, ranks):
         query, kv = share.query, share.kv
-        assert query.held <= query.width
-        assert kv.held <= kv.width
+        assert query.num_items <= query.width
+        assert kv.num_items <= kv.width
         for place, head in enumerate(range(query.start, query.stop)):
             held[head] += 1
             assert kv.start + place // (query.width // kv.width) == head // group

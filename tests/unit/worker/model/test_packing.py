@@ -16,7 +16,7 @@ from worker.model import dummy
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.model.matrix import Form, Matrix, Packing, agree
+from worker.model.matrix import Form, Matrix, Packing, are_close
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
 from worker.model.panels import PanelPacking, Panels, panel_packing, pays, quantised
 from worker.model.precompile import choose_packing
@@ -60,7 +60,7 @@ def test_panels_multiply_is_correct_and_batch_invariant(
     bias = random(outputs, dtype=dtype) if with_bias else None
     packed = panels.pack(weight.clone())
     whole = packed.multiply(x, bias)
-    assert agree(whole, functional.linear(x, weight.to(dtype), bias), inputs)
+    assert are_close(whole, functional.linear(x, weight.to(dtype), bias), inputs)
     for count in ROWS:
         assert torch.equal(packed.multiply(x[:count], bias), whole[:count])
 
@@ -121,7 +121,7 @@ def test_int8_panels_multiply_quantised_weights(shape: tuple[int, int], dtype: t
     assert (held - weight.float()).abs().max() <= weight.float().abs().max() / 127 / 2 * 1.001
     packed = packing.pack(weight)
     whole = packed.multiply(x, bias)
-    assert agree(whole, functional.linear(x.float(), held, bias.float()).to(dtype), inputs)
+    assert are_close(whole, functional.linear(x.float(), held, bias.float()).to(dtype), inputs)
     for count in ROWS:
         assert torch.equal(packed.multiply(x[:count], bias), whole[:count])
     ids = torch.arange(outputs).flip(0)
@@ -155,7 +155,7 @@ def test_onednn_multiply_matches_torch(shape: tuple[int, int], with_bias: bool) 
     bias = random(outputs, dtype=torch.float32) if with_bias else None
     packed = OneDnnPacking().pack(weight)
     assert packed is not None
-    assert agree(packed.multiply(x, bias), functional.linear(x, weight, bias), inputs)
+    assert are_close(packed.multiply(x, bias), functional.linear(x, weight, bias), inputs)
 
 
 def test_onednn_multiply_keeps_row_count() -> None:
@@ -165,7 +165,7 @@ def test_onednn_multiply_keeps_row_count() -> None:
     for count in ROWS:
         product = packed.multiply(x[:count], None)
         assert product.shape == (count, 96)
-        assert count == 0 or agree(product, expected[:count], 64)
+        assert count == 0 or are_close(product, expected[:count], 64)
 
 
 def test_onednn_compiles_for_few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +219,12 @@ def test_onednn_without_operators_leaves_weights_plain(
 
 def test_agree_rejects_nonfinite_products() -> None:
     good = random(4, 4)
-    assert agree(good, good, 4)
+    assert are_close(good, good, 4)
     for value in (torch.nan, torch.inf):
         bad = good.clone()
         bad[1, 1] = value
-        assert not agree(bad, good, 4)
-        assert not agree(bad, bad, 4)
+        assert not are_close(bad, good, 4)
+        assert not are_close(bad, bad, 4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -240,7 +240,7 @@ def test_packed_decoder_matches_plain_decoder(
     counted = Counted(packing)
     expected = logits(spec, dtype, weights, None)
     got = logits(spec, dtype, weights, counted)
-    assert counted.num_packed == 4 * spec.num_layers + (packing.keeps_rows or not tied)
+    assert counted.num_packed == 4 * spec.num_layers + (packing.supports_rows or not tied)
     assert distance(got, expected) < (1e-5 if dtype == FP32 else 0.02)
 
 
@@ -249,7 +249,7 @@ class Counted:
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
-        self.keeps_rows = packing.keeps_rows
+        self.supports_rows = packing.supports_rows
         self.packs_embeddings = packing.packs_embeddings
         self.num_packed = 0
 

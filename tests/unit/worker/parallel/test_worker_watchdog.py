@@ -13,7 +13,7 @@ def known(*steps: tuple[int, float]) -> StepTimes:
     """After eight steps of one token and no time, and these: tokens, seconds."""
     times = StepTimes(TIMEOUT_S)
     for num_tokens, seconds in [*[(1, 0.0)] * 8, *steps]:
-        times.took(num_tokens, seconds)
+        times.record(num_tokens, seconds)
     return times
 
 
@@ -28,7 +28,7 @@ def test_step_limit_is_ten_times_slowest_step() -> None:
 def test_step_limit_forgets_slowest_step_after_64() -> None:
     times = known((1, 2.0), *[(1, 0.1)] * 63)
     assert times.limit_s(1) == pytest.approx(20.0)
-    times.took(1, 0.1)
+    times.record(1, 0.1)
     assert times.limit_s(1) == TIMEOUT_S
 
 
@@ -52,7 +52,7 @@ def test_step_limit_is_raised_for_first_and_large_steps() -> None:
     for _ in range(8):
         assert times.limit_s(0) == pytest.approx(50.0)
         assert times.limit_s(500) == pytest.approx(50.0 + 50.0)
-        times.took(1, 0.01)
+        times.record(1, 0.01)
     assert times.limit_s(1) == TIMEOUT_S
 
 

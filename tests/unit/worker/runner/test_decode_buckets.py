@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.plan import Row, Rows
-from worker.runner.decode_buckets import Parts, bucket_for, decode_buckets, describe, room_for
+from worker.runner.decode_buckets import Parts, bucket_for, decode_buckets, describe, input_length
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_decode_array_describes_rows_and_padding() -> None:
         "counts": [1, 1, 1, 0, 0],
         "tables": [28, 29, 8, 9, 20, 21, 0, 0],
     }
-    assert len(array) <= room_for(5, 2)
+    assert len(array) <= input_length(5, 2)
     assert all(part.start % 4 == 0 for part in parts)

@@ -1,4 +1,4 @@
-"""Drawing tokens: the distribution is exactly the filtered one, and nobody's neighbour matters."""
+"""Sampling tokens: the distribution is exactly the filtered one, and nobody's neighbour matters."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from tests.support.worker.draw_support import FILTERS, GREEDY, WIDE, Row, draws, logits
+from tests.support.worker.draw_support import FILTERS, GREEDY, WIDE, Row, logits, metadata
 from tests.support.worker.llama_support import warped
 from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, choose_argmax
 from worker.runner import draw as draw_module
 from worker.runner import draws as draws_module
-from worker.runner.draw import least_kept
+from worker.runner.draw import filter_thresholds
 
 
-def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    return draw_module.draw(scores, draws(rows), choose_argmax(scores.device))
+def sample(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    return draw_module.sample_by_torch(scores, metadata(rows), choose_argmax(scores.device))
 
 
-def test_greedy_draw_takes_first_maximum() -> None:
+def test_greedy_sample_takes_first_maximum() -> None:
     scores = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
-    assert draw(scores, [Row(GREEDY)] * 2).tolist() == [1, 0]
+    assert sample(scores, [Row(GREEDY)] * 2).tolist() == [1, 0]
     wide = torch.zeros(1, WIDE)
     wide[0, [700, 701, 1100]] = 2.0
-    assert draw(wide, [Row(GREEDY)]) == 700
+    assert sample(wide, [Row(GREEDY)]) == 700
 
 
-def test_draw_with_tiny_temperature_is_greedy() -> None:
+def test_sample_with_tiny_temperature_is_greedy() -> None:
     scores = logits(1, WIDE)
-    assert draw(scores, [Row(SamplingParams(temperature=1e-30))]) == scores.argmax()
+    assert sample(scores, [Row(SamplingParams(temperature=1e-30))]) == scores.argmax()
 
 
-def test_draw_with_low_temperature_does_not_overflow() -> None:
+def test_sample_with_low_temperature_does_not_overflow() -> None:
     scores = logits(1, WIDE) * 1e30
-    assert draw(scores, [Row(SamplingParams(temperature=1e-5))]) == scores.argmax()
+    assert sample(scores, [Row(SamplingParams(temperature=1e-5))]) == scores.argmax()
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab", [40, WIDE])
-def test_draw_filters_match_transformers(params: SamplingParams, vocab: int) -> None:
+def test_sample_filters_match_transformers(params: SamplingParams, vocab: int) -> None:
     scores = logits(20, vocab)
     scaled = (scores - scores.max(-1, keepdim=True).values) / params.temperature
-    kept = scaled.exp() >= least_kept(scaled.exp(), draws([Row(params)] * 20).filters)
+    kept = scaled.exp() >= filter_thresholds(scaled.exp(), metadata([Row(params)] * 20).filters)
     assert torch.equal(kept, warped(scores, params).isfinite())
 
 
@@ -57,18 +57,18 @@ def test_top_k_ties_count_for_top_p(top_k: int) -> None:
         [torch.linspace(1, 0.6, 250), torch.full((100,), 0.5), torch.linspace(0.3, 0.1, 650)]
     )[None]
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.75)
-    kept = weights >= least_kept(weights, draws([Row(params)]).filters)
+    kept = weights >= filter_thresholds(weights, metadata([Row(params)]).filters)
     assert torch.equal(kept, warped(weights.log(), params).isfinite())
     assert kept.sum() == 230
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_draw_follows_filtered_distribution(params: SamplingParams) -> None:
+def test_sample_follows_filtered_distribution(params: SamplingParams) -> None:
     scores = logits(1, 40)
     probabilities = warped(scores, params)[0].double().softmax(-1)
     count = 20_000
     rows = [Row(params, position) for position in range(count)]
-    counts = draw(scores.expand(count, -1).contiguous(), rows).bincount(minlength=40)
+    counts = sample(scores.expand(count, -1).contiguous(), rows).bincount(minlength=40)
     possible = probabilities > 0
     assert not counts[~possible].any()
     expected = probabilities[possible] * count
@@ -77,17 +77,17 @@ def test_draw_follows_filtered_distribution(params: SamplingParams) -> None:
     assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1))
 
 
-def test_draw_is_batch_invariant() -> None:
+def test_sample_is_batch_invariant() -> None:
     params = [GREEDY, *FILTERS] * 3
     scores = logits(len(params), WIDE)
     rows = [Row(p, position, choice=position % 2) for position, p in enumerate(params)]
-    together = draw(scores, rows).tolist()
-    backwards = draw(scores.flip(0), rows[::-1]).tolist()[::-1]
-    alone = [int(draw(scores[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    together = sample(scores, rows).tolist()
+    backwards = sample(scores.flip(0), rows[::-1]).tolist()[::-1]
+    alone = [int(sample(scores[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
     assert together == backwards == alone
 
 
-def test_draw_depends_on_seed_choice_and_position() -> None:
+def test_sample_depends_on_seed_choice_and_position() -> None:
     scores = logits(1, WIDE).expand(64, -1).contiguous() / 4
     rows = {
         "seed": [Row(SamplingParams(seed=i)) for i in range(64)],
@@ -95,49 +95,51 @@ def test_draw_depends_on_seed_choice_and_position() -> None:
         "position": [Row(SamplingParams(), position=i) for i in range(64)],
     }
     for name, varied in rows.items():
-        assert len(set(draw(scores, varied).tolist())) > 32, name
+        assert len(set(sample(scores, varied).tolist())) > 32, name
 
 
 @pytest.mark.parametrize(
     ("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)], ids=["least", "greatest"]
 )
-def test_draw_at_interval_ends_gives_kept_tokens(
+def test_sample_at_interval_ends_gives_kept_tokens(
     number: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draws_module, "uniform", lambda *_: np.array([number]))
     scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
-    assert draw(scores, [Row(SamplingParams(top_k=3))]) == token
+    assert sample(scores, [Row(SamplingParams(top_k=3))]) == token
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("params", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
-def test_draw_confines_nonfinite_logits_to_their_row(broken: float, params: SamplingParams) -> None:
+@pytest.mark.parametrize("params", [GREEDY, FILTERS[4]], ids=["greedy", "sampled"])
+def test_sample_confines_nonfinite_logits_to_their_row(
+    broken: float, params: SamplingParams
+) -> None:
     scores = logits(3, 40)
-    whole = draw(scores, [Row(params)] * 3).tolist()
+    whole = sample(scores, [Row(params)] * 3).tolist()
     scores[1, 7] = broken
-    assert draw(scores, [Row(params)] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
+    assert sample(scores, [Row(params)] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
 
 
 @pytest.mark.parametrize("params", [GREEDY, *FILTERS], ids=str)
-def test_draw_marks_row_without_allowed_tokens(params: SamplingParams) -> None:
+def test_sample_marks_row_without_allowed_tokens(params: SamplingParams) -> None:
     scores = logits(3, 400)
-    whole = draw(scores, [Row(params)] * 3).tolist()
+    whole = sample(scores, [Row(params)] * 3).tolist()
     scores[1] = -math.inf
-    assert draw(scores, [Row(params)] * 3).tolist() == [whole[0], NOTHING_LEFT, whole[2]]
+    assert sample(scores, [Row(params)] * 3).tolist() == [whole[0], NOTHING_LEFT, whole[2]]
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_draw_never_gives_masked_tokens(params: SamplingParams) -> None:
+def test_sample_never_gives_masked_tokens(params: SamplingParams) -> None:
     scores = logits(1, WIDE).expand(300, -1).contiguous()
     allowed = [3, 500, 1100]
     scores[:, [i for i in range(WIDE) if i not in allowed]] = -math.inf
-    assert {*draw(scores, [Row(params, i) for i in range(300)]).tolist()} <= {*allowed}
+    assert {*sample(scores, [Row(params, i) for i in range(300)]).tolist()} <= {*allowed}
 
 
-def test_draw_of_few_allowed_tokens_skips_full_sort(
+def test_sample_of_few_allowed_tokens_skips_full_sort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scores = logits(1, WIDE)
     scores[:, 3:] = -math.inf
     monkeypatch.setattr(Tensor, "sort", None)
-    assert draw(scores, [Row(SamplingParams(top_k=50))]) < 3
+    assert sample(scores, [Row(SamplingParams(top_k=50))]) < 3

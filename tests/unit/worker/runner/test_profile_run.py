@@ -14,8 +14,8 @@ from worker.device.gpu import CudaMemory
 from worker.engine.plan import Plan, RowResult
 from worker.model.layers import Placement
 from worker.parallel.group import Group
-from worker.runner.assembly import Loaded
-from worker.runner.build import _load, _room_for
+from worker.runner.assembly import LoadedModel
+from worker.runner.build import _explain_out_of_memory, _load
 from worker.runner.fake_runner import FakeRunner
 from worker.runner.kv_blocks import (
     MemoryUse,
@@ -23,7 +23,7 @@ from worker.runner.kv_blocks import (
     largest_steps,
     profile,
     profile_run,
-    scarcest,
+    use_of_tightest_rank,
 )
 
 DEMO_MODEL = Path(__file__).parents[4] / "cluster" / "demo_model"
@@ -41,27 +41,27 @@ class CountedMemory:
         self.outside = outside
         self.tensors = WEIGHTS + SCRATCH
         self.kept = 2_000
-        self._most = self.held
+        self._most = self.reserved
 
     @property
-    def held(self) -> int:
+    def reserved(self) -> int:
         return self.tensors + self.kept
 
     @property
     def used(self) -> int:
-        return self.outside + self.held
+        return self.outside + self.reserved
 
     @property
-    def most_held(self) -> int:
+    def peak_reserved(self) -> int:
         return self._most
 
     def release(self) -> None:
         self.kept = 0
-        self._most = self.held
+        self._most = self.reserved
 
     def borrow(self, size: int) -> None:
         self.kept = max(self.kept, size)
-        self._most = max(self._most, self.held)
+        self._most = max(self._most, self.reserved)
 
 
 class Counted(FakeRunner):
@@ -106,7 +106,7 @@ def test_profile_run_separates_outside_step_and_graphs() -> None:
     assert use == MemoryUse(
         total=100_000, outside=1_000 + CODE, step=WEIGHTS + TOKEN * 90, graphs=POOL + GRAPHS
     )
-    assert memory.held == WEIGHTS + SCRATCH, "the graphs are gone, and nothing is kept"
+    assert memory.reserved == WEIGHTS + SCRATCH, "the graphs are gone, and nothing is kept"
 
 
 def test_profile_run_without_capture_counts_no_graphs() -> None:
@@ -143,12 +143,12 @@ ROOMY, TIGHT = MemoryUse(1_000, 0, 100, 0), MemoryUse(900, 100, 150, 20)
     ("group", "own"),
     [(Rank(0, TIGHT), ROOMY), (Rank(0, ROOMY), TIGHT), (Rank(1, TIGHT), ROOMY)],
 )
-def test_scarcest_rank_decides_memory_use(group: Group, own: MemoryUse) -> None:
-    assert scarcest(group, own, 0.9, CPU) == TIGHT
+def test_tightest_rank_decides_memory_use(group: Group, own: MemoryUse) -> None:
+    assert use_of_tightest_rank(group, own, 0.9, CPU) == TIGHT
 
 
 def test_scarcest_of_single_rank_is_its_own_use() -> None:
-    assert scarcest(Group.single(), ROOMY, 0.9, CPU) == ROOMY
+    assert use_of_tightest_rank(Group.single(), ROOMY, 0.9, CPU) == ROOMY
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
@@ -172,7 +172,7 @@ def test_kv_blocks_follow_settings() -> None:
         return kv_blocks(WorkerConfig(**settings), loaded, place)
 
     place = Placement(Group.single(), torch.float32, CPU)
-    loaded = Loaded(None, 0, 4096, (3, 2, 64), 0)  # type: ignore[arg-type]
+    loaded = LoadedModel(None, 0, 4096, (3, 2, 64), 0)  # type: ignore[arg-type]
     assert kv(num_blocks=7) == 7
     assert kv(kv_cache_mib=512) // 2 == kv(kv_cache_mib=256) == kv()
 
@@ -184,7 +184,7 @@ def test_kv_blocks_of_gpu_use_rest_and_reserve_swap(
         return kv_blocks(WorkerConfig(**settings), loaded, place)
 
     place = Placement(Group.single(), torch.float16, torch.device("cuda"))
-    loaded = Loaded(None, 0, 4096, (32, 8, 128), 0)  # type: ignore[arg-type]
+    loaded = LoadedModel(None, 0, 4096, (32, 8, 128), 0)  # type: ignore[arg-type]
     use = MemoryUse(80 << 30, 1 << 30, 20 << 30, 1 << 30)
     monkeypatch.setattr("worker.runner.kv_blocks._profiled", lambda *_: use)
     assert kv() == 50 * 256, "blocks of 4 MiB"
@@ -196,7 +196,7 @@ def test_kv_blocks_of_gpu_use_rest_and_reserve_swap(
 def test_gpu_out_of_memory_names_purpose_and_remedy() -> None:
     with (
         pytest.raises(ValueError, match=r"for the weights: CUDA .* \(more ranks\)"),
-        _room_for("the weights", "more ranks"),
+        _explain_out_of_memory("the weights", "more ranks"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -205,10 +205,10 @@ def test_gpu_out_of_memory_names_purpose_and_remedy() -> None:
 def test_cuda_memory_reads_bytes_held_by_torch() -> None:
     memory = CudaMemory(torch.device("cuda"))
     memory.release()
-    before, used = memory.held, memory.used
+    before, used = memory.reserved, memory.used
     tensor = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    assert memory.held - before == tensor.nbytes <= memory.used - used
+    assert memory.reserved - before == tensor.nbytes <= memory.used - used
     del tensor
-    assert memory.most_held - before == 64 << 20
+    assert memory.peak_reserved - before == 64 << 20
     memory.release()
-    assert memory.held == before <= memory.used < memory.total
+    assert memory.reserved == before <= memory.used < memory.total

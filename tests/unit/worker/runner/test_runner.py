@@ -21,7 +21,7 @@ from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.worker.sampling_oracle import is_close, own_logprobs
 from tests.support.worker.sampling_support import FakeGrammar, admission
 from worker.device.kv_cache import KVCache
-from worker.device.streams import Arriving
+from worker.device.streams import HostCopy
 from worker.engine.plan import UNKNOWN, Admission, BlockCopy, DeviceLost, Plan, Row, RowResult, Rows
 from worker.model.layers import Placement
 from worker.parallel.agreement import FAILED, NO_TOKEN
@@ -371,8 +371,8 @@ def test_runner_scores_long_prompts_in_pieces(
 
 def test_runner_waits_for_prompt_scores_only_at_results(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
-    wait = Arriving.wait
-    monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda this: waited.append(this) or wait(this))
     this = row(0, PROMPT, scores_prompt=True)
     step = build()._launch(plan(this, admissions=[admission(SCORES, PROMPT)]))
     step.sample()
@@ -386,8 +386,8 @@ def test_runner_waits_for_step_without_draws(monkeypatch: pytest.MonkeyPatch) ->
     """Else the host launches all parts of a long prompt before the device has computed one: who
     comes meanwhile waits for all of them, and the last looks like a step that does not end."""
     waited = []
-    wait = Arriving.wait
-    monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda this: waited.append(this) or wait(this))
     step = build()._launch(plan(row(0, PROMPT, samples=False)))
     step.sample()
     assert not waited

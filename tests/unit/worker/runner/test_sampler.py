@@ -21,11 +21,11 @@ from tests.support.example_counts import examples
 from tests.support.worker.llama_support import warped
 from tests.support.worker.sampling_oracle import is_close, own_logprobs, shaped
 from tests.support.worker.sampling_support import FakeGrammar, FakeMatcher, admission
-from worker.device.streams import Arriving
+from worker.device.streams import HostCopy
 from worker.device.upload import Parcel
 from worker.engine.plan import Admission, RowResult
 from worker.runner.history import Histories, PenalisedRow
-from worker.runner.sampler import Ask, Asks, Sampler
+from worker.runner.sampler import Sampler, SamplingRequest, SamplingRequests
 
 CPU = torch.device("cpu")
 #: Two words of a mask, the second not full.
@@ -79,10 +79,10 @@ def logits(rows: int, seed: int = 3) -> Tensor:
 
 
 def sampler(*admissions: Admission) -> Sampler:
-    drawing = Sampler(VOCAB, CPU)
+    this_sampler = Sampler(VOCAB, CPU)
     for each in admissions:
-        drawing.admit(each)
-    return drawing
+        this_sampler.admit(each)
+    return this_sampler
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -92,23 +92,23 @@ def test_sampler_logits_match_transformers(feature: str, temperature: float) -> 
     scores = logits(1)
     expected = shaped(scores[0], this, allowed)
     assert not torch.equal(expected, scores[0])
-    (result,) = sampler(this).sample(scores, Asks.of([Ask(0, len(OUTPUT))]))
+    (result,) = sampler(this).sample(scores, SamplingRequests.of([SamplingRequest(0, len(OUTPUT))]))
     torch.testing.assert_close(scores[0], expected)
     if not temperature:
         assert result.tokens == (int(expected.argmax()),)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_sampler_counts_drawn_tokens_like_given_output(feature: str) -> None:
+def test_sampler_counts_sampled_tokens_like_given_output(feature: str) -> None:
     sampling = params({"min_tokens": 12} | FEATURES[feature], temperature=1.5, seed=4)
     this, allowed = admit(sampling)
     before, _ = admit(params(FEATURES["frequency"]), output=[*range(VOCAB)] * 2)
-    drawing, output = sampler(before, this), list[int]()
+    this_sampler, output = sampler(before, this), list[int]()
     for position in range(12):
         scores = logits(1, seed=position)
         known = replace(this, tokens=(*PROMPT, *output))
         expected = shaped(scores[0], known, allowed)
-        (result,) = drawing.sample(scores, Asks.of([Ask(0, position)]))
+        (result,) = this_sampler.sample(scores, SamplingRequests.of([SamplingRequest(0, position)]))
         torch.testing.assert_close(scores[0], expected)
         output += result.tokens
 
@@ -116,61 +116,68 @@ def test_sampler_counts_drawn_tokens_like_given_output(feature: str) -> None:
 def test_sampler_release_drops_grammar_matcher() -> None:
     stopping, refusing = FakeGrammar(lambda output: STOPS), FakeGrammar(lambda output: ())
     for grammar in (stopping, refusing):
-        drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
-        drawing.sample(logits(1), Asks.of([Ask(0, 0)]))
+        this_sampler = sampler(
+            admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar)
+        )
+        this_sampler.sample(logits(1), SamplingRequests.of([SamplingRequest(0, 0)]))
         assert len(grammar.matchers) == 1
-        drawing.release(0)
+        this_sampler.release(0)
         assert len(grammar.matchers) == 0
 
 
 def test_sampler_slot_is_unready_while_its_grammar_is() -> None:
     grammar = FakeGrammar(lambda output: STOPS)
-    drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
-    assert drawing.unready_slots() == frozenset()
+    this_sampler = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
+    assert this_sampler.unready_slots() == frozenset()
     (matcher,) = grammar.matchers
     matcher.ready = False
-    assert drawing.unready_slots() == {0}
-    drawing.release(0)
-    assert drawing.unready_slots() == frozenset()
+    assert this_sampler.unready_slots() == {0}
+    this_sampler.release(0)
+    assert this_sampler.unready_slots() == frozenset()
 
 
 def test_sampler_slot_reuse_clears_state() -> None:
     first, _ = admit(params(FEATURES["all"]), output=OUTPUT)
-    drawing = sampler(first)
-    drawing.sample(logits(1), Asks.of([Ask(0, len(OUTPUT))]))
+    this_sampler = sampler(first)
+    this_sampler.sample(logits(1), SamplingRequests.of([SamplingRequest(0, len(OUTPUT))]))
     for feature in FEATURES.values():
         this, allowed = admit(params(feature), prompt=(1, 2), output=(4, 4))
-        drawing.admit(this)
+        this_sampler.admit(this)
         scores = logits(1)
         expected = shaped(scores[0], this, allowed)
-        drawing.sample(scores, Asks.of([Ask(0, 2)]))
+        this_sampler.sample(scores, SamplingRequests.of([SamplingRequest(0, 2)]))
         torch.testing.assert_close(scores[0], expected)
     plain, _ = admit(SamplingParams())
-    drawing.admit(plain)
+    this_sampler.admit(plain)
     scores = logits(1)
-    drawing.sample(scores, Asks.of([Ask(0, 0)]))
+    this_sampler.sample(scores, SamplingRequests.of([SamplingRequest(0, 0)]))
     assert torch.equal(scores, logits(1))
 
 
 def test_sampler_histories_are_separate_per_slot() -> None:
     rng = Random(5)
-    drawing, expected, scores = Sampler(VOCAB, CPU), [], logits(30)
+    this_sampler, expected, scores = Sampler(VOCAB, CPU), [], logits(30)
     for slot in rng.sample(range(30), 30):
         tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 90))]
         cut = rng.randrange(1, len(tokens) + 1)
         penalties = params(FEATURES["all"], grammar=None)
         this, _ = admit(penalties, prompt=tokens[:cut], output=tokens[cut:], slot=slot)
-        drawing.admit(this)
+        this_sampler.admit(this)
         expected.append((slot, len(tokens) - cut, shaped(scores[slot], this)))
     expected.sort(key=lambda each: each[0])
-    drawing.sample(scores, Asks.of([Ask(slot, position) for slot, position, _ in expected]))
+    this_sampler.sample(
+        scores,
+        SamplingRequests.of([SamplingRequest(slot, position) for slot, position, _ in expected]),
+    )
     torch.testing.assert_close(scores, torch.stack([each for *_, each in expected]))
 
 
 def test_sampler_ignores_tokens_outside_vocabulary() -> None:
     sampling = SamplingParams(logit_bias=((VOCAB, 5.0), (10**6, 5.0)), min_tokens=3)
     scores = logits(1)
-    (result,) = sampler(admission(sampling, stops=[VOCAB + 7])).sample(scores, Asks.of([Ask(0, 0)]))
+    (result,) = sampler(admission(sampling, stops=[VOCAB + 7])).sample(
+        scores, SamplingRequests.of([SamplingRequest(0, 0)])
+    )
     assert torch.equal(scores, logits(1))
     assert result.error is None
 
@@ -178,7 +185,7 @@ def test_sampler_ignores_tokens_outside_vocabulary() -> None:
 def test_stop_token_is_masked_beside_an_unknown_one() -> None:
     scores = logits(1)
     this = admission(SamplingParams(min_tokens=3), stops=[5, VOCAB + 7])
-    sampler(this).sample(scores, Asks.of([Ask(0, 0)]))
+    sampler(this).sample(scores, SamplingRequests.of([SamplingRequest(0, 0)]))
     assert scores.isneginf().nonzero().tolist() == [[0, 5]]
 
 
@@ -191,7 +198,9 @@ def test_sampler_follows_shaped_distribution(feature: str, filters: dict[str, An
     probabilities = warped(shaped(logits(1)[0], this)[None], sampling)[0].double().softmax(-1)
     draws = 8000
     scores = logits(1).expand(draws, -1).contiguous()
-    results = sampler(this).sample(scores, Asks.of([Ask(0, i) for i in range(draws)]))
+    results = sampler(this).sample(
+        scores, SamplingRequests.of([SamplingRequest(0, i) for i in range(draws)])
+    )
     counts = torch.tensor([result.tokens[0] for result in results]).bincount(minlength=VOCAB)
     possible = probabilities > 0
     assert not counts[~possible].any()
@@ -204,10 +213,10 @@ def test_sampler_follows_shaped_distribution(feature: str, filters: dict[str, An
 # neighbours
 
 
-def mixed_batch() -> list[tuple[Admission, Ask]]:
+def mixed_batch() -> list[tuple[Admission, SamplingRequest]]:
     """Every row with other parameters, some with drafts, one with no feature at all."""
     rng = Random(8)
-    batch = [(admission(SamplingParams(seed=99), PROMPT), Ask(0, 0))]
+    batch = [(admission(SamplingParams(seed=99), PROMPT), SamplingRequest(0, 0))]
     for slot, feature in enumerate([*FEATURES.values()] * 3, 1):
         sampling = params(
             feature,
@@ -218,24 +227,24 @@ def mixed_batch() -> list[tuple[Admission, Ask]]:
         )
         output = [rng.choice(OUTPUT) for _ in range(rng.randrange(6))]
         this, _ = admit(sampling, output=output, slot=slot, choice=slot % 2)
-        plain = this, Ask(slot, len(output))
+        plain = this, SamplingRequest(slot, len(output))
         drafts = sampled([plain])[slot].tokens + tuple(rng.choices(range(VOCAB), k=2))
-        batch.append(rng.choice([plain, (this, Ask(slot, len(output), drafts))]))
+        batch.append(rng.choice([plain, (this, SamplingRequest(slot, len(output), drafts))]))
     return batch
 
 
-def rows_of(batch: Iterable[tuple[Admission, Ask]]) -> Tensor:
+def rows_of(batch: Iterable[tuple[Admission, SamplingRequest]]) -> Tensor:
     """Logits that belong to the slot, whatever the batch."""
     return torch.cat([logits(4, seed=ask.slot)[: 1 + len(ask.drafts)] for _, ask in batch])
 
 
-def asks_of(batch: Iterable[tuple[Admission, Ask]]) -> Asks:
-    return Asks.of([ask for _, ask in batch])
+def requests_of(batch: Iterable[tuple[Admission, SamplingRequest]]) -> SamplingRequests:
+    return SamplingRequests.of([ask for _, ask in batch])
 
 
-def sampled(batch: Sequence[tuple[Admission, Ask]]) -> dict[int, RowResult]:
+def sampled(batch: Sequence[tuple[Admission, SamplingRequest]]) -> dict[int, RowResult]:
     results = sampler(*(this for this, _ in batch)).sample(
-        rows_of(batch), Asks.of([ask for _, ask in batch])
+        rows_of(batch), SamplingRequests.of([ask for _, ask in batch])
     )
     return {ask.slot: result for (_, ask), result in zip(batch, results, strict=True)}
 
@@ -258,7 +267,7 @@ def test_sampler_confines_nonfinite_logits_to_their_row(broken: float) -> None:
         first = sum(1 + len(ask.drafts) for _, ask in batch[:victim])
         scores[first, VOCAB - 1] = broken  # a token that some masks rule out
         results = sampler(*(this for this, _ in batch)).sample(
-            scores, Asks.of([ask for _, ask in batch])
+            scores, SamplingRequests.of([ask for _, ask in batch])
         )
         for slot, result in enumerate(results):
             if slot == victim:
@@ -283,12 +292,15 @@ class Counted(TorchDispatchMode):
 
 def calls(rows: int, **fields: Any) -> list[str]:
     batch = [
-        (admission(SamplingParams(**fields), PROMPT, OUTPUT, slot, stops=STOPS), Ask(slot, 5))
+        (
+            admission(SamplingParams(**fields), PROMPT, OUTPUT, slot, stops=STOPS),
+            SamplingRequest(slot, 5),
+        )
         for slot in range(rows)
     ]
-    drawing, scores = sampler(*(this for this, _ in batch)), rows_of(batch)
+    this_sampler, scores = sampler(*(this for this, _ in batch)), rows_of(batch)
     with Counted() as counted:
-        drawing.sample(scores, asks_of(batch))
+        this_sampler.sample(scores, requests_of(batch))
     return counted.calls
 
 
@@ -318,7 +330,7 @@ def test_sampler_waits_for_device_only_at_results(
     batch = [(this, ask) for this, ask in mixed_batch() if not ask.drafts]
     expected, waited = [*sampled(batch).values()], list[tuple[int, ...]]()
 
-    class Noted(Arriving):
+    class Noted(HostCopy):
         def __init__(self, tensor: Tensor) -> None:
             super().__init__(tensor)
             self._shape = tuple(tensor.shape)
@@ -327,31 +339,31 @@ def test_sampler_waits_for_device_only_at_results(
             waited.append(self._shape)
             return super().wait()
 
-    monkeypatch.setattr("worker.runner.logprobs.Arriving", Noted)
-    monkeypatch.setattr("worker.runner.drawing.Arriving", Noted)
-    drawing, counted = sampler(*(this for this, _ in batch)), Counted()
-    draw = drawing._draw
+    monkeypatch.setattr("worker.runner.logprobs.HostCopy", Noted)
+    monkeypatch.setattr("worker.runner.drawing.HostCopy", Noted)
+    this_sampler, counted = sampler(*(this for this, _ in batch)), Counted()
+    backend = this_sampler._backend
 
-    def draw_uncounted(*args: Any) -> Any:
-        """On a GPU a kernel draws."""
-        draw_from = draw(*args)
+    def backend_uncounted(*args: Any) -> Any:
+        """On a GPU a kernel samples."""
+        sample = backend(*args)
 
         def uncounted(scores: Tensor) -> Tensor:
             before = len(counted.calls)
-            tokens = draw_from(scores)
+            tokens = sample(scores)
             del counted.calls[before:]
             return tokens
 
         return uncounted
 
-    drawing._draw = draw_uncounted
+    this_sampler._backend = backend_uncounted
     with counted:
-        prepared = drawing.prepare(asks_of(batch), Parcel(torch.device("cpu")))
-        drawn = drawing.launch(rows_of(batch), prepared)
+        prepared = this_sampler.prepare(requests_of(batch), Parcel(torch.device("cpu")))
+        tokens = this_sampler.launch(rows_of(batch), prepared)
     assert not waited
     assert not WAITS & {*counted.calls}
     told = [this for this, _ in batch if this.sampling.logprobs is not None]
-    results = drawn.results()
+    results = tokens.results()
     assert waited == [(len(batch),), (len(told), 2 + 2 * 3)]
     assert results == expected
 
@@ -383,20 +395,20 @@ class Generation:
             stops=self.stops,
             grammar=FakeGrammar(lambda output: {t for t in range(WORDS) if t != sum(output) % 7}),
         )
-        drawing = Sampler(WORDS, CPU)
-        drawing.admit(this)
+        this_sampler = Sampler(WORDS, CPU)
+        this_sampler.admit(this)
         while len(self.tokens) < len(self.prompt) + count and self.tokens[-1] not in self.stops:
-            self._step(drawing)
+            self._step(this_sampler)
         return self
 
-    def _step(self, drawing: Sampler) -> None:
+    def _step(self, this_sampler: Sampler) -> None:
         drafts = tuple(self.propose(self.tokens))
         seen = [*self.tokens, *drafts]
         scores = torch.stack(
             [LANGUAGE[seen[i - 2], seen[i - 1]] for i in range(len(self.tokens), len(seen) + 1)]
         )
-        ask = Ask(0, len(self.tokens) - len(self.prompt), drafts)
-        (result,) = drawing.sample(scores, Asks.of([ask]))
+        ask = SamplingRequest(0, len(self.tokens) - len(self.prompt), drafts)
+        (result,) = this_sampler.sample(scores, SamplingRequests.of([ask]))
         assert result.error is None
         self.tokens += result.tokens
         self.logprobs += result.logprobs
@@ -446,8 +458,8 @@ def test_sampler_drafts_change_no_token(sampling: SamplingParams, rng: Random) -
 
 def test_sampler_rejects_drafts_outside_grammar() -> None:
     class Cautious(FakeMatcher):
-        def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-            return min(1, super().mask(drafts, into, began))
+        def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
+            return min(1, super().mask(drafts, into, waiting_since))
 
     class CautiousGrammar(FakeGrammar):
         def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
@@ -457,26 +469,32 @@ def test_sampler_rejects_drafts_outside_grammar() -> None:
     grammar = CautiousGrammar(lambda output: range(VOCAB))
     scores = torch.zeros(4, VOCAB)
     scores[[0, 1, 2, 3], [8, 9, 10, 11]] = 1.0
-    drawing = sampler(admission(sampling, grammar=grammar))
-    assert drawing.sample(scores, Asks.of([Ask(0, 0, (8, 9, 10))])) == [RowResult((8, 9))]
+    this_sampler = sampler(admission(sampling, grammar=grammar))
+    assert this_sampler.sample(
+        scores, SamplingRequests.of([SamplingRequest(0, 0, (8, 9, 10))])
+    ) == [RowResult((8, 9))]
 
 
-def test_sampler_draws_nothing_after_stop_token() -> None:
+def test_sampler_returns_nothing_after_stop_token() -> None:
     this = admission(params({}, temperature=0.0), stops=STOPS)
     scores = torch.zeros(3, VOCAB)
     scores[[0, 1, 2], [8, 5, 9]] = 1.0
-    (result,) = sampler(this).sample(scores, Asks.of([Ask(0, 0, (8, 5))]))
+    (result,) = sampler(this).sample(scores, SamplingRequests.of([SamplingRequest(0, 0, (8, 5))]))
     assert result.tokens == (8, 5)
 
 
 def test_nonfinite_logits_after_draft_fail_next_step() -> None:
     this = admission(GREEDY)
-    drawing = sampler(this)
+    this_sampler = sampler(this)
     scores = torch.zeros(3, VOCAB)
     scores[[0, 1], [8, 7]] = 1.0
     scores[2] = math.nan
-    assert drawing.sample(scores, Asks.of([Ask(0, 0, (8, 7))])) == [RowResult((8, 7))]
-    (result,) = drawing.sample(torch.full((1, VOCAB), math.nan), Asks.of([Ask(0, 2)]))
+    assert this_sampler.sample(scores, SamplingRequests.of([SamplingRequest(0, 0, (8, 7))])) == [
+        RowResult((8, 7))
+    ]
+    (result,) = this_sampler.sample(
+        torch.full((1, VOCAB), math.nan), SamplingRequests.of([SamplingRequest(0, 2)])
+    )
     assert isinstance(result.error, EngineFailed)
 
 
@@ -488,24 +506,28 @@ def test_sampler_logprobs_are_of_unshaped_logits() -> None:
         for num_top in (0, 1, 5, 20):
             sampling = params(feature, temperature=0.8, seed=slot, logprobs=num_top)
             this, _ = admit(sampling, output=OUTPUT)
-            (result,) = sampler(this).sample(logits(1), Asks.of([Ask(0, len(OUTPUT))]))
+            (result,) = sampler(this).sample(
+                logits(1), SamplingRequests.of([SamplingRequest(0, len(OUTPUT))])
+            )
             expected = own_logprobs(logits(1)[0], result.tokens[0], num_top)
             assert len(expected.top) == num_top
             assert is_close(result.logprobs, [expected])
 
 
 def test_sampler_logprobs_are_capped_by_vocabulary() -> None:
-    drawing = Sampler(8, CPU)
-    drawing.admit(admission(SamplingParams(logprobs=20)))
-    (result,) = drawing.sample(logits(1)[:, :8], Asks.of([Ask(0, 0)]))
+    this_sampler = Sampler(8, CPU)
+    this_sampler.admit(admission(SamplingParams(logprobs=20)))
+    (result,) = this_sampler.sample(logits(1)[:, :8], SamplingRequests.of([SamplingRequest(0, 0)]))
     assert is_close(result.logprobs, [own_logprobs(logits(1)[0, :8], result.tokens[0], 20)])
 
 
 def test_logprob_rank_is_shared_by_ties() -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0]])
-    drawing = Sampler(3, CPU)
-    drawing.admit(admission(SamplingParams(temperature=0.0, logprobs=0, logit_bias=((2, 1.0),))))
-    (result,) = drawing.sample(scores, Asks.of([Ask(0, 0)]))
+    this_sampler = Sampler(3, CPU)
+    this_sampler.admit(
+        admission(SamplingParams(temperature=0.0, logprobs=0, logit_bias=((2, 1.0),)))
+    )
+    (result,) = this_sampler.sample(scores, SamplingRequests.of([SamplingRequest(0, 0)]))
     assert (result.tokens, result.logprobs[0].rank) == ((2,), 1)
 
 
@@ -514,11 +536,13 @@ def test_logprob_rank_is_shared_by_ties() -> None:
 
 def failure(this: Admission, drafts: tuple[int, ...] = ()) -> str:
     """Its cause; a neighbour must not notice."""
-    ask = Ask(0, 0, drafts)
+    ask = SamplingRequest(0, 0, drafts)
     neighbour = admission(GREEDY, slot=1)
     scores = logits(2 + len(ask.drafts))
     best = int(scores[-1].argmax())
-    result, other = sampler(this, neighbour).sample(scores, Asks.of([ask, Ask(1, 0)]))
+    result, other = sampler(this, neighbour).sample(
+        scores, SamplingRequests.of([ask, SamplingRequest(1, 0)])
+    )
     assert other == RowResult((best,))
     assert not result.tokens and not result.logprobs
     return str(result.error)
@@ -530,7 +554,7 @@ def test_sampler_row_without_tokens_fails_with_cause() -> None:
     this = admission(sampling, stops=STOPS, grammar=only_stops)
     assert failure(this) == "no token is left to sample from by the grammar and min_tokens"
     later = replace(this, tokens=(1, 2))
-    (result,) = sampler(later).sample(logits(1), Asks.of([Ask(0, 1)]))
+    (result,) = sampler(later).sample(logits(1), SamplingRequests.of([SamplingRequest(0, 1)]))
     assert result.tokens[0] in STOPS
     nothing = FakeGrammar(lambda output: ())
     assert failure(replace(later, grammar=nothing)) == (
@@ -575,18 +599,20 @@ def test_sampler_masks_of_a_step_share_start_time() -> None:
             matcher = super().matcher(stop_token_ids, output)
             mask = matcher.mask
 
-            def watched(drafts: Sequence[int], into: Tensor, began: float) -> int:
-                moments.append(began)
-                return mask(drafts, into, began)
+            def watched(drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
+                moments.append(waiting_since)
+                return mask(drafts, into, waiting_since)
 
             matcher.mask = watched  # type: ignore[method-assign]
             return matcher
 
     sampling = SamplingParams(temperature=0.0, grammar=GRAMMAR)
     grammar = Watched(lambda output: range(VOCAB))
-    drawing = sampler(*(admission(sampling, slot=slot, grammar=grammar) for slot in range(3)))
+    this_sampler = sampler(*(admission(sampling, slot=slot, grammar=grammar) for slot in range(3)))
     for position in range(2):
-        drawing.sample(logits(3), Asks.of([Ask(slot, position) for slot in range(3)]))
+        this_sampler.sample(
+            logits(3), SamplingRequests.of([SamplingRequest(slot, position) for slot in range(3)])
+        )
     assert len(moments) == 6
     assert len({*moments[:3]}) == len({*moments[3:]}) == 1 and moments[0] < moments[3]
 

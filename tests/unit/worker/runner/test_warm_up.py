@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.worker.llama_support import save_llama
-from worker.attention.gpu import GpuAttention, WantedTiles
+from worker.attention.gpu import GpuAttention, TileKey
 from worker.config import WorkerConfig
 from worker.device.upload import Parcel
 from worker.engine.plan import Ints
@@ -26,7 +26,7 @@ def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
     cache = SimpleNamespace(tensor=torch.empty(0), kv_heads=kv_heads)
     attention = GpuAttention(cache, 132)  # type: ignore[arg-type]
     tile_sets = attention._tile_sets(counts, None, Parcel(torch.device("cpu")))
-    tiles = tile_sets(WantedTiles(group, is_for_all=True))
+    tiles = tile_sets(TileKey(group, is_for_all=True))
     return {(each.tokens, each.block_rows, each.splits) for each in tiles}
 
 

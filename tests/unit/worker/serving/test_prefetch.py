@@ -54,7 +54,7 @@ def test_prefetch_of_ranks_covers_each_byte_once(
 def test_prefetch_is_skipped_without_memory_room(
     model: Path, asked: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "_room", lambda: 29 * MIB - 1)
+    monkeypatch.setattr(prefetch, "_max_bytes", lambda: 29 * MIB - 1)
     prefetch._prefetch(str(model), "", 0, 1)
     assert asked == []
 

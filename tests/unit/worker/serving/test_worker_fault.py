@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from everlift.v1 import chaos_pb2
-from worker.serving.fault import Slowness, Wire
+from worker.serving.fault import NetworkPartitions, Slowness
 
 
 def slow(factor: float, seconds: float) -> chaos_pb2.Fault:
@@ -27,43 +27,43 @@ def test_slowness_factor_below_one_has_no_effect() -> None:
     assert slowness.extra_s(0.25, now=1.0) == 0
 
 
-async def test_intact_wire_delays_no_router() -> None:
-    await Wire().whole("router")
+async def test_partitions_delay_no_router_if_none_is_set() -> None:
+    await NetworkPartitions().wait_until_connected("router")
 
 
-async def passes(wire: Wire, router_id: str) -> asyncio.Task[None]:
+async def passes(partitions: NetworkPartitions, router_id: str) -> asyncio.Task[None]:
     """Who waits to come through, and has had its chance."""
-    task = asyncio.create_task(wire.whole(router_id))
+    task = asyncio.create_task(partitions.wait_until_connected(router_id))
     for _ in range(3):
         await asyncio.sleep(0)
     return task
 
 
 async def test_partition_holds_only_its_routers() -> None:
-    wire = Wire()
-    wire.cut("ab", seconds=3600)
-    cut_off, other = await passes(wire, "abc"), await passes(wire, "bcd")
+    partitions = NetworkPartitions()
+    partitions.add("ab", seconds=3600)
+    cut_off, other = await passes(partitions, "abc"), await passes(partitions, "bcd")
     assert (cut_off.done(), other.done()) == (False, True)
-    wire.mend()
+    partitions.heal()
     await cut_off
-    await wire.whole("abc")
+    await partitions.wait_until_connected("abc")
 
 
-async def test_cut_wire_recovers_after_its_duration() -> None:
-    wire = Wire()
-    wire.cut("", seconds=0.01)
-    cut_off = await passes(wire, "abc")
+async def test_partition_heals_after_its_duration() -> None:
+    partitions = NetworkPartitions()
+    partitions.add("", seconds=0.01)
+    cut_off = await passes(partitions, "abc")
     assert not cut_off.done()
     await cut_off
 
 
-async def test_wire_with_two_cuts_recovers_after_both() -> None:
-    wire = Wire()
-    wire.cut("", seconds=0.01)
-    wire.cut("a", seconds=3600)
-    other = await passes(wire, "b")
+async def test_router_in_two_partitions_waits_for_both() -> None:
+    partitions = NetworkPartitions()
+    partitions.add("", seconds=0.01)
+    partitions.add("a", seconds=3600)
+    other = await passes(partitions, "b")
     await other
-    cut_off = await passes(wire, "a")
+    cut_off = await passes(partitions, "a")
     assert not cut_off.done()
-    wire.mend()
+    partitions.heal()
     await cut_off

@@ -244,10 +244,10 @@ def test_loop_counts_injected_slowness_as_busy() -> None:
     bounds = limits(model=model)
     this = Engine(FakeRunner(bounds.num_blocks, model, sleep=clock.sleep), bounds)
     loop = LeadingLoop(this, Inbox(), reports.append, None, clock.read, clock.sleep)
-    loop.turn(Orders(starts=[sequence(bounds, 1, prompt(3), max_tokens=9)]))
+    loop.run_iteration(Orders(starts=[sequence(bounds, 1, prompt(3), max_tokens=9)]))
     slow = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=4, seconds=1.0)
-    loop.turn(Orders(faults=[slow]))
-    loop.turn(Orders())
+    loop.run_iteration(Orders(faults=[slow]))
+    loop.run_iteration(Orders())
     assert clock.naps == [0.25, 0.25, 0.75, 0.25], "when that is over, it is as quick as before"
     assert [report.busy_s for report in reports] == [0.25, 1.25, 1.5]
 
@@ -276,7 +276,7 @@ class Announced:
 
     def turns(self, count: int, *starts: Sequence) -> None:
         for turn in range(count):
-            self.loop.turn(Orders(starts=[*starts] if not turn else []))
+            self.loop.run_iteration(Orders(starts=[*starts] if not turn else []))
 
 
 def test_loop_announces_first_step_before_running_it() -> None:
@@ -287,7 +287,9 @@ def test_loop_announces_first_step_before_running_it() -> None:
     this.turns(2, second)
     (steps_before, announced), (later, confirmed) = this.told
     assert (steps_before, announced.to_confirm) == (0, frozenset())
-    assert [outcome.news.waited_s for outcome in announced.outcomes] == [this.began - first.came]
+    assert [outcome.update.waited_s for outcome in announced.outcomes] == [
+        this.began - first.arrived_at
+    ]
     assert (later, confirmed.to_confirm) == (2, {SequenceKey(2, 0)})
 
 

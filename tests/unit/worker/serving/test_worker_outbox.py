@@ -4,7 +4,7 @@ from everlift.errors import EngineFailed
 from everlift.v1 import session_pb2
 from tests.support.worker.worker_support import prompt
 from worker.engine.load import Occupant
-from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
+from worker.engine.outcome import Outcome, Residence, SequenceKey, SequenceUpdate, Stop
 from worker.engine.time_breakdown import TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown
 from worker.serving.outbox import _MAX_ACCEPTED, Outbox
@@ -17,7 +17,7 @@ def outbox() -> Outbox:
 
 
 def cut(this: Outbox) -> session_pb2.WorkerFrame:
-    return this.cut(session_pb2.WorkerState(step=9))
+    return this.take_frame(session_pb2.WorkerState(step=9))
 
 
 def test_outbox_merges_tokens_until_frame_is_cut() -> None:
@@ -48,11 +48,13 @@ def test_outbox_merges_tokens_until_frame_is_cut() -> None:
 def test_outbox_merges_residence_and_news() -> None:
     """The last residence counts, and all that happened since the frame before."""
     this = outbox()
-    this.push(Outcome(A, 5, num_computed=90, news=News(Residence.PREEMPTED, preemptions=1)))
-    this.push(Outcome(A, 5, num_computed=90, news=News(Residence.RESUMED, 0, 40)))
-    this.push(Outcome(A, 5, (7,), num_computed=91, news=News(None, 0, 3)))
-    this.push(Outcome(B, 0, news=News(Residence.RESUMED)))
-    this.push(Outcome(B, 0, news=News(Residence.PREEMPTED, preemptions=1)))
+    this.push(
+        Outcome(A, 5, num_computed=90, update=SequenceUpdate(Residence.PREEMPTED, preemptions=1))
+    )
+    this.push(Outcome(A, 5, num_computed=90, update=SequenceUpdate(Residence.RESUMED, 0, 40)))
+    this.push(Outcome(A, 5, (7,), num_computed=91, update=SequenceUpdate(None, 0, 3)))
+    this.push(Outcome(B, 0, update=SequenceUpdate(Residence.RESUMED)))
+    this.push(Outcome(B, 0, update=SequenceUpdate(Residence.PREEMPTED, preemptions=1)))
     assert list(cut(this).progress) == [
         session_pb2.Progress(
             epoch=1,
@@ -72,9 +74,13 @@ def test_outbox_merges_residence_and_news() -> None:
 def test_outbox_sends_last_breakdown_with_next_frame() -> None:
     calls: list[int] = []
     this = Outbox(lambda: calls.append(1))
-    this.breakdown(SequenceBreakdown(A, TimeBreakdown(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
-    this.breakdown(SequenceBreakdown(A, TimeBreakdown(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
-    this.breakdown(SequenceBreakdown(B, TimeBreakdown(3.0, waiting_s=3.0)))
+    this.add_breakdown(
+        SequenceBreakdown(A, TimeBreakdown(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0))
+    )
+    this.add_breakdown(
+        SequenceBreakdown(A, TimeBreakdown(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0))
+    )
+    this.add_breakdown(SequenceBreakdown(B, TimeBreakdown(3.0, waiting_s=3.0)))
     assert not calls and not this
     assert list(cut(this).breakdowns) == [
         session_pb2.TimeBreakdown(epoch=1, prefill_s=1.5, decode_s=1.5, steps=3),
@@ -91,8 +97,8 @@ def test_outbox_does_not_send_dropped_sequences() -> None:
     this = outbox()
     this.push(Outcome(A, 0, (1,)))
     this.push(Outcome(B, 0, (2,)))
-    this.breakdown(SequenceBreakdown(A, TimeBreakdown(2.0)))
-    this.breakdown(SequenceBreakdown(B, TimeBreakdown(2.0)))
+    this.add_breakdown(SequenceBreakdown(A, TimeBreakdown(2.0)))
+    this.add_breakdown(SequenceBreakdown(B, TimeBreakdown(2.0)))
     this.drop(A)
     this.drop(SequenceKey(9, 0))
     frame = cut(this)
@@ -110,8 +116,8 @@ def test_outbox_sends_acknowledgements_once_and_bounded() -> None:
 
 def test_outbox_occupants_do_not_trigger_a_frame() -> None:
     this = outbox()
-    this.show((Occupant(2, "old"),))
-    this.show((Occupant(3, "new", prefilling=True),))
+    this.set_occupants((Occupant(2, "old"),))
+    this.set_occupants((Occupant(3, "new", prefilling=True),))
     assert not this
     [told] = cut(this).state.running
     assert (told.slot, told.request_id, told.prefilling) == (3, "new", True)

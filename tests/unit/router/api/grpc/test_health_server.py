@@ -22,7 +22,7 @@ class Requests:
         self.num_looks = 0
 
     @property
-    def takes_new(self) -> bool:
+    def accepts_requests(self) -> bool:
         self.num_looks += 1
         return self.is_fit
 
@@ -46,7 +46,7 @@ async def settled() -> None:
 
 async def test_health_check_is_shared_by_all_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     # The test is the timer.
-    monkeypatch.setattr(health_server, "_LOOK_S", 3600.0)
+    monkeypatch.setattr(health_server, "_POLL_INTERVAL_S", 3600.0)
     requests = Requests()
     server = HealthServer(requests, ["x"])
     services = ["", "x", "live", "y"]
@@ -75,7 +75,7 @@ async def test_health_change_found_by_a_new_watcher_reaches_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between two looks of the timer, which sees the same both times."""
-    monkeypatch.setattr(health_server, "_LOOK_S", 3600.0)
+    monkeypatch.setattr(health_server, "_POLL_INTERVAL_S", 3600.0)
     requests = Requests()
     server = HealthServer(requests, [])
     first = Watcher(server, "")

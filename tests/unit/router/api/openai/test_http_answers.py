@@ -37,7 +37,7 @@ from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import BEGIN, EventId, Position
-from router.api.openai.transcript import Collected, News, Transcript, Usage
+from router.api.openai.transcript import Collected, NewOutput, Transcript, Usage
 from router.api.openai.writer import encode
 from router.chat.parser import Parser, PlainParser
 from router.chat.tools import ToolUse
@@ -107,9 +107,9 @@ def stream(
     """Events: their ids and chunks."""
     events = []
     for piece in read:
-        news = transcript.read(0, piece)
-        if news is not None and (data := answer.data(news)) is not None:
-            transcript.mark_read(news.choice)
+        output = transcript.read(0, piece)
+        if output is not None and (data := answer.data(output)) is not None:
+            transcript.mark_read(output.choice)
             events.append((transcript.event_id, json.loads(data)))
     return events
 
@@ -120,10 +120,10 @@ ODD_ENVELOPE = Envelope('cmpl-"text":""', 7, 'm"text":""\u2028é', 'f"')
 @given(text=st.text(), choice=st.integers(0, 2))
 def test_answer_data_equals_the_encoded_chunk(text: str, choice: int) -> None:
     answer = CompletionAnswer(ODD_ENVELOPE, TOKENIZER, has_logprobs=False)
-    for news in (News(choice, text, (), ()), News(choice, text, (), (), "stop")):
-        chunk = answer.chunk(news)
+    for output in (NewOutput(choice, text, (), ()), NewOutput(choice, text, (), (), "stop")):
+        chunk = answer.chunk(output)
         for _ in range(2):
-            assert answer.data(news) == (None if chunk is None else encode(chunk))
+            assert answer.data(output) == (None if chunk is None else encode(chunk))
 
 
 def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
@@ -192,10 +192,10 @@ def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
     streamed = joined([chunk for _, chunk in events], len(texts))
     transcript, choices = Transcript("r", 1, len(texts)), [Collected() for _ in texts]
     for piece in read:
-        news = transcript.read(0, piece)
-        assert news is not None
-        choices[news.choice].add(news)
-    answer = json.loads("".join(ANSWERS[kind]().whole(choices, transcript.usage)))
+        output = transcript.read(0, piece)
+        assert output is not None
+        choices[output.choice].add(output)
+    answer = json.loads("".join(ANSWERS[kind]().encode_complete(choices, transcript.usage)))
     for shown, expected in zip(answer["choices"], streamed, strict=True):
         message = shown.get("message", shown)
         text = message["text"] if "text" in message else message["content"] or ""
@@ -290,10 +290,10 @@ def scored_answers(tokenizer: Tokenizer) -> list[Answer]:
 def test_whole_answer_parts_have_few_log_probabilities(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_AT_ONCE", 10 * (1 + NUM_TOP))
+    monkeypatch.setattr(logprobs, "_LOGPROBS_PER_PART", 10 * (1 + NUM_TOP))
     tokenizer = Counting()
     most = before = 0
-    for _ in scored_answers(tokenizer)[index].whole([scored(95), scored(20)], Usage()):
+    for _ in scored_answers(tokenizer)[index].encode_complete([scored(95), scored(20)], Usage()):
         most = max(most, tokenizer.num_tokens - before)
         before = tokenizer.num_tokens
     assert before >= 115 * (1 + NUM_TOP)
@@ -305,7 +305,7 @@ def test_whole_answer_parts_have_few_log_probabilities(
 def test_whole_answer_parts_join_to_its_json(
     num_tokens: int, num_top: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_AT_ONCE", 10 * (1 + num_top))
+    monkeypatch.setattr(logprobs, "_LOGPROBS_PER_PART", 10 * (1 + num_top))
     choice, tokenizer = scored(num_tokens, num_top), Silent()
     placed = logprobs.Alignment(tokenizer).add(
         choice.tokens, choice.logprobs, choice.text, is_end=True
@@ -315,9 +315,9 @@ def test_whole_answer_parts_join_to_its_json(
         (logprobs.of_completion(tokenizer, placed), logprobs.of_chat(tokenizer, placed)),
         strict=True,
     ):
-        whole = json.loads("".join(answer.whole([choice] * 2, Usage())))
+        whole = json.loads("".join(answer.encode_complete([choice] * 2, Usage())))
         assert [each["logprobs"] for each in whole["choices"]] == [expected] * 2
-    assert json.loads("".join(answer.whole([], Usage())))["choices"] == []
+    assert json.loads("".join(answer.encode_complete([], Usage())))["choices"] == []
 
 
 class Read:
@@ -338,7 +338,7 @@ class Read:
 async def test_whole_answer_yields_to_other_tasks(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_AT_ONCE", 4)
+    monkeypatch.setattr(logprobs, "_LOGPROBS_PER_PART", 4)
     choice = finished("a" * 100, 0)
     turns, is_over = 0, False
 
@@ -351,7 +351,7 @@ async def test_whole_answer_yields_to_other_tasks(
     task = asyncio.create_task(others())
     read: Any = Read([*pieces(choice, range(0, 100, 10))])
     answer = scored_answers(TOKENIZER)[index]
-    data = await answering._whole(read, Transcript("r", 1, 1), answer)
+    data = await answering._collect_answer(read, Transcript("r", 1, 1), answer)
     is_over = True
     await task
     assert len(joined_logprobs(data)) == 100
@@ -368,11 +368,11 @@ class Large:
     """Events without end, and what is written of them."""
 
     is_over = False
-    has_room = True
+    is_writable = True
 
     def __init__(self, num_bytes: int) -> None:
         self.written: list[int] = []
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_writable: Callable[[], None] = lambda: None
         self._event = b"x" * num_bytes
 
     def listen(self, on_more: Callable[[], None]) -> None:
@@ -390,7 +390,7 @@ async def test_stream_yields_to_others_after_many_or_large_events(
     num_bytes: int, at_once: int
 ) -> None:
     large: Any = Large(num_bytes)
-    carrier = asyncio.create_task(event_stream._Carrier(large, large, 0).all_written())
+    carrier = asyncio.create_task(event_stream._EventWriter(large, large, 0).write_all())
     for _ in range(5):
         await asyncio.sleep(0)
     carrier.cancel()
@@ -445,11 +445,11 @@ def _openai_retries(error: EverliftError) -> bool:
 async def test_slow_reader_gets_no_comments() -> None:
     silent: Any = Large(10)
     silent.take = lambda: None
-    silent.has_room = False
-    carrier = asyncio.create_task(event_stream._Carrier(silent, silent, 0.01).all_written())
+    silent.is_writable = False
+    carrier = asyncio.create_task(event_stream._EventWriter(silent, silent, 0.01).write_all())
     await asyncio.sleep(0.1)
     assert not silent.written
-    silent.has_room = True
+    silent.is_writable = True
     await asyncio.sleep(0.1)
     assert set(silent.written) == {len(b": keep-alive\n\n")}
     carrier.cancel()
@@ -465,9 +465,9 @@ def test_non_finite_log_probabilities_are_not_written(logprob: float) -> None:
     piece = pb.GenerateResponse(
         token_ids=[97], text="a", logprobs=[TokenLogprobs(logprob, 5).to_proto()]
     )
-    news = Transcript("r", 1, 1).read(0, piece)
-    assert news is not None
-    data = answer.data(news)
+    output = Transcript("r", 1, 1).read(0, piece)
+    assert output is not None
+    data = answer.data(output)
     assert data is not None
     json.loads(data, parse_constant=pytest.fail)
 

@@ -351,11 +351,11 @@ def test_unsupported_completion_features_are_rejected() -> None:
 def test_whole_answer_log_probabilities_are_limited(
     messages: list[pb.GenerateRequest], context: int
 ) -> None:
-    submissions.check_whole(messages, context)
+    submissions.check_unstreamed_size(messages, context)
     if messages[0].sampling.HasField("logprobs"):
         messages[0].sampling.logprobs += 1
         with pytest.raises(OutOfRange, match="at most 1048576 log probabilities"):
-            submissions.check_whole(messages, context)
+            submissions.check_unstreamed_size(messages, context)
 
 
 def test_negative_top_k_and_seed_are_converted() -> None:

@@ -71,19 +71,19 @@ def streamed(
 ) -> Iterator[tuple[str, Entry]]:
     """Yield each event's id and its choice."""
     for piece in pieces(choice, ends):
-        news = transcript.read(0, piece)
-        if news is not None and (data := answer.data(news)) is not None:
-            transcript.mark_read(news.choice)
+        output = transcript.read(0, piece)
+        if output is not None and (data := answer.data(output)) is not None:
+            transcript.mark_read(output.choice)
             yield transcript.event_id, json.loads(data)["choices"][0]
 
 
 def whole(answer: Answer, choice: Choice) -> Entry:
     collected, transcript = Collected(), Transcript("r", 1, 1)
     for piece in pieces(choice, []):
-        news = transcript.read(0, piece)
-        assert news is not None
-        collected.add(news)
-    body: Entry = json.loads("".join(answer.whole([collected], Usage())))["choices"][0]
+        output = transcript.read(0, piece)
+        assert output is not None
+        collected.add(output)
+    body: Entry = json.loads("".join(answer.encode_complete([collected], Usage())))["choices"][0]
     return body
 
 
@@ -347,9 +347,9 @@ def test_chunk_has_the_usage_so_far(make: Any) -> None:
     transcript.usage.prompt_tokens = 5
     found = []
     for piece in pieces(finished(BYTES, [*b"abcd"], Stops()), [1, 3]):
-        news = transcript.read(0, piece)
-        assert news is not None
-        found.append(json.loads(answer.data(news, transcript.usage))["usage"])
+        output = transcript.read(0, piece)
+        assert output is not None
+        found.append(json.loads(answer.data(output, transcript.usage))["usage"])
     assert found == [
         {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
         for count in (1, 3, 4)

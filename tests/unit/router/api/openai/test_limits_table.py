@@ -22,7 +22,7 @@ from everlift.messages import (
 )
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from router.api.http2 import Limits
-from router.api.kserve.infer_stream import MAX_AT_ONCE
+from router.api.kserve.infer_stream import MAX_CONCURRENT
 from router.api.openai import body, connection, endpoint, fields, server, submissions
 from router.chat import messages, tools
 from router.config import RouterConfig
@@ -55,7 +55,7 @@ def table() -> list[list[str]]:
             f"{LIMITS.max_metadata_bytes >> 10} KiB",
         ),
         ("requests of a `GenerateMany`", f"{MAX_REQUESTS}"),
-        ("requests of a KServe stream at a time", f"{MAX_AT_ONCE}"),
+        ("requests of a KServe stream at a time", f"{MAX_CONCURRENT}"),
         ("choices of an `Attach`", f"{MAX_N}"),
         ("calls of a connection at a time", f"{LIMITS.max_streams}"),
         ("connections of a router", f"{LIMITS.max_connections}"),
@@ -94,7 +94,7 @@ def table() -> list[list[str]]:
         ("prompts of a body", f"{fields.MAX_PROMPTS}"),
         (
             "log probabilities of an answer that is not streamed",
-            f"{submissions._MAX_WHOLE_LOGPROBS} for all its prompts",
+            f"{submissions._MAX_UNSTREAMED_LOGPROBS} for all its prompts",
         ),
         ("messages of a chat", f"{messages.MAX_MESSAGES}, of {messages.MAX_BYTES} bytes"),
         ("tools", f"{tools.MAX_TOOLS}, of {tools.MAX_TOOL_BYTES} bytes each"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.prediction.model import STATIC, WORDS
-from router.prediction.predictor import Asked, asked_of, narrowest
+from router.prediction.predictor import RequestFeatures, features_of, narrowest
 from tests.support.router.prediction_support import served
 
 SYSTEM = (
@@ -11,7 +11,7 @@ SYSTEM = (
 )
 
 
-def asked(prompt: str, tenant: str = "", **changes: object) -> Asked:
+def asked(prompt: str, tenant: str = "", **changes: object) -> RequestFeatures:
     facts = {
         "max_tokens": 100,
         "choices": 1,
@@ -20,10 +20,10 @@ def asked(prompt: str, tenant: str = "", **changes: object) -> Asked:
         "has_grammar": False,
         "min_tokens": 0,
         "application": "",
-        "moment": 3 * 86400 + 6 * 3600.0,
+        "arrived": 3 * 86400 + 6 * 3600.0,
     }
     model = served()
-    return asked_of(model.encode(prompt), model.tokenizer, tenant=tenant, **facts | changes)  # type: ignore[arg-type]
+    return features_of(model.encode(prompt), model.tokenizer, tenant=tenant, **facts | changes)  # type: ignore[arg-type]
 
 
 def features(prompt: str, **changes: object) -> dict[str, float]:
@@ -76,6 +76,6 @@ def test_keyword_lists_are_disjoint() -> None:
     assert len(set(words)) == len(words)
 
 
-def test_asked_keeps_no_prompt_or_tenant_text() -> None:
+def test_request_features_keep_no_prompt_or_tenant_text() -> None:
     kept = repr(asked(f"{SYSTEM} pepper", "acme"))
     assert not any(word in kept for word in ("assistant", "tea", "pepper", "acme"))
