@@ -53,7 +53,7 @@ class Frames:
         self.names: dict[str, str] = {}
         self.failed: Any = None
 
-    async def until(self, *sections: str, seconds: float = 20.0) -> dict[str, Any]:
+    async def until(self, *sections: str, seconds: float = 60.0) -> dict[str, Any]:
         """What one frame says that has these."""
         async with asyncio.timeout(seconds):
             while True:
