@@ -47,7 +47,7 @@ from worker.model.pointwise import TORCH, Pointwise
 from worker.model.rope import RotaryTable
 from worker.model.spec import Rope
 from worker.native.argmax import argmax_by_torch
-from worker.runner.draw import SamplingTable, choose_sampling_backend, sample_by_torch
+from worker.runner.sampling_backend import SamplingTable, choose_sampling_backend, sample_by_torch
 
 Times = dict[str, Any]
 THEIRS: dict[str, BackendClass] = {"fa3_s": FlashAttention3, "flashinfer_s": FlashInfer}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.chaos.dice import ChaosEvent, FaultGenerator
+from cluster.chaos.fault_generator import ChaosEvent, FaultGenerator
 from everlift import AsyncClient
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, inference_pb2

@@ -19,7 +19,7 @@ from cluster.llm import describe
 from cluster.llm.completion import Choice, Completion, Gathering
 from cluster.llm.local import Assignments, Local, Model, local_config, opened
 from cluster.options import generate_options, takes_options
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.messages import FinishReason
 from everlift.options import GenerateOptions
 from everlift.sampling import TokenLogprobs

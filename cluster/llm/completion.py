@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.client.stream import Stream
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.llm.completion import Choice, Completion
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.errors import EngineFailed, EverliftError, from_slug
 from everlift.messages import FinishReason, Request
 from everlift.sampling import SamplingParams, TokenLogprobs

@@ -11,7 +11,7 @@ from typing import Self
 from cluster.llm.background import Background
 from cluster.llm.completion import Completion
 from cluster.llm.worker import Task
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):

@@ -25,7 +25,7 @@ from cluster.local.gpus import gpus_of_ranks, visible_gpus
 from cluster.local.launch import RankLaunch
 from cluster.local.launcher import Child, SubprocessLauncher
 from cluster.threads import rank_environment
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.errors import Cancelled, DeadlineExceeded, EverliftError
 from everlift.messages import Request
 from everlift.text import Tokenizer

@@ -26,7 +26,7 @@ import uvloop
 
 from cluster.local.gpus import VISIBLE
 from cluster.local.launch import Launch, RankLaunch, Report, RouterLaunch, decode
-from cluster.local.starting import Announcer, StartReporter
+from cluster.local.start_reporter import Announcer, StartReporter
 from everlift import heap, logs
 from everlift.errors import EverliftError, SettingsError
 from everlift.transport import internal

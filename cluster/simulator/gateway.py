@@ -19,11 +19,11 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from cluster.simulator.foresight import LengthPredictor
 from cluster.simulator.frame import Frame
 from cluster.simulator.global_queue import GlobalQueue
-from cluster.simulator.life import SimulatedRequest
+from cluster.simulator.length_predictor import LengthPredictor
 from cluster.simulator.sequence import BlockNames, NamedSequence
+from cluster.simulator.simulated_request import SimulatedRequest
 from cluster.simulator.summary import Record
 from cluster.simulator.timeline import Timeline
 from cluster.simulator.workloads.arrivals import Arrival

@@ -104,7 +104,8 @@ class Scenario:
     #: fair-share weights of tenants, by default 1; None: tenants are not distinguished
     weights: Mapping[str, float] | None = field(default_factory=dict)
     #: error of predicted output lengths, as the standard deviation of their logarithm; 0: exact;
-    #: None: no error is simulated, and recorded predictions or a mean are used (foresight.py)
+    #: None: no error is simulated, and recorded predictions or a mean are used
+    #: (length_predictor.py)
     foresight_sigma: float | None = None
     events: tuple[Event, ...] = ()
     link_s: float = 0.001

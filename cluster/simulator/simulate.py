@@ -13,10 +13,10 @@ from dataclasses import replace
 from cluster.autoscale.policy import Autoscaler
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.forecast import Forecast, Sample
-from cluster.simulator.foresight import LengthPredictor
 from cluster.simulator.frame import Frame
 from cluster.simulator.gateway import Gateway
 from cluster.simulator.global_queue import GlobalQueue
+from cluster.simulator.length_predictor import LengthPredictor
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.timeline import Timeline
 from cluster.simulator.worker import SimulatedWorker

@@ -19,8 +19,8 @@ from cluster.simulator.frame import Frame
 from cluster.simulator.multi_step import MultiStepScheduler
 from cluster.simulator.scenario import WorkerSpec
 from cluster.simulator.sequence import TOKEN, NamedSequence
-from cluster.simulator.stretch import NO_DELTA, UniformRun
 from cluster.simulator.timeline import Timeline
+from cluster.simulator.uniform_run import NO_DELTA, UniformRun
 from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import StepSize
 from router.admission.throughput import Work, spared_tokens

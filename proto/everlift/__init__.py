@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from everlift.client.blocking import BlockingManyStream, BlockingStream, Client
     from everlift.client.client import AsyncClient
     from everlift.client.generate_many import ManyStream, Outcome
-    from everlift.client.reception import Chunk
+    from everlift.client.received_output import Chunk
     from everlift.client.stream import Stream
     from everlift.errors import (
         AttemptsExhausted,
@@ -153,7 +153,7 @@ _MODULES = {
     "AsyncClient": "everlift.client.client",
     "BlockingManyStream": "everlift.client.blocking",
     "BlockingStream": "everlift.client.blocking",
-    "Chunk": "everlift.client.reception",
+    "Chunk": "everlift.client.received_output",
     "Client": "everlift.client.blocking",
     "FinishReason": "everlift.messages",
     "GenerateOptions": "everlift.options",

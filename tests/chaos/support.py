@@ -37,7 +37,7 @@ from cluster.local.processes import ProcessCluster
 from cluster.local.replica import RouterReplica, WorkerReplica
 from everlift import wire
 from everlift.client.client import AsyncClient
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.errors import EverliftError
 from everlift.options import submission_message
 from everlift.v1 import inference_pb2 as pb

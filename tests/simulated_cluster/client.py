@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everlift.client.client import AsyncClient
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.client.stream import Stream
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from cluster.local.starting import Announcer
+from cluster.local.start_reporter import Announcer
 from everlift.engine_policy import EnginePolicy
 from everlift.hashes import BLOCK_SIZE
 from everlift.transport import Transport

@@ -12,7 +12,7 @@ from random import Random
 
 from cluster.llm.completion import Gathering
 from everlift import AsyncClient, OnDisconnect, Stream
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.errors import EverliftError
 from tests.soak.pool import Answer, Pool, Task
 from tests.support.router import patient

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from cluster.chaos.dice import FaultGenerator
+from cluster.chaos.fault_generator import FaultGenerator
 from cluster.chaos.run import (
     Injection,
     accepting_workers,

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.report import machine
 from cluster.chaos.check import Result, check
-from cluster.chaos.dice import NAMES
+from cluster.chaos.fault_generator import NAMES
 from cluster.chaos.run import Injection
 from cluster.chaos.view import injections_table, result_table
 from cluster.config import Config, load

@@ -12,7 +12,7 @@ from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.device.kv_cache import KVCache
 from worker.kernels.paged_attention import attend_tiles, merge_splits
-from worker.kernels.placing import turn_and_place
+from worker.kernels.rotate_and_cache import turn_and_place
 from worker.model.rope import Angle
 
 #: Queries of a narrow tile, the fewest that tensor cores support, and of a wide tile.

@@ -19,10 +19,10 @@ from worker.model.layers import Placement
 from worker.parallel.stand_in import StandIn
 from worker.runner.decode_buckets import decode_buckets
 from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
-from worker.runner.drawing import LastTokens
 from worker.runner.host_cache import HostCache
 from worker.runner.prompt_scores import SCORED_AT_ONCE
 from worker.runner.runner import Model, TorchRunner
+from worker.runner.sampled_tokens import LastTokens
 
 #: Shape of the keys, and of the values, of one token: num_layers, kv_heads, head_dim.
 KvShape = tuple[int, int, int]

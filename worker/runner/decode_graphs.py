@@ -14,7 +14,7 @@ from worker.attention.backend import StepAttention
 from worker.device.upload import Parcel, upload_into
 from worker.engine.plan import Rows
 from worker.runner.decode_buckets import Parts, bucket_for, describe, input_length, parcel_length
-from worker.runner.drawing import LastTokens
+from worker.runner.sampled_tokens import LastTokens
 
 Work = Callable[[], Tensor]
 

@@ -32,7 +32,6 @@ from worker.model.layers import Placement
 from worker.parallel.agreement import from_lines, to_lines
 from worker.parallel.stand_in import Broadcast, Collective, StandIn
 from worker.runner.decode_graphs import DecodeGraphs
-from worker.runner.drawing import LastTokens, PendingResults, ReceivedTokens, SampledTokens
 from worker.runner.host_cache import HostCache
 from worker.runner.prompt_scores import (
     NO_SCORES,
@@ -41,6 +40,7 @@ from worker.runner.prompt_scores import (
     score_prompts,
     with_scores,
 )
+from worker.runner.sampled_tokens import LastTokens, PendingResults, ReceivedTokens, SampledTokens
 from worker.runner.sampler import PreparedSampling, Sampler, SamplingRequests
 
 #: Parts of the messages of out-of-memory errors: of torch for CPU tensors, of CUDA and its driver,

@@ -5,7 +5,7 @@
     grammar             -inf for every token that it forbids    worker.runner.token_mask
     min_tokens          -inf for stop tokens while the output is shorter
     penalties           repetition, frequency, presence         worker.runner.history
-    temperature, top_k, top_p, min_p, one uniform number        worker.runner.draw
+    temperature, top_k, top_p, min_p, one uniform number        worker.runner.sampling_backend
 
 Where the order matters, it is that of transformers and vLLM. A penalty depends on the logit's sign,
 so the bias is added before it, and both precede the temperature. The masks could be anywhere in the
@@ -36,12 +36,12 @@ from worker.device.upload import Parcel, upload
 from worker.engine.plan import Admission, Ints, RowResult
 from worker.native.argmax import NOT_FINITE
 from worker.parallel.agreement import FAILED
-from worker.runner.draw import SamplingTable, choose_sampling_backend
-from worker.runner.drawing import ConcludedRows, SampledTokens
-from worker.runner.draws import SampleFn, SamplingMetadata
 from worker.runner.history import Histories, PenalisedRow
 from worker.runner.logprobs import CopiedLogits
 from worker.runner.sampled_row import SampledRow, SampledSlot
+from worker.runner.sampled_tokens import ConcludedRows, SampledTokens
+from worker.runner.sampling_backend import SamplingTable, choose_sampling_backend
+from worker.runner.sampling_metadata import SampleFn, SamplingMetadata
 from worker.runner.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from everlift.client.client import AsyncClient
 from everlift.client.generate_many import ManyStream, Outcome
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from everlift.client.retries import RECONNECT_S, RETRY_S
 from everlift.client.stream import Stream
 from everlift.errors import EverliftError

@@ -20,7 +20,7 @@ import grpc
 from everlift import wire
 from everlift.checks import sendable
 from everlift.client.generate_many import ManyStream
-from everlift.client.reception import ReceivedOutput
+from everlift.client.received_output import ReceivedOutput
 from everlift.client.retries import (
     RECONNECT_S,
     RETRY_S,

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from everlift import wire
-from everlift.client.reading import DEADLINE_MARGIN_S, OutputReader, cancel, set_timeout
-from everlift.client.reception import Chunk, ReceivedOutput
+from everlift.client.output_reader import DEADLINE_MARGIN_S, OutputReader, cancel, set_timeout
+from everlift.client.received_output import Chunk, ReceivedOutput
 from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.client.routers import Metadata, Routers
 from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from everlift.client.reading import OutputReader, cancel
-from everlift.client.reception import Chunk, ReceivedOutput
+from everlift.client.output_reader import OutputReader, cancel
+from everlift.client.received_output import Chunk, ReceivedOutput
 from everlift.client.retries import RetryBudget
 from everlift.client.routers import Metadata, Routers
 from everlift.messages import FinishReason

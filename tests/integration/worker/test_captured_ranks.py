@@ -21,7 +21,7 @@ from worker.parallel.group import Group
 from worker.runner import assembly
 from worker.runner.assembly import Assembly, LoadedModel
 from worker.runner.decode_graphs import DecodeGraphs, Work
-from worker.runner.drawing import LastTokens
+from worker.runner.sampled_tokens import LastTokens
 
 CPU = torch.device("cpu")
 

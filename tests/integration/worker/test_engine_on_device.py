@@ -30,8 +30,8 @@ from worker.parallel import collectives
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
 from worker.runner.decode_graphs import DecodeGraphs, Work
-from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner, TorchStep
+from worker.runner.sampled_tokens import LastTokens
 from worker.runner.swap import SwapCost
 from worker.runner.token_mask import CompiledGrammar, TokenMask
 

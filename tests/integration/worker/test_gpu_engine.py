@@ -18,7 +18,7 @@ from worker.attention.gpu import GpuAttention
 from worker.model.decoder import Decoder
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.runner.decode_graphs import DecodeGraphs
-from worker.runner.draw_by_kernel import sample_by_kernel
+from worker.runner.sample_by_kernel import sample_by_kernel
 
 DEMO_MODEL = Path(__file__).parents[3] / "cluster" / "demo_model"
 PLENTY, TINY = 200, 18

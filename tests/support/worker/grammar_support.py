@@ -32,7 +32,7 @@ from worker.grammar.matcher import CompiledGrammar, Matcher
 from worker.grammar.vocabulary import token_bytes
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
-from worker.runner.drawing import LastTokens
+from worker.runner.sampled_tokens import LastTokens
 from worker.runner.token_mask import forbidden, mask_words
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "cluster" / "demo_model"

@@ -13,8 +13,8 @@ from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel
 from worker.engine.plan import Row, Rows
 from worker.model.kernel_pointwise import KernelPointwise
-from worker.runner.draw_by_kernel import sample_by_kernel
-from worker.runner.draws import SamplingMetadata
+from worker.runner.sample_by_kernel import sample_by_kernel
+from worker.runner.sampling_metadata import SamplingMetadata
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132

@@ -16,8 +16,8 @@ from worker.engine.step_times import Stopwatch
 from worker.model.layers import RowLinear
 from worker.parallel.group import Group
 from worker.runner import build
-from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
+from worker.runner.sampled_tokens import LastTokens
 from worker.serving.rank import Rank
 
 #: Fewer than the test's sequences grow into, enough for each alone.

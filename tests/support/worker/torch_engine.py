@@ -20,8 +20,8 @@ from worker.engine.plan import LaunchedStep, Plan, RowResult
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
-from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
+from worker.runner.sampled_tokens import LastTokens
 
 
 @dataclass(frozen=True)

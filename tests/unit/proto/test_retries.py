@@ -27,8 +27,8 @@ from everlift import (
     Unreachable,
     wire,
 )
-from everlift.client.reading import OutputReader
-from everlift.client.reception import ReceivedOutput
+from everlift.client.output_reader import OutputReader
+from everlift.client.received_output import ReceivedOutput
 from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.testing import Break, FakeRouter, FakeTransport, Hold, Refuse
 from everlift.testing.router import Context

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from cluster.chaos.run import Injection
-from everlift.client.reception import Chunk
+from everlift.client.received_output import Chunk
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
 from tests.soak.growth import LIMIT_KIB, Growth, Sample, resident_kib

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.local.starting import Announcer
+from cluster.local.start_reporter import Announcer
 from everlift.errors import InvalidRequest
 from everlift.v1 import session_pb2, session_pb2_grpc
 

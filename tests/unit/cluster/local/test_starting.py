@@ -11,7 +11,7 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local.starting import StartReporter
+from cluster.local.start_reporter import StartReporter
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.scheduler import StartingWorkers

@@ -17,11 +17,15 @@ from worker.kernels.trial import kernels_work, why_no_kernels
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.model.pointwise import TORCH
-from worker.runner.draw import choose_sampling_backend
-from worker.runner.draw_by_kernel import sample_by_kernel
+from worker.runner.sample_by_kernel import sample_by_kernel
+from worker.runner.sampling_backend import choose_sampling_backend
 
 GPU = torch.device("cuda")
-CHOOSERS = ("worker.attention.choice", "worker.runner.draw", "worker.model.compiled_pointwise")
+CHOOSERS = (
+    "worker.attention.choice",
+    "worker.runner.sampling_backend",
+    "worker.model.compiled_pointwise",
+)
 
 
 @pytest.fixture(autouse=True)

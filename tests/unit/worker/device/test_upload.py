@@ -23,9 +23,9 @@ from worker.parallel.group import Group
 from worker.runner import decode_graphs
 from worker.runner.build import build_runner
 from worker.runner.decode_graphs import DecodeGraphs, Work
-from worker.runner.draw_by_kernel import sample_by_kernel
-from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
+from worker.runner.sample_by_kernel import sample_by_kernel
+from worker.runner.sampled_tokens import LastTokens
 
 CPU = torch.device("cpu")
 ARRAYS = [

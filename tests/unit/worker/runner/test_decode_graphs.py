@@ -24,7 +24,7 @@ from worker.device.upload import Parcel
 from worker.engine.plan import UNKNOWN, Row, Rows
 from worker.runner import decode_graphs
 from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, Work
-from worker.runner.drawing import LastTokens
+from worker.runner.sampled_tokens import LastTokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 VOCAB = 50

@@ -27,9 +27,9 @@ from worker.model.layers import Placement
 from worker.parallel.agreement import FAILED, NO_TOKEN
 from worker.parallel.group import Group
 from worker.runner import prompt_scores
-from worker.runner.drawing import LastTokens
 from worker.runner.host_cache import HostCache
 from worker.runner.runner import TorchRunner
+from worker.runner.sampled_tokens import LastTokens
 
 VOCAB = 50
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)) * 2

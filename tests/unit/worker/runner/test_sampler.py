@@ -340,7 +340,7 @@ def test_sampler_waits_for_device_only_at_results(
             return super().wait()
 
     monkeypatch.setattr("worker.runner.logprobs.HostCopy", Noted)
-    monkeypatch.setattr("worker.runner.drawing.HostCopy", Noted)
+    monkeypatch.setattr("worker.runner.sampled_tokens.HostCopy", Noted)
     this_sampler, counted = sampler(*(this for this, _ in batch)), Counted()
     backend = this_sampler._backend
 

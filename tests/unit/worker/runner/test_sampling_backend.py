@@ -11,16 +11,23 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from tests.support.worker.draw_support import FILTERS, GREEDY, WIDE, Row, logits, metadata
 from tests.support.worker.llama_support import warped
+from tests.support.worker.sampling_metadata_support import (
+    FILTERS,
+    GREEDY,
+    WIDE,
+    Row,
+    logits,
+    metadata,
+)
 from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, choose_argmax
-from worker.runner import draw as draw_module
-from worker.runner import draws as draws_module
-from worker.runner.draw import filter_thresholds
+from worker.runner import sampling_backend as backend_module
+from worker.runner import sampling_metadata as metadata_module
+from worker.runner.sampling_backend import filter_thresholds
 
 
 def sample(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    return draw_module.sample_by_torch(scores, metadata(rows), choose_argmax(scores.device))
+    return backend_module.sample_by_torch(scores, metadata(rows), choose_argmax(scores.device))
 
 
 def test_greedy_sample_takes_first_maximum() -> None:
@@ -104,7 +111,7 @@ def test_sample_depends_on_seed_choice_and_position() -> None:
 def test_sample_at_interval_ends_gives_kept_tokens(
     number: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draws_module, "uniform", lambda *_: np.array([number]))
+    monkeypatch.setattr(metadata_module, "uniform", lambda *_: np.array([number]))
     scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
     assert sample(scores, [Row(SamplingParams(top_k=3))]) == token
 

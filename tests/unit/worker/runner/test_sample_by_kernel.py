@@ -13,12 +13,12 @@ from torch import Tensor
 
 from everlift.sampling import SamplingParams
 from tests.support.worker.attention_support import KERNELS_ON
-from tests.support.worker.draw_support import FILTERS, GREEDY, Row, logits, metadata
+from tests.support.worker.sampling_metadata_support import FILTERS, GREEDY, Row, logits, metadata
 from worker.device.upload import Parcel
-from worker.kernels.drawing import uniform as uniform_of
+from worker.kernels.sampling import uniform as uniform_of
 from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, argmax_by_torch
-from worker.runner.draw import sample_by_torch
-from worker.runner.draw_by_kernel import sample_by_kernel
+from worker.runner.sample_by_kernel import sample_by_kernel
+from worker.runner.sampling_backend import sample_by_torch
 from worker.runner.uniform import uniform
 
 

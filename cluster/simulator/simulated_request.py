@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from cluster.simulator.foresight import LengthPrediction
+from cluster.simulator.length_predictor import LengthPrediction
 from cluster.simulator.sequence import BlockNames, NamedSequence
 from cluster.simulator.summary import Record
 from everlift.v1 import session_pb2

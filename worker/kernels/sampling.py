@@ -1,4 +1,4 @@
-"""Sampling kernel: applies the temperature and filters that worker.runner.draw defines.
+"""Sampling kernel: applies the temperature and filters that worker.runner.sampling_backend defines.
 
 A program samples one row, which it reads a few times. Each of its lanes keeps a sum of its own. The
 lanes are added up only after the whole row, because all threads must wait for each other to do so.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Values of worker.runner.draw.GREEDY_BELOW and of the markers in worker.native.argmax.
+#: Values of worker.runner.sampling_backend.GREEDY_BELOW and of the markers in worker.native.argmax.
 GREEDY_BELOW = tl.constexpr(1e-5)
 NOT_FINITE = tl.constexpr(-1)
 NOTHING_LEFT = tl.constexpr(-2)

@@ -1,4 +1,4 @@
-"""Sampling on a GPU by a Triton kernel (worker.kernels.drawing), without sorting or waiting."""
+"""Sampling on a GPU by a Triton kernel (worker.kernels.sampling), without sorting or waiting."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from worker.device.upload import Parcel
-from worker.kernels.drawing import draw_rows
-from worker.runner.draws import SampleFn, SamplingMetadata
+from worker.kernels.sampling import draw_rows
+from worker.runner.sampling_metadata import SampleFn, SamplingMetadata
 
 #: Number of tokens that one program reads at once, 16 per thread.
 _BLOCK, _WARPS = 8192, 16

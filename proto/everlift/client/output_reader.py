@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from everlift import logs, wire
-from everlift.client.reception import Chunk, ReceivedOutput
+from everlift.client.received_output import Chunk, ReceivedOutput
 from everlift.client.retries import RetryBudget, is_refusal, now
 from everlift.client.routers import Metadata, Routers
 from everlift.errors import (

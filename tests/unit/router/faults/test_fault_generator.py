@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.chaos.dice import DRAIN, NAMES, ChaosEvent, FaultGenerator
+from cluster.chaos.fault_generator import DRAIN, NAMES, ChaosEvent, FaultGenerator
 from everlift.v1 import chaos_pb2 as pb
 from router.faults.faults import ANY_ROUTER, LEADER, LEDGER, Part, check_fault
 from tests.support.example_counts import examples

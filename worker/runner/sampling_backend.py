@@ -30,7 +30,7 @@ from worker.device.upload import Parcel, upload
 from worker.engine.plan import Ints
 from worker.kernels.trial import kernels_work
 from worker.native.argmax import Argmax, choose_argmax
-from worker.runner.draws import SampleFn, SamplingMetadata
+from worker.runner.sampling_metadata import SampleFn, SamplingMetadata
 
 #: Temperature below which sampling is greedy, as in vLLM: a lower one would only magnify rounding.
 GREEDY_BELOW = 1e-5
@@ -80,7 +80,7 @@ def choose_sampling_backend(device: torch.device) -> SamplingBackend:
     """Return sampling by the Triton kernel on a GPU where it works, else sampling in torch."""
     if device.type == "cuda" and kernels_work(device):
         # Imported late, because Triton is only needed on a GPU.
-        from worker.runner.draw_by_kernel import sample_by_kernel
+        from worker.runner.sample_by_kernel import sample_by_kernel
 
         return sample_by_kernel
     argmax = choose_argmax(device)

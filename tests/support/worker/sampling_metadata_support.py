@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from worker.runner.draw import SamplingTable
-from worker.runner.draws import SamplingMetadata
+from worker.runner.sampling_backend import SamplingTable
+from worker.runner.sampling_metadata import SamplingMetadata
 
 GREEDY = SamplingParams(temperature=0.0)
 #: Wider than the first candidates, so that some filters need the whole row.
