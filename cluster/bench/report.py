@@ -375,12 +375,12 @@ class Ramp:
 def is_load_sustained(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
     """Return whether the endpoint sustained the load, so that requests did not pile up.
 
-    At most 1 % of the requests may fail, and at least 90 % must be within the limits of ``slo``. In
-    the second half of the load, fewer requests may end than the number n that is due. The
-    difference may be at most n / 10 + sqrt(n); the square root allows for random fluctuation.
+    At most 1 % of the requests may fail, and at least 90 % must be within the limits of ``slo``. If
+    n requests are due in the second half of the load, at least n - (n / 10 + sqrt(n)) requests must
+    end in that half; the square root allows for random fluctuation.
 
-    ``duration_s``, the length of the load, must be much longer than a request takes, because
-    otherwise every rate seems to be sustained.
+    ``duration_s``, the length of the load in seconds, must be much longer than a request takes,
+    because otherwise too few requests end within the load at any rate.
     """
     if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
         return False

@@ -110,7 +110,10 @@ class SimulatedRequest:
         return number
 
     def release(self) -> None:
-        """End the attempt, because the worker was lost or returned the request, and queue again."""
+        """End the attempt, because the worker was lost or returned the request, and queue it again.
+
+        The output tokens so far are kept.
+        """
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.samples_since = "", 0, None
 

@@ -50,7 +50,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 class OneDnn:
-    """Weight in an internal layout of oneDNN."""
+    """Weight in an internal layout of oneDNN, from which no rows can be read."""
 
     def __init__(self, weight: Tensor) -> None:
         # No number of rows is given: fp32 weights packed for one row are half as fast with several.

@@ -344,7 +344,11 @@ class Rank:
             self._thread.links.interrupt()
 
     def _end(self, error: BaseException | None) -> None:
-        """Record that the rank has ended, or must end, with ``error`` or because it was stopped."""
+        """Mark the rank as ended and remove its ready file; do nothing on later calls.
+
+        ``error`` is why it ended or must end; None if its thread ended without an error. Unless the
+        rank is being stopped, an error is logged and kept, and the server is stopped.
+        """
         if self._ended.is_set():
             return
         self._stop_watching()

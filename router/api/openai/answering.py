@@ -176,7 +176,7 @@ class Answering:
     def _counting_rejections(self) -> Iterator[None]:
         """Context manager that counts an error in the metrics as a rejected submission.
 
-        The error is raised again. It is used before any request is submitted.
+        The error is raised again. The context covers the code before any request is submitted.
         """
         try:
             yield
