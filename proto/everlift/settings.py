@@ -344,7 +344,11 @@ def _parse(hint: Any, text: str, at: str) -> object:
 
 
 def _read(hint: Any, text: str) -> object:
-    """Return ``text`` as a plain value of the type ``hint``, or unchanged if that is impossible."""
+    """Return ``text`` as a bool, number, list or None, as the type ``hint`` of a setting requires.
+
+    Types such as str, Path and Enum remain text, and so does any text that cannot be converted:
+    the caller has to validate the result. Items of a list are separated by commas.
+    """
     if _is_optional(hint):
         return None if text.lower() in _NONE else _read(_inner(hint), text)
     if get_origin(hint) is tuple:

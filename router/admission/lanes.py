@@ -75,7 +75,10 @@ class RequestHeap:
         return items[0] if items else None
 
     def note_removed(self, queued: Queued) -> None:
-        """Record that a request has left the queue."""
+        """Record that a request of this heap has left the queue; the heap drops it now or later.
+
+        ``queued.is_queued`` must already be False. Each request is recorded only once.
+        """
         items = self._items
         if items and items[0][-1] is queued:
             heapq.heappop(items)

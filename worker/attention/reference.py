@@ -149,7 +149,10 @@ def _attend_plainly(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, on a CPU with rows of zeros appended up to a multiple of _ALIGNED_ROWS."""
+    """Pad ``tensor`` [..., rows, columns] with rows of zeros to a multiple of _ALIGNED_ROWS.
+
+    Only a tensor on a CPU is padded; any other one is returned unchanged.
+    """
     missing = -tensor.shape[-2] % _ALIGNED_ROWS
     if not missing or tensor.device.type != "cpu":
         return tensor

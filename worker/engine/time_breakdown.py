@@ -64,9 +64,10 @@ class TimeBreakdown(NamedTuple):
         return sum(self.parts[: Part.STEPS])
 
     def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.TimeBreakdown:
-        """Return the message for the sequence with this key.
+        """Return the breakdown as a message about one sequence.
 
         ``epoch`` is the number of the attempt at its request, ``choice`` its index in the request.
+        Without them, the message is about no particular sequence. It does not contain ``until``.
         """
         return session_pb2.TimeBreakdown(
             epoch=epoch,

@@ -65,7 +65,12 @@ class Plain:
 
 
 class Matrix:
-    """Weight of a linear: ``plain`` while it is filled, then packed if possible."""
+    """Weight [outputs, inputs] of a linear layer or an embedding.
+
+    It is created with the plain tensor, whose values are then filled in through ``plain``. After
+    that, ``pack`` converts it to a faster layout if possible. ``multiply`` works in any layout,
+    ``rows`` only in some.
+    """
 
     def __init__(self, plain: Tensor) -> None:
         self.form: Form = Plain(plain)
