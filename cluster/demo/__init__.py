@@ -65,9 +65,7 @@ async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: 
                 await cluster.stop()
     console.print()
     console.print(describe(summary))
-    console.print(
-        f"who had which batch slot when: {escape(str(picture.absolute()))}", soft_wrap=True
-    )
+    console.print(f"batch slots over time: {escape(str(picture.absolute()))}", soft_wrap=True)
     return summary
 
 
