@@ -54,7 +54,8 @@ async def fetched(config: Config) -> Config:
 def _check_supported(directory: Path, num_ranks: int) -> None:
     """Raise ClusterFailed if workers do not support the model in ``directory``.
 
-    Without this check, a router could fail first, because of another file that the model lacks.
+    Called before routers and workers start, so that the user sees this error, and not a router's
+    error about a missing tokenizer, for example.
     """
     from worker.model.families import read_spec
     from worker.model.spec import UnsupportedArchitecture, UnsupportedModel

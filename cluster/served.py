@@ -51,9 +51,9 @@ class Served:
         return cls(context, longest, has_template, bool(gpus))
 
     def shorter(self, config: Config) -> str:
-        """Return a text that says why less than the model's context is served, and the remedy.
+        """Return a message if ``longest`` is less than ``context``: the cause and the remedy.
 
-        The text is empty if the whole context is served, or if no worker is known yet.
+        The message is empty if workers can hold the full context, or if there is no worker yet.
         """
         if not 0 < self.longest < self.context:
             return ""

@@ -21,10 +21,10 @@ WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
-    """Return the configured number of threads of a rank.
+    """Return the number of CPU threads of a rank: ``worker.num_threads`` if it is set.
 
-    If none is configured, it is an equal share of ``cores`` for each rank of the largest number of
-    workers, and at least 1.
+    Otherwise it is ``cores`` divided by the number of ranks when the cluster has its maximum number
+    of workers, rounded down, and at least 1.
     """
     ranks = config.most_workers * config.worker.tensor_parallel
     return config.worker.num_threads or max(1, cores // ranks)

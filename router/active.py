@@ -42,7 +42,10 @@ class ActiveModel:
         self._changed_at = -inf
 
     async def run(self) -> None:
-        """Ask the ledger every second, and apply each answer, until cancelled."""
+        """Ask the ledger every second whether the cluster is active; ``note`` each answer.
+
+        Runs until cancelled.
+        """
         while True:
             try:
                 self.note(await self._ledger.is_active(), now())
@@ -51,10 +54,11 @@ class ActiveModel:
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     def note(self, is_active: bool, now: float) -> None:
-        """Set the model's ``is_active`` and ``is_switching``, by the ledger's answer ``is_active``.
+        """Update the model's ``is_active`` and ``is_switching`` from the ledger's answer.
 
-        ``now`` is the time in seconds. ``is_switching`` is True while the cluster is inactive, and
-        for 10 s after it became active. While it is inactive, clients' connections are closed.
+        ``is_switching`` is True while the cluster is inactive, and for 10 s after it became active.
+        If it is inactive, clients' connections are closed once they are idle. ``now`` is the time
+        in seconds.
         """
         model = self._model
         if is_active != model.is_active:

@@ -118,9 +118,9 @@ class RouterDeployment:
         return ""
 
     async def num_workers(self) -> int:
-        """Return the number of this cluster's workers, plus those of another active cluster.
+        """Return the number of workers that are connected to this router.
 
-        Of this cluster, the workers count to which this router is connected. Raises
+        If another cluster is the active one (router/active.py), its workers are added. Raises
         LedgerUnavailable.
         """
         return await self._running.num_workers()
@@ -161,17 +161,18 @@ class RouterDeployment:
         return self._router
 
     def _shut_down(self) -> None:
-        """Stop the router, because its machine is about to be shut down, and exit the process.
+        """Start a task that stops the router and then exits the process.
 
-        Serve might stop it too late.
+        Called on SIGUSR1, when the machine is about to be shut down, because Serve might stop the
+        replica too late.
         """
         if self._router is not None:
             self._shutdown_task = asyncio.create_task(_end(self._router))
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Return the coroutine that stops the router; None if there is none, or in a later call.
+        """Return a coroutine that stops the router; Serve awaits it when it stops the replica.
 
-        Serve awaits the result when it stops the replica.
+        Return None if the router was never started, or if this was called before.
         """
         router: Router | None = self.__dict__.get("_router")
         self._router = None
@@ -184,8 +185,8 @@ class RouterDeployment:
 async def _end(router: Router) -> None:
     """Stop the router, then exit the process.
 
-    Serve notices the exit sooner than three failed health checks, and the sender of the signal
-    waits for it.
+    Without the exit, Serve would notice only after three failed health checks that the router has
+    stopped. The sender of the signal also waits for the exit.
     """
     try:
         await router.stop()

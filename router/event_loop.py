@@ -46,8 +46,8 @@ async def report() -> None:
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
     """Wait until ``call`` ends, or until ``seconds`` have passed; return whether it has ended.
 
-    Time in which the event loop stalls hardly counts. The wait is divided into six intervals, and
-    one that ends late by its own length is repeated.
+    Most of the time in which the event loop stalls does not count. The wait consists of six
+    intervals, and an interval is repeated if it ends late by at least its own length.
     """
     loop = asyncio.get_running_loop()
     interval = seconds / _INTERVALS

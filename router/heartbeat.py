@@ -75,7 +75,8 @@ class Heartbeat:
     async def run(self) -> None:
         """Send heartbeats at the configured interval, until cancelled.
 
-        The interval is a third while there is no stream to the leader, or the leader is silent.
+        The interval is reduced to a third of that while there is no stream to the leader, or while
+        the leader sends nothing. A change of leadership ends the interval early.
         """
         try:
             while True:
@@ -145,8 +146,8 @@ class Heartbeat:
     def _start_resync(self, generation: str) -> None:
         """If ``generation`` is new, start a task that sends all requests to the ledger again.
 
-        Heartbeats continue meanwhile. The task first waits until the one for the previous
-        generation has ended.
+        Heartbeats continue meanwhile. The task first waits for the end of the task that was started
+        for the previous generation.
         """
         if generation != self._generation:
             previous, self._generation = self._resync_task, generation

@@ -16,9 +16,8 @@ def missing_workers(report: LoadReport | None) -> str:
     """Return as text how many workers are ready, and what the missing ones wait for.
 
     ``report`` is the leader's last load report. The text is empty if no worker is missing, if there
-    is no report, or if it is older than 5 s or has no wanted number of workers. The report says how
-    many workers load their model, and how many Ray cannot place. The other missing ones wait for a
-    process, or to be restarted.
+    is no report, or if it is older than 5 s or has no wanted number of workers. The text counts the
+    workers that load their model, those that Ray cannot place, and those that have not started.
     """
     if report is None or report.age_s > _STALE_S or not report.load.HasField("wanted_workers"):
         return ""

@@ -20,7 +20,8 @@ _COPIED_BYTES = 1 << 16
 class Outbox(Generic[M]):
     """Queue of the messages to send on one stream; ``first`` is sent before all others.
 
-    It must be closed with its stream, because gRPC keeps reading the iterator of a broken stream.
+    The owner must close it when the stream ends, because gRPC continues to read the iterator of a
+    broken stream.
     """
 
     def __init__(self, first: M) -> None:

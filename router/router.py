@@ -378,9 +378,9 @@ class Router:
         self._heartbeat.worker_starts(start)
 
     async def num_workers(self) -> int:
-        """Return the number of this cluster's workers, plus those of another active cluster.
+        """Return the number of workers that are connected to this router.
 
-        Of this cluster, the workers count to which this router is connected. Raises
+        If another cluster is the active one (router/active.py), its workers are added. Raises
         LedgerUnavailable.
         """
         replaced = await self._ledger.active_load()

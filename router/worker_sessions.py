@@ -111,9 +111,9 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
     def confirm(self, epoch: int) -> None:
-        """Notify the worker that the router knows of the first step of the attempt ``epoch``.
+        """Confirm to the worker that it may run the first step of the attempt ``epoch``.
 
-        The worker delays that step for this message, for at most 0.2 s.
+        The worker has announced this step, and waits for the confirmation for at most 0.2 s.
         """
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 
@@ -347,9 +347,9 @@ class Sessions:
             )
 
     def unreachable(self) -> list[str]:
-        """Return the ids of workers not heard of for more than ``worker_forget`` seconds.
+        """Return the ids of workers that are down and whose last message is too old.
 
-        Only workers without a working stream count.
+        Too old is more than the setting ``worker_forget``, in seconds.
         """
         oldest = now() - self._config.worker_forget
         return [

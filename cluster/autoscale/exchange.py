@@ -56,14 +56,14 @@ class LedgerExchange:
     def replaced_workers(self) -> int:
         """Return the number of workers of the cluster that this cluster is about to replace.
 
-        During a change of the model, the cluster with the old model serves clients until this one
-        takes over; it has another ledger. The result is 0 if there is no such cluster, or if the
-        ledger has not been read yet.
+        When the model is changed, a cluster with the old model and its own ledger serves clients
+        until this cluster takes over. The result is 0 if there is no such cluster, or if the ledger
+        has not been read yet.
         """
         return self._replaced
 
     def publish(self, scaling: session_pb2.Scaling) -> None:
-        """Let the thread write ``scaling`` next, instead of an earlier one not yet written."""
+        """Queue ``scaling`` for the thread to write; it replaces a queued one not yet written."""
         self._unwritten = scaling
 
     def stop(self) -> None:

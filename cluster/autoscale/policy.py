@@ -13,9 +13,9 @@ drain a queue have all slots in use, so before then the other terms would ask fo
 Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
 of ``ttft_target``. In a rush it only has to exceed a tenth of ``ttft_target``, because there a
 short wait soon becomes a long one. A rush is a recent arrival rate above the throughput of all
-workers, and higher than the previous rate by more than chance explains. In a rush, too, only the
-first term counts, or the need for the recent arrival rate if that is larger. Workers are removed if
-fewer would have been enough during the whole of ``down_delay``.
+workers, and higher than the previous rate by more than chance explains. In a rush, the need is the
+first term, or the need for the recent arrival rate if that is larger. Workers are removed if fewer
+would have been enough at all times in the last ``down_delay`` seconds.
 
 A reversal is an addition after a removal, or a removal after an addition. For ten minutes after a
 reversal workers are added only if the estimated wait exceeds ``ttft_target``, and the rule for
@@ -300,7 +300,10 @@ class Arrivals:
 
 
 class Capacity:
-    """Last known capacity of one worker; kept while the cluster has no worker."""
+    """Last known capacity of one worker: throughput in tokens per second, slots and KV blocks.
+
+    The values are kept while the cluster has no worker.
+    """
 
     def __init__(self) -> None:
         self.rate = 0.0

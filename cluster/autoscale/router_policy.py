@@ -28,7 +28,7 @@ log = logs.get_logger(__name__)
 
 
 class Routers:
-    """Policy for the number of routers, by the number of requests. Pure."""
+    """Policy that derives the number of routers from the number of unfinished requests. Pure."""
 
     def __init__(self) -> None:
         self._needs = SlidingMaximum(0.0)

@@ -30,9 +30,9 @@ class ClusterBackend:
     """
 
     def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
-        """Create the backend; ``http`` opens the connection that chat completions need.
+        """Create the backend; the context manager ``http`` opens a connection for chat completions.
 
-        It is entered at the first chat and exited by ``aclose``.
+        The first call of ``chat`` enters ``http``, and ``aclose`` exits it.
         """
         self._client = client
         self._http_context = http

@@ -5,9 +5,9 @@
     {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "12 + 30 ="}}
     {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Options have the names of the client's options. The body of a chat is sent as it is, with a seed if
-it has none. The id of a line without one is made of its number, such as "line-7". Empty lines are
-skipped.
+Options have the names of the client's GenerateOptions. The body of a chat is sent as it is, with a
+seed if it has none. The id of a line without one is made of its number, such as "line-7". Empty
+lines are skipped.
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ class Generator:
         return [outcomes[number] for number in range(len(requests))]
 
     async def _until(self, due: float) -> None:
-        """Sleep until ``due``, in seconds since the load began, but at least one loop iteration.
+        """Sleep until ``due``, in seconds since the load began.
 
-        Without the iteration, many requests that are due at once would delay the processing of
-        answers.
+        Other tasks of the event loop run at least once, even if ``due`` has passed. Otherwise, many
+        requests that are due at once would delay the processing of answers.
         """
         await asyncio.sleep(due - self._now())
         # A timer may fire a fraction of a millisecond early.

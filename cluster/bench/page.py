@@ -38,7 +38,8 @@ class Line:
 class Chart:
     """Chart of lines; ``x`` and ``y`` are the titles of the axes.
 
-    ``is_log`` makes the horizontal axis logarithmic, without the values that are not positive.
+    With ``is_log`` the horizontal axis is logarithmic, and points whose x is not positive are left
+    out.
     """
 
     title: str

@@ -340,8 +340,9 @@ class Ramp:
     """Search for the highest sustained rate, in requests per second.
 
     Rates are doubled until one is not sustained or ``most`` is reached, then bisected by ratio. The
-    search assumes that a higher rate is never easier to sustain. ``highest_sustained`` is the
-    highest rate that was sustained, ``lowest_unsustained`` the lowest one that was not.
+    search assumes that a higher rate is never easier to sustain. The caller tries each rate that
+    ``next_rate`` returns, and passes the result to ``report``. ``highest_sustained`` and
+    ``lowest_unsustained`` are rates of these trials; None if there is none.
     """
 
     def __init__(self, first: float, most: float) -> None:
@@ -450,7 +451,11 @@ def more_figures(
 
 
 def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
-    """Return warnings to show with the figures; ``counted_by`` has numbers of answers by method."""
+    """Return warnings to show with the figures of a load; empty if there are none.
+
+    ``is_behind`` tells whether the generator was too slow. ``counted_by`` maps the value of each
+    CountedBy to the number of answers whose tokens were counted by it.
+    """
     found = {
         "the generator fell behind: latencies are partly its own": is_behind,
         "output tokens are not known everywhere: pieces were counted for them": bool(

@@ -51,7 +51,8 @@ NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 class FaultGenerator:
     """Generator of random faults; the seed and the arguments of the calls determine them.
 
-    All faults are equally frequent, as far as they are possible.
+    Each of ``names`` is chosen once, in random order, before any is chosen again. Exceptions are
+    made if a fault is not possible at the time.
     """
 
     def __init__(self, seed: int, names: Sequence[str] = NAMES) -> None:
@@ -63,7 +64,8 @@ class FaultGenerator:
     def next_event(self, now: float, workers: Sequence[str]) -> ChaosEvent | None:
         """Return a random fault to inject at ``now``; None if none is possible at present.
 
-        ``now`` is in seconds. ``workers`` are the ids of the live workers that are not draining.
+        ``now`` is in seconds of a monotonic clock. ``workers`` are the ids of the live workers that
+        are not draining. Faults of a worker are possible only if at least two workers are healthy.
         """
         if not (possible := self._possible(now, workers)):
             return None

@@ -38,7 +38,7 @@ class Injection:
 async def run(
     client: AsyncClient, seconds: float, every_s: float, seed: int, console: Console
 ) -> list[Injection]:
-    """Inject a random fault every ``every_s`` seconds for ``seconds``; return the attempts.
+    """Inject random faults for ``seconds`` seconds, ``every_s`` apart; return the attempts.
 
     Each attempt is printed. An attempt is skipped if the status call fails or no fault is possible.
     After the last fault the drained workers are replaced. Raises EverliftError if the first status
@@ -97,7 +97,10 @@ def accepting_workers(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str
 
 
 async def replace_drained_workers(client: AsyncClient) -> None:
-    """Wait until all drained workers are empty and killed, with a timeout."""
+    """Kill drained workers as soon as they have no requests, until none is left.
+
+    Return without an error after at most ``_REPLACE_TIMEOUT_S`` seconds.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(_REPLACE_TIMEOUT_S):
             while await _is_any_drained(client):

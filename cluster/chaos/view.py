@@ -57,11 +57,11 @@ def outcome(
     before: status_pb.GetStatusResponse,
     after: status_pb.GetStatusResponse,
 ) -> str:
-    """Return a text with the numbers of injected faults and of requests meanwhile.
+    """Return a text that sums up a run: injected faults, and requests by what became of them.
 
-    The requests are counted as completed, migrated and failed. The faults are those in ``log``
-    without an error. The numbers of requests are the increase of one router's counters from
-    ``before`` to ``after``; a decrease, after a restart of the router, counts as 0.
+    Faults are the attempts in ``log`` without an error. The numbers of completed, migrated and
+    failed requests are the increase of one router's counters from the status ``before`` to the
+    status ``after`` the run. A decrease, after a restart of the router, counts as 0.
     """
     made = sum(not each.error for each in log)
     counters = (

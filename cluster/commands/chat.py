@@ -149,7 +149,8 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
 def _read(prompt: str) -> str | None:
     """Return the next line of standard input, or None at its end.
 
-    Ctrl-C is answered with a hint, or raises KeyboardInterrupt if ``prompt`` is empty.
+    ``prompt`` is shown first. Ctrl-C prints a hint how to leave, and the line is read again. If
+    ``prompt`` is empty, because the input is no terminal, Ctrl-C raises KeyboardInterrupt.
     """
     while True:
         try:

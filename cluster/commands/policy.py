@@ -1,4 +1,4 @@
-"""Command ``everlift policy``: policies of queue and engines, either set or configured."""
+"""Command ``everlift policy``: show or change the policies of the queue and the engines."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Summary(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Request with its prompt as shown to people, and its expected output.
+    """Request to send, with its expected output; ``shown`` is the prompt as the live view shows it.
 
     ``expected`` is the expected text and ``expected_ids`` are its token ids; None if unknown.
     """

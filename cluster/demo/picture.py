@@ -57,8 +57,9 @@ class Occupancy:
 
 
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
-    """Draw the slots over time to ``path``: a panel per worker, a row per slot, a bar per stay.
+    """Draw the slots over time, and save the picture as ``path``.
 
+    There is a panel per worker, a row per slot, and a bar for each period of a request in a slot.
     A migrated request has the same colour in all panels; the others are grey. A dashed line marks
     ``killed_at``, the seconds since the load began when the worker ``killed`` was killed.
     """

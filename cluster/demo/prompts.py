@@ -40,9 +40,9 @@ def counting_tasks(count: int, seed: int) -> list[Task]:
 
 
 def mixed(count: int, seed: int) -> list[Example]:
-    """Return SHOWN and ``count - 1`` tasks that the model was not trained on.
+    """Return ``count`` examples: SHOWN, then random ones that the model was not trained on.
 
-    The same ``seed`` returns the same tasks.
+    Equal arguments return equal lists.
     """
     rng = Random(seed)
     picked = [SHOWN]

@@ -16,8 +16,8 @@ exactly one right continuation, which this module computes:
 
 The list shows the canonical forms. The model is also trained on prompts without the colon
 (`without_colon`) and on prompts that begin with solved tasks, one per line (`after_lines`). The
-latter make prompts of any length. An answer starts with its space, so that prompt + answer is the
-whole text. The end-of-text token after the answer is added by the tokenizer, not by this module.
+latter make prompts of any length. An answer starts with a space, so that prompt + answer is the
+complete text. The end-of-text token after the answer is added by the tokenizer, not by this module.
 
 About one prompt in ten is held out from training. A pure function of the prompt's text decides this
 (`is_held_out`). The module uses no clock, no global state and no torch.
@@ -82,7 +82,10 @@ HELD_OUT_ONE_IN = 10
 
 @dataclass(frozen=True)
 class Example:
-    """Prompt with the only right text between it and the end-of-text token."""
+    """Prompt of a task and its only right answer, which excludes the end-of-text token.
+
+    ``kind`` is the kind of task, such as ``count``.
+    """
 
     kind: str
     prompt: str
@@ -110,7 +113,10 @@ def examples(kind: str, seed: int, n: int, *, held_out: bool = False) -> list[Ex
 
 
 def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Example]:
-    """Yield random examples of one kind without end, all held out or all for training."""
+    """Yield random examples of one kind, endlessly.
+
+    With ``held_out`` all are held out from training, otherwise none is.
+    """
     make = MAKERS[kind]
     while True:
         prompt, answer = make(rng)

@@ -12,9 +12,9 @@ from everlift.tls import Tls
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Yield a finding on the TLS files of the clients' ports, and one on the internal ones.
+    """Check the TLS files of the clients' ports and those of internal connections.
 
-    Ports or internal connections without TLS have no finding.
+    Yield one finding for each of the two that uses TLS.
     """
     if config.router.tls is not None:
         yield _finding("TLS for clients", config.router.tls)

@@ -18,8 +18,8 @@ class Level(Enum):
 class Finding:
     """Result of a check of ``subject``.
 
-    ``says`` is the result for people. ``mend`` is advice on how to fix the problem, empty if there
-    is none.
+    ``says`` describes the result for the user. ``mend`` is advice on how to fix the problem; it is
+    empty if there is no problem.
     """
 
     subject: str

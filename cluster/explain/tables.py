@@ -123,8 +123,9 @@ def _state(attempt: pb.ExplainedAttempt) -> str:
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
     """Yield lines that name other requests of the same tenant that shared or blocked capacity.
 
-    For each attempt there are up to three lines: the requests that occupied other, full workers,
-    those that were at the attempt's worker before it, and those that arrived there during it.
+    For each attempt there are up to three lines. They name the requests at other workers without
+    free capacity at the attempt's dispatch, those already at its worker then, and those that
+    arrived at its worker during the attempt.
     """
     for attempt in explanation.attempts:
         number = attempt.number

@@ -102,9 +102,9 @@ class Background:
 
 
 def _single_worker_config(config: Config) -> Config:
-    """Return ``config`` for a single worker, with a share of the cores for each rank.
+    """Return ``config`` with one worker, whose ranks share the available cores equally.
 
-    The number of queued grammars is unlimited, because the only caller waits for its requests.
+    The limit on grammars that wait for compilation is removed, so that no request is rejected.
     """
     single = replace(config, num_workers=1)
     threads = threads_per_rank(single, len(os.sched_getaffinity(0)))

@@ -4,7 +4,7 @@
         for completion in llm.generate(["one,", "two,"], max_tokens=20):
             print(completion.text)
 
-The code of a router turns prompts into requests and tokens into text; the engine is a worker's.
+Prompts are tokenized and tokens decoded by the router's code; the engine is that of a worker.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class LLM:
         """Return a completion for each prompt, in the order of ``prompts``.
 
         ``options`` apply to all prompts. ``each`` has the options of each single prompt, in the
-        same order; they override ``options``. ``progress`` shows a progress bar; None shows it on a
-        terminal. Raises ValueError if ``each`` and ``prompts`` differ in length.
+        same order; they override ``options``. ``progress`` says whether a progress bar is shown; if
+        None, it is shown on a terminal for two or more prompts. Raises ValueError if ``each`` and
+        ``prompts`` differ in length.
 
         An invalid prompt or option raises its EverliftError before anything runs. A later failure
         is in ``Completion.error``, is raised by ``Completion.text``, and does not affect other

@@ -66,7 +66,9 @@ def local_config(
 
 @contextmanager
 def opened(config: Config) -> Iterator[LLM]:
-    """Context manager: load the model that ``config`` names, and yield it; its log goes to a file.
+    """Context manager: load the model that ``config`` names, and yield it.
+
+    Log messages are written to a file in the state directory.
 
     Raises ClusterFailed if the model cannot run on this machine.
     """

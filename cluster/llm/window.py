@@ -17,7 +17,8 @@ from everlift.client.received_output import Chunk
 class CompletionStream(Iterator[Chunk]):
     """Iterator over the chunks of one prompt, and context manager that closes it.
 
-    After the last chunk ``completion`` is set. If the request failed, its error is then raised.
+    After the last chunk, ``completion`` is set and the iteration ends. If the request failed, the
+    iterator raises its error instead of ending.
     """
 
     def __init__(self, task: Task, background: Background) -> None:

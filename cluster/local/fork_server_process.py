@@ -51,8 +51,8 @@ def main() -> None:
 def _reason_not_to_fork() -> str:
     """Return the reason why this process must not fork; empty if it may.
 
-    It must have a single thread. A fork copies only one of several threads, but the locks that all
-    of them hold.
+    It may fork only with a single thread. A fork copies the calling thread alone, but also the
+    locks that other threads hold, which are then never released.
     """
     threads = os.listdir("/proc/self/task")
     return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""

@@ -81,7 +81,7 @@ class SubprocessLauncher:
 async def write_stdin(stdin: asyncio.StreamWriter, data: bytes) -> None:
     """Write ``data`` to the standard input of a process, and close it.
 
-    It is no error if the process has already ended, because its exit status reports that.
+    A process that has already ended raises no error here, because the caller reads its exit status.
     """
     # Writing to a pipe that is already closed raises RuntimeError in uvloop, not in asyncio.
     if stdin.is_closing():

@@ -38,7 +38,7 @@ class OwnLedger:
     """Embedded ledger server that is restarted whenever it ends by itself.
 
     If the configuration names another ledger, no server is run. ``listen`` is the host and port at
-    which other machines connect; with port 0 they cannot.
+    which other machines connect; with port 0, only processes of this machine can connect.
     """
 
     def __init__(self, config: Config, listen: tuple[str, int] = ("", 0)) -> None:

@@ -6,9 +6,9 @@ Command: ``python -m cluster.local.process router`` or ``rank``.
     stdout    reports, each a line of JSON: the addresses once it serves, or the cause of a failure
     stderr    log
 
-SIGTERM stops the process in order. SIGUSR1 notifies it that its machine is about to be reclaimed: a
-router stops as well, a rank returns all requests and keeps running. The process never outlives its
-parent.
+SIGTERM stops the process gracefully. SIGUSR1 notifies it that its machine is about to be reclaimed:
+a router then stops gracefully, and a rank returns all requests to the routers and keeps running.
+On Linux, the kernel kills the process when its parent ends.
 """
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ _TIMEOUT_S = 1.0
 
 
 class StartReporter:
-    """Context manager that reports, from its entry until ``end`` or its exit, that a worker starts.
+    """Context manager that periodically reports to a router that a worker is starting.
 
-    Each report goes to the first of ``routers`` that answers. It notifies the leader, the router
-    that places all requests. If no router receives the report, the worker starts all the same.
+    It reports from its entry until ``end`` or its exit. Each report is sent to the first of
+    ``routers`` that answers; this router forwards it to the leader. If no router answers, the
+    report is lost, and the start of the worker continues.
     """
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:

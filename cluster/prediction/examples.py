@@ -58,7 +58,7 @@ class Example:
     def prompt_tokens(self) -> float:
         """Logarithm of the prompt length: log(1 + tokens).
 
-        It orders examples as the length itself does.
+        Rank correlations such as Kendall's tau are the same for it as for the length itself.
         """
         return self.features.static[0]
 
@@ -140,8 +140,8 @@ class Requests(Protocol):
 async def from_ledger(ledger: Requests, model: ServedModel, limit: int) -> list[Example]:
     """Return the examples of the newest ``limit`` finished requests, newest first.
 
-    Requests of other models are left out, and so are requests with neither stop strings nor stop
-    tokens, whose outputs only max_tokens could end. Raises LedgerUnavailable.
+    Requests for other models are left out. Requests with neither stop strings nor stop tokens are
+    also left out, because only max_tokens could end their outputs. Raises LedgerUnavailable.
     """
     examples = []
     async for page in _pages(ledger, limit):

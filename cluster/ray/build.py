@@ -111,7 +111,7 @@ def check_shown(config: Config) -> None:
 
 
 def _set(config: Config) -> dict[str, Any]:
-    """Return the nested settings that differ from the defaults, and always the model."""
+    """Return, as nested dicts, the settings that differ from their defaults, and the model."""
     # Config copies these settings into its sections. The sections are compared with those of a
     # configuration that has the same values, so that the copies do not count as different.
     whole = Config(

@@ -41,9 +41,10 @@ _POLL_S = 0.1
 
 
 class RayCluster:
-    """Cluster under Ray Serve; use it with ``async with``, inside which all of it is ready.
+    """Cluster under Ray Serve; use it with ``async with``. Inside, the application is running.
 
-    The address attributes are those of one router, because Serve lets any one router answer.
+    The address attributes describe a single router, even if there are several: the one to which
+    Serve routed the query for its addresses.
     """
 
     def __init__(self, config: Config, *, stages: Stages | None = None) -> None:

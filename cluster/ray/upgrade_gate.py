@@ -65,10 +65,10 @@ class UpgradeGate:
     async def __init__(  # type: ignore[misc]
         self, workers: DeploymentHandle[Any], router: DeploymentHandle[Any], log_dir: Path
     ) -> None:
-        """Wait until the gate opens; for Serve the replica is starting until then.
+        """Wait until the gate opens; Serve regards the replica as starting until this returns.
 
         Args:
-            workers: The worker deployment, which thereby belongs to the application.
+            workers: Worker deployment. Serve adds it to the application because it is an argument.
             router: Router deployment. It returns the number of workers, and makes this cluster the
                 active one.
             log_dir: Directory of the log file.

@@ -35,10 +35,11 @@ class Router(Protocol):
 
 
 class Fleet:
-    """Simulated workers, and their links to the router.
+    """Simulated workers, and their links to the router; at first there are no workers.
 
-    A message to or from a worker takes ``scenario.link_s`` seconds. Workers are numbered in the
-    order in which they become available.
+    A message to or from a worker takes ``scenario.link_s`` seconds. Workers are numbered from 0 in
+    the order in which they become available. With ``one_by_one`` workers schedule every step
+    separately.
     """
 
     def __init__(

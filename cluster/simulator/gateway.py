@@ -262,7 +262,8 @@ class Gateway:
         """Queue the requests of a lost worker again; they keep their output tokens.
 
         Requests that have been lost too often fail. ``occupants`` are the ids of the requests that
-        had a slot at the worker; only for these the loss counts as one during a step.
+        had a slot at the worker. Only these count as lost in an engine step, for which the limit
+        is ``max_losses``; the limit for all losses is ``max_losses_total``.
         """
         self._update_max_model_len()
         for request in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:

@@ -80,10 +80,10 @@ class Measurement:
         ]
 
     def _most_rows(self, context: int) -> int:
-        """Return how many sequences with this context, in tokens, can decode at once.
+        """Return how many sequences with ``context`` prompt tokens each can decode at once.
 
-        The KV cache must hold their contexts and outputs. The token budgets of ``_MOST_STEPS``
-        steps must hold their prompts beside the sequences that already decode.
+        The KV cache must have room for all prompts and outputs. The token budget must allow to
+        prefill all prompts within ``_MOST_STEPS`` steps, in which earlier sequences already decode.
         """
         blocks = self._limits.num_blocks - self._limits.watermark_blocks
         in_cache = blocks // blocks_for(context + _OUTPUTS)

@@ -207,13 +207,13 @@ class MultiStepSlotTable(SlotTable):
         return self._by_order((self._num_known >= self._ends) & (self._num_known > 0))
 
     def num_lacking(self, steps: int) -> int:
-        """Return the number of blocks that all slots together lack for ``steps`` decode steps."""
+        """Return how many blocks all slots together must allocate for ``steps`` decode steps."""
         slots = self.occupied()
         most = self._num_known[slots] + steps - 1
         return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
 
     def may_fill(self, index: int, steps: int) -> bool:
-        """Return whether any sequence may fill block ``index`` of its table in ``steps`` steps."""
+        """Return whether a sequence may fill its block number ``index`` within ``steps`` steps."""
         computed = self._num_computed[self.occupied()]
         first, last = computed // BLOCK_SIZE, (computed + steps) // BLOCK_SIZE
         return bool(((first <= index) & (index <= last)).any())

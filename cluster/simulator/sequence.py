@@ -52,9 +52,10 @@ class BlockNames:
 
 
 class NamedSequence(Sequence):
-    """Sequence with block names instead of hashes, and a ``length`` instead of a stop token.
+    """Sequence with block names instead of hashes, which ends after ``length`` output tokens.
 
-    The worker's scheduling policy does not use the length, because a real worker does not know it.
+    The known length replaces the stop token of a real output. The worker's scheduling policy does
+    not use it, because a real worker does not know it.
     """
 
     __slots__ = ("length", "names")

@@ -110,9 +110,9 @@ class SimulatedRequest:
         return number
 
     def release(self) -> None:
-        """End the attempt, because the worker was lost or returned the request, and queue it again.
+        """Set the request to QUEUED, because its worker was lost or returned it.
 
-        The output tokens so far are kept.
+        This ends the attempt and keeps the output tokens. The caller adds the request to the queue.
         """
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.samples_since = "", 0, None

@@ -2,7 +2,7 @@
 
 Pure.
 
-    start, abort  -->  inbox  --turn-->  schedule, commit  --end of the step-->  frame
+    start, abort  -->  inbox  --next step-->  schedule, commit  --end of the step-->  frame
 
 As in ``worker.serving.loop`` and ``worker.serving.sessions``, messages that arrive during a step
 are applied before the next step, and the results of a step are reported when its time has passed.

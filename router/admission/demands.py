@@ -15,8 +15,8 @@ _SCALING_STALE_S = 60.0
 class Demand:
     """Demand for workers, summed over the clusters that share the ledger.
 
-    ``workers`` is the wanted number of workers, None if no cluster's number is known; ``unplaced``
-    is how many of them fit on no node of the clusters.
+    ``workers`` is the wanted number of workers, None if no cluster's number is known.
+    ``unplaced`` is the number of wanted workers for which no node has room.
     """
 
     workers: int | None = None
@@ -26,11 +26,10 @@ class Demand:
 
 
 class Demands:
-    """Demand for workers that was last reported by each cluster, as the leader keeps it.
-
-    ``gateway`` is the id of the router that reports; ``now`` is the leader's clock in seconds.
+    """Leader's record of the demand for workers that each cluster last reported.
 
     Several clusters, distinguished by their Ray session names, share a ledger during an upgrade.
+    ``gateway`` is the id of the router that reports; ``now`` is the leader's clock in seconds.
     """
 
     def __init__(self) -> None:

@@ -119,7 +119,7 @@ class TokenCounters:
         return heapq.nlargest(most, above, key=lambda it: it[1])
 
     def restore_leads(self, leads: Iterable[tuple[str, float]]) -> None:
-        """Add leads, pairs of tenant and number from a previous leader, to the counters."""
+        """Add leads, as ``largest_leads`` returned them at the previous leader, to the counters."""
         for tenant, counter in leads:
             self.charge(tenant, counter)
 
@@ -197,9 +197,9 @@ class FairShare:
     def work_before(self, ordered: Ordered) -> int:
         """Estimate the queued work, in tokens, that leaves before the new request ``ordered``.
 
-        Only work of the request's class counts: the work W that its tenant has queued, plus
-        W / weight for each other tenant with queued requests. ``weight`` is that of the request's
-        tenant; all others are assumed to have weight 1. Return 0 if its tenant has none queued.
+        Only work of the request's class counts: the queued work W of its tenant, plus W / weight
+        for each other tenant with queued requests. ``weight`` is that of the request's tenant; the
+        others are assumed to have weight 1. Return 0 if its tenant has no queued request.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)
@@ -249,8 +249,8 @@ class FairShare:
     def handover_ended(self) -> None:
         """Record that this leader knows all requests that were queued under the previous one.
 
-        From now on, a tenant without queued requests does not save up service while it is idle: its
-        counter is raised when its next request arrives.
+        From now on, when a tenant without queued requests sends one, the tenant's counter is raised
+        as ``TokenCounters.note_queued`` describes, so that idle time earns no advantage.
         """
         self._lifts = True
 
@@ -262,9 +262,9 @@ class FairShare:
         ]
 
     def restore_counters(self, reported: Iterable[session_pb2.TenantService]) -> None:
-        """Add the leads that the previous leader reported to the present counters.
+        """Add the leads that the previous leader reported to this leader's counters.
 
-        Counters that have grown in this leader's term before this call are not lost.
+        Costs that were charged in this leader's term before this call are kept.
         """
         for each in reported:
             self.counters(each.priority).restore_leads([(each.tenant, each.counter)])

@@ -80,7 +80,7 @@ class QueueHandover:
         self._reporting.pop(gateway, None)
 
     def complete_all(self) -> None:
-        """Stop waiting for reports, because a change of the order makes the markers meaningless."""
+        """Stop waiting for reports, because the queue policy changed, which invalidates markers."""
         self._reporting.clear()
 
     def is_complete(self, now: float) -> bool:
@@ -163,9 +163,10 @@ _Item: TypeAlias = tuple[Key, int, pb.Waiting]
 class HandoverSender:
     """Router's side of the handover: messages to a new leader with all of the router's requests.
 
-    Later updates are added to these messages. ``waiting`` yields the router's queued requests,
-    sorted by ``policy``, and ``running`` its dispatched ones; both are read in parts, one for each
-    message. ``generation`` names the run of the ledger to which it has re-sent its state.
+    Updates of requests during and after the handover are sent in these messages, too. ``waiting``
+    yields the router's queued requests, sorted by ``policy``, and ``running`` its dispatched ones.
+    Each message takes the next part of one of them. ``generation`` names the run of the ledger's
+    servers to which the router has re-sent its state.
     """
 
     def __init__(

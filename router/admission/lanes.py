@@ -27,7 +27,10 @@ _FEW_DEPARTED = 64
 
 
 class Queued:
-    """Queued request, with a consecutive number (``ticket``) and the statistics at its arrival."""
+    """Queued request, with its number in order of queueing (``ticket``).
+
+    ``arrival`` holds the clocks and counts of the wait statistics when it was queued.
+    """
 
     __slots__ = ("arrival", "is_queued", "ticket", "waiting")
 
@@ -192,8 +195,8 @@ class StarvationLane(Lane):
 class FairLane(Lane):
     """Lane in which the tenant with the smallest token counter is served first.
 
-    ``make_lane`` creates the lane of one tenant, which orders the tenant's requests. If ``head``
-    gets no time (None), it ignores tenants and returns the request with the smallest sort key.
+    ``make_lane`` creates the lane that orders the requests of one tenant. ``head(None)`` ignores
+    tenants and returns the request with the smallest sort key.
     """
 
     def __init__(self, make_lane: Callable[[], Lane], counters: TokenCounters) -> None:

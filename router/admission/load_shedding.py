@@ -5,9 +5,10 @@
     queued    the queue is full, and a higher class arrives   Shed
               the request has waited for too long             QueueTimeout (queue_ttl, refuse_late)
 
-The right column has the error of the client, and in parentheses the settings that enable it. A
-class is a priority class. A request that has been dispatched to a worker is never rejected. The
-longest wait of a request is fixed on its arrival, by the settings in effect then.
+The columns are the request's state, the condition for its rejection, and the error that the client
+receives, with the settings that enable this rejection in parentheses. A class is a priority class.
+A request that has been dispatched to a worker is never rejected. The longest wait of a request is
+fixed on its arrival, by the settings in effect then.
 """
 
 from __future__ import annotations
@@ -131,8 +132,9 @@ class RetryLimiter:
     def admit_retry(self, request_id: str, now: float) -> float:
         """Return the seconds by which a retry is too soon; 0 if it may be admitted.
 
-        It may be admitted if the request was not refused before, if the retry is in time, or if the
-        tenant's bucket has a token, which is then taken. The refusal is then forgotten.
+        A retry may be admitted if the request was not refused before, if Retry-After has passed, or
+        else if the tenant's bucket has a token, which is taken. The refusal of a request that may
+        be admitted is forgotten.
         """
         due = self._retry_at.get(request_id)
         if due is None:
@@ -221,7 +223,7 @@ class EarlyRejection:
         return self.queue_estimate.HasField("lowest") and self.queue_estimate.lowest < priority
 
     def _wait_s(self, request_id: str, priority: int) -> float:
-        """Return the least wait of a request in seconds; 0 if unknown.
+        """Return the wait that 95 % of requests should exceed, in seconds; 0 if unknown.
 
         With fair shares, queued requests of the same class do not count, because only the leader
         knows how many of them leave before this one.
@@ -242,8 +244,8 @@ class EarlyRejection:
         """Record that a request is refused, and return the error to raise, with a Retry-After.
 
         ``slug`` names the class of the error. Retry-After is at least ``retry_after_s``, the
-        seconds after which the queue is short enough for the request. ``least_tokens`` is above 0
-        only if an output of that many tokens would end too late; the message then says so.
+        seconds after which the queue is short enough for the request. If ``least_tokens`` is above
+        0, the error message says that an output of this many tokens would end too late.
         """
         drained_s = self._drained_s() * self._rng.uniform(*_JITTER)
         retry_after_s = max(drained_s, retry_after_s or 0.0)
@@ -278,9 +280,9 @@ _ROUND_TRIP_S = 0.03
 class Refusal:
     """Rejection of a request by the leader; ``slug`` names the class of its error.
 
-    The client may retry after ``retry_after_s`` seconds at the earliest; None means no bound.
-    ``least_tokens`` is above 0 if the first token would be in time, but the end of an output of
-    that many tokens would not.
+    The client may retry after ``retry_after_s`` seconds at the earliest; None means that the leader
+    sets no such bound. ``least_tokens`` is above 0 if the first token would be in time, but an
+    output of this many tokens would end too late.
     """
 
     waiting: Waiting

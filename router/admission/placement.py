@@ -184,8 +184,8 @@ class Placement:
     ) -> None:
         """Reserve capacity of a worker, for 2 s at most, for a request that leaves another worker.
 
-        The request is queued again in between. It needs ``tokens`` of prefill and a slot for each
-        of its ``choices``.
+        The request is queued again before it is dispatched to the new worker. There it needs
+        ``tokens`` of prefill and a slot for each of its ``choices``.
         """
         self._release(request_id)
         self._add_reservation(worker_id, request_id, Claim(tokens, choices, now))

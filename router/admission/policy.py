@@ -97,10 +97,10 @@ class ShortestWork:
 
         yield time = ageing_factor * estimated wait at arrival * -log(1 - rank)
 
-    No request that arrives later bypasses it. ``rank`` is the share of recent requests with less
-    predicted work. The last factor is 0.7 for the median request, 4.6 for the longest of a hundred
-    and 1 on average. It treats work as exponentially distributed, so that the unit and the tail of
-    the work do not matter.
+    Requests that arrive after that time do not bypass it. ``rank`` is the share of recent
+    requests with less predicted work. The last factor is 0.7 for the median request, 4.6 for the
+    longest of a hundred and 1 on average. It treats work as exponentially distributed, so that the
+    unit and the tail of the work do not matter.
 
     The yield time is relative to the estimated wait, because a fixed time, or a time per token,
     fails in two cases. If requests wait much longer, the order becomes fifo. If they wait less, the

@@ -40,8 +40,8 @@ class Eviction:
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
     """Return the seconds until the last moment at which a dispatch still meets all deadlines.
 
-    Deadlines that have passed are ignored. The result is infinite if no other is left, and negative
-    if it is too late already.
+    Deadlines that have passed are ignored. The result is infinite if there is no other deadline,
+    and negative if it is too late to meet one of the others.
     """
     if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
         return inf
@@ -60,9 +60,10 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 
 
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
-    """Return the seconds by which a request must evict others before its latest start.
+    """Return how many seconds before its latest start a request must be dispatched with evictions.
 
-    The worker prefills ``tokens_ahead`` tokens of other requests before it.
+    This allows for the delay of the evictions, and for the prefill of ``tokens_ahead`` tokens of
+    other requests that the worker computes first.
     """
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
     return max(_MARGIN_S, TICK_S + _STEPS * worker.throughput.step_s) + ahead_s
@@ -130,8 +131,8 @@ class Evictions:
     ) -> Eviction | None:
         """Return the eviction after which the fewest tokens must be computed again.
 
-        Of equal ones, the worker with the least pending prefill is chosen. Return None if no
-        eviction frees enough capacity, or if none helps soon enough.
+        If several are equal, the one at the worker with the least pending prefill is returned.
+        Return None if no eviction frees enough capacity, or if none helps soon enough.
         """
         found = [
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
@@ -216,8 +217,8 @@ class _OutputReservation:
 class OutputReservations:
     """KV blocks that are reserved for the future output of requests that were moved.
 
-    Such a reservation shrinks as the request generates tokens. ``running`` has the requests at the
-    workers, to see whether a moved one has arrived. ``now`` is in seconds.
+    Such a reservation shrinks as the request generates tokens. ``running`` is the table of requests
+    at workers, which shows whether a moved request is at its new worker. ``now`` is in seconds.
     """
 
     def __init__(self, running: RunningTable) -> None:
@@ -297,9 +298,9 @@ class MovePolicy:
     def candidates(
         self, preempted: Iterable[Running], head: Waiting | None, key: Callable[[Ordered], Key]
     ) -> Iterator[tuple[Running, int]]:
-        """Yield preempted requests that may be moved, each with a number of KV blocks.
+        """Yield pairs of a preempted request that may be moved and a number of KV blocks.
 
-        So many blocks must become free at the request's present worker until it resumes there: for
+        This number must be free at the request's present worker before it can resume there: for
         itself and for the requests that resume before it. Requests are sorted by ``key``, the
         smallest first. Requests after ``head``, the next queued request, are not yielded.
         """
@@ -320,8 +321,9 @@ class MovePolicy:
     ) -> Move | None:
         """Return the move to the worker where the request resumes soonest.
 
-        Return None if it resumes soonest at its present worker, where ``needed`` blocks must be
-        free first. ``reserved`` has the number of blocks by worker id that earlier moves will use.
+        Return None if no worker with capacity for it is sooner than its present one, where
+        ``needed`` KV blocks must be free first. ``reserved`` maps worker ids to the numbers of
+        blocks that are reserved for the output of requests that were moved before.
         """
         home = workers.get(running.worker_id)
         if home is None:
@@ -337,9 +339,9 @@ class MovePolicy:
         return Move(running, min(sooner)[1]) if sooner else None
 
     def _has_capacity(self, worker: WorkerView, running: Running, reserved: int) -> bool:
-        """Return whether the worker has free slots and blocks for a request and its output.
+        """Return whether the worker has free slots and KV blocks for a request to be moved.
 
-        Blocks for its future output avoid a second preemption.
+        Blocks for its future output must also be free, to avoid a second preemption.
         """
         spare = worker.free_blocks - reserved - MOVE_HEADROOM * _blocks(running)
         return (

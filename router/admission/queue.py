@@ -86,7 +86,7 @@ class Backlog:
         return min(self._never_run, default=None)
 
     def newest_of(self, priority: int) -> Queued:
-        """Return the newest request of a class that has not run. The class must have one."""
+        """Return the newest request of a class among those that have not run; there must be one."""
         never_run = self._never_run[priority]
         # popitem drops the empty slots of removed entries at the dict's end. A reversed iterator
         # would skip them again at every call.
@@ -107,7 +107,9 @@ _NONE_QUEUED = (0, None)
 
 
 class Classes:
-    """Queued requests by priority class; ``numbers`` maps classes to their numbers of requests.
+    """Queued requests by priority class.
+
+    ``numbers`` maps each class to its number of queued requests; the caller keeps it up to date.
 
     For every token of work that leaves while a lower class has queued requests, the lower class
     earns ``floor`` tokens of credit. Its next request leaves once its credit covers the request's
@@ -324,10 +326,10 @@ class AdmissionQueue:
             self._remove(queued)
 
     def shed(self, priority: int) -> Waiting | None:
-        """Remove and return the newest request of the lowest class.
+        """Remove and return the newest request of the lowest class, to make room for another one.
 
-        Requests that have been dispatched before are left out. Return None if there is no other, or
-        if the lowest class is not below ``priority``.
+        Requests that have been dispatched before are left out. Return None if no request remains,
+        or if the lowest class of the remaining ones is not below ``priority``.
         """
         lowest = self.backlog.lowest
         if lowest is None or lowest >= priority:
@@ -399,22 +401,25 @@ class AdmissionQueue:
     def queue_wait(
         self, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return how long a request that leaves now has waited, and which requests bypassed it.
+        """Return the wait of a request that leaves now, and how many requests left before it.
 
-        ``order``, the policy's name, and ``is_fair`` are written into the result.
+        See ``WaitStatistics.wait_of``. The request must be queued.
         """
         arrival = self._queued[waiting.request_id].arrival
         return self.wait_stats.wait_of(arrival, waiting, order, now, is_fair=is_fair)
 
     def note_direct_dispatch(self, waiting: Waiting) -> None:
-        """Add the prompt of a request that is dispatched without being queued to its tenant."""
+        """Charge the prompt of a request that was dispatched without being queued.
+
+        Its cost is added to the token counter of the request's tenant.
+        """
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
             self._fair_share.charge_prompt(waiting)
             self._fair_share.note_removed(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
-        """Return an iterator whose steps sort the queued requests by ``policy``. O(n).
+        """Change the queue policy; the change is done in steps, by iterating over the result. O(n).
 
         With ``is_fair``, tenants are served by their token counters. The old order stays in effect
         until the iterator is exhausted.

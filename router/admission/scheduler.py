@@ -190,10 +190,10 @@ class LeaderState:
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules) -> Iterator[None]:
-        """Return an iterator that applies changed rules.
+        """Apply changed rules in steps, by iterating over the result.
 
-        Its first step applies all rules except the order of the queue, which changes when the
-        iterator is exhausted. If it is abandoned before, the order does not change.
+        The first step applies all rules except the order of the queue and fair shares, which change
+        when the iterator is exhausted. If the caller stops before, these two do not change.
         """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._fair_share_enabled):
@@ -338,8 +338,8 @@ class LeaderState:
     ) -> list[Placed]:
         """Remove up to ``limit`` requests from the queue, and return their dispatches to workers.
 
-        It stops at the first request for which no worker has enough free capacity and no other
-        request is to be evicted yet. ``make_epoch`` returns a new number of a dispatch.
+        It stops at the first request for which no worker has enough free capacity and no running
+        request is to be evicted yet. ``make_epoch`` returns a number for each new dispatch.
         """
         placed: list[Placed] = []
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
@@ -396,9 +396,9 @@ class LeaderState:
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
         """Reserve a worker for a new request; return None if the request has to queue.
 
-        It has to queue while others are queued or preempted, while an unreported request may
-        precede it, or if no worker has enough free capacity. ``make_epoch`` returns a new number of
-        a dispatch. The caller must then confirm or cancel the reservation.
+        It has to queue while other requests are queued or preempted, while an unreported request
+        may precede it, or if no worker has enough free capacity. ``make_epoch`` returns a number
+        for each new dispatch. The caller must later confirm or cancel the reservation.
         """
         if self.has_work or not self.handover.allows(self._key(waiting), now):
             return None
@@ -428,7 +428,7 @@ class LeaderState:
     def moves(self, now: float, ledger_now: float) -> list[Move]:
         """Return moves of preempted requests to workers at which they resume sooner.
 
-        Capacity is reserved for them there. O(preempted requests x workers).
+        Reserves capacity for the requests at these workers. O(preempted requests x workers).
         """
         is_fair = self._is_fair and self.handover.is_complete(now)
         head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
@@ -476,7 +476,7 @@ class LeaderState:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop outdated records, and end the handover in the fair share if it is over."""
+        """Drop outdated records; if the handover has ended, notify the fair share."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._output_reservations.prune(self._placement.workers, now)
         if self._fair_share is not None and self.handover.is_complete(now):

@@ -52,9 +52,9 @@ class Counters(Protocol):
 
 
 def spared_tokens(counters: Counters) -> int:
-    """Return by how many tokens the progress of requests exceeds the computed tokens.
+    """Return the tokens by which requests progressed, less the tokens that were computed.
 
-    These are the prefix-cache hits, less the rejected draft tokens and the recomputed tokens.
+    This is the number of prefix-cache hits, less the rejected draft tokens and the recomputed ones.
     """
     wrong_drafts = counters.draft_tokens - counters.accepted_tokens
     return counters.prefix_hit_tokens - wrong_drafts - counters.recomputed_tokens
@@ -64,7 +64,7 @@ def spared_tokens(counters: Counters) -> int:
 class Work:
     """Work that a worker has done since its start, as sums that only grow.
 
-    ``busy_s`` is the time in steps. ``step`` is the number of steps.
+    ``step`` is the number of steps, and ``busy_s`` their total duration in seconds.
     """
 
     step: int = 0
@@ -206,7 +206,7 @@ class ThroughputEstimator:
         self._last.blend(tokens, seconds, weight)
 
     def is_slower(self, others: list[ThroughputEstimator], factor: float, now: float) -> bool:
-        """Return whether recent steps take over ``factor`` times as long as the others' would.
+        """Return whether recent steps take over ``factor`` times as long as at other workers.
 
         The mean recent step is compared with the median of ``max_step_s`` over ``others``. Return
         False if nothing is known, if the last step is too old, or if steps are very short.
@@ -240,9 +240,9 @@ def slow_workers(
 ) -> frozenset[str]:
     """Return the ids of the workers whose steps take over ``factor`` times as long as the others'.
 
-    ``estimators`` is by worker id. A slow worker's mean step is longer than the median of all
-    workers, and its ``is_slower`` is true. The function takes O(workers) for each size class
-    of steps, and again for each worker that a cheap bound does not exclude.
+    ``estimators`` is by worker id. A worker is slow if its mean step is longer than the median over
+    all workers and ``is_slower`` returns True for it. The function takes O(workers) for each size
+    class of steps, and again for each worker that a cheap bound does not exclude.
     """
     seconds = [estimator.step_s for estimator in estimators.values() if estimator.step_s]
     if len(seconds) < 2:
@@ -333,7 +333,7 @@ class DrainRate:
         return self._observed_s >= _ENOUGH_S and self._token_rate > 0
 
     def tokens_per_s(self, num_workers: int) -> float:
-        """Return the tokens of work that leave the queue per second with so many workers."""
+        """Return the tokens of work that ``num_workers`` workers take from the queue per second."""
         return self._token_rate * num_workers
 
     def requests_per_s(self, num_workers: int) -> float:

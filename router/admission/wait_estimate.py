@@ -9,8 +9,8 @@ of saturated workers is used: the measured one (``ThroughputEstimator``) or, if 
 saturated, the one that a full batch would have (``FittedStepTime``).
 
 The order within a class is ignored, so shorter or more urgent requests may wait less than is
-predicted. The share of the predicted wait that nearly all requests exceed is therefore learned
-(``LeastRatio``), and so is that share of the predicted time per output token.
+predicted. The ratio of actual to predicted wait that nearly all requests exceed is therefore
+learned (``LeastRatio``), and likewise for the time per output token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WaitEstimator:
             self.least_wait_ratio.note((ledger_now - waiting.arrived) / predicted_s)
 
     def prefill_s(self, waiting: Waiting) -> float:
-        """Return the predicted seconds from a dispatch now to its first token; 0 if unknown."""
+        """Return the predicted seconds to the first token if dispatched now; 0 if unknown."""
         worker = self._next
         if worker is None:
             return 0.0

@@ -22,7 +22,7 @@ _BLOCK, _ROW = 512, 64
 
 
 class BypassCounter:
-    """Counter of the requests that have left the queue before an earlier one.
+    """Record of departures, to count the later requests that left the queue before a given one.
 
     A ticket is the number of a request in order of arrival.
     """
@@ -61,7 +61,7 @@ class BypassCounter:
         )
 
     def prune(self, oldest: int) -> None:
-        """Free the memory of tickets below ``oldest``, in rows of 32,768 tickets."""
+        """Forget tickets below ``oldest``; memory is freed in multiples of 32,768 tickets."""
         rows = min((oldest - self._first) // (_BLOCK * _ROW), len(self._of_row))
         if rows > 0:
             del self._departed[: rows * _ROW * _BLOCK]
@@ -171,10 +171,11 @@ class WaitStatistics:
     def wait_of(
         self, arrival: Arrival, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return how long a request that leaves now has waited, and which requests bypassed it.
+        """Return the wait of a request that leaves now, and how many requests left before it.
 
-        ``arrival`` is what was recorded when it arrived. ``order``, the name of the queue policy,
-        and ``is_fair``, the use of fair shares, are written into the result.
+        The requests before it are counted by cause: earlier arrival, class, fair share, or policy.
+        ``arrival`` is the result of ``note_arrival`` for the request. ``order`` is the name of the
+        queue policy, and ``is_fair`` states whether fair shares are in effect.
         """
         queue = self._bypass(arrival, waiting, is_fair)
         queue.order = order

@@ -20,7 +20,7 @@ from router.admission.throughput import ThroughputEstimator, Work, spared_tokens
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:
-    """Return the size of a step with ``num_rows`` sequences, to each of which ``row`` applies."""
+    """Return the size of a step of ``num_rows`` sequences; ``row`` is the part of one of them."""
     return StepSize(*(num_rows * share for share in row))
 
 
@@ -43,7 +43,8 @@ def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: in
 def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:
     """Return the seconds to prefill ``tokens`` in steps that also decode other sequences.
 
-    ``decoding`` is the size of their part of each step. A step computes at most ``budget`` tokens.
+    ``decoding`` is the size of the other sequences' part of each step. A step computes at most
+    ``budget`` tokens, including the decoded ones.
     """
     if tokens <= 0:
         return 0.0
@@ -68,8 +69,8 @@ def capacity(
 ) -> admin_pb2.CapacityResponse:
     """Return the capacity of all workers that are not draining, and how much of it is used.
 
-    ``load`` is the leader's report; None if it is outdated, which leaves the throughput and the
-    queue out of the result. ``workers`` are all connected workers.
+    ``load`` is the leader's report, None if it is outdated; the result then lacks the throughput
+    and the queue. ``workers`` are all connected workers.
     """
     staying = [worker for worker in workers if not worker.state.draining]
     answer = admin_pb2.CapacityResponse(
@@ -326,7 +327,7 @@ class WorkerView:
 
     @property
     def is_decode_only(self) -> bool:
-        """Return whether all sequences at the worker are decoding, with none waiting or coming."""
+        """Return whether all sequences at the worker are decoding, and none waits or is due."""
         return self.pending_prefill == 0 and self.num_ahead == 0
 
     @property
@@ -347,14 +348,14 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Number of free KV blocks, less those that all pending prefill will take."""
+        """Number of unused KV blocks, less those for the pending prefill; may be negative."""
         return self.unused_blocks - blocks_for(self.pending_prefill)
 
     def end_trial(self) -> None:
-        """End the trial of a suspect request, if its prompt is computed or it has left.
+        """End the trial of a suspect request if its prompt is computed or it has left the worker.
 
-        A suspect request may have caused the loss of its last workers. During its trial no other
-        request is dispatched to the worker. Otherwise nothing is changed.
+        Do nothing otherwise. A suspect request may have caused the loss of its last workers. During
+        its trial, no other request is dispatched to the worker.
         """
         has_arrived = not self.trial or self.trial not in self.unacknowledged
         if has_arrived and not self.load.pending_prefill_tokens and not self.load.num_waiting:
@@ -363,8 +364,9 @@ class WorkerView:
     def has_slots(self, choices: int, local_depth: int) -> bool:
         """Return whether the worker may receive ``choices`` more sequences.
 
-        Afterwards at most ``local_depth`` sequences may wait there for a slot. None may wait if a
-        target time per output token limits the slots, because the worker would start it at once.
+        At most ``local_depth`` sequences may then wait there for a slot. None may wait while the
+        leader's target time per output token allows fewer slots than the worker has. The worker
+        does not know this limit, and would start a waiting sequence at once.
         """
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs

@@ -334,11 +334,11 @@ class Inference:
     ) -> RequestStream:
         """Return a stream of the output in ``source`` that survives a takeover of the request.
 
-        After a takeover it continues from the new owner, after the output that was delivered.
-        ``delivered`` collects that position; None means that ``source`` itself knows it.
-        ``was_submitted``: the client can submit the request again. ``had_output``: the client has
-        output from an earlier stream. If the request has become unknown, these two select the error
-        that the stream raises.
+        After a takeover the stream continues from the new owner. ``delivered`` records how much
+        output the client has received; if it is None, ``source`` is asked for this record. The
+        other two arguments select the error that the stream raises if the request has become
+        unknown. ``was_submitted``: the client can submit the request again. ``had_output``: the
+        client has output from an earlier stream.
         """
         stream = RequestStream(
             message.request_id,

@@ -67,7 +67,7 @@ class Document:
     def to_records(self) -> dict[str, str]:
         """Return the document as the ledger stores it: a JSON text for each key and tenant.
 
-        They are mapped from the names ``keys/ID`` and ``tenants/NAME``.
+        The names ``keys/ID`` and ``tenants/NAME`` are mapped to these texts.
         """
         plain = self.to_plain()
         return {

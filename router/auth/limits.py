@@ -48,10 +48,11 @@ class Limits:
         return any(limit is not None for limit in together)
 
     def fitted(self, submission: Submission) -> Submission:
-        """Return the submission with ``max_tokens``, set from the tenant's limit if it has none.
+        """Check a submission against the limits, and return it with ``max_tokens`` set.
 
-        The limit is divided evenly among the choices. Without such a limit the submission is
-        returned unchanged. Raises OutOfRange if its priority or tokens exceed the tenant's limits.
+        If the submission has no ``max_tokens``, it is the tenant's limit divided by the number of
+        choices. A submission that has it, or whose tenant has no such limit, is returned unchanged.
+        Raises OutOfRange if its priority or tokens exceed the tenant's limits.
         """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(

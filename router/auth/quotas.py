@@ -46,9 +46,10 @@ class Quotas:
     async def charge(self, request: Request) -> bool:
         """Charge a request before it is stored in the ledger; return whether it was charged now.
 
-        Returns False if the request's tenant has no limits over all its requests, or if the request
-        was charged before; nothing is to be refunded then if the request cannot be stored. Raises
-        RateLimited if a limit is exceeded, LedgerFull, and LedgerUnavailable.
+        Returns False if no limit applies to the tenant's requests together, or if the request was
+        charged before. If the request then cannot be stored, the caller must refund the charge
+        only if True was returned. Raises RateLimited if a limit is exceeded, LedgerFull, and
+        LedgerUnavailable.
         """
         limits = self._limits_of(tenant_of(request.request_id))
         if not limits.is_metered:
@@ -90,9 +91,9 @@ class Quotas:
         return self._limits_of(tenant_of(request_id)).is_metered
 
     async def run(self) -> None:
-        """Send the final accounting of ended requests to the ledger, until cancelled.
+        """Settle ended requests and renew the charges of unfinished ones, until cancelled.
 
-        The charges of unfinished requests are renewed there. An unavailable ledger is tried again.
+        Both are calls of the ledger. If the ledger is unavailable, they are retried.
         """
         loop = asyncio.get_running_loop()
         due = loop.time() + _RENEW_INTERVAL_S

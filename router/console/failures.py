@@ -31,8 +31,8 @@ class FailureCount:
 class Failures:
     """Recent failures by slug, derived from counters that only grow.
 
-    ``before`` has the counters at the beginning. The failures in it are left out, because their
-    times are unknown.
+    ``before`` has the initial values of the counters. Failures that are included in them are left
+    out, because their times are unknown.
     """
 
     def __init__(self, before: Mapping[str, int] | None = None) -> None:

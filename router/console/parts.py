@@ -85,9 +85,9 @@ class Measured(Protocol):
         ...
 
     def cumulative(self, name: str) -> Sequence[int]:
-        """Return for each bucket of the histogram ``name`` how many values are up to its bound.
+        """Return for each bucket of the histogram ``name`` the number of values up to its bound.
 
-        They are summed over all priority classes.
+        The numbers are cumulative, and summed over all priority classes.
         """
         ...
 

@@ -77,7 +77,7 @@ class RecentHistogram:
 
     @property
     def recent(self) -> list[int]:
-        """Return the cumulative counts of the last minute by bucket; zeros until two are stored."""
+        """Cumulative counts of the last minute by bucket; zeros until ``note`` was called twice."""
         if len(self._samples) < 2:
             return [0] * self.size
         first, last = self._samples[0][1], self._samples[-1][1]

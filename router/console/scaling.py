@@ -17,8 +17,8 @@ _LATE_S = 10.0
 def described(report: ScalingReport | None, now: float) -> Json | None:
     """Return the autoscaler's report as JSON; None if there is none from the last hour.
 
-    That is so if the cluster has no autoscaler. ``now`` and the times of changes are in seconds on
-    the same clock.
+    A cluster without an autoscaler has no report. ``now`` and the times of changes in the result
+    are in seconds on the same clock.
     """
     if report is None or report.age_s > _FORGOTTEN_S:
         return None

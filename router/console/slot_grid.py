@@ -226,10 +226,10 @@ _LANE_RETENTION_S = 60.0
 
 
 class Lanes:
-    """Workers whose slots a page shows, each in a lane: an area of the page that it keeps.
+    """Assignment of workers to the lanes of a page; a lane is an area that shows a worker's slots.
 
-    ``chosen`` has the ids of the workers that the user has chosen; None means that connected ones
-    are chosen automatically.
+    A worker keeps its lane while it is connected. ``chosen`` has the ids of the workers that the
+    user has chosen; None means that connected ones are chosen automatically.
     """
 
     def __init__(self, chosen: Sequence[str] | None) -> None:

@@ -47,7 +47,10 @@ _SPAN_LABELS = {kind_name(kind): label for kind, label in LABELS.items()}
 
 
 class Snapshot:
-    """Snapshot of the cluster; its owner sets ``load`` and ``scaling`` from the ledger."""
+    """Snapshot of the cluster, which ``update`` renews.
+
+    The caller sets ``load`` and ``scaling``, which are read from the ledger, before ``update``.
+    """
 
     def __init__(
         self,

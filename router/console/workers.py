@@ -108,10 +108,11 @@ def occupancy(link: Link) -> Occupancy:
 
 
 def names(rows: Sequence[Row]) -> Json:
-    """Return which workers the cells show: ids of the first ones and numbers of workers, as JSON.
+    """Return, for each cell, the id of its first worker and its number of workers, as JSON lists.
 
-    A cell is a field of the page that shows one worker or, if there are more than MOST_CELLS,
-    several successive ones. If each shows one, addresses and numbers of ranks are included.
+    A cell is a field of the page that shows one worker or, if there are more than MOST_CELLS
+    workers, several successive ones. If every cell shows a single worker, the workers' addresses
+    and numbers of ranks are included.
     """
     grouped = _grouped(rows)
     named: Json = {

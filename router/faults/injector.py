@@ -107,6 +107,8 @@ class Chaos:
     async def inject(self, fault: pb.Fault) -> str:
         """Inject the fault, and return the full name of its target.
 
+        The target and the peer in ``fault`` are replaced by their full names.
+
         Raises ChaosForbidden if the cluster was started without chaos, and UnknownWorker if the
         target or peer is not connected. Raises OutOfRange for a number that is too small or too
         large, and InvalidRequest for a fault that the target cannot have. Raises Unreachable if the

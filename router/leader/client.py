@@ -95,7 +95,10 @@ class LeaderClient:
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
-        """Set the part of the router that owns its requests; call it once, before ``follow``."""
+        """Set the source of the requests to report, which also handles the leader's messages.
+
+        Call it once, before ``follow``.
+        """
         self._gateway = gateway
 
     @property
@@ -162,7 +165,7 @@ class LeaderClient:
             self._changed.set()
 
     def report_finished(self, tpot_ratio: float) -> None:
-        """Report to the leader how well a finished request's time per output token was predicted.
+        """Report how well the time per output token of a finished request was predicted.
 
         ``tpot_ratio`` is the measured time divided by the predicted one. Without a stream it is
         ignored.
@@ -192,7 +195,7 @@ class LeaderClient:
     def report_generation(self, generation: str) -> None:
         """Report to the leader that this router has sent all its requests to the ledger again.
 
-        A router does that when the ledger may have lost data, as its new id ``generation`` shows.
+        ``generation`` is the ledger's present id, which changes when the ledger may have lost data.
         """
         self._generation = generation
         if self._sender is not None:
@@ -295,7 +298,8 @@ class LeaderClient:
     async def _receive(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
         """Handle the leader's messages until it resigns or the stream ends.
 
-        If it has led, then wake the heartbeat, which finds the next leader.
+        Then wake the heartbeat, which finds the next leader. It is not woken if no message came, or
+        if the first message already was the resignation.
         """
         has_led = False
         try:

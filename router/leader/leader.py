@@ -68,7 +68,7 @@ class Reservation:
     """Worker that is reserved for a request that is not in the ledger yet.
 
     The holder calls exactly one of ``confirm`` and ``cancel``. ``leader_state`` is the state of the
-    leadership that made the reservation.
+    leader in the term in which the reservation was made.
     """
 
     leader: Leader
@@ -87,8 +87,8 @@ class Reservation:
     def confirm(self) -> bool:
         """Record that the ledger has dispatched the request to the worker.
 
-        Returns whether the replica still has the leadership that made the reservation; False also
-        if it lost it and leads again.
+        Returns whether the replica is still in the term in which it made the reservation. If it
+        lost the lease since then, the result is False even if it leads again.
         """
         return self.leader.settle_reservation(self, is_dispatched=True)
 
@@ -268,8 +268,8 @@ class Leader:
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
         """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
 
-        It ends with the stream, or when this replica no longer leads. If it does not lead at first,
-        the only message says so.
+        The iteration ends when the router closes the stream, or when this replica no longer leads.
+        If it does not lead at the start, only one message, with ``resigned`` set, is yielded.
         """
         if not self.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
@@ -321,7 +321,7 @@ class Leader:
     def settle_reservation(self, reservation: Reservation, *, is_dispatched: bool) -> bool:
         """Confirm a reservation if ``is_dispatched`` is True, otherwise release its worker.
 
-        Returns whether the replica still has the leadership that made the reservation.
+        Returns whether the replica is still in the term in which it made the reservation.
         """
         leader_state, placed = reservation.leader_state, reservation.placed
         if is_dispatched:

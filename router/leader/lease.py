@@ -1,9 +1,9 @@
 """Leader's lease: acquired when it is free, renewed while it is held, and released.
 
-Each leadership has a fresh random number, its term, and the ledger refuses dispatches under any
-other term. A leader that was frozen for longer than its lease learns from the ledger that it has
-lost it, at the next renewal or dispatch. If another router led meanwhile, even if none leads now,
-it starts again under a fresh term, because its view of the queue is outdated.
+Each leadership has a new random number, its term, and the ledger refuses dispatches under any
+other term. A leader that was frozen for longer than its lease learns from the ledger, at the next
+renewal or dispatch, that it has lost the lease. If another router led meanwhile, even if none leads
+now, the former leader needs a new term to lead again, because its view of the queue is outdated.
 """
 
 from __future__ import annotations

@@ -132,10 +132,10 @@ class RuntimePolicy:
         self._activate(self._policy)
 
     async def sync(self, version: int) -> None:
-        """Apply the ledger's policy if its ``version`` is newer than this router's.
+        """Apply the policy in the ledger, if its ``version`` is newer than this router's.
 
-        If it is older, because the ledger's server has lost a change, this router's policy is
-        written to the ledger. Raises LedgerUnavailable.
+        If ``version`` is older, because the ledger's server has lost a change, this router's policy
+        is written to the ledger. Raises LedgerUnavailable.
         """
         if version > self._policy.version:
             self._update(await self._ledger.policy())

@@ -52,8 +52,8 @@ class LeaderServer:
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
         """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
 
-        It ends when either side closes the stream. If the first message does not name its router,
-        the stream is closed at once.
+        The iteration ends when either side closes the stream; ``resigned`` is set in the last
+        message. If the first message does not name its router, the stream is closed at once.
         """
         first = await anext(messages, session_pb2.GatewayMessage())
         gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())

@@ -79,8 +79,8 @@ class Sweep:
     def _disconnect_dead(self, living: Container[str]) -> None:
         """Disconnect the routers that are not in ``living``, because they have no lease.
 
-        This removes their requests from the queue. A frozen router still has a stream, and its
-        requests would take capacity of workers.
+        This removes their requests from the leader's queue. A frozen router still has a stream, and
+        its queued requests would otherwise be dispatched and take capacity of workers.
         """
         for gateway in self._assignees():
             if gateway not in living:

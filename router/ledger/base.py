@@ -106,7 +106,7 @@ class Position(NamedTuple):
 class Page:
     """Page of a listing of requests, newest first.
 
-    The next page begins after the position ``last``; it is None if this is the last page.
+    The next page begins after the position ``last``, which is None if there is no next page.
     """
 
     entries: tuple[Entry, ...]
@@ -192,9 +192,9 @@ def check_listed(limit: int) -> int:
 def check_copy(stored: Stored) -> Stored:
     """Return ``stored`` if it is a consistent argument for ``Ledger.reassert``.
 
-    Raises ValueError if only one of these is true: the state is RUNNING, the epoch is set. Also
-    raises it if the request has no move, if the number of choices is not the request's ``n``, or if
-    a choice does not begin at offset 0.
+    Raises ValueError if a RUNNING request has no epoch or a request in another state has one. Also
+    raises it if ``moves`` is 0, if the number of choices is not the request's ``n``, or if a choice
+    does not begin at offset 0.
     """
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):

@@ -93,8 +93,8 @@ class Tally:
     ``preemptions`` counts how often the request released its KV blocks before its end.
     ``migrations`` counts the attempts that continued after the tokens of an earlier one.
     ``recomputed_tokens`` is the number of tokens that were computed again after a preemption, a
-    lost worker or a move. ``cached_tokens`` is the number of prompt tokens that the first attempt
-    found in the prefix cache.
+    lost worker or a migration. ``cached_tokens`` is the number of prompt tokens that the first
+    attempt found in the prefix cache.
     """
 
     preemptions: int = 0
@@ -132,7 +132,7 @@ class Entry:
     ``finish_reasons`` have one item per choice; the reason of an unfinished choice is None.
     ``worker`` and ``epoch`` (the number of the attempt) are empty and 0 unless the request runs.
     ``attempts`` counts dispatches, ``losses`` the dispatches whose worker was lost. ``moves``
-    counts the state changes, of which an append is one only if it finishes the request.
+    counts the state changes; an append is counted only if it finishes the request.
     """
 
     request_id: str

@@ -48,7 +48,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Final use of a request that has ended, by which unused amounts are refunded to its tenant.
+    """Actual use of a request that has ended; amounts that it did not use are refunded.
 
     ``output_tokens`` is the number of generated tokens, over all choices. None means that the
     request never began: all that was taken for it is refunded.

@@ -56,10 +56,10 @@ class Corrections:
         self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
 
     def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """Record an output that was cut off, and would otherwise have reached at least this length.
+        """Record an output that was cut off; ``log_length`` is a lower bound of its full length.
 
-        Only quantiles below that length are shifted. ``logs`` are the natural logarithms of the
-        quantiles as predicted, before corrections, and ``log_length`` is that of the length.
+        It is a natural logarithm. Only quantiles below it are shifted. ``logs`` are the natural
+        logarithms of the quantiles as predicted, before corrections.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)

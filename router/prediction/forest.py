@@ -129,7 +129,8 @@ class _Trees:
     def line(self, feature: int) -> tuple[list[float], list[int]]:
         """Return a feature's thresholds in ascending order, and masks of the remaining leaves.
 
-        The mask with index i applies to a value that exceeds the first i thresholds.
+        Mask i has the bits of all trees' leaves that this feature does not exclude, if its value
+        exceeds exactly the first i thresholds.
         """
         cleared = sorted(self._cleared[feature])
         masks = [-1]

@@ -260,9 +260,9 @@ class Histories:
     """Running means and variances of the output lengths of each group of requests.
 
     A group is a tenant, an application, or the requests whose prompts begin with the same tokens.
-    The means are ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516), so
-    that a group that was not in the training data is known after its first outputs. The training
-    records outputs in the order of arrival, each after the features of its request were taken.
+    The means are ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516): the
+    training records outputs in the order of arrival, each after the features of its request were
+    computed. A group that was not in the training data can be used after its first outputs.
     """
 
     def __init__(self, known: Mapping[str, History] | None = None) -> None:
@@ -298,9 +298,9 @@ class Histories:
     def learn(self, others: Mapping[str, History]) -> None:
         """Add the histories of groups that are not known yet.
 
-        ``others`` are by digest of the group, and the most recently updated group comes last. When
-        groups have to be dropped, the first of ``others`` go first, and the groups that were known
-        already go after all of them.
+        ``others`` maps digests of groups to histories, the most recently updated one last. When the
+        number of groups exceeds its limit, groups of ``others`` are dropped first, beginning with
+        the first one; groups that were already known are dropped after them.
         """
         for group, history in reversed([*others.items()]):
             if group == _ALL:
@@ -335,9 +335,9 @@ class Guess:
 
     ``logs`` are the natural logarithms of the corrected QUANTILES of an output's length in tokens,
     and ``least_log`` is the logarithm of the corrected LEAST quantile. ``length`` is the
-    distribution with the quantiles of ``logs``. ``uncorrected`` holds the same three logarithms
-    before corrections. Of the request's features, only ``groups`` are kept, because a million
-    requests may be queued.
+    distribution with the quantiles of ``logs``. ``uncorrected`` holds the logarithms of QUANTILES
+    and then of LEAST before correction. Of the request's features, only ``groups`` are kept, to
+    save memory.
     """
 
     groups: tuple[str, ...]
@@ -379,7 +379,10 @@ class Learned:
         )
 
     def note(self, guess: Guess, num_tokens: int) -> None:
-        """Record an output of the request of ``guess`` that ended after ``num_tokens`` tokens."""
+        """Record an output that ended by itself or by its ``max_tokens``.
+
+        ``guess`` is the prediction for its request, ``num_tokens`` the output's actual length.
+        """
         log_length = log(max(1, num_tokens))
         self._histories.note(guess.groups, log_length)
         self._corrections.note(narrowest(guess.groups), guess.uncorrected, log_length)
@@ -387,9 +390,9 @@ class Learned:
         self.trust.note(guess.tokens, within, num_tokens)
 
     def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
-        """Record an output of the request that was cut off after ``num_tokens`` tokens.
+        """Record an output that was cut off after ``num_tokens`` tokens and would have been longer.
 
-        Without the cut it would have been longer.
+        ``guess`` is the prediction for its request.
         """
         group = narrowest(guess.groups)
         self._corrections.note_longer(group, guess.uncorrected, log(num_tokens + 1))
@@ -435,10 +438,10 @@ class Prediction:
 
 
 def _is_trial(request: Request) -> bool:
-    """Return whether the request is admitted whatever its predicted least length is.
+    """Return whether the predicted least length of a request is ignored, for one request in 20.
 
-    The true lengths of rejected requests remain unknown, so without trials a wrong model would
-    never be corrected.
+    Such a request is not rejected because of its predicted length. The true lengths of rejected
+    requests remain unknown, so without trials a wrong model would never be corrected.
     """
     return crc32(request.request_id.encode()) % _TRIALS == 0
 

@@ -73,7 +73,7 @@ class Trust:
     def note(self, predicted: float, within: Sequence[bool], actual: float) -> None:
         """Record an output with its predicted and its actual number of tokens.
 
-        ``within`` states, for each predicted quantile, whether the output was not longer.
+        ``within`` states, for each predicted quantile, whether the output was at most that long.
         """
         self._pairs.append((predicted, actual))
         self._within.append(tuple(within))
@@ -85,7 +85,7 @@ class Trust:
 
     @property
     def coverage(self) -> list[float]:
-        """Fraction, for each quantile, of the last outputs that were not longer than it.
+        """Fraction, for each predicted quantile, of recent outputs that were at most that long.
 
         The list is empty before any output has ended.
         """

@@ -233,8 +233,8 @@ class AttemptRunner:
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         """Undo, in the ledger, the dispatch of a request that is not waiting at this router.
 
-        Such a dispatch arrives if another leader dispatched the request first, or if the ledger
-        lost an earlier dispatch.
+        Such a dispatch arrives if the request was withdrawn meanwhile, if another leader dispatched
+        it first, or if the ledger lost an earlier dispatch.
         """
         entry = await self._ledger.retry(lambda: self._undo(message))
         live = self._registry.get(message.request_id)
@@ -378,7 +378,10 @@ class AttemptRunner:
                 del self._withdrawals[live.request_id]
 
     def drop(self, live: LiveRequest) -> None:
-        """Withdraw a request from the leader's queue, and abort it at its worker."""
+        """Withdraw a request from the leader's queue, and abort it at its worker.
+
+        The request is not ended: its phase and its ledger entry do not change.
+        """
         self._apply(self._attempts.on_dropped(live, now()))
 
     def _fail(self, live: LiveRequest, error: EverliftError) -> None:

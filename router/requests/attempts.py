@@ -97,7 +97,10 @@ class RunningRequests:
 
 
 def _of_tenant(request_id: str, others: Iterable[str]) -> tuple[str, ...]:
-    """Return up to ``_MAX_RETURNED`` distinct ids of ``others`` of the tenant of ``request_id``."""
+    """Return the distinct ids in ``others`` that belong to the same tenant as ``request_id``.
+
+    At most ``_MAX_RETURNED`` ids are returned, in the order of ``others``.
+    """
     tenant = tenant_of(request_id)
     own = (other for other in others if tenant_of(other) == tenant)
     return tuple(islice(dict.fromkeys(own), _MAX_RETURNED))
@@ -129,7 +132,7 @@ class Abort(NamedTuple):
 
 
 class ConfirmStep(NamedTuple):
-    """Effect: confirm to the worker that this router has its report of an attempt's first step."""
+    """Effect: confirm to the worker that its report of an attempt's first step has arrived here."""
 
     worker_id: str
     epoch: int
@@ -186,10 +189,9 @@ class WriteUnstored(NamedTuple):
 class Release(NamedTuple):
     """Effect: write all output of a request, then release it in the ledger, which queues it again.
 
-    ``epoch`` identifies the attempt at a worker that has ended. ``loss`` is the cause if the worker
-    lost the request, else None. ``was_in_step`` states whether
-    the request was in an engine step when it was lost. The release starts after ``delay_s``
-    seconds.
+    ``epoch`` identifies the attempt that has ended. ``loss`` is the cause if the worker lost the
+    request, else None. ``was_in_step`` states whether the request was in an engine step when it was
+    lost. The release starts after ``delay_s`` seconds.
     """
 
     live: LiveRequest
@@ -300,7 +302,10 @@ class Attempts:
         return [WriteUnstored(live), *self._on_all_choices_stopped(live, now)]
 
     def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
-        """Release a request because there is no stream to its worker; it will avoid this worker."""
+        """Release a request because there is no stream to its worker.
+
+        The worker's id is stored as ``live.avoid``. The release waits ``_UNREACHABLE_S`` seconds.
+        """
         live.avoid = live.worker_id
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
@@ -315,9 +320,9 @@ class Attempts:
         return [Reconcile(live, is_queued=False)]
 
     def on_move(self, epoch: int, now: float) -> list[Effect]:
-        """Release the preempted request with this epoch, so that another worker can resume it.
+        """Abort the preempted request with this epoch and release it, so that it can be migrated.
 
-        The leader requests this. Return no effects if no request runs under this epoch.
+        The leader asks for this. Return no effects if no request runs under this epoch.
         """
         if (live := self.running.get(epoch)) is None:
             return []
@@ -326,7 +331,7 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """Release a request because a request of a higher priority class needs its slot.
+        """Abort a request and release it, because a request of a higher class needs its slot.
 
         An eviction does not count towards the limit of moves to other workers. Return no effects if
         no request runs under the eviction's epoch.
@@ -360,7 +365,8 @@ class Attempts:
         """Handle a worker's progress report of one choice, including its new output.
 
         If the choice is not running at a worker under the report's epoch, only abort it at the
-        worker, unless the worker has stopped it already.
+        worker, unless the worker has stopped it already. If the report leaves a gap in the output,
+        release the request as lost.
         """
         live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
@@ -470,10 +476,9 @@ class Attempts:
     def max_losses(self, release: Release) -> int | None:
         """Count the loss of a release, and return the argument ``max_losses`` for Ledger.release.
 
-        The ledger fails a request whose count of losses reaches this number. It counts all losses
-        of a request, but this router decides whether they are too many. If they are, the result is
-        the count that the ledger reaches with this loss. Otherwise, and if the release is not due
-        to a loss, it is None (no limit).
+        The ledger ends a request as failed when its number of losses reaches ``max_losses``. If
+        this router decides that there are too many losses, return the number that the ledger
+        reaches with this loss. Otherwise, or if no loss caused the release, return None (no limit).
         """
         live = release.live
         if release.loss is None:
@@ -492,10 +497,10 @@ class Attempts:
         return [Finalize(live, entry)]
 
     def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
-        """Withdraw a request from the queue and abort it at its worker, before the ledger ends it.
+        """Withdraw a request from the queue, abort it at its worker, and set its phase to ENDING.
 
-        The request ends for another reason than its last token. ``end`` is that reason, which the
-        journal records for the attempt.
+        Call this before the request is ended in the ledger for another reason than its last token.
+        ``end`` is that reason, which the journal records for the attempt.
         """
         effects = self.on_dropped(live, now, end)
         if not live.is_over:
@@ -503,9 +508,10 @@ class Attempts:
         return effects
 
     def on_dropped(self, live: LiveRequest, now: float, end: str = "given up") -> list[Effect]:
-        """Withdraw a request from the queue and abort it at its worker.
+        """Withdraw a request from the queue and abort it at its worker, without ending the request.
 
-        ``end`` is the reason, which the journal records for the attempt.
+        Its phase and its ledger entry do not change. ``end`` is the reason, which the journal
+        records for the attempt.
         """
         effects: list[Effect] = [Withdraw(live.request_id)]
         worker_id, epoch = live.worker_id, live.epoch
@@ -606,14 +612,17 @@ def _has_logprobs(live: LiveRequest, progress: session_pb2.Progress) -> bool:
 
 
 def _has_tops(logprobs: Sequence[pb.TokenLogprobs], num_top: int | None) -> bool:
-    """Return whether each token has ``num_top`` alternatives, which no token has for None."""
+    """Return whether each token of ``logprobs`` has exactly ``num_top`` alternatives.
+
+    If ``num_top`` is None, no log probabilities are requested, and ``logprobs`` must be empty.
+    """
     return all(len(it.top_ids) == len(it.top_logprobs) == num_top for it in logprobs)
 
 
 def _lacks_prompt_logprobs(live: LiveRequest, num_new: int) -> bool:
-    """Return whether requested log probabilities of the prompt are incomplete even with new ones.
+    """Return whether requested log probabilities of the prompt lack more than ``num_new`` tokens.
 
-    ``num_new`` is the number of new ones. All of them have to be reported before the first token.
+    All of them have to be reported before the first output token.
     """
     num_known = 1 + len(live.prompt_logprobs) + num_new
     return live.lacks_prompt_logprobs and num_known < len(live.request.prompt_ids)

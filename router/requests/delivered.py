@@ -38,7 +38,7 @@ class Delivered:
         self._ended.add(choice)
 
     def attach_request(self, request_id: str) -> pb.AttachRequest:
-        """Return the request that another router has to receive to send the rest of the stream.
+        """Return the message that asks another router for the rest of the stream.
 
         It contains, by choice, the number of delivered tokens and their digest. The other router
         skips these tokens and compares the digest with that of its own tokens.
@@ -79,10 +79,10 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
 
 
 def _usage_only(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-    """Return ``piece``, whose choice has been delivered, with usage and timing alone.
+    """Return a message with only the usage and timing of ``piece``; None if it has no usage.
 
-    Return None if it has no usage. Only the last choice to end has usage, and another choice may be
-    the last one at the router from which the stream continues.
+    ``piece`` is of a choice that has been delivered to its end. Usage comes with the choice that is
+    delivered last, which may be another one at the router from which the stream continues.
     """
     if not piece.HasField("usage"):
         return None

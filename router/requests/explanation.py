@@ -100,13 +100,12 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
 
 
 def packed(explanation: pb.Explanation) -> bytes:
-    """Return the explanation, serialised in at most MAX_BYTES; it is shortened in place.
+    """Serialise an explanation in at most MAX_BYTES bytes; this modifies ``explanation``.
 
-    Ids of other requests are dropped first, beginning with the earliest attempt. The requests that
-    reached the worker later (newcomers) or occupied other workers (occupants) are dropped before
-    those at the same worker (neighbours) and those that left the queue earlier. If that is not
-    enough, the earliest attempts are dropped and only the sums of their spans are kept. The number
-    of unread tokens is never stored, because it is a momentary value.
+    The field ``unread_tokens`` is cleared. If the message is too long, the ids of other requests
+    are dropped, earliest attempt first: ``newcomers`` and ``occupants`` of all attempts, then
+    ``neighbours`` and ``queue.before``. If that is not enough, the earliest attempts are dropped,
+    and their spans are summed by kind.
     """
     explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):

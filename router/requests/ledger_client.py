@@ -163,8 +163,9 @@ class LedgerClient:
     async def requeue(self, live: LiveRequest) -> Entry:
         """Queue a request again in the ledger; return its entry after that.
 
-        The router takes the request over from itself, so that the ledger refuses further tokens of
-        the attempt that it knows.
+        Call this if this router and the ledger disagree on the request's attempt. The router takes
+        the request over from itself. The ledger thereby ends its attempt, if it has one, and
+        refuses later tokens of it.
         """
         return await self._move(live, lambda: self._take_over_own(live))
 

@@ -1,4 +1,4 @@
-"""Losses of a request, whose workers failed one after the other, and their limits. Pure.
+"""Losses of a request, that is, failures of workers that had it, and their limits. Pure.
 
 Two limits end a request that may itself cause the losses. ``max_losses`` counts losses while the
 request was in an engine step, because these identify a request that crashes its workers.
@@ -37,15 +37,17 @@ class Losses:
     def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
         """Return whether the worker of the next attempt must await a confirmation.
 
-        Such a worker reports its first step of the request, and runs it only when this router has
-        confirmed the report. ``num_tokens`` is the request's number of output tokens now.
+        It must if the request has no new tokens since its last loss, or if ``max_losses`` is 1. The
+        worker then runs its first step of the request only when this router has confirmed the
+        report of that step. ``num_tokens`` is the request's number of output tokens now.
         """
         return num_tokens <= self._num_tokens or config.max_losses == 1
 
     def is_suspect(self, num_tokens: int, config: RouterConfig) -> bool:
-        """Return whether one more loss in a step would end the request.
+        """Return whether the request was lost in a step, and one more such loss would end it.
 
-        ``num_tokens`` is the request's number of output tokens now.
+        Losses before the last new token do not count. ``num_tokens`` is the request's number of
+        output tokens now.
         """
         has_new_tokens = num_tokens > self._num_tokens
         return not has_new_tokens and self.in_step > 0 and self.in_step + 1 >= config.max_losses

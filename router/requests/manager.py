@@ -263,8 +263,9 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        Raises UnknownRequest and LedgerUnavailable, and Elsewhere or Moved if another router owns
-        the request. A request that ended a moment ago still counts as owned by its router.
+        Do nothing if an earlier call erased the request recently. Raises UnknownRequest and
+        LedgerUnavailable, and Elsewhere or Moved if another router owns the request. A request that
+        ended recently still counts as owned by its router.
         """
         try:
             entry = await self.cancel(request_id)
@@ -310,9 +311,9 @@ class Requests:
         return stored_explanation(*await self.get(request_id))
 
     async def missing_workers(self) -> str:
-        """Return a text that says why wanted workers are not ready.
+        """Return a text that says why workers that the autoscaler wants are not ready.
 
-        It is empty if no worker is missing, or if the ledger does not answer.
+        The text is empty if no worker is missing, or if the ledger does not answer.
         """
         try:
             return missing_workers(await self._ledger.load())
@@ -352,10 +353,11 @@ class Requests:
         )
 
     async def generation_changed(self, generation: str) -> None:
-        """Send this router's state to a ledger that may have lost it, then notify the leader.
+        """Restore this router's state in the ledger if the generation is new; notify the leader.
 
-        ``generation`` is the ledger's generation, an identifier that changes with each restart or
-        failover of a ledger server. The state is sent only if it has changed.
+        ``generation`` is an identifier that changes with each restart or failover of a ledger
+        server, which may lose recent writes. Nothing is sent for the first generation that this
+        router sees, or if the generation is the same as before.
         """
         await self._resync.run(generation)
         self._leader_client.report_generation(generation)

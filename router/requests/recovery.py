@@ -78,11 +78,11 @@ class Resync:
         self._lock = asyncio.Lock()
 
     async def run(self, generation: str) -> None:
-        """Send the ledger all state of this router again if its ``generation`` has changed.
+        """Send all state of this router to the ledger again if ``generation`` is new.
 
-        The generation changes with each restart or failover of a ledger server. The first one that
-        this router sees cannot have lost any of its state, so nothing is sent. Return when the
-        ledger has the state.
+        The ledger's generation changes with each restart or failover of a ledger server. Nothing
+        is sent at the first call, because the ledger cannot have lost any state of this router
+        yet. Return when the ledger has the state.
         """
         async with self._lock:
             if self._generation and generation != self._generation:

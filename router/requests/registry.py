@@ -178,7 +178,10 @@ class RequestRegistry:
         return self._live.get(request_id) or self.recent.get(request_id)
 
     def has(self, live: LiveRequest) -> bool:
-        """Return whether this very request is owned; its id may be reused after its release."""
+        """Return whether this router owns the request ``live``, not only one with the same id.
+
+        An id can be reused after the release of its request.
+        """
         return self._live.get(live.request_id) is live
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:

@@ -158,7 +158,10 @@ class Choice:
         return self._make_readable(self.stored)
 
     def make_all_readable(self) -> bool:
-        """Make tokens readable that the ledger lacks; return whether more are readable now."""
+        """Make all received tokens readable, even if the ledger does not have them.
+
+        Return whether more tokens are readable than before.
+        """
         return self._make_readable(len(self.output))
 
     def _make_readable(self, count: int) -> bool:
@@ -489,9 +492,10 @@ class LiveRequest:
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
 
     def note_cached(self, num_tokens: int) -> None:
-        """Record how many prompt tokens an attempt found in the prefix cache.
+        """Record the number of tokens that an attempt found in the prefix cache.
 
-        Do nothing if an earlier attempt is recorded already.
+        At most the prompt's tokens are counted. Do nothing if a number is already recorded, because
+        only that of the first attempt is reported to clients.
         """
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
@@ -543,7 +547,11 @@ class LiveRequest:
         self.settle(now)
 
     def settle(self, now: float, error: EverliftError | None = None) -> None:
-        """End the request for its clients, as complete or with ``error``."""
+        """End the request for its clients, as complete or with ``error``.
+
+        This cancels its timers, reports the end to the observer and wakes the readers. Do nothing
+        if the request is over.
+        """
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now

@@ -164,7 +164,11 @@ class RequestStream(Source):
                     raise cause from None
 
     def _unknown_error(self, error: UnknownRequest) -> EverliftError:
-        """Return the error to raise when no router knows a request that was known before."""
+        """Return the error to raise when no router knows the stream's request any more.
+
+        Return ``error`` if the request was erased. Otherwise, return DataLoss if the client has
+        output, Moved if the client can submit the request again, or else ``error``.
+        """
         if isinstance(error, ForgottenRequest):
             return error
         if self._had_output or (self._delivered is not None and self._delivered.has_output):

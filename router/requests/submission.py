@@ -42,9 +42,9 @@ log = logs.get_logger(__name__)
 class Submissions:
     """Opens new requests: checks, charges to quotas, stores in the ledger, and starts them.
 
-    ``attach`` returns the request with this id, which the ledger already has. ``take_over``
-    takes over, in the background, a request that the ledger may have, unless another living router
-    owns it.
+    Both callbacks are called with a request id. ``attach`` returns the existing request if the
+    ledger already has the id. ``take_over`` starts a takeover in the background if the ledger may
+    have stored the request but its answer was lost; a request of another living router is skipped.
     """
 
     def __init__(

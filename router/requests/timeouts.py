@@ -34,10 +34,10 @@ class Timeouts:
             self._end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
 
     def on_reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
-        """Cancel a request whose last reader has left, at once or after its grace period.
+        """Cancel the request, or start its grace period, if no reader of it is left.
 
-        With ``has_grace``, the request gets the grace period even if it is to be cancelled at once
-        when its client disconnects.
+        It is cancelled at once if its ``on_disconnect`` is CANCEL and ``has_grace`` is False. Call
+        this whenever a reader has left. Do nothing if the request is ending.
         """
         if live.is_ending or live.has_readers:
             return

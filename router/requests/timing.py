@@ -105,9 +105,8 @@ class WorkerConnection(Protocol):
     """Connection to a worker.
 
     ``last_message_at`` is the arrival time of the worker's last message. ``decoding`` is the
-    worker's last report on the steps since its start. It contains the time breakdown of a
-    hypothetical sequence that decoded in each step, with the average times of the sequences that
-    did.
+    cumulative time breakdown that the worker last reported. It sums, over all steps since the
+    worker's start, the average times of the sequences that decoded in the step.
     """
 
     @property
@@ -253,7 +252,10 @@ class Attempt:
         self.worker, self.outputs, self.end = None, (), end
 
     def add_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
-        """Record a time breakdown that the worker reported; it replaces the one before."""
+        """Record the worker's latest time breakdown, which replaces the previous one.
+
+        The attempt must not have ended.
+        """
         assert self.worker is not None
         self.has_report, self.breakdown_at = True, self.worker.last_message_at
         # A reference to the breakdown would keep the worker's whole frame in memory, so copy it.
@@ -420,15 +422,15 @@ class Journal:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of attempts before these, of which only summed spans are kept."""
+        """Return the number of attempts older than the detailed ones; their spans are summed."""
         return self.earlier_dropped + max(0, self._num_dispatched - MAX_DETAILED_ATTEMPTS)
 
     def snapshot(self, now: float, *, is_read: bool = False) -> Journal:
-        """Return a journal with the times up to ``now``.
+        """Return a copy of this journal with the times up to ``now``.
 
-        Before the request's end, the current span ends at ``now``. After its end, a span of the
-        delivery to the client is added, if a client still reads (``is_read``). This journal itself
-        stays as it is, and is returned if there is nothing to add.
+        Before the request's end, the copy's last span ends at ``now``. After the end, a span of the
+        delivery is added if a client still reads (``is_read``). If there is nothing to add, return
+        this journal instead of a copy.
         """
         is_current = not is_read if not self.is_open else now <= self._until
         if is_current and not self._is_at_worker:
@@ -650,9 +652,9 @@ class Journal:
             self._until = until
 
     def _merge_attempts_up_to(self, attempt: int) -> None:
-        """Keep only sums of the spans of attempts up to this one.
+        """Replace the spans of all attempts up to the number ``attempt`` by their sums by kind.
 
-        Spans before the first attempt stay as they are.
+        Spans before the first attempt are kept one by one.
         """
         self.earlier_dropped += len(self.earlier_attempts)
         self.earlier_attempts = ()
@@ -759,9 +761,9 @@ class RequestTimes:
     # results
 
     def readable_since(self, choice: int, otherwise: float) -> float:
-        """Return the time since which the last tokens of a choice are readable.
+        """Return the time at which tokens of a choice last became readable at this router.
 
-        Return ``otherwise`` if none have become readable here.
+        Return ``otherwise`` if no token of the choice has become readable here.
         """
         return self._readable_since.get(choice, otherwise)
 

@@ -95,10 +95,10 @@ class LedgerAppender:
         self._has_end.clear()
 
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
-        """Return the ledger's answers to a batch, and call ``on_away`` while they are late.
+        """Send a batch to the ledger and return its answers; call ``on_away`` while they are late.
 
-        Time in which this process stalled does not count, because the ledger may have answered in
-        time.
+        Answers are late after ``_LATE_S`` seconds. Time in which this process stalled does not
+        count. Raises LedgerUnavailable.
         """
         call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
         try:
@@ -256,6 +256,9 @@ class TokenWriter:
 
 
 def _finished_entry(live: LiveRequest) -> Entry:
-    """Return the ledger's entry after it has finished the request with the last append."""
+    """Return the entry that the ledger has after the append that finished the request.
+
+    The entry is derived from ``live``, without a call to the ledger.
+    """
     entry = live.as_entry()
     return replace(entry, state=State.FINISHED, worker="", epoch=0, moves=entry.moves + 1)

@@ -172,11 +172,12 @@ class ServedModel:
         *,
         sampling_defaults: Literal["model", "none"] = "model",
     ) -> Self:
-        """Load a model from a Hugging Face directory, a GGUF file or a fetched hub id.
+        """Load tokenizer and limits of a model, without its weights.
 
-        The model "fake" needs no files. ``sampling_defaults`` is the router's setting: "model"
-        applies the defaults of the model's generation_config.json, and "none" applies Everlift's
-        own.
+        ``model`` is a directory in Hugging Face format, a GGUF file, a Hugging Face hub id whose
+        files, at ``revision``, were downloaded before, or "fake" (no files).
+        ``sampling_defaults`` selects the defaults in the model's generation_config.json ("model")
+        or Everlift's own ("none").
 
         Raises ModelUnavailable if the model is not found, and UnknownModel if one of its files is
         missing or invalid.
@@ -355,8 +356,8 @@ class ServedModel:
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt.
 
-        Raises PromptTooLong if the text exceeds the context by far, before all of it is tokenised.
-        A prompt that exceeds the context by less is returned.
+        Raises PromptTooLong, before all of the text is tokenised, if it has far more tokens than
+        the context. The result can still exceed the context, so the caller must check its length.
         """
         self.check_fits(text)
         self._check_count(text)
@@ -365,14 +366,12 @@ class ServedModel:
     def _check_count(self, text: str) -> None:
         """Raise PromptTooLong if a long text has more than twice the tokens of the context.
 
-        The text is tokenised in parts of 16,384 characters, and the error is raised at the first
-        part that exceeds the limit. Tokenizers first split a text into words, so a cut between two
-        parts changes only the tokens of one word, among some thousand tokens of a part.
-
-        A word that is longer than a part is cut inside. Its parts together could have twice the
-        tokens of the whole word only if the vocabulary's tokens became half as long within a part.
-        The factor of two covers both cases, so a text that fits is never rejected.
+        The text is tokenised in parts of 16,384 characters, up to the part at which the sum exceeds
+        this limit. Cuts between parts can increase the number of tokens. The factor of two is a
+        margin for this increase, so a text that fits is never rejected.
         """
+        # A cut changes only the tokens of the word that it divides, because tokenizers first split
+        # a text into words.
         limit = self.longest_sequence
         if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
             return

@@ -13,9 +13,10 @@ class Tracer(Protocol):
     """Recorder of distributed traces of a router's requests."""
 
     def start_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        """Return the trace context for the span of a call with this metadata, or None without one.
+        """Return the trace context for the span of a call with this metadata.
 
-        The span is a child of the client's span, if the metadata contains a trace context.
+        If the metadata contains a trace context, the span is a child of the client's span. If it
+        does not, the span starts a new trace, or None is returned if traces are not exported.
         """
         ...
 

@@ -65,8 +65,8 @@ class AttentionBackend(Protocol):
 
         Implementations must not loop over the rows in Python, because there may be a thousand. If
         ``parcel`` is given, data for the device is added to it; all arrays of a Parcel are copied
-        to the device together, before anything is written or computed. The previous content of a
-        block, even NaN, must not affect any result; a block has a new owner when a row writes the
-        block's first position.
+        to the device together, before anything is written or computed. A row that writes the first
+        position of a block takes the block over from an earlier sequence; the block's old content,
+        even NaN, must not affect any result.
         """
         ...

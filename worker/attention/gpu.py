@@ -1,4 +1,4 @@
-"""Attention on a GPU, by kernels in Triton (worker.kernels.paged_attention, .placing).
+"""Attention on a GPU, by kernels in Triton (worker.kernels.paged_attention, .rotate_and_cache).
 
 The layout of a block is that of KVCache's shape. All rows of a step are described to the kernels by
 data in one parcel (worker.device.upload). Prompts may be computed by third-party kernels

@@ -35,8 +35,8 @@ class TileSet:
     """Tiles on the device that one launch computes, each with up to ``tokens`` tokens of one row.
 
     ``rows`` int32 [m] has each tile's row, and ``offsets`` int32 [m] the index of its first token
-    in the row. Its queries for one KV head are padded to ``block_rows``. The positions that a tile
-    sees are divided among ``splits`` programs.
+    in the row. A tile's queries of one KV head are padded to ``block_rows`` queries. The positions
+    that a tile sees are divided among ``splits`` programs.
     """
 
     rows: Tensor
@@ -186,10 +186,9 @@ def attend(
 
 
 def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
-    """Return arguments of attend_tiles by name: keys per iteration, warps and pipeline stages.
+    """Return launch arguments of attend_tiles: BLOCK_KEYS, num_warps and num_stages.
 
-    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an
-    element of the cache.
+    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an element of the cache.
     """
     is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
     is_single = item_bytes == 4

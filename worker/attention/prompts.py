@@ -156,8 +156,8 @@ class PromptAttention:
 
         The result has one entry for each token in the slice ``tokens``. ``query`` [tokens, heads,
         head_dim] has all tokens of the step. ``layer`` [blocks, 2, kv_heads, BLOCK_SIZE, head_dim]
-        is the cache of one layer. A failure of the third-party kernels is logged, and they are not
-        used again; torch.OutOfMemoryError is raised instead.
+        is the cache of one layer. If the third-party kernels fail, the error is logged, None is
+        returned, and they are not used again. Only torch.OutOfMemoryError is raised to the caller.
         """
         if not self._kernels.supports(form):
             return None

@@ -179,10 +179,11 @@ def _attend_in_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Blocks of n rows that their new tokens see, if they attend to at most ``window`` tokens.
+    """Ranges of the blocks that the new tokens of n rows attend to under ``window``.
 
-    Row i reads its blocks from ``first_blocks[i]`` to before ``last_blocks[i]``. ``shapes`` [n, 2]
-    has each row's number of new tokens, and its number of blocks with padding.
+    Without a window (None), a row reads all blocks of its sequence. Row i reads its blocks
+    from ``first_blocks[i]`` to before ``last_blocks[i]``. ``shapes`` [n, 2] has each row's number
+    of new tokens, and its number of blocks with padding.
     """
 
     window: int | None
@@ -215,10 +216,10 @@ class _Spans:
                 yield alike[i : i + most]
 
     def blocks(self, group: Ints) -> Ints:
-        """Return the indices of the blocks that the rows of ``group`` read, [n, blocks].
+        """Return indices in the block tables of the blocks that the rows of ``group`` read.
 
-        They are indices in the rows' block tables. Padding repeats a row's own first block. It is
-        masked out, but it is still read, and blocks of other sequences may hold NaN.
+        The result is [n, blocks]. Padding repeats the first block that the row reads. Padding is
+        masked out but still read, and a block of another sequence might contain NaN.
         """
         first, last = self.first_blocks[group, np.newaxis], self.last_blocks[group, np.newaxis]
         blocks = first + np.arange(self.shapes[group[0], 1])

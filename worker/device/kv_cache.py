@@ -88,9 +88,10 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 
 def _prefault(tensor: Tensor) -> None:
-    """Allocate the first pages of ``tensor`` in small parts: other threads allocate in between.
+    """Make the kernel allocate the first memory pages of ``tensor``, a few at a time.
 
-    Does nothing if the kernel does not support it.
+    Between two such steps other threads can allocate memory. Does nothing if the kernel does not
+    support it.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -88,9 +88,9 @@ class Batch:
     def can_admit(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
         """Return whether enough blocks are free to admit ``sequence``.
 
-        It needs a free block for each block of its known tokens, except for those that are in
-        ``hits`` (the hashes from ``prefix_hits``) and that other sequences use already. If the
-        batch is not empty, ``limits.watermark_blocks`` blocks must stay free.
+        ``hits`` are the hashes from ``prefix_hits``. Each block of the known tokens needs a free
+        block, except for hits that other sequences are using. If the batch is not empty,
+        ``limits.watermark_blocks`` further blocks must be free. Free slots are not checked.
         """
         needed = blocks_for(sequence.num_known) - sum(map(self._pool.is_used, hits))
         watermark = self._limits.watermark_blocks if self._slots else 0
@@ -124,10 +124,10 @@ class Batch:
         sequence.slot = NO_SLOT
 
     def preempt(self, sequence: Sequence) -> None:
-        """Remove a sequence that will be admitted again.
+        """Remove a sequence that will be admitted again: free its slot and blocks.
 
-        Its full blocks stay in the prefix cache. Until it is admitted again, those of them that are
-        evicted are copied to host memory, if there is room.
+        Its full blocks stay in the prefix cache. A full block that is evicted before the sequence
+        is admitted again is copied to host memory, if there is room.
         """
         sequence.num_computed_before = sequence.most_computed
         sequence.num_to_restore = max(sequence.num_to_restore, sequence.num_computed)
@@ -183,15 +183,16 @@ class Batch:
             self.slot_table.truncate(sequence.slot, len(sequence.block_table))
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Cache, under their hashes, the blocks that become full with the tokens of a range.
+        """Add to the prefix cache the blocks that a range of tokens of ``sequence`` fills.
 
-        These are the tokens at positions ``start`` to ``end`` - 1 of the sequence.
+        The range is positions ``start`` to ``end`` - 1. A block is added if its last position is in
+        the range.
         """
         for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
             self._pool.publish(sequence.block_table[index], sequence.block_hash(index))
 
     def unpublish_row(self, row: Row) -> None:
-        """Remove the hashes of the blocks that ``row`` was to fill, so that none is reused."""
+        """Remove from the prefix cache the blocks that ``row`` was to fill."""
         for block in row.block_table[row.start // BLOCK_SIZE : row.known_end // BLOCK_SIZE]:
             self._pool.unpublish(block)
 
@@ -202,19 +203,19 @@ class Batch:
             self._pool.unpublish(block)
 
     def invalidate_row(self, sequence: Sequence) -> None:
-        """Remove the blocks of a sequence whose row failed from the prefix cache.
+        """Drop from the prefix cache the blocks of a sequence whose row failed.
 
-        Their content may be wrong. Prefix-cache hits that it shares with other sequences stay.
+        Their content may be wrong. Prefix-cache hits that are shared with other sequences stay.
         """
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.invalidate(block)
 
     def invalidate_removed(self, sequence: Sequence, num_computed: int) -> None:
-        """Remove the blocks of a sequence, removed before its row failed, from the prefix cache.
+        """Drop from the prefix cache the blocks of a sequence removed before its row failed.
 
-        They are found by the hashes of its first ``num_computed`` tokens, because its slot and
-        blocks may belong to other sequences by now. Prefix-cache hits that are in use stay.
+        The blocks are found by the hashes of its first ``num_computed`` tokens, because its slot
+        and blocks may belong to other sequences by now. Prefix-cache hits that are in use stay.
         """
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)

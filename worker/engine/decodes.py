@@ -24,7 +24,7 @@ _OFFSET = 3
 
 
 class Decodes:
-    """Sums over steps and, for each tracked slot, their values when its decoding began.
+    """Sums over steps and, for each tracked slot, their values when it was tracked or last reset.
 
     A batch slot is tracked while its sequence decodes. Its position is the position of the token
     that it computes in the next step. To reset a slot is to read its time and to restart it at 0.
@@ -40,7 +40,7 @@ class Decodes:
 
     @property
     def is_long(self) -> bool:
-        """Return whether so many steps are recorded that the sums must restart."""
+        """Return whether the sums must be restarted, because too many steps were added to them."""
         return self._num_steps >= _MAX_STEPS
 
     @property
@@ -102,16 +102,16 @@ class Decodes:
         return seconds
 
     def undo_add(self, slots: Ints) -> None:
-        """Undo the last ``add`` for ``slots``, which are tracked but were not in that step.
+        """Undo the effect of the last ``add`` on ``slots``, which have no row in that step.
 
-        They must have been reset right before that step was added.
+        All must be tracked, and must have been reset right before that ``add``.
         """
         self._snapshots[slots, :_OFFSET] = self._base, self._slope, self._moment
         self._snapshots[slots, _OFFSET] -= 1
         self._offsets -= len(slots)
 
     def set_positions(self, slots: Ints, positions: Ints) -> None:
-        """Set the positions [n] of ``slots`` [n], which accepted drafts have moved further.
+        """Replace the positions of ``slots`` [n] by ``positions`` [n], after drafts were accepted.
 
         All slots must be tracked, and must have been reset since the last ``add``.
         """

@@ -277,11 +277,11 @@ class Engine:
                 self.breakdowns.drop_slots(slots)
 
     def digest(self) -> bytes:
-        """Return a digest of the last plan and, if steps are launched ahead, of sampled tokens.
+        """Return a digest of the last plan and of the results that the last ``step`` committed.
 
-        These are the tokens of the results that the last ``step`` committed: a plan that was made
-        before they were known has UNKNOWN in their place. Other ranks compare the digest with their
-        own to detect that plans or tokens differ.
+        Other ranks compare it with their own digest to detect that plans or tokens differ. Results
+        are included only if steps are launched ahead. A plan then has UNKNOWN in place of each
+        token that was not sampled yet when the plan was made.
         """
         return plan_digest(self._plan, self._committed)
 

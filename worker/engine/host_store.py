@@ -3,7 +3,7 @@
     not needed        --evicted-->  dropped
     needed            --evicted-->  saved to a host block, by the plan that overwrites the block
     in a host block   --load-->     in a host block, and in a block of the pool as well
-    in a host block   --another hash needs it-->  dropped, the least recently used first
+    in a host block   --another block needs its place-->  dropped, the least recently used first
 
 A host block is a region of host memory that holds one KV block. The blocks of a preempted sequence
 are needed until it is admitted again or removed. The store handles the indices of host blocks and
@@ -24,12 +24,11 @@ class HostStore:
     A save copies a block of the KV cache to a host block, a load copies it back. Every operation is
     O(1) per block, except ``invalidate_all``.
 
-    The saves and loads of one step are planned, and then take effect with ``commit_copies``, or
-    ``discard_copies`` discards the blocks that were to be saved. Until then no host block that the
-    step reads or writes is given to another hash: all saves are made before all loads, so a save
-    could otherwise overwrite a block that is still to be loaded. ``commit_copies`` may be called
-    once the step is submitted to the device, because the device makes the next step's copies after
-    this step's.
+    The saves and loads of one step are first planned, then either committed or discarded. Until
+    then no host block that the step reads or writes is given to another hash: all saves are made
+    before all loads, so a save could otherwise overwrite a block that is still to be loaded.
+    ``commit_copies`` may be called once the step is submitted to the device, because the device
+    makes the next step's copies after this step's.
     """
 
     def __init__(self, num_host_blocks: int) -> None:

@@ -23,9 +23,10 @@ from worker.engine.sequence import Sequence
 
 
 class InFlightStep:
-    """Step that is launched and not yet committed; its ``plan`` for ``batch`` has no drafts.
+    """Step that was launched and is not committed yet.
 
-    Create it before a sequence is removed from the batch.
+    ``plan`` is its plan, without drafts, for sequences in ``batch``. Create this object before any
+    sequence of the plan is removed from the batch.
     """
 
     def __init__(self, plan: Plan, batch: Batch) -> None:
@@ -49,10 +50,10 @@ class InFlightStep:
         return [*compress(results, self._is_present.tolist())]
 
     def removed_failures(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
-        """Return the sequences that were removed from the batch and whose rows failed.
+        """Return each removed sequence whose row failed, with a number of tokens.
 
-        ``results`` are the results of all rows. Each sequence comes with the number of its tokens
-        that would have been computed after this step.
+        ``results`` are the results of all rows. The number is how many tokens of the sequence would
+        have been computed after this step.
         """
         rows = self.plan.rows
         columns = (self._sequences, self._is_present.tolist(), rows.known_ends.tolist(), results)

@@ -54,7 +54,7 @@ class Occupant:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine started; ``unfilled_tokens`` is the current number instead.
+    """Totals since the engine started, except ``unfilled_tokens``, which is a current value.
 
     The message EngineCounters documents the fields.
     """

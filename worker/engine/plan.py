@@ -84,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Sequence of the rows of a step, stored as columns: a decode step creates no object per row.
+    """Rows of a step, stored as columns, so that a decode step creates no object per row.
 
     There are n rows with T tokens in total. ``tokens`` [T] has the tokens of the first row, then
     those of the second, and so on. The columns [n] have one element per row: ``counts`` is the

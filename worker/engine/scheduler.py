@@ -171,11 +171,11 @@ class Scheduler:
     # steps that the device computes while the next one is planned
 
     def in_flight_step(self, plan: Plan) -> InFlightStep:
-        """Return the step in flight that results if ``plan``, the last plan, is launched."""
+        """Return a new InFlightStep for ``plan``, the last plan, which is about to be launched."""
         return InFlightStep(plan, self._batch)
 
     def mark_launched(self) -> None:
-        """Record that the last plan was launched, so that its block copies are certain."""
+        """Record that the last plan was launched, and that its block copies will thus be made."""
         self._batch.commit_copies()
 
     def must_commit_first(self) -> bool:
@@ -256,9 +256,9 @@ class Scheduler:
 
         If too few blocks are free, sequences are preempted: those of the lowest priority first, and
         among these the one with the fewest computed tokens, which is the cheapest to recompute. The
-        one of the highest priority with the most computed tokens is thus never preempted. A single
-        preempted sequence frees fewer blocks than it needs, so it cannot be admitted again in the
-        same step.
+        one of the highest priority with the most computed tokens is thus never preempted. If only
+        one sequence is preempted, it leaves too few free blocks to be admitted again in the same
+        step.
         """
         growing = self._batch.slot_table.lacking()
         lacking = len(growing)
@@ -310,7 +310,11 @@ class Scheduler:
         return self._batch.slot_table.rows(decoding, others)
 
     def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
-        """Return the admissions of ``newcomers``, after those to repeat because a step failed."""
+        """Return the admissions of a plan: those to repeat, then those of ``newcomers``.
+
+        An admission is repeated for each sequence in ``rows`` whose slot state a failed step may
+        have corrupted.
+        """
         self._newcomers = frozenset(sequence.slot for sequence in newcomers)
         slots = [sequence.slot for sequence in newcomers]
         if self._stale_slots:

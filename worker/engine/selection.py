@@ -73,9 +73,10 @@ class BatchSelection:
     def select(self, budget: int, held_slots: Collection[int], now: float) -> Selected:
         """Select at most ``budget`` tokens for the step at ``now``, and admit waiting sequences.
 
-        In ``held_slots`` only prompt chunks are selected after which nothing is sampled. If nothing
-        else can run, one held slot is selected all the same, and the step waits for its grammar
-        mask. A step that waits for the masks of all of them could take very long.
+        In ``held_slots``, whose grammar masks are not ready, only prompt chunks are selected after
+        which nothing is sampled. If nothing else can run, the slot held longest is selected without
+        this restriction. The step then waits for that slot's mask only, not for the masks of all
+        held slots.
         """
         self.policy.begin_step(self._batch.slot_table, now)
         self._steps_held = {slot: self._steps_held.get(slot, 0) + 1 for slot in held_slots}
@@ -117,10 +118,9 @@ class BatchSelection:
         return slots[~np.isin(slots, list(held_slots))] if held_slots else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """Return ``slots``, after adding the blocks that they fill to the prefix cache.
+        """Publish the blocks that the next tokens of ``slots`` fill, and return ``slots``.
 
-        These are the blocks that the next token of a slot fills. A block is not added yet if the
-        token that fills it is UNKNOWN.
+        A block is not published yet if the token that fills it is UNKNOWN.
         """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_sampling:

@@ -39,12 +39,12 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Sequence of the ``tokens`` of prompt and output; ``max_tokens`` limits the output.
+    """Choice of a request; ``tokens`` are its prompt and output so far.
 
-    ``order`` numbers the sequences by arrival (smaller = earlier) and stays the same when one is
-    preempted. Sequences with a larger ``priority`` are admitted earlier and preempted later. Only
-    sequences with the same ``salt`` can share KV blocks, because it is part of the hash of every
-    block.
+    ``max_tokens`` limits the output. ``order`` numbers the sequences by arrival (smaller = earlier)
+    and does not change when the sequence is preempted. Sequences with a larger ``priority`` are
+    admitted earlier and preempted later. Only sequences with the same ``salt`` can share KV blocks,
+    because it is part of the hash of every block.
     """
 
     key: SequenceKey
@@ -298,7 +298,7 @@ class Sequence:
         return update
 
     def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
-        """Return an outcome without new tokens that reports ``pending_update``, and empty that.
+        """Return an outcome without new tokens that reports ``pending_update``; clear the latter.
 
         If ``stop`` is given, it also reports the end of the sequence.
         """
@@ -350,19 +350,20 @@ class Sequence:
     def score(
         self, row: Row, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[int, tuple[TokenLogprobs, ...]]:
-        """Return those log probabilities of prompt tokens that have not been reported yet.
+        """Select from ``logprobs`` those of prompt tokens that have not been reported yet.
 
-        The result is the position of the first of them, and the log probabilities from there on.
-        ``logprobs`` are those that ``row`` computed, from position ``row.start`` + 1 on. All of
-        them count as reported from now on.
+        ``logprobs`` are those that ``row`` computed, the first one of position ``row.start + 1``.
+        Return the position of the first selected token, and the selected log probabilities, which
+        count as reported from now on.
         """
         first = self.next_score
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
         return first, logprobs[first - (row.start + 1) :]
 
     def hashes_to_restore(self) -> list[bytes]:
-        """Return the hashes of the full blocks that were computed before preemptions.
+        """Return the hashes of the full blocks that were computed when the sequence was preempted.
 
+        After several preemptions, these are the blocks of the one with the most computed tokens.
         The list is empty if the sequence was never preempted.
         """
         return [self.block_hash(i) for i in range(self.num_to_restore // BLOCK_SIZE)]

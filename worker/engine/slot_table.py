@@ -5,8 +5,8 @@ step be planned with a few array operations instead of a loop over sequences. ``
 hold the same values in their fields. ``write`` and ``extend`` copy changes of a sequence to the
 table, and ``append_sampled`` does so for the common case, rows that decode one token.
 
-Known tokens are those of the prompt and the output so far. Arguments and results are indexed by
-slot [slots], or by their place in an argument ``slots`` [n].
+Known tokens are those of the prompt and the output so far. An array of shape [slots] has one
+element per batch slot; an array of shape [n] has one per element of the argument ``slots``.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class SlotTable:
         return (lacks & self._is_below_limit).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
-        """Return those of the slots ``decoding`` whose next token to compute fills its block."""
+        """Return the slots in ``decoding`` whose next token is the last one of a KV block."""
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
         return decoding[is_last]
 
@@ -174,7 +174,7 @@ class SlotTable:
         return int(self._num_blocks.sum()) * BLOCK_SIZE - int(self._num_computed.sum())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare the table with ``sequences``, which are all that have a slot.
+        """Compare the table with ``sequences``, which must be all sequences that have a slot.
 
         Raises AssertionError if they differ.
         """

@@ -43,9 +43,9 @@ class NgramIndex:
         return self._length
 
     def extend(self, tokens: Sequence[int], most: int) -> None:
-        """Add up to ``most`` of the tokens that are not in the index yet.
+        """Add the next tokens of the list to the index, at most ``most``.
 
-        ``tokens`` must begin with those that are in it.
+        ``tokens`` is the list so far, which begins with the tokens that are in the index already.
         """
         for token in tokens[self._length : self._length + most]:
             for n, followers in self._followers.items():
@@ -55,10 +55,10 @@ class NgramIndex:
             self._length += 1
 
     def follower(self) -> int | None:
-        """Look up the n-gram that ends the list of tokens where it occurred before.
+        """Return the position of the token that followed the last earlier occurrence of an n-gram.
 
-        Return the index in the list of the token that last followed it. The longest n-gram that
-        occurred before is used; return None if there is none.
+        The n-gram is the longest one that both ends the list and occurred before. Return None if
+        there is none.
         """
         for n, followers in self._followers.items():
             if n <= self._length:

@@ -66,7 +66,7 @@ class Costs(NamedTuple):
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def fraction_alone(self, cost: float, together: float) -> float:
-        """Return the time of a step with one of its rows only, as a fraction of the step's time.
+        """Return the fraction of a step's time that the step would take with only one of its rows.
 
         ``cost`` is the cost of that row, and ``together`` the sum of the costs of all rows. Return
         1 if the model is not fitted.
@@ -101,8 +101,9 @@ class StepCosts:
     def observe(self, rows: Rows, seconds: float, has_prompts: bool, now: float) -> None:
         """Record that a step of ``rows`` took ``seconds`` and ended at ``now``, in seconds.
 
-        ``has_prompts`` means that some rows are chunks of prompts. Steps that follow the previously
-        recorded one too soon are ignored, and the coefficients are not refitted each time.
+        ``has_prompts`` means that some rows are chunks of prompts. A step is ignored if one with
+        the same ``has_prompts`` was recorded shortly before. The coefficients are refitted only
+        from time to time.
         """
         factor = 1.0 if self._num_observed < _NUM_FREQUENT else _INTERVAL_FACTOR
         if seconds > 0 and now - self._observed_at[has_prompts] >= factor * _OBSERVE_S:

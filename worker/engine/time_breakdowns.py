@@ -333,7 +333,11 @@ class TimeBreakdowns:
             self._decodes.restart_sums()
 
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
-        """Do the work of ``_charge_decodes`` row by row: not every row advances by one position."""
+        """Do the work of ``_charge_decodes`` row by row, without ``Decodes``.
+
+        Call it if rows have drafts or the step failed. Then not every row advances by one position,
+        as ``Decodes`` requires.
+        """
         is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
         costs = self._costs.now
         alone_s: Floats | float = seconds
@@ -374,7 +378,7 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _flush_decodes(self, slots: Ints) -> None:
-        """Read the decode time of ``slots`` from ``Decodes``, reset it, and add it to columns."""
+        """Move the decode times of ``slots`` from ``Decodes`` to the columns, and reset them."""
         self._move(Part.DECODE_INTERFERENCE, Part.DECODE, slots, self._decodes.pop_seconds(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:

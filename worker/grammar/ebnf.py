@@ -60,7 +60,10 @@ Node = Chars | Reference | Concat | Alternation | Repeat
 
 
 def lark_of_ebnf(text: str) -> str:
-    """Return the GBNF grammar ``text`` in Lark syntax. Raises EbnfError."""
+    """Return the GBNF grammar ``text`` in Lark syntax.
+
+    Raises EbnfError if it is malformed or matches no text.
+    """
     try:
         return _lark(text)
     except RecursionError:

@@ -171,7 +171,7 @@ class GrammarProcess:
             return self._advance(place, request["tokens"])
 
     def _advance(self, place: Place, tokens: Sequence[int]) -> bytes:
-        """Advance by ``tokens``, and return the mask of the next token.
+        """Advance ``place`` by ``tokens``, and return the mask of the next token.
 
         After a stop token the result is empty. Raises Refused if the grammar does not allow one of
         ``tokens``, or allows no token after them.
@@ -185,9 +185,10 @@ class GrammarProcess:
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
-        """Return the concatenated masks after each draft that the grammar allows.
+        """Return the concatenated masks after each of the request's drafts.
 
-        The result has no mask from the first draft on that is a stop token or is not allowed.
+        The masks end before the first draft that is a stop token or that the grammar does not
+        allow.
         """
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
@@ -288,9 +289,9 @@ def _refusal(kind: str, schema: Any, error: str) -> str:
 
 
 def _cause(error: str) -> str | None:
-    """Return the cause in an error of llguidance without its quotation of the grammar.
+    """Return the cause from an error message of llguidance, without the quoted grammar.
 
-    Returns None if the error has another form.
+    Returns None if the message has an unknown form.
     """
     cause = error.partition("\n   1 | ")[0]
     for begin in ("\nerror: ", "failed to compile JSON schema: ", "(in regex): "):

@@ -200,7 +200,10 @@ def _has_large_number(value: Json) -> bool:
 
 
 def _paths_of(schema: Json, keyword: str, path: Path = ()) -> Iterator[Path]:
-    """Yield the path of each occurrence of ``keyword`` in ``schema``, which itself has ``path``."""
+    """Yield the path of each occurrence of ``keyword`` in ``schema``.
+
+    All paths begin at the root of the whole schema; ``path`` leads from there to ``schema``.
+    """
     if isinstance(schema, dict):
         if keyword in schema and path[-1:] not in (("properties",), ("patternProperties",)):
             yield (*path, keyword)

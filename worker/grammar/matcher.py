@@ -73,11 +73,10 @@ class Matcher:
         weakref.finalize(self, channel.drop_matcher, number)
 
     def is_ready(self) -> bool:
-        """Return whether ``mask`` returns or raises at once, or soon enough to wait for it.
+        """Return whether ``mask`` may be called now, because it returns or raises at once or soon.
 
-        It is worth waiting while all grammar processes together have little work. Otherwise the
-        result is True only if the mask or an error has arrived; while a token is being sampled, the
-        mask of the token after it cannot have arrived.
+        While all grammar processes together have little work, this is always True. Otherwise it is
+        True only if the mask of the next token, or an error, has arrived.
         """
         if not self._channel.is_busy:
             return True

@@ -78,8 +78,9 @@ def token_trie(
 ) -> llguidance.LLTokenizer:
     """Return llguidance's trie of ``tokens``, the bytes of each token by its id.
 
-    The trie has an end token with the id ``len(tokens)``. ``slices`` are regular expressions whose
-    tokens are found without a walk over the trie; None selects those that suit JSON.
+    The trie has an end token with the id ``len(tokens)``. ``slices`` are regular expressions;
+    tokens that match one of them are found without a walk over the trie. None selects expressions
+    that suit JSON.
     """
     chosen = llguidance.LLTokenizer.json_slices() if slices is None else list(slices)
     wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokens))
@@ -98,7 +99,8 @@ def token_matcher(trie: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMa
 def allowed_tokens(matcher: llguidance.LLMatcher) -> bytes:
     """Return the bit mask of the tokens that may come next, one bit per token of the trie.
 
-    All bits are 0 if no token is allowed. Raises LimitExceeded if the matcher has failed otherwise.
+    All bits are 0 if the grammar allows no token. Raises LimitExceeded if the matcher failed for
+    another reason.
     """
     mask: bytes = matcher.compute_bitmask()
     if not matcher.is_error():

@@ -64,7 +64,7 @@ def attend_tiles(
     ``query`` is [tokens, HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its
     values are ``value_offset`` elements later. For each row, ``firsts`` has its first token's index
     in the step, ``starts`` that token's position in its sequence, and ``counts`` the number of its
-    tokens. If that is 0, nothing is written. Block ids are ``tables`` [rows, ``table_width[0]``].
+    tokens; a row with count 0 writes nothing. Block ids are ``tables`` [rows, ``table_width[0]``].
     """
     # The last tile of a row sees most positions. It starts first, so that short tiles fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -148,10 +148,10 @@ def _crossing(
     BLOCK: tl.constexpr,
     OF_MASS: tl.constexpr,
 ):
-    """Return the bits of the smallest weight w such that the weights above w stay below ``limit``.
+    """Return the bits of the smallest weight that has fewer than ``limit`` greater weights.
 
-    ``limit`` bounds the number of the weights greater than w, or with OF_MASS their sum. Weights
-    with bits below ``floor`` are ignored.
+    With OF_MASS, the sum of the greater weights is compared with ``limit`` instead of their number.
+    Weights with bits below ``floor`` are ignored. If no weight qualifies, the greatest is returned.
     """
     prefix = tl.full([], 0, tl.int32)
     above = tl.full([], 0.0, tl.float64)

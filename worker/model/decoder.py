@@ -41,7 +41,7 @@ from worker.parallel.stand_in import ExchangedTensors
 
 
 class HeadNorms:
-    """RMS norms over each query head and each key head; each of both kinds has its own weight."""
+    """RMS norms of each head, with one weight for all query heads and one for all key heads."""
 
     def __init__(self, name: str, spec: ModelSpec, place: Placement) -> None:
         self.query = _norm(f"{name}.q_norm", spec.head_dim, spec, place)
@@ -286,14 +286,16 @@ class Decoder:
         """Return the hidden states [T, hidden] of ``tokens`` [T] at ``positions`` [T].
 
         With ``sites`` [n], ascending indices of tokens, only the hidden states [n, hidden] of these
-        tokens are returned.
+        tokens are returned. The final norm is not applied yet; ``logits`` applies it. A collective:
+        all ranks must call it.
         """
         return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
 
-        The result is valid until the next call, which may reuse its memory.
+        A collective: all ranks must call it. The result is valid until the next call, which may
+        reuse its memory.
         """
         logits = self.stack.logits(hidden)
         if logits is None:
@@ -352,10 +354,10 @@ def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _column_parts(
     name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
 ) -> tuple[Part, ...]:
-    """Return the parts of a column layer: separate linears, or slices of the linear ``fused``.
+    """Return the parts of a ColumnLinear: separate linear layers, or slices of a fused one.
 
-    The linears are separate if ``fused`` is None. ``parts`` maps each part's name to its number of
-    output features on all ranks and this rank's share of them.
+    ``fused`` is the name of the fused linear layer, or None if the checkpoint has separate ones.
+    ``parts`` maps each part's name to its total number of output features and this rank's share.
     """
     if fused is None:
         return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())

@@ -190,11 +190,11 @@ def _gemma_layers(config: HfConfig, ropes: dict[str, Rope], full_every: int) -> 
 
 
 def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
-    """Return the ropes of full-attention and of sliding-window layers, by the kind's name.
+    """Return the ropes by layer type: full attention and sliding window.
 
-    They are read from ``rope_parameters`` or, in older files, from other keys. There
-    ``rope_scaling`` applies to full-attention layers only, and
-    ``rope_local_base_freq`` is the theta of the sliding-window layers.
+    Newer configs have one section of ``rope_parameters`` per layer type. In older ones,
+    ``rope_scaling`` and ``rope_theta`` are for full-attention layers, and ``rope_local_base_freq``
+    is the theta of sliding-window layers, which have no scaling.
     """
     head_dim = _head_dim(config)
     written = config.section("rope_parameters")

@@ -58,9 +58,9 @@ def read_rope(config: HfConfig, head_dim: int) -> Rope:
 
 
 def rope_parameters(config: HfConfig) -> HfConfig:
-    """Return the section ``rope_scaling`` of ``config``, or ``rope_parameters`` if that is missing.
+    """Return the section ``rope_scaling`` of ``config``, or ``rope_parameters`` if it has none.
 
-    The result is empty if both are missing or null.
+    A section that is missing, null or empty counts as none. Without either, the result is empty.
     """
     return config.section("rope_scaling") or config.section("rope_parameters")
 

@@ -60,10 +60,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Linear of the checkpoint, possibly a slice of a fused one, and this rank's share of it.
+    """Linear layer of the checkpoint, or a slice of a fused one, and this rank's share of it.
 
-    ``size`` is the number of the checkpoint's features in the split dimension: output features in a
-    column layer, input features in a row layer. ``share`` has the range that this rank holds.
+    ``size`` is the checkpoint tensor's length in the dimension that is split over the ranks: output
+    features in a ColumnLinear, input features in a RowLinear. ``share`` is this rank's range in it.
     """
 
     name: str
@@ -77,7 +77,10 @@ class Part:
 
 
 class ColumnLinear:
-    """Linears with the same input, as one product that concatenates the outputs of ``parts``."""
+    """Linear layers with the same input, computed as one product; outputs are split over the ranks.
+
+    The result [T, outputs] concatenates this rank's outputs of all ``parts``, including padding.
+    """
 
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
@@ -109,7 +112,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Linear whose input features are split over the ranks; the ranks' products are summed."""
+    """Linear layer with input features split over the ranks; a call sums the ranks' products."""
 
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
@@ -123,7 +126,7 @@ class RowLinear:
 
     @property
     def own_bias(self) -> Tensor | None:
-        """Bias of this rank's product: None except on rank 0, so that the sum includes it once."""
+        """Bias that this rank adds: None except on rank 0, so that the sum includes it once."""
         return self.bias if self.group.rank == 0 else None
 
     def pack(self, packing: Packing) -> None:

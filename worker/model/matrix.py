@@ -1,4 +1,4 @@
-"""Weight of a linear: filled as a plain tensor, then packed into the fastest layout."""
+"""Weight of a linear layer: filled as a plain tensor, then packed into the fastest layout."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Weights packed by oneDNN, through private operators of torch.
 
-A packed weight of each shape is first compared with torch's own linear. oneDNN compiles a product
-for each combination of number of rows, weight shape and bias. Each takes about 1 ms and 0.55 MiB of
-code, so 512 numbers of rows and four weight shapes would take more than 1 GiB. Therefore inputs are
-padded to a few numbers of rows, and the caches of compiled products are bounded.
+A packed weight of each shape is first compared with torch's linear function. oneDNN compiles a
+product for each combination of number of rows, weight shape and bias. Each takes about 1 ms and
+0.55 MiB of code, so 512 numbers of rows and four weight shapes would take more than 1 GiB.
+Therefore inputs are padded to a few numbers of rows, and the caches of compiled products are
+bounded.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class OneDnn:
 class OneDnnPacking:
     """Packing of weights by oneDNN.
 
-    With the first weight of each shape, products are compared with those of torch's own linear.
-    Weights of a shape are packed only if they agreed.
+    Products with the first weight of each shape are compared with those of torch's linear function.
+    If they differ, no weight of this shape is packed.
     """
 
     supports_rows = packs_embeddings = False
@@ -83,9 +84,9 @@ class OneDnnPacking:
         self._is_right: dict[torch.Size, bool] = {}
 
     def pack(self, weight: Tensor) -> OneDnn | None:
-        """Return the packed weight, or None if oneDNN fails for a weight of this shape.
+        """Return the packed weight, or None if oneDNN fails for weights of this shape.
 
-        The first failure of a shape is logged.
+        A failure is an error, or a product that differs from torch's. It is logged once per shape.
         """
         if not self._is_right.get(weight.shape, True):
             return None

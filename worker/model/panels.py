@@ -126,10 +126,10 @@ class PanelPacking:
         self.width = int(library.width())
 
     def pack(self, weight: Tensor) -> Panels:
-        """Return ``weight`` in panels, in its own memory if no padding is needed.
+        """Return ``weight`` in panels; may overwrite ``weight``, which must not be used afterwards.
 
-        Padding is needed if the outputs do not fill whole panels, or the inputs whole 32-bit words.
-        For int8, a weight of any float type is quantised into new memory first.
+        The panels are in new memory for int8, to which any float type is quantised. They also are
+        if padding is needed, because outputs must fill whole panels and inputs whole 32-bit words.
         """
         outputs, inputs = weight.shape
         scales = None

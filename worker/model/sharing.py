@@ -55,9 +55,9 @@ class Share:
         return self.stop - self.start
 
     def of(self, size: int) -> Share:
-        """Return this share counted in smaller units, of which each item has ``size``.
+        """Return this share in smaller units, where each item consists of ``size`` units.
 
-        For example, a share of heads becomes a share of features.
+        For example, ``of(head_dim)`` converts a share of heads into a share of features.
         """
         return Share(self.start * size, self.stop * size, self.width * size)
 
@@ -70,7 +70,7 @@ class Share:
 class HeadShare:
     """Query heads and KV heads of one rank.
 
-    The slots of ``query`` are in the order of the KV heads, with equally many for each KV head.
+    ``query`` is ordered by KV head: each KV head has equally many consecutive query heads.
     """
 
     query: Share

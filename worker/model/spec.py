@@ -104,8 +104,8 @@ class LayerSpec:
 class TensorNames:
     """Naming of a checkpoint's tensors: names begin with ``{model}.`` or are ``{head}.weight``.
 
-    With ``fused``, linears with the same input (query, key and value; gate and up) are stored as
-    one tensor. Tensors whose names begin with one of ``unread`` are ignored.
+    With ``fused``, the weights of linear layers with the same input (query, key and value; gate and
+    up) are stored as one tensor. Tensors whose names begin with one of ``unread`` are ignored.
     """
 
     model: str = "model"

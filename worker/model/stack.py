@@ -110,9 +110,10 @@ class CompiledStack:
     """Stack (decoder.py) in C++, which computes the same as ``plain`` and uses its parameters."""
 
     def __init__(self, library: ctypes.CDLL, plain: LayerByLayer, kernel: Kernel | None) -> None:
-        """Create the stack; ``kernel`` is the attention kernel with the library's block layout.
+        """Create the stack from ``library`` (stack.cpp) and the packed layers ``plain``.
 
-        Hidden states of steps whose attention does not use ``kernel`` are computed by ``plain``.
+        ``kernel`` is the compiled attention kernel of the same head dimension and type. For a step
+        whose attention does not use it, ``plain`` computes the hidden states.
         """
         self._kernel = kernel
         self._hidden = library.hidden_states
@@ -226,7 +227,7 @@ class CompiledStack:
         return self._logits_memory[:number]
 
     def _space_for(self, tokens: int) -> _Space:
-        """Return work space for ``tokens`` tokens; it is kept, because steps of that size recur."""
+        """Return work space for at least ``tokens`` tokens, which later steps reuse."""
         if tokens > self._capacity:
             # Free the old memory before the new memory is allocated.
             self._memory = torch.empty(0, dtype=self._dtype)
@@ -238,7 +239,10 @@ class CompiledStack:
 
 
 def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
-    """Return the compiled stack; ``plain`` if stack.cpp lacks a feature or cannot be compiled."""
+    """Return the compiled stack, or ``plain`` if stack.cpp lacks a feature or cannot be compiled.
+
+    The weights of ``plain`` must be packed, because only weights in panels are supported.
+    """
     if not _has_supported_tables(plain) or not all(map(_is_supported, plain.layers)):
         return plain
     dtype = plain.norm.weight.dtype
@@ -251,7 +255,7 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
 
 @cache
 def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ctypes.CDLL | None:
-    """Return the compiled library; None if it cannot be compiled, and then the cause is logged."""
+    """Return the compiled stack.cpp, or None, with the cause logged, if it cannot be compiled."""
     return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights))
 
 

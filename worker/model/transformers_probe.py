@@ -74,10 +74,10 @@ class Probe:
         self._place = place
 
     def verify(self, max_model_len: int) -> None:
-        """Compare the results of paged attention with those of the model's own attention.
+        """Raise Unservable unless paged attention gives the results of the model's own attention.
 
-        Raises Unservable if they differ for a short prompt, alone or in a batch with a sequence of
-        ``max_model_len`` tokens.
+        Compares the hidden states and logits of a short prompt, which is computed in a batch with a
+        sequence whose last positions are just below ``max_model_len``.
         """
         length = _CUTS[-1]
         if any(self._agrees(seed, max(length, max_model_len)) for seed in _SEEDS):

@@ -136,10 +136,10 @@ def _decode_window(mask: Tensor | None) -> int | None:
 
 
 def window_of(sees: MaskFunction) -> int | None:
-    """Return the window of a causal mask: the number of tokens that a token sees, including itself.
+    """Return the window of the causal mask ``sees``.
 
-    Returns None if a token sees all tokens before it. ``sees`` is the mask. Raises Unservable if
-    the mask is not causal or has gaps.
+    The window is the number of tokens that a token sees, including itself. Returns None if
+    a token sees all tokens before it. Raises Unservable if the mask is not causal or has gaps.
     """
     query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
     first = torch.tensor(0)
@@ -152,10 +152,10 @@ def window_of(sees: MaskFunction) -> int | None:
 
 @contextmanager
 def _called_within(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Context manager that yields a list, to which it adds the name of each called submodel.
+    """Context manager that yields a list of the names of called submodels, in the order of calls.
 
-    Submodels are the modules inside ``model`` that are pretrained models too. An outer one comes
-    before the ones inside it.
+    A submodel is a module inside ``model`` that is itself a PreTrainedModel. The list grows while
+    ``model`` runs.
     """
     called: list[str] = []
     handles: list[RemovableHandle] = []

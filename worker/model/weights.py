@@ -62,8 +62,8 @@ def load(
     """Fill every parameter of ``decoder`` from a checkpoint, and return their size in bytes.
 
     ``num_readers`` threads read the files. ``progress`` is called with the number of bytes filled
-    so far and their total. Raises BadCheckpoint if the files are malformed or do
-    not match the decoder.
+    so far and their total. Raises BadCheckpoint if the files are malformed or do not match the
+    decoder.
     """
     tensors = _tensors(Path(directory))
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
@@ -92,11 +92,11 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
 
 
 def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Untie the head if the checkpoint stores one that differs from the embedding.
+    """Untie the decoder's head if the checkpoint stores a head that differs from the embedding.
 
-    Return the name of a stored head that equals the embedding and is therefore not needed, else
-    None. The config of a model that was trained further may still tie both; transformers ties only
-    equal tables. Each rank compares the whole tables, so that all ranks decide alike without
+    Return the name of a stored head that equals the embedding and need not be read, else None. The
+    config of a fine-tuned model may tie head and embedding although they differ; transformers then
+    unties them too. Each rank compares the complete tables, so all decide alike without
     communication.
     """
     if decoder.tied is None or not stored.keys() >= {*decoder.tied}:

@@ -77,8 +77,9 @@ DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "
 def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     """Return the library of ``source`` and compiler ``flags``, shipped or compiled on this machine.
 
-    Return None, and log the cause, if there is no compiler, compilation fails, or the library
-    cannot be loaded.
+    Return None, and log the cause, if there is no compiler, compilation fails, or the compiled
+    library cannot be loaded. Raises OSError if a shipped library cannot be loaded, and ValueError
+    if LEVEL_VARIABLE is invalid.
     """
     level = shipped_level()
     if level is not None and (shipped := shipped_path(source, flags, level)).exists():
@@ -110,7 +111,7 @@ def shipped_path(source: Path, flags: Sequence[str], level: Level) -> Path:
 
 
 def ship(source: Path, flags: Sequence[str], level: Level) -> None:
-    """Compile a library to its shipped path.
+    """Compile the library of ``source`` for CPUs of ``level``, and write it to ``shipped_path``.
 
     Raises OSError if there is no compiler, and SubprocessError if compilation fails.
     """
@@ -124,7 +125,7 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 
 @cache
 def shipped_level() -> Level | None:
-    """Return the level whose shipped libraries this machine uses.
+    """Return the level whose shipped libraries this machine uses: LEVEL_VARIABLE's or the highest.
 
     Returns None if no libraries are shipped or this CPU supports none of LEVELS.
     """

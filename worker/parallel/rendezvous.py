@@ -1,6 +1,6 @@
 """Rendezvous of the ranks of one worker, at one address that rank 0 gives out.
 
-    model     what listens at the address                    what connects the ranks then
+    model     listener at the address                        connections of the ranks afterwards
     real      a TCPStore, which has the step log's address   a process group and the step log
     fake      the step log                                   the step log
 

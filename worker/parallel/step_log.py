@@ -156,7 +156,7 @@ class StepLogWriter:
 
 
 class StepLogReader:
-    """End of the connection at ``rank``, which is above 0: iterates over rank 0's entries."""
+    """Connection of rank ``rank`` to rank 0; iteration yields the entries of the step log."""
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank

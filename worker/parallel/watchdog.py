@@ -24,10 +24,10 @@ _WINDOW = 64
 
 
 class WakingTime:
-    """Clock that counts only the time in which its user runs and regularly calls ``update``.
+    """Clock that advances by at most ``most_s`` seconds between two calls of ``update``.
 
-    It prevents false alarms when the machine is overloaded, or when the process was stopped and
-    continues.
+    Call ``update`` regularly. Time in which the process was stopped, or the machine so overloaded
+    that the calls were late, is then mostly not counted and causes no false alarm.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -82,8 +82,9 @@ class _Running:
 class Watchdog:
     """Watchdog over the steps of one engine.
 
-    ``begin_step`` and ``end_step`` are called in the engine's thread, with times in seconds on any
-    one clock. ``overdue`` is called periodically in another thread, with a time of a WakingTime.
+    ``begin_step`` and ``end_step`` are called in the engine's thread, with times in seconds on one
+    clock. ``overdue`` is called periodically in another thread, with the time of a WakingTime,
+    which may differ from that clock.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -30,7 +30,11 @@ KvShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Loaded model of a rank, and the shape of the keys and of the values of one token."""
+    """Loaded model of a rank.
+
+    ``kv_shape`` is (layers, KV heads, head dimension): the shape of one token's keys, and also of
+    its values, on this rank.
+    """
 
     model: Model
     vocab_size: int
@@ -88,10 +92,11 @@ class Assembly:
         )
 
     def capture(self) -> DecodeGraphs | None:
-        """Capture the decode steps as graphs; return None if some rank cannot capture them.
+        """Capture the decode steps as graphs; return None on a CPU, or if a rank cannot capture.
 
-        Transformers' modules, torch's attention and collectives that wait on the host cannot be
-        captured. All ranks capture or none, because replaying a step includes its collectives.
+        A collective: all ranks must call it. Transformers' modules, torch's attention and
+        collectives that wait on the host cannot be captured. All ranks capture or none, because
+        replaying a step includes its collectives.
         """
         if self.last_tokens is None:
             return None

@@ -43,9 +43,9 @@ log = logs.get_logger(__name__)
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
     """Load the rank's share of ``config.model``, allocate its KV cache, and return its runner.
 
-    Raises ModelUnavailable if the model's files cannot be obtained, UnsupportedModel,
-    BadCheckpoint, and ValueError if the device does not exist or has too little memory. Sets
-    torch's number of threads for the process.
+    A collective: all ranks must call it. Raises ModelUnavailable if the model's files cannot be
+    obtained, UnsupportedModel or BadCheckpoint if the model cannot be run or read, and ValueError
+    if the device does not exist or has too little memory. Sets torch's number of threads.
     """
     use_threads(config.num_threads)
     bound_caches()

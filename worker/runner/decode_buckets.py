@@ -84,7 +84,10 @@ def parcel_length(bucket: int) -> int:
 
 
 def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
-    """Return the input array, without a parcel, of ``rows`` for a step of ``bucket`` rows."""
+    """Return the input array of ``rows``, padded to ``bucket`` rows, without a parcel.
+
+    All rows must decode, and there must be at most ``bucket`` of them.
+    """
     count, width = len(rows), blocks_for(int(rows.starts.max()) + 1)
     parts = Parts.of(bucket)
     num_blocks = count * width

@@ -55,7 +55,7 @@ class CudaGraphs:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the one stream of all captures, because matrix products keep memory per stream."""
+    """Return the stream that all captures share, because cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream()
 
 
@@ -108,7 +108,7 @@ class DecodeGraphs:
         self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
 
     def bucket(self, rows: Rows) -> int | None:
-        """Return the number of rows of the captured step for ``rows``; None if none fits them."""
+        """Return the bucket of the captured step for ``rows``; None if no captured step fits."""
         return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:

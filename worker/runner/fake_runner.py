@@ -44,9 +44,9 @@ class FakeGrammar(Protocol):
 class FakeRunner:
     """Runner without a model, whose steps take as long as the model's settings say.
 
-    A step spends its time in ``sleep``; a launched step does so when its results are awaited.
-    ``faults`` has exceptions by step number: such a step writes wrong data and then raises its
-    exception.
+    ``sleep`` is called with the duration of each step in seconds: by ``execute`` before it
+    computes, and for a launched step by ``results``. ``faults`` maps step numbers to exceptions:
+    such a step writes wrong data to the KV cache and then raises its exception.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class FakeRunner:
 
 
 class FakeStep:
-    """LaunchedStep step of the fake runner.
+    """LaunchedStep of the fake runner.
 
     ``compute`` computes the rows and is called by ``sample``. ``wait`` spends the step's time and
     is called by ``results``.
@@ -214,10 +214,10 @@ class _Slot:
         )
 
     def sample(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
-        """Sample tokens until one differs from the row's draft; return them with log probabilities.
+        """Sample the row's accepted drafts and one more token; return them with log probabilities.
 
-        ``cache`` has the entries of the simulated KV cache to which the row attends. There are no
-        log probabilities unless they are requested.
+        ``cache`` has the entries of the simulated KV cache up to the row's last token. The list of
+        log probabilities is empty unless the sequence requests them.
         """
         end = row.start + len(row.tokens)
         tokens: list[int] = []
@@ -233,7 +233,10 @@ class _Slot:
         return tokens, logprobs
 
     def scored(self, cache: bytes, row: Row) -> Iterator[TokenLogprobs]:
-        """Yield the log probabilities of the prompt tokens that follow the row's tokens."""
+        """Yield the log probabilities of the prompt tokens that each follow a token of ``row``.
+
+        The sequence must request prompt log probabilities.
+        """
         assert self.sampling.prompt_logprobs is not None, "scores that nobody asked for"
         end = row.start + len(row.tokens) - row.num_drafts
         for position in range(row.start + 1, min(end + 1, len(self.prompt))):
@@ -274,8 +277,8 @@ class _Slot:
     def logprobs(self, cache: bytes, token: int, most: int) -> TokenLogprobs:
         """Return the log probabilities of ``token`` after ``cache`` with ``most`` alternatives.
 
-        The k-th most probable token has k times the same log probability, which is exact in
-        float32.
+        ``cache`` has the entries of all tokens before it. The k-th most probable token has k times
+        the log probability of the most probable one; all values are exact in float32.
         """
         digest = blake2b(cache, digest_size=16, person=b"logprobs")
         distance, place = array("Q", digest.digest())
@@ -323,8 +326,8 @@ def expected_logprobs(
 ) -> list[TokenLogprobs]:
     """Return the log probabilities that a correct worker reports for ``tokens[first:]``.
 
-    ``tokens`` are prompt and output; both have the same log probabilities. Each entry has ``most``
-    alternatives.
+    ``tokens`` are the prompt followed by the output; prompt and output tokens are scored alike.
+    Each entry has ``most`` alternatives.
     """
     slot = _Slot(model or FakeModel(), SamplingParams(), 0, frozenset(), ())
     cache = array("I", _entries(tokens, start=0)).tobytes()

@@ -47,10 +47,10 @@ class _Cell(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Row of logits, with index ``row``, and the entries of its slot whose tokens it penalises.
+    """Row ``row`` of the logits, whose penalised tokens are the slot's first ``length`` entries.
 
-    These are the slot's first ``length`` entries. ``drafted`` are the indices of the entries of the
-    drafts before the row; each adds one occurrence.
+    ``drafted`` has the entry index of each draft that precedes this row in its sequence; each draft
+    counts as one more occurrence in the output.
     """
 
     row: int
@@ -87,7 +87,10 @@ class Histories:
         self._places.pop(slot, None)
 
     def advance(self, sampled: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Store sampled tokens, given as pairs of a slot with penalties and the slot's tokens."""
+        """Store sampled tokens as output, given as pairs (slot, its new tokens).
+
+        Every slot must have been admitted with penalties.
+        """
         cells = [cell for slot, tokens in sampled for cell in self._append(slot, tokens)]
         if cells:
             slots, places = self._write(cells)
@@ -95,7 +98,10 @@ class Histories:
             self._counts.index_put_((slots, places), once, accumulate=True)
 
     def penalise(self, logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
-        """Apply penalties to ``logits`` fp32 [n, vocab] in place; all ``rows`` have penalties."""
+        """Apply the penalties of ``rows`` to ``logits`` fp32 [n, vocab] in place.
+
+        There must be at least one row, and each must be of a slot admitted with penalties.
+        """
         cells = [self._draft_cells(row) for row in rows]
         # Reserve the memory for the sampled tokens now: ``advance`` must not run out of memory.
         longest = (len(self._places[row.slot]) + len(row.drafts) for row in rows)
@@ -129,7 +135,7 @@ class Histories:
         """Return how often the token of each of n table entries occurred in the output, fp32 [n].
 
         ``place`` [n] are the indices of the entries in the flattened tables. ``draft_indices`` are
-        indices in ``place``, one for each draft before the row of logits; each adds one occurrence.
+        indices in ``place``, one per draft that counts as output; each adds one occurrence.
         """
         times = self._counts.flatten().index_select(0, place)
         return times.index_add_(0, self._upload(draft_indices), times.new_ones(len(draft_indices)))

@@ -20,9 +20,9 @@ class HostCache(Protocol):
     """Host memory for copies of a KVCache's blocks; ``BlockCopy.host_block`` is an index in it.
 
     Copies are ordered with the device's computation: a copy has the content that computation
-    launched before it wrote, and computation launched after it reads the copied content. No method
-    waits for the end of its copies. The copies of one call have different blocks and different host
-    blocks. A host block is loaded only after it was saved.
+    launched before it wrote, and computation launched after it reads the copied content. Methods
+    may return before their copies end. The copies of one call must have distinct blocks and
+    distinct host blocks. A host block must be saved before it is loaded.
     """
 
     @property

@@ -39,8 +39,8 @@ def largest_steps(
 ) -> tuple[Plan, Plan]:
     """Return the plans of the two largest steps: one of prompts, and one of decodes with drafts.
 
-    Both have rows of ``max_num_seqs`` sequences.
-    All their rows write to the same blocks, from block 0 on.
+    Both have one row for each of ``max_num_seqs`` sequences. All rows have the same block table,
+    which begins with block 0.
     """
     num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
     longest = max_model_len - 1 - num_drafts
@@ -154,8 +154,8 @@ class MemoryUse(NamedTuple):
 def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_extra: int) -> int:
     """Return the number of blocks of the KV cache, leaving memory for ``num_extra`` more blocks.
 
-    ``block_bytes`` is the size of a block. Raises ValueError if not one block fits, or not one
-    sequence of ``max_model_len`` tokens, if that is set.
+    The result is at most _MOST_BLOCKS. ``block_bytes`` is the size of a block. Raises ValueError if
+    a sequence of ``config.max_model_len`` tokens does not fit, or one block if that is not set.
     """
     needed = blocks_for(config.max_model_len or 1)
     free = use.free_bytes(config.gpu_memory_utilization)

@@ -73,7 +73,7 @@ class CopiedLogits:
     def __init__(self, logits: Tensor, num_top: Mapping[int, int]) -> None:
         """Copy the rows of ``logits`` [n, vocab] whose indices are keys of ``num_top``.
 
-        The values of ``num_top`` are the numbers of alternatives to report.
+        ``num_top`` must not be empty; its values are the numbers of alternatives to report.
         """
         self._num_top = num_top
         self._index = upload(list(num_top), logits.device)
@@ -82,8 +82,8 @@ class CopiedLogits:
     def logprobs(self, tokens: Tensor) -> PendingScores:
         """Start to copy the log probabilities of the tokens of the copied rows to the host.
 
-        ``tokens`` [n] has the sampled token of every row of the step's logits. If that is a
-        negative marker, its log probabilities are meaningless.
+        ``tokens`` [n] has the sampled token of every row of the step's logits. The result for a
+        token that is a negative marker is meaningless.
         """
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))

@@ -52,9 +52,9 @@ class PromptScores:
         self._copies = [HostCopy(table) for table in tables]
 
     def wait(self) -> dict[int, list[TokenLogprobs]]:
-        """Wait for the copy; return the log probabilities by index of the step's row.
+        """Wait for the copy; return log probabilities by row index in the step, in prompt order.
 
-        The result is empty on ranks other than 0.
+        Rows without requested scores have no item. The result is empty on ranks other than 0.
         """
         lines = [line for table in self._copies for line in table.wait()]
         scores: dict[int, list[TokenLogprobs]] = {}

@@ -100,8 +100,8 @@ class TorchRunner:
 
     The ranks' collectives follow from the plan alone. Only rank 0 has logits, so it samples and
     broadcasts the result; rounding thus cannot make the ranks differ. Tokens are broadcast from
-    device to device as soon as they are sampled. Steps with drafts or scored prompts are broadcast
-    only after rank 0's host has processed their results.
+    device to device as soon as they are sampled. Results of steps with drafts or scored prompts are
+    broadcast only after rank 0's host has processed them.
 
     If the memory of one of several ranks is too short for its part of a step, its ``stand_in``
     takes part in the remaining collectives, and all ranks abandon the step.
@@ -336,10 +336,9 @@ class TorchRunner:
     ) -> _T:
         """Run ``part`` of a step, which all ranks run at the same time, and return its result.
 
-        ``collectives`` returns all collectives of the part, in order; if this rank has too little
-        memory, its stand-in takes part in the remaining ones. Raises
-        OutOfMemory on all ranks if one has too little memory for the part, and DeviceLost if
-        this rank's device refuses further work.
+        ``collectives`` returns all collectives of ``part``, in order. If this rank runs out of
+        memory, its stand-in takes part in the remaining ones. Raises OutOfMemory on all ranks if
+        any of them runs out of memory, and DeviceLost if this rank's device refuses further work.
         """
         num_before, cause = self._group.num_collectives, ""
         try:
@@ -393,7 +392,7 @@ class TorchRunner:
 
 
 class TorchStep:
-    """LaunchedStep step of a TorchRunner.
+    """LaunchedStep of a TorchRunner.
 
     ``hidden`` [n, hidden] are the hidden states of the tokens after which tokens are sampled.
     ``scores`` are the log probabilities of the step's prompt tokens. ``sampling`` is None if no row
@@ -445,7 +444,7 @@ def _is_lost(device: torch.device) -> bool:
 def _is_broadcast_late(rows: Rows) -> bool:
     """Return whether the other ranks receive results only after rank 0's host has processed them.
 
-    This is so for drafts and for scores of prompts.
+    This is the case if a row has drafts or requests log probabilities of its prompt.
     """
     return bool(rows.num_drafts.any() or rows.scores_prompt.any())
 

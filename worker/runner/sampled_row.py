@@ -38,8 +38,8 @@ class SampledSlot:
     def is_plain(self) -> bool:
         """Return whether only temperature and filters affect sampling, and only tokens are needed.
 
-        There are no penalties, bias, grammar or banned stop tokens, no log probabilities, and no
-        error.
+        It is False with penalties, bias, a grammar, banned stop tokens, requested log probabilities
+        or an error.
         """
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         reported = self.sampling.logprobs is not None or self.error is not None
@@ -136,10 +136,10 @@ def plain_results(sampled: Sequence[int]) -> list[RowResult]:
 def _accepted_tokens(
     sampled: Sequence[int], drafts: Sequence[int], stops: frozenset[int]
 ) -> list[int]:
-    """Return the tokens of ``sampled`` up to the first that differs from its draft or is a stop.
+    """Return the tokens of ``sampled`` up to and including the first non-draft or stop token.
 
-    The result also ends before a negative marker; the next step samples that position without
-    drafts.
+    A token is a non-draft if it differs from the draft at its index, or there is no such draft. The
+    result ends before a negative marker; the next step samples that position without drafts.
     """
     accepted: list[int] = []
     for token, draft in zip_longest(sampled, drafts):

@@ -16,6 +16,8 @@ from worker.runner.sampled_row import SampledRow, plain_results
 
 
 class LastTokens:
+    """Last sampled token of every slot, on the device, for steps launched before it is known."""
+
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
@@ -28,9 +30,9 @@ class LastTokens:
         self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
 
     def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Return ``tokens`` int64 [T]; if one is UNKNOWN, the last token of its slot replaces it.
+        """Return ``tokens`` int64 [T]; the last token of its slot replaces each UNKNOWN token.
 
-        ``slots`` [T] has the slot of each token.
+        ``slots`` int64 [T] has the slot of each token.
         """
         return torch.where(tokens < 0, self._tokens[slots], tokens)
 
@@ -49,8 +51,8 @@ class SampledTokens:
 
     ``tokens`` int64 are the sampled tokens on the device, one per row of logits; those of sampling
     request i begin at index ``firsts[i]``. ``rows`` has, by index of the request, the rows that
-    have drafts, log probabilities, penalties or a grammar. ``logprobs`` are the log probabilities
-    to report, or None. Once the results exist, ``record_results`` is called with pairs of each of
+    have drafts or whose slot is not plain (SampledSlot.is_plain). ``logprobs`` are the log
+    probabilities to report, or None. ``results`` calls ``record_results`` with pairs of each of
     ``rows`` and its result.
     """
 

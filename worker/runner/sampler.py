@@ -46,7 +46,10 @@ from worker.runner.token_mask import CompiledGrammar, TokenMask, forbidden, mask
 
 
 class SamplingRequest(NamedTuple):
-    """Request to sample a slot's output token at ``position``, and one more per accepted draft."""
+    """Request to sample output tokens of a slot: one at ``position``, and one per accepted draft.
+
+    ``position`` counts output tokens from 0; ``drafts`` are proposals for ``position`` onwards.
+    """
 
     slot: int
     position: int
@@ -105,7 +108,7 @@ class Sampler:
         self._histories = Histories(device)
 
     def admit(self, admission: Admission) -> None:
-        """Assign the slot of ``admission`` to its sequence, in place of an earlier one."""
+        """Assign the slot of ``admission`` to its sequence; a previous sequence is released."""
         self.release(admission.slot)
         mask, error = _token_mask(admission)
         if mask is not None:
@@ -153,8 +156,8 @@ class Sampler:
     def launch(self, logits: Tensor, prepared: PreparedSampling) -> SampledTokens:
         """Begin to sample from ``logits``, without waiting for the device.
 
-        ``logits`` have the rows that ``sample`` documents, and are changed in place. The results
-        must be read before the next call.
+        ``logits`` have the rows that ``sample`` documents, and are changed in place. ``results`` of
+        the returned object must be called before the next launch.
         """
         requests, firsts, sample = prepared
         rows = self._rows(requests, firsts)

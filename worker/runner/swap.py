@@ -47,8 +47,8 @@ def build_host_cache(
     """Build the host cache of ``config.swap_mib`` MiB, split evenly over the ranks.
 
     Returns None if swapping is disabled, if the size is less than one block, or if copying is not
-    faster than recomputing. All ranks measure this with a ``runner`` over ``cache``, whose content
-    is overwritten, and rank 0 decides.
+    faster than recomputing. A collective: all ranks must call it, and rank 0's measurement decides.
+    The measurement runs ``runner``, whose KV cache is ``cache``, and overwrites the cache.
     """
     if config.preemption == "recompute":
         return None
@@ -94,9 +94,10 @@ def _broadcast_flag(group: Group, flag: bool, device: torch.device) -> bool:
 def measure(
     cache: KVCache, host: HostCache, forward: Callable[[], object], num_tokens: int
 ) -> SwapCost:
-    """Measure the time to copy a block to the host and back, and the time to recompute one.
+    """Measure the time to copy a block to the host and back, and the time to recompute a block.
 
-    The latter is derived from the time of ``forward``, which computes ``num_tokens`` tokens.
+    ``forward`` must run a step of ``num_tokens`` tokens; the time to recompute a block is the
+    block's share of that step. The blocks in ``host`` are overwritten.
     """
     count = min(_BLOCKS, cache.num_blocks, host.num_blocks)
     copies = [BlockCopy(block, block) for block in range(count)]

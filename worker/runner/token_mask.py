@@ -20,7 +20,11 @@ class TokenMask(Protocol):
     """State of one sequence in its grammar."""
 
     def is_ready(self) -> bool:
-        """Return whether ``mask`` without drafts returns so soon that a step should wait for it."""
+        """Return whether a step should sample this sequence now; False if ``mask`` would take long.
+
+        A sequence that is not ready is left out of the step. ``mask`` is assumed to be called
+        without drafts.
+        """
         ...
 
     def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
@@ -28,9 +32,9 @@ class TokenMask(Protocol):
 
         ``into`` is int32 [1 + len(drafts), mask_words(vocab)], on the CPU. Returns the number of
         drafts that the grammar allows; rows after the first forbidden draft are undefined.
-        ``waiting_since`` is the monotonic time at which the step began to wait for masks:
-        from then on the step waits for all masks together no longer than for one. Raises
-        EverliftError if the sequence cannot continue.
+        ``waiting_since`` is the monotonic time at which the step began to wait for masks. The
+        timeout counts from then, so that it limits the wait for all masks of the step together.
+        Raises EverliftError if the sequence cannot continue.
         """
         ...
 

@@ -20,10 +20,10 @@ def warm_up_plans(
 ) -> Iterator[Plan]:
     """Yield the plans of the warm-up steps.
 
-    Their numbers of rows are 1, 2, 4 and so on up to the largest. For each of these, a row has 1,
-    2, 4 and so on up to FEW tokens; for the largest, every number of tokens up to FEW. The last
-    plan is a chunk of more than FEW tokens, if allowed, and samples a token in slot 0. All rows
-    write to block 0 only.
+    Batches of 1, 2, 4, ... rows up to the largest number are combined with 1, 2, 4, ... tokens per
+    row up to FEW. The largest batch is combined with every number of tokens up to FEW. The last
+    plan is a chunk of more than FEW tokens, if the limits allow, and samples a token in slot 0. All
+    rows write to block 0 only.
     """
     budget, longest = max_num_batched_tokens, min(FEW, max_model_len)
     most_rows = min(max_num_seqs, budget)

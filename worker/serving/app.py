@@ -179,9 +179,10 @@ class WorkerDeployment:
 
 
 def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
-    """Return the actor class for ``rank``; its actor runs in that bundle of the placement group.
+    """Return the actor class for ``rank``, whose actor runs in the bundle with that index.
 
-    The actor's environment variables ``env`` are set before torch is imported.
+    The bundle is part of the replica's placement group. The actor's environment variables ``env``
+    are set before torch is imported.
     """
     group = get_current_placement_group()
     assert group is not None, "the worker's deployment has placement_group_bundles"

@@ -38,7 +38,10 @@ def _pause(seconds: float) -> None:
 
 
 class Slowness:
-    """Slow-down of steps by a fault; ``now`` is the time on the engine's clock, in seconds."""
+    """Slow-down of steps by a fault of the kind SLOW.
+
+    ``now`` is the time on the engine's clock, in seconds.
+    """
 
     def __init__(self) -> None:
         self._factor = 1.0

@@ -92,10 +92,10 @@ class FirstSteps:
 class LeadingLoop:
     """Loop of rank 0, which runs in the thread that calls ``run``.
 
-    In that thread ``report`` is called after each turn; it must not block. ``announce`` is called
-    before a step that admits sequences for the first time, and delays that step until it returns.
-    ``log`` is None for a worker of a single rank. ``clock`` returns seconds, and ``sleep`` is
-    called with seconds.
+    In that thread ``report`` is called after each iteration; it must not block. ``announce`` is
+    called before a step that admits sequences for the first time, and delays that step until it
+    returns. ``log`` is None for a worker of a single rank. ``clock`` returns seconds, and ``sleep``
+    is called with seconds.
     """
 
     def __init__(
@@ -193,10 +193,10 @@ class LeadingLoop:
         return self._inbox.wait(timeout_s=None)
 
     def _return_sequences(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
-        """Carry out a drain: add an abort of every sequence to ``orders``.
+        """Prepare a drain: commit the step in flight, and order the abort of every sequence.
 
-        The other ranks need no more than these aborts. Return the outcomes of the step in flight,
-        which is committed first, and the sequences to return to their routers.
+        The aborts are added to ``orders``. Return the outcomes of that step, and the sequences to
+        return to their routers.
         """
         settled = self._engine.commit_in_flight()
         leaving = [

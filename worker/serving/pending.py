@@ -1,4 +1,4 @@
-"""Sequences that the engine's load does not include yet. Pure."""
+"""Sequences that the engine's reported load does not include yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from worker.engine.outcome import SequenceKey
 
 
 class Pending:
-    """Pending sequences, and the sum ``num_tokens`` of their tokens: prompts and outputs so far.
+    """Sequences received from routers but not yet part of the load that the engine reported.
 
-    The sum is updated with each change, because every message to a router reports it and there may
-    be thousands of sequences.
+    ``num_tokens`` is the sum of their tokens: prompts and outputs so far. It is updated with each
+    change, because every message to a router reports it and there may be thousands of sequences.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 The methods are called in this order:
 
-    rank 0 of one                 start -> wait      drain -> stop
+    the only rank                 start -> wait      drain -> stop
     rank 0 of several     open -> start -> wait      drain -> stop
     other ranks                   start -> wait               stop
 
@@ -69,7 +69,7 @@ class Server(Protocol):
     def deliver(self, report: Report) -> None: ...
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Notify routers of those of their sequences whose first step is about to run.
+        """Notify each router of its sequences whose first step is about to run.
 
         Call ``confirmed`` when all routers that must confirm have done so or are disconnected; see
         ``Sessions.announce``.
@@ -142,7 +142,7 @@ class Rank:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the engine's thread was started and runs; if so after ``stop``, it is stuck."""
+        """True while the engine's thread runs; if it still runs after ``stop``, it is stuck."""
         return self._thread is not None and not self._thread_exited.is_set()
 
     async def open(self) -> str:
@@ -232,9 +232,9 @@ class Rank:
     async def drain(self) -> None:
         """Start no more sequences, and wait until the routers have received every token.
 
-        The wait is limited by the setting ``drain_timeout``. Rank 0 drains for all ranks. The
-        others only wait until rank 0 has ended, for up to twice that time, because their own end
-        would interrupt it.
+        The wait is limited by the setting ``drain_timeout``. Rank 0 drains for all ranks. Other
+        ranks only wait until rank 0 has ended, for up to twice that time, because the drain would
+        be interrupted if they ended earlier.
         """
         self._ready_file.remove()
         if self._rank:

@@ -81,9 +81,10 @@ class Session:
 
 
 class Attempt:
-    """Attempt at a request: the session that started it, and its unfinished choices.
+    """Attempt at a request, started by the router of ``session``.
 
-    An epoch is the number of one attempt: each time the request is sent to a worker is one attempt.
+    ``choices`` are the indices of its unfinished choices. Each time a request is sent to a worker
+    is an attempt of its own, numbered by its epoch.
     """
 
     def __init__(self, session: Session) -> None:
@@ -318,12 +319,12 @@ class Sessions:
                 session.outbox.notify()
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Tell the routers which of their sequences are about to take their first step here.
+        """Notify the routers of their sequences that are about to take their first step here.
 
-        Each update is put into the outbox of the sequence's router, and sent with the next frame.
-        An update that must be confirmed is sent at once, and ``confirmed`` is called when all of
-        these are confirmed, or at once if there are none. Sequences that are aborted, and routers
-        that did not confirm in time before, are not waited for.
+        Each outcome of ``first`` is put into the outbox of the sequence's router. An outcome that
+        must be confirmed is sent at once, others with the next frame. ``confirmed`` is called when
+        all are confirmed, or at once if none must be. Sequences that are aborted, and routers that
+        did not confirm in time before, are not waited for.
         """
         for session in self._unconfirmed.values():
             session.missed_confirmation = True

@@ -12,7 +12,8 @@ from pathlib import Path
 class Startup:
     """Durations of the parts of a start: ``seconds`` maps the name of a part to its duration.
 
-    ``part`` returns a context manager that measures one; the mapping is in the order of their ends.
+    ``part`` returns a context manager that measures one part. The mapping has the parts in the
+    order in which they ended.
     """
 
     def __init__(self) -> None:

@@ -94,17 +94,18 @@ class Requests:
     def weights(self) -> Mapping[str, float]:
         """Fair-share weights of the requests' tenants; a tenant that is missing has weight 1.
 
-        Without ``ledger`` there are none. Otherwise the first use reads the ledger, with the errors
-        that LedgerRequests states.
+        Without ``ledger`` the mapping is empty. Otherwise the first use reads the ledger, and may
+        raise the errors that LedgerRequests states.
         """
         return {} if self.ledger is None else self.ledger.weights
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
         """Yield the requests in order of arrival; only those of the ledger are held in memory.
 
-        If ``load`` is set, the rate is that share of the estimated capacity of ``workers``. Raises
-        WorkloadFailed for an unknown workload or an invalid trace. If ``ledger`` is set, its
-        errors may be raised, too (see LedgerRequests).
+        If ``load`` is set, the rate is that share of the estimated capacity of ``workers``, which
+        are not used otherwise. Raises WorkloadFailed for an unknown workload or an invalid trace,
+        ForecastFailed for several workloads without a rate or load, and the errors of
+        LedgerRequests if ``ledger`` is set.
         """
         duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
         return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
@@ -112,7 +113,8 @@ class Requests:
     def average_rate(self) -> float:
         """Return the mean number of requests per second, after reading all of them.
 
-        Errors of ``arrivals``, such as WorkloadFailed, are raised here.
+        ``load`` must not be set, because the rate would depend on the workers. Raises the errors of
+        ``arrivals``, such as WorkloadFailed.
         """
         number, last = 0, 0.0
         for arrival in self.arrivals(()):

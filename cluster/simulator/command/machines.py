@@ -137,10 +137,11 @@ def as_modelled() -> Iterator[None]:
 def specs_of(
     workers: Sequence[str] | None, model: str, file: Path | None, assignments: Sequence[str] | None
 ) -> tuple[WorkerSpec, ...]:
-    """Return the specs of all workers that ``workers`` describes, in its order.
+    """Return one spec per worker that ``workers`` describes, in the same order.
 
-    ``workers`` has texts such as ``4`` or ``h100x2=4``; None stands for ``num_workers`` workers of
-    the default kind. ``model`` is the model of GPU workers. Raises ForecastFailed, SettingsError.
+    ``workers`` has texts such as ``4`` or ``h100x2=4``. None stands for as many workers of the
+    default kind as the setting ``num_workers`` states. ``model`` is the model of GPU workers.
+    Raises ForecastFailed, SettingsError.
     """
     numbers = workers or (str(config_of(file, assignments).num_workers),)
     specs: list[WorkerSpec] = []

@@ -17,12 +17,12 @@ _IN_PAPERS = {"ltr": ("ranked",), "vtc": ("fifo", "router.fair_share=true")}
 def routers(
     policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """Return the router settings of each policy that the command line names, by its name.
+    """Return the router settings of each policy, by the text that names the policy.
 
-    Each of ``policies`` may have several names, separated by commas. A name is a value of the
-    setting ``router.order``, ``ltr`` or ``vtc``. Router settings may follow it after spaces, such
-    as ``fifo fair_share=true``. Raises ForecastFailed for settings that are not the router's, and
-    SettingsError for an unknown order or an invalid setting.
+    Each of ``policies`` has one such text, or several separated by commas. A text is an order (a
+    value of ``router.order``) or the name ``ltr`` or ``vtc``, and may continue with router settings
+    after spaces: ``fifo fair_share=true``. Raises ForecastFailed for settings that are not the
+    router's, and SettingsError for an unknown order or an invalid setting.
     """
     names = [name.strip() for each in policies for name in each.split(",")]
     return {name: _router(name, file, assignments) for name in names}

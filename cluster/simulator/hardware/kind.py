@@ -21,10 +21,11 @@ ALL_REDUCE_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU with the figures of its data sheet: bytes, bytes per second, operations per second.
+    """GPU with the figures of its data sheet.
 
-    ``link_bandwidth`` is the one-way bandwidth to other GPUs of the node (NVLink or PCIe).
-    ``capability`` is the CUDA compute capability.
+    ``bandwidth`` (memory) and ``link_bandwidth`` are in bytes per second, ``flops`` in operations
+    per second. ``link_bandwidth`` is the one-way bandwidth to other GPUs of the node (NVLink or
+    PCIe). ``capability`` is the CUDA compute capability.
     """
 
     name: str

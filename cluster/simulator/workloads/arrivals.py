@@ -108,7 +108,7 @@ class Conversations:
         self._open: list[tuple[int, int, tuple[int, ...]]] = []
 
     def prompt(self, parts: int) -> tuple[int, ...]:
-        """Return the part names of a prompt that consists of ``parts`` whole parts."""
+        """Return the part names of a new prompt of ``parts`` parts, and record the conversation."""
         earlier = self._pop_longest(parts) if self._rng.random() < self._share else ()
         prompt = (*earlier, *(next(self._names) for _ in range(parts - len(earlier))))
         if prompt:

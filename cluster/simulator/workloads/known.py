@@ -7,7 +7,7 @@ burstiness of a workload are those of the files that the authors published:
     mooncake    Mooncake's conversation trace (FAST'25), with the names of its blocks of 512 tokens
     chat        the mean lengths of ShareGPT's conversations, 161 and 338 tokens (vLLM, SOSP'23)
 
-Everything else is assumed: the ends of the distributions, which are chosen so that the means equal
+Everything else is assumed: the extreme lengths of the distributions, chosen so that the means equal
 those of the traces; the deviation of the lengths of ``chat``; all of ``reasoning``; tenants,
 classes, targets, deadlines, and the ``max_tokens`` of clients.
 """

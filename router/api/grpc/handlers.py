@@ -61,7 +61,10 @@ class Call:
             await self.send_head()
 
     async def send_head(self) -> None:
-        """Send initial metadata now, so that a proxy sees an answer before the first message."""
+        """Send the initial metadata now, even if it is empty.
+
+        A proxy then sees response headers before the first message.
+        """
         await self.context.send_initial_metadata(tuple(self.initial_metadata.items()))
 
 
@@ -156,8 +159,8 @@ class Handlers:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that streams the output of the request that ``handler`` opens.
 
-        What ``handler`` adds to ``Call.initial_metadata`` is sent as initial metadata before the
-        first message.
+        If ``handler`` sets ``Call.initial_metadata``, it is sent before the first message, or
+        before the error if ``handler`` raises one.
         """
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:

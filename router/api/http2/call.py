@@ -164,8 +164,9 @@ class Call:
     def _fail(self, error: EverliftError) -> None:
         """Drop all further input of the call, because of ``error``.
 
-        If the handler is waiting for a message, the error is raised there, after the messages that
-        are complete. Any other handler might never read again, so its call is ended with the error.
+        If the handler is waiting in ``messages``, it receives the complete messages, and then the
+        error is raised there. A handler that is not waiting might never read again, so its task is
+        stopped, and the call ends with the status of the error.
         """
         self._failure = error
         self._drop()
@@ -426,8 +427,8 @@ class Call:
 def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
     """Return the function that ``handler`` wraps.
 
-    A gRPC handler has four attributes for it, of which one is set: it depends on which of the two
-    sides send a stream.
+    A gRPC handler has one attribute for each of the four kinds of calls, such as ``unary_stream``.
+    Exactly one of them is set.
     """
     kinds = (
         *(handler.unary_unary, handler.unary_stream),

@@ -27,7 +27,7 @@ def check_encoding(name: str) -> str:
 
 
 def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
-    """Return the message with its gRPC prefix; long ones are compressed by ``encoding``."""
+    """Return the message with its gRPC prefix, compressed by ``encoding`` unless it is short."""
     if encoding == IDENTITY or len(message) < _WORTHWHILE_BYTES:
         return _HEAD.pack(0, len(message)) + message
     compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])

@@ -75,7 +75,10 @@ class KnownBlocks(Decoder):
 
 
 def _changes_nothing(block: bytes) -> bool:
-    """Return whether the block has only one-byte indexed fields (RFC 7541, section 6.1)."""
+    """Return whether decoding the header block leaves HPACK's dynamic table unchanged.
+
+    True if the block has only one-byte indexed fields (RFC 7541, section 6.1).
+    """
     return all(0x80 < byte < 0xFF for byte in block)
 
 

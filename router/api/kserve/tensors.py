@@ -1,7 +1,7 @@
 """Conversion between tensors of the Open Inference Protocol and Python values. Pure.
 
-Input may be arbitrary. A tensor is only read if its shape matches its bytes, so that never more
-elements are created than were sent. Elements are encoded in row-major order:
+Input is untrusted. A tensor is only decoded if the number of its bytes matches its shape, so that
+no more elements are created than were sent. Elements are encoded in row-major order:
 
     raw, BYTES        | length, 4 bytes | element | length | element | ...
     raw, all others   | element | element | ...          both little-endian

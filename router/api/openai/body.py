@@ -26,7 +26,8 @@ Json = dict[str, Any]
 def parse(data: bytes) -> Json:
     """Parse a body as a JSON object.
 
-    Raises NotUtf8, and MalformedBody if the body is not JSON, no object or nested too deeply.
+    Raises NotUtf8 if the body is not UTF-8. Raises MalformedBody if it is not JSON, not an object,
+    or nested too deeply.
     """
     try:
         text = data.decode()

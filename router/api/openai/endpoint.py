@@ -70,8 +70,8 @@ class Call:
     async def json(self) -> body.Json:
         """Return the body as a JSON object.
 
-        Raises InvalidRequest if the body is malformed, too large, too slow or of another media
-        type.
+        Raises InvalidRequest if the body is malformed or too large, arrives too slowly, or has
+        another media type.
         """
         self._check_media_type()
         return body.parse(await self._read())

@@ -103,7 +103,7 @@ def streamed(
 def _should_retry(error: EverliftError) -> bool:
     """Return whether OpenAI's clients retry after this error in an HTTP response.
 
-    They decide by the status and the header x-should-retry.
+    The clients decide by the status and the header x-should-retry.
     """
     status = error.http_status
     return (status in _RETRIED or status >= 500) and not isinstance(error, _FINAL)

@@ -26,7 +26,7 @@ _OF_NOTHING = token_digest(())
 class Position(NamedTuple):
     """Position in the output of a choice: the number of tokens and characters before it.
 
-    ``is_end``: the choice has ended, and its end is before the position, too.
+    ``is_end``: the end of the choice, with its finish reason, is also before the position.
     """
 
     tokens: int = 0

@@ -93,8 +93,9 @@ class Fields(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         """Remove known fields that are null, because null means absent.
 
-        At most one member more than the number of known fields is read; among so many, at least one
-        is unknown. Raises Unsupported if a field is set that the server does not support.
+        If the body has more members than there are known fields, at least one member is unknown.
+        One member more than that number is therefore enough to report the error, and no others are
+        read. Raises Unsupported if a field is set that the server does not support.
         """
         if not isinstance(data, dict):
             return data
@@ -324,7 +325,8 @@ def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) 
 def _path(location: Iterable[int | str], body: Any) -> str:
     """Return the path of an invalid field, such as ``messages[0].role``.
 
-    Parts of ``location`` that are not in the body name alternatives of a field and are left out.
+    ``location`` is the error's location as pydantic reports it. Its parts that are not in ``body``
+    are names of alternatives in a union type, and are left out.
     """
     path = ""
     for part in location:

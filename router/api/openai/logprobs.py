@@ -1,9 +1,9 @@
 """Log probabilities in the format of OpenAI's API. Pure.
 
-The list has an element for each sampled token of the text, in order. Tokens that add nothing to the
-text have none: special tokens, and tokens after the position at which a stop string or a stop token
-cut the text. The bytes of all elements together are the text in UTF-8, except that invalid byte
-sequences, which are U+FFFD in the text, are unchanged.
+An answer lists the log probabilities of the sampled tokens, in order. Tokens that add nothing to
+the text are not listed: special tokens, and tokens after the position at which a stop string or a
+stop token cut the text. The bytes of all listed tokens together are the text in UTF-8, except that
+invalid byte sequences, which are U+FFFD in the text, are unchanged.
 """
 
 from __future__ import annotations
@@ -131,7 +131,11 @@ def _num_started(data: bytes) -> int:
 
 
 def placed(alignment: Alignment, output: NewOutput) -> list[Placed]:
-    """Return the new tokens whose positions are known with ``output``; skip what the client has."""
+    """Add ``output`` to the alignment, and return the tokens whose positions are now known.
+
+    Tokens whose positions were known with the part of ``output`` that the client already has are
+    left out.
+    """
     known, tokens, scores = output.num_known, output.tokens, output.logprobs
     alignment.add(tokens[:known], scores[:known], output.known_text, is_end=False)
     is_end = output.finish_reason is not None
@@ -161,9 +165,9 @@ def of_chat(vocabulary: Vocabulary, placed: Iterable[Placed]) -> ChatLogprobs:
 def written_of_chat(
     vocabulary: Vocabulary, choice: Collected, begin: str, end: str
 ) -> Iterator[str]:
-    """Yield parts of ``begin``, the JSON of a complete choice's log probabilities, and ``end``.
+    """Yield, in parts, ``begin``, then a choice's log probabilities as JSON, then ``end``.
 
-    The JSON has the form that ``of_chat`` returns.
+    The choice must be complete. The JSON has the form that ``of_chat`` returns.
     """
     before, behind = around(of_chat(vocabulary, ()), "content", [])
     written = (
@@ -192,16 +196,16 @@ def of_completion(vocabulary: Vocabulary, placed: Iterable[Placed]) -> Completio
 def written_of_completion(
     vocabulary: Vocabulary, choice: Collected, begin: str, end: str
 ) -> Iterator[str]:
-    """Yield parts of ``begin``, the JSON of a complete choice's log probabilities, and ``end``.
+    """Yield, in parts, ``begin``, then a choice's log probabilities as JSON, then ``end``.
 
-    The JSON has the form that ``of_completion`` returns.
+    The choice must be complete. The JSON has the form that ``of_completion`` returns.
     """
     scores: list[str] = []
     tops: list[str] = []
     offsets: list[str] = []
 
     def tokens() -> Iterator[list[str]]:
-        """Yield the JSON of the tokens' strings, and collect the lists that are written later."""
+        """Yield the strings of tokens as JSON; add to ``scores``, ``tops`` and ``offsets``."""
         for part in _parts(vocabulary, choice):
             shown = of_completion(vocabulary, part)
             if not shown["tokens"]:
@@ -257,7 +261,10 @@ def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
 
 
 def _key(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
-    """Return a token's string for completions; if it is not UTF-8, ``bytes:`` and its bytes."""
+    """Return a token's string for completions; if it is not UTF-8, ``bytes:`` and its bytes.
+
+    ``is_first``: the token is the first one of the text.
+    """
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         return vocabulary.token_string(token) or _name(token)
@@ -275,7 +282,10 @@ _PRINTED = [
 
 
 def _top(vocabulary: Vocabulary, token: int, logprob: float, is_first: bool) -> TopLogprob:
-    """Return a token's element for chats; invalid bytes are U+FFFD in its string."""
+    """Return the log probability of a token as chats list it; invalid bytes become U+FFFD.
+
+    ``is_first``: the token is the first one of the text.
+    """
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         string = vocabulary.token_string(token) or _name(token)

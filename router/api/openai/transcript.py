@@ -39,8 +39,8 @@ class Usage:
     """Token counts of one answer, summed over all of its requests.
 
     ``completion_tokens`` is the number of output tokens that were read so far. ``cached_tokens`` is
-    the number of prompt tokens that were found in the prefix cache. It includes a request from the
-    message on that reports the request's usage.
+    the number of prompt tokens that were found in the prefix cache. It includes only requests whose
+    usage was already reported, in the last message of their streams.
     """
 
     prompt_tokens: int = 0
@@ -94,7 +94,7 @@ class Transcript:
     def had_output(self) -> bool:
         """Return whether the client already had output when this stream began.
 
-        All requests were accepted in that case.
+        If so, all requests of the call had already been accepted.
         """
         return self._resumed != (BEGIN,) * self.num_choices
 

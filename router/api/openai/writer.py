@@ -15,8 +15,9 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def around(value: object, name: str, placeholder: object) -> tuple[str, str]:
     """Split the JSON of ``value`` at the value of its member ``name``.
 
-    Return the text before and the text after that value, between which the caller can write another
-    value. ``name`` is the last member with this name, and ``placeholder`` its present value.
+    Return the text before and the text after that value; the caller writes another value between
+    them. The member must have the value ``placeholder``. If several members match, also nested
+    ones, the last one is used.
     """
     # A client's text cannot match, because its quotation marks are escaped in JSON.
     begin, _, end = encode(value).rpartition(f'"{name}":{encode(placeholder)}')
@@ -24,9 +25,9 @@ def around(value: object, name: str, placeholder: object) -> tuple[str, str]:
 
 
 def array(begin: str, members: Iterable[Iterable[str]], end: str) -> Iterator[str]:
-    """Yield ``begin``, a JSON array, and ``end`` as parts of one text.
+    """Yield, in parts, ``begin``, then ``members`` as a JSON array, then ``end``.
 
-    Each member of the array is given as JSON in parts, of which it must have at least one.
+    Each member is given as one or more parts of its JSON.
     """
     before = f"{begin}["
     for member in members:

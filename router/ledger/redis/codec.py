@@ -132,7 +132,7 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
 
 
 def appended(answer: Sequence[Any], count: int) -> list[Appended]:
-    """Return the result of each of the ``count`` items that a call of append.lua stored.
+    """Return the results of the ``count`` items of one call of append.lua, in their order.
 
     ``answer`` is the script's answer, which contains only the results that are not OK.
     """
@@ -145,10 +145,10 @@ def appended(answer: Sequence[Any], count: int) -> list[Appended]:
 def reassert_arguments(
     stored: Stored, retention_ms: int, unfinished_ms: int
 ) -> list[str | int | bytes]:
-    """Return the arguments of reassert.lua, which restores ``stored``, after the request id.
+    """Return the arguments with which reassert.lua restores ``stored``.
 
-    ``retention_ms`` and ``unfinished_ms`` are the times to live of a final and of an unfinished
-    request.
+    The request id, which is the script's first argument, is not included. ``retention_ms`` is the
+    time to live of a final request, ``unfinished_ms`` that of an unfinished one.
     """
     request, deadline = stored.request, stored.request.deadline
     return [

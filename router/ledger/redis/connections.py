@@ -77,8 +77,8 @@ class Connections(Protocol):
     async def servers(self, keys: Sequence[str]) -> list[str]:
         """Return one of ``keys`` for each server that is responsible for any of them.
 
-        With sentinels, they are asked for the primary again. Raises RedisError or
-        RedisClusterException when a server cannot be reached.
+        With sentinels, the call also asks them which server is the primary, and uses the new one
+        after a change. Raises RedisError or RedisClusterException when a server cannot be reached.
         """
         ...
 
@@ -134,8 +134,9 @@ class _OneServer:
 class _SentinelPrimary(_OneServer):
     """Connections to the primary; each new connection first asks the sentinels for its address.
 
-    The sentinels may have replaced a primary that does not know this for ten seconds. It then
-    accepts writes that will be lost. So the sentinels are also asked at every heartbeat.
+    After a failover, the old primary may accept writes for up to ten seconds, because it does not
+    know yet that it was replaced. These writes are lost. So the sentinels are also asked at every
+    heartbeat.
     """
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:

@@ -21,9 +21,9 @@ class Script:
 
 
 def script(name: str, common: str, own: str) -> Script:
-    """Return the script whose source sets MAX_EVENTS, followed by ``common`` and ``own``.
+    """Return the script that consists of the constant MAX_EVENTS, ``common`` and ``own``.
 
-    Both are Lua code: the functions that all scripts share, and the script itself.
+    ``common`` is the Lua code that all scripts share, ``own`` the code of this script.
     """
     source = f"local MAX_EVENTS = {MAX_EVENTS}\n{common}{own}"
     # Redis identifies scripts by SHA-1; security does not depend on it.

@@ -76,8 +76,9 @@ class NotReplicated(RedisError):
 class Call:
     """Call of a script on one shard, with its arguments.
 
-    ``settles`` marks a write that opens or ends a request, or is as important. Under durability
-    class ``replicated``, a call with such a write succeeds only when a replica has it.
+    ``settles`` marks an important write: one that opens, releases, ends, erases or restores a
+    request, ends a choice, or changes API keys. Under durability class ``replicated``, such a call
+    succeeds only when a replica has the write.
     """
 
     script: Script

@@ -1,13 +1,13 @@
 """Trace of a request: its state changes in the ledger, and its times in its router. Pure.
 
     <operation> <model>                    from the call to the last state change
-      everlift.accept                      tokenised, written into the ledger
-      everlift.queue                       for each time in the admission queue
-      everlift.attempt                     for each worker that had it
-        everlift.engine.wait               at the worker, until its first step
-        everlift.engine.prefill            until its first new token
-        everlift.engine.decode             until its last token
-        everlift.engine.preempted          for each time without KV blocks
+      everlift.accept                      from the call until the ledger has the request
+      everlift.queue                       one for each stay in the admission queue
+      everlift.attempt                     one for each dispatch to a worker
+        everlift.engine.wait               from the dispatch to the request's first step
+        everlift.engine.prefill            from the first step to the first new token
+        everlift.engine.decode             from the first new token to the last token
+        everlift.engine.preempted          one for each time without KV blocks
 
 Attempts are taken from the ledger, so they are complete even if routers were lost meanwhile. The
 phases of the engine are those that the last router recorded. A span contains neither prompt nor

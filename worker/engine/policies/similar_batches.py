@@ -73,8 +73,8 @@ class SimilarBatches:
     the batch's decode steps. (Magnus compares a request with every waiting batch; here the band is
     found in O(log n).)
 
-    The queue also holds those sequences of the running batch (its members) that have no slot,
-    because they are not admitted yet or were preempted.
+    Members of the running batch that have no slot, because they are not admitted yet or were
+    preempted, are kept here as well.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -99,7 +99,7 @@ class SimilarBatches:
         return self._num_tokens + self._members.num_tokens
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence; a preempted one belongs to the running batch."""
+        """Add a sequence: to the running batch if it was preempted, else to a waiting batch."""
         if sequence.is_preempted:
             self._members.push(sequence)
             return
@@ -118,7 +118,10 @@ class SimilarBatches:
         return self._members.head()
 
     def begin_step(self, now: float) -> None:
-        """Record that a step begins at ``now``."""
+        """Record that a step begins at ``now``.
+
+        Batches that were opened since the last step count as waiting from ``now`` on.
+        """
         for batch in self._opened:
             batch.since = now
         self._opened.clear()

@@ -62,7 +62,7 @@ class ClosedBatch:
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """Move the first later arrivals to the closed batch until ``size`` of its members wait.
+        """Fill the closed batch with the first later arrivals, until ``size`` of its members wait.
 
         Fewer wait afterwards if there are too few later arrivals.
         """
