@@ -18,7 +18,10 @@ _MAX_DIGITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of a numeric field from ``low``, which ``exclusive_low`` excludes, to ``high``."""
+    """Range of a numeric field from ``low`` to ``high``, inclusive.
+
+    With ``exclusive_low``, ``low`` itself is out of range. NaN is always out of range.
+    """
 
     low: float
     high: float
@@ -61,7 +64,10 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
 
 
 def _format_number(number: float) -> str:
-    """Return ``number`` as text: an integer with its first digits, or a float rounded."""
+    """Return ``number`` as text for an error message.
+
+    An integer is cut to _MAX_DIGITS digits and "...", and a float has 6 significant digits.
+    """
     if not isinstance(number, int):
         return f"{number:g}"
     digits = str(number)

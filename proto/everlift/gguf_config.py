@@ -64,7 +64,7 @@ def generation_config_of(header: GgufHeader) -> Json:
 
 
 def check_tokenizer(header: GgufHeader) -> None:
-    """Raise BadGguf unless the file contains all that its kind of tokenizer is built from.
+    """Raise BadGguf unless the file contains the data that its kind of tokenizer requires.
 
     All kinds need a vocabulary. BPE needs merges, Unigram needs scores, and SentencePiece needs
     either; without merges, they are derived from the scores.
@@ -198,10 +198,10 @@ class _Model:
         }
 
     def _check_shapes(self) -> None:
-        """Compare the sizes in the metadata with the shapes of tensors.
+        """Raise BadGguf if a size in the metadata contradicts the shape of a tensor.
 
-        A model is allocated by its configuration before its tensors are read. A wrong size would
-        therefore allocate any amount of memory. Raises BadGguf.
+        The worker allocates the model by these sizes before it reads the tensors. Without the
+        check, a wrong size could allocate any amount of memory.
         """
         layers = {match[1] for name in self._tensors if (match := _LAYER.match(name))}
         if len(layers) != self.integer("block_count"):
@@ -396,8 +396,9 @@ def _sliding_pattern(model: _Model) -> Json:
 def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
     """Return a dict with the keys that the configurations of Gemma 2 and 3 share.
 
-    A model with ``layers_scaled_by_width`` layers is the 27B variant, which scales queries by the
-    model's width per head.
+    One of them is ``query_pre_attn_scalar``, whose inverse square root scales the queries. It is
+    the head dimension. Only in the 27B variant, which is recognised by its number of layers
+    (``layers_scaled_by_width``), it is the hidden size divided by the number of heads.
     """
     is_scaled_by_width = model.integer("block_count") == layers_scaled_by_width
     width = model.integer("embedding_length")

@@ -14,8 +14,8 @@ _FULL_COLLECTION_THRESHOLD = 1000
 def freeze_heap() -> None:
     """Exempt all existing objects from garbage collection, and make full collections rarer.
 
-    Call this function when a process has started. Without it, each full collection
-    pauses the event loop of a router for 84 to 93 ms.
+    Call this function once, at the end of a process's startup. Otherwise, each full collection also
+    traverses the objects of all imported libraries, which pauses the event loop.
     """
     gc.collect()
     gc.freeze()
@@ -25,9 +25,10 @@ def freeze_heap() -> None:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Context manager: pause the garbage collector while large libraries are imported.
+    """Context manager: disable the garbage collector while large libraries are imported.
 
-    Otherwise, repeated collections of their objects take a sixth of the time of importing torch.
+    Otherwise, repeated collections of their long-lived objects slow the import down. At the end,
+    the collector is enabled again if it was enabled before.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -40,9 +41,10 @@ def pause_gc() -> Iterator[None]:
 
 
 def _promote_young() -> None:
-    """Move young objects to the oldest generation without a collection, unless they are few.
+    """Move all objects to the oldest generation without a collection.
 
-    Nothing happens after ``freeze_heap``, because this would unfreeze the objects that it froze.
+    Do nothing if there are too few young objects to trigger a collection, or after ``freeze_heap``,
+    whose frozen objects the move would unfreeze.
     """
     if gc.get_count()[0] > gc.get_threshold()[0] and not gc.get_freeze_count():
         gc.freeze()

@@ -134,10 +134,10 @@ def _locate_gguf(model: str, path: Path) -> Path:
 def weight_files(directory: Path) -> list[Path]:
     """Return the paths of the weight files in ``directory``, whether or not they exist.
 
-    In the directory of a GGUF file, this is the link to that file. Otherwise it is
-    model.safetensors if that exists or if there is no index, as in transformers, and else the
-    files that the index names. Raises ValueError if the index is invalid or names something other
-    than a safetensors file in the same directory.
+    The directory of a converted GGUF file has one: the link to the GGUF file. Any other directory
+    has model.safetensors or, if only an index of safetensors files exists, the files that the index
+    names, sorted. Raises ValueError if the index is invalid or names something other than a
+    safetensors file in the same directory.
     """
     if (directory / LINK).exists():
         return [directory / LINK]

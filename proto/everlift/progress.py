@@ -18,7 +18,7 @@ _LOG_EVERY_S = 5.0
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Ignore the progress. This function is the Progress of callers that show none."""
+    """Do nothing: default Progress for callers that do not show any."""
 
 
 @contextmanager

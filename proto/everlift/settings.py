@@ -327,7 +327,7 @@ def _set_at(layer: dict[str, object], path: str, value: object) -> None:
 
 
 def _parse(hint: Any, text: str, at: str) -> object:
-    """Return ``text`` as a plain value, such as a number or a list, for a setting of type ``hint``.
+    """Return ``text`` as a bool, number, list, str or None, for a setting of type ``hint``.
 
     Raises SettingsError if ``text`` is no value of this type. The error's message begins with
     ``at``, the name of the setting.

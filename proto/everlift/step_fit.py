@@ -118,7 +118,7 @@ class FittedStepTime:
         return min(1.0, usual / size) if size else 1.0
 
     def refit(self) -> None:
-        """Fit the coefficients to all samples, which takes some tenths of a millisecond."""
+        """Fit the coefficients to all samples; do nothing if there is no new sample."""
         if self._num_samples == self._num_fitted:
             return
         self._num_fitted = self._num_samples
@@ -134,8 +134,9 @@ def _least_squares(
     """Return the non-negative coefficients that fit the sums of the samples best.
 
     ``products`` and ``totals`` are the matrix and the right-hand side of the normal equations.
-    Coefficients that the samples do not determine stay near ``before``. Coefficients that would be
-    negative are set to 0, one after the other.
+    ``before`` has the previous coefficients; those that the samples do not determine stay near
+    them. While a coefficient is negative, the most negative one is set to 0 and the others are
+    fitted again.
     """
     n = len(totals)
     scales = [products[i * n + i] ** 0.5 for i in range(n)]

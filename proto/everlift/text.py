@@ -43,9 +43,10 @@ class Vocabulary(Tokenizer, Protocol):
 class Stops:
     """Stop conditions of a text: a string of ``strings`` or a token of ``token_ids``.
 
-    Both count only after ``min_tokens`` tokens. The stop string or stop token that ended the text
-    is left out of it unless ``is_included``. ``eos_ids`` are the model's own end tokens among
-    ``token_ids``.
+    A stop token counts if at least ``min_tokens`` tokens precede it. A stop string counts if it is
+    completed by the ``min_tokens``-th token or a later one. The stop string or stop token that ends
+    the text is removed from it, unless ``is_included``. ``eos_ids`` are the model's own end tokens
+    among ``token_ids``.
     """
 
     strings: tuple[str, ...] = ()
@@ -61,8 +62,9 @@ NO_STOPS = Stops()
 class TextState:
     """Text of one growing sequence of tokens, up to the first stop condition that is met.
 
-    The concatenation of all texts that ``push`` and ``finish`` return is the UTF-8 decoding of the
-    bytes of all tokens, in which each invalid byte sequence becomes one U+FFFD.
+    Call ``push`` for each token and ``finish`` at the end. The concatenation of the returned texts
+    is the UTF-8 decoding of the tokens' bytes, up to the stop condition. Each invalid byte sequence
+    becomes one U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops = NO_STOPS) -> None:
@@ -89,7 +91,10 @@ class TextState:
         return self._last_token if is_named else None
 
     def push(self, token_id: int) -> str:
-        """Add a token, and return the further text that no later token can change."""
+        """Add a token, and return the text that has become final since the last call.
+
+        The text may be empty, and is "" after a stop string has been completed.
+        """
         self._num_tokens += 1
         self._last_token = token_id
         if self._is_stop_token and not self._stops.is_included:
@@ -161,10 +166,11 @@ class StopMatcher:
         self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, can_match: bool = True) -> str:
-        """Add ``text``, and return the further text that cannot become part of a stop string.
+        """Add ``text``, and return the text so far held back or added that is now final.
 
-        If ``can_match`` is false, a stop string cannot be completed within ``text``, but can begin
-        there. After a stop string has been completed, the method returns "".
+        Text is final if it cannot become part of a stop string. If ``can_match`` is false, a stop
+        string cannot be completed within ``text``, but can begin there. If one is completed, the
+        result ends before it (after it with ``is_included``), and later calls return "".
         """
         automaton = self._automaton
         if self.matched:
@@ -240,7 +246,7 @@ class StopAutomaton:
         self.match_lengths[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Set the failure links of the automaton, and from them both lists of lengths.
+        """Set the failure links, and with them ``match_lengths`` and ``prefix_lengths``.
 
         The failure link of a state (``_fallback``) is the state of the next shorter suffix. States
         are visited breadth first, because a link depends on the links of states of smaller depth.

@@ -1,4 +1,4 @@
-"""Transports that create gRPC channels and servers: plain, over TLS, or simulated."""
+"""Transports that create gRPC channels and servers, with TLS or without."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Transport(Protocol):
     def credentials(self) -> object:
         """Return the credentials with which new channels are created; None without TLS.
 
-        When the credentials change, existing channels keep their calls and receive no new ones.
+        When the TLS files change, the next access returns another object. The caller must then
+        create a new channel for new calls; calls in progress continue on the old channel.
         """
         ...
 

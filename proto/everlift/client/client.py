@@ -63,8 +63,8 @@ class AsyncClient:
     While no router answers, a stream is retried for ``reconnect_s`` seconds and a single call for
     ``retry_s`` seconds. Any call that is refused for lack of capacity is retried for ``retry_s``
     seconds. 0 disables the retries. The delays between retries increase, and are never shorter
-    than the refusal demands. The ``timeout_s`` of a single call covers all its attempts; with None,
-    only ``retry_s`` limits them.
+    than the error's ``retry_after_s``. The ``timeout_s`` of a single call covers all its attempts;
+    with None, only ``retry_s`` limits them.
 
     A client may be created outside of an event loop, and is used within one.
 
@@ -123,7 +123,7 @@ class AsyncClient:
     ) -> ManyStream:
         """Return the stream of one new request per prompt, at most ``concurrency`` at a time.
 
-        ``request_id`` is the prefix of the requests' ids: "job" yields "job:0" and "job:1". The
+        The option ``request_id`` is the prefix of all ids: "job" yields "job:0" and "job:1". The
         first read of the stream submits requests, and closing it cancels the unfinished ones.
 
         Raises InvalidRequest if a value of any request is invalid for any router; then no request
@@ -160,9 +160,11 @@ class AsyncClient:
 
         ``from_offset`` is the offset for the first choice, or a list with one for each choice.
         Alternatively, ``received`` contains the tokens of each choice that were received before,
-        perhaps by another process, and the stream continues after them. If the cluster has lost
-        some of these tokens, it regenerates them, and the stream raises DataLoss if the new ones
-        differ. With ``from_offset`` instead, the stream would raise OffsetOutOfRange then.
+        perhaps by another process, and the stream continues after them.
+
+        The cluster may have lost some of the tokens before the offset. With ``received``, it
+        regenerates them, and the stream raises DataLoss if the new ones differ. With
+        ``from_offset``, the stream raises OffsetOutOfRange.
 
         Closing this stream does not cancel the request. Raises InvalidRequest if both parameters
         are given, or if an offset is out of the range of a message's field.

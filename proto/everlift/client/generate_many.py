@@ -35,9 +35,9 @@ _DONE = None
 class Outcome:
     """Result of an ended request of a ManyStream.
 
-    ``finish_reasons`` are by the index of the choice. ``error`` is the error with which the request
-    failed, or None. All output before an error has been received; ``usage`` and ``timing`` may then
-    be None.
+    ``finish_reasons`` maps the index of each choice that has ended to its finish reason. ``error``
+    is the error with which the request failed, or None; ``usage`` and ``timing`` may then be None.
+    The stream delivers all output received before the error, unless the stream is closed.
     """
 
     finish_reasons: Mapping[int, FinishReason]
@@ -229,10 +229,11 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         return part
 
     async def _run_part(self, part: dict[int, _PendingRequest]) -> None:
-        """Run the requests of ``part`` until each has ended or continues in a call of its own.
+        """Send the requests of ``part`` in one GenerateMany call; retry until ``part`` is empty.
 
-        If their call breaks, each accepted request continues in a call of its own, and the others
-        are sent again together in another call.
+        If the call breaks, each request that a router had accepted continues in a separate task
+        with its own call. The others are sent again together. The method does not wait for the
+        separate tasks.
         """
         deadline = Deadline(self._timeout_s)
         budget = self._budget(deadline)
@@ -265,8 +266,8 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     ) -> None:
         """Send the requests of ``part`` in one call, and read the call until ``part`` is empty.
 
-        A request is removed from ``part`` when it has ended, or continues in a call of its own.
-        Raises EverliftError if the call breaks.
+        A request is removed from ``part`` when it ends, or when an error of this request alone
+        moves it to a separate task. Raises EverliftError if the call breaks.
         """
         sent, remaining = list(part.values()), budget.remaining()
         for each in sent:

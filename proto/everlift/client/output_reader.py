@@ -27,12 +27,16 @@ log = logs.get_logger(__name__)
 DEADLINE_MARGIN_S = 1.0
 _CANCEL_TIMEOUT_S = 2.0
 #: Seconds for which a connection must have delivered pieces to count as a success, which ends the
-#: row of failures before it.
+#: series of failures before it.
 _STEADY_S = 1.0
 
 
 class OutputReader:
-    """Reader of a request's output: calls Generate until it is accepted, and then Attach."""
+    """Reader of a request's output, which makes as many calls as needed.
+
+    The reader calls Generate until a router has accepted the request, and Attach after that. For
+    an existing request, it calls only Attach.
+    """
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ _MAX_EXPONENT = 32
 class Backoff:
     """Doubling delays with jitter between the attempts of a call.
 
-    A row of failures lasts until ``reset``, and is retried for ``limit_s`` seconds from its first
-    failure on. ``random`` returns numbers from 0 to 1.
+    Consecutive failures are retried until ``limit_s`` seconds after the first of them. ``reset``
+    ends the series. ``random`` returns numbers from 0 to 1.
     """
 
     limit_s: float
@@ -33,14 +33,14 @@ class Backoff:
     _since: float = field(default=0.0, init=False)
 
     def reset(self) -> None:
-        """End the row of failures, after a success."""
+        """End the series of consecutive failures after a success."""
         self._failures = 0
 
     def delay(self, now: float, min_delay: float = 0.0) -> float | None:
         """Count a failure at ``now``, and return the seconds to wait before the next attempt.
 
         Return None if the wait would end more than ``limit_s`` seconds after the first failure of
-        the row. The delay is not shorter than ``min_delay`` seconds. Jitter is added to
+        the series. The delay is not shorter than ``min_delay`` seconds. Jitter is added to
         ``min_delay``, so that many clients that received the same value do not retry at the same
         moment. ``now`` is in seconds, of the same clock in all calls.
         """

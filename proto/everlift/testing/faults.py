@@ -1,4 +1,8 @@
-"""Faults of a fake router's calls. Pure."""
+"""Faults of a fake router's calls. Pure.
+
+A piece is one GenerateResponse of a stream. Without faults, the first piece has no tokens, each
+token is a piece of its own, and another piece ends each choice.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ class Break(_AtOffset):
 
 @dataclass(frozen=True, slots=True)
 class BreakOff(_AtOffset):
-    """Fault that ends the call without an error before the piece at ``offset``."""
+    """Fault that ends the call with status OK before the piece at ``offset``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +93,9 @@ class Script:
         self._faults = deque(faults)
 
     def next(self, call: str) -> Fault | None:
-        """Return the fault of the next call, which is named ``call``; None for a healthy call.
+        """Remove and return the fault of a new call with the name ``call``; None if it has none.
 
-        Raises the error of a Refuse, unless the Refuse is for one request of several.
+        If the fault is a Refuse, raises its error instead, unless its ``index`` is set.
         """
         fault = self._pop(call)
         if isinstance(fault, Refuse) and fault.index is None:
@@ -109,5 +113,5 @@ class Script:
 
 
 def applies_to(fault: Fault | None, index: int) -> bool:
-    """Return whether ``fault`` is for the request at ``index`` of a call."""
+    """Return whether ``fault`` applies to the request at ``index`` of a GenerateMany call."""
     return fault is not None and fault.index == index

@@ -74,9 +74,10 @@ class FakeRequest:
         )
 
     def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:
-        """Return the last piece of a choice.
+        """Return the piece that ends a choice, with its finish reason.
 
-        With ``is_last``, it is also the last one of the stream, and the request is then finished.
+        With ``is_last``, the piece is also the last one of the stream. It then contains the usage,
+        and the state of the request becomes FINISHED.
         """
         output, count = self.outputs[choice], len(self.tokens(choice))
         complete = count == len(output.tokens)
