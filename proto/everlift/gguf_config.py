@@ -52,9 +52,7 @@ def generation_config_of(header: GgufHeader) -> Json:
     The dict has the key ``eos_token_id`` with a list of ids, or no key if the GGUF file names none.
     Raises BadGguf if the file has no vocabulary, or names a token that is not in it.
     """
-    tokens = header.metadata.get(_TOKENS)
-    if not _is_list_of(str, tokens) or not tokens:
-        raise _bad_tokenizer(header, f"{_TOKENS} is not a list of tokens")
+    tokens = _tokens_of(header)
     for key, token in header.metadata.items():
         if _TOKEN_ID.fullmatch(key) and not (type(token) is int and 0 <= token < len(tokens)):
             raise BadGguf(f"{header.path}: {key} is {token!r}, not one of {len(tokens)} tokens")
@@ -69,23 +67,30 @@ def check_tokenizer(header: GgufHeader) -> None:
     All kinds need a vocabulary. BPE needs merges, Unigram needs scores, and SentencePiece needs
     either; without merges, they are derived from the scores.
     """
-    kind, tokens, merges, scores = map(header.metadata.get, (_TOKENIZER, _TOKENS, _MERGES, _SCORES))
+    kind, merges, scores = map(header.metadata.get, (_TOKENIZER, _MERGES, _SCORES))
     if kind not in _TOKENIZERS:
         raise _bad_tokenizer(
             header, f"{_TOKENIZER} is {short_repr(kind)}; supported: {', '.join(_TOKENIZERS)}"
         )
-    if not _is_list_of(str, tokens) or not tokens:
-        raise _bad_tokenizer(header, f"{_TOKENS} is not a list of tokens")
+    tokens = _tokens_of(header)
     if merges is not None and not (
         _is_list_of(str, merges) and all(merge.count(" ") == 1 for merge in merges)
     ):
         raise _bad_tokenizer(header, f"{_MERGES} is not a list of pairs of tokens")
     if scores is not None and not (_is_list_of(float, scores) and len(scores) == len(tokens)):
         raise _bad_tokenizer(header, f"{_SCORES} is not a list of one number for each token")
-    if merges is None and (kind == "gpt2" or scores is None):
-        raise _bad_tokenizer(header, f"{_MERGES if kind == 'gpt2' else _SCORES} is missing")
-    if scores is None and kind == "t5":
+    if merges is None and kind == "gpt2":
+        raise _bad_tokenizer(header, f"{_MERGES} is missing")
+    if scores is None and (kind == "t5" or (merges is None and kind == "llama")):
         raise _bad_tokenizer(header, f"{_SCORES} is missing")
+
+
+def _tokens_of(header: GgufHeader) -> list[str]:
+    """Return the vocabulary. Raises BadGguf if the file has none, or an invalid one."""
+    tokens: list[str] = header.metadata.get(_TOKENS, [])
+    if not _is_list_of(str, tokens) or not tokens:
+        raise _bad_tokenizer(header, f"{_TOKENS} is not a list of tokens")
+    return tokens
 
 
 def _is_list_of(kind: type, value: object) -> bool:
@@ -219,13 +224,11 @@ class _Model:
         key_rows = num_kv_heads * self.head_dim
         if self.has_tensor(_KEYS) and self._tensor(_KEYS).shape[0] != key_rows:
             raise self._bad_value("attention.head_count_kv", f"what {_KEYS} requires")
-        tokens, rows = (
-            self._header.metadata.get(_TOKENS),
-            self._tensor("token_embd.weight").shape[0],
-        )
-        if isinstance(tokens, list) and len(tokens) > rows:
+        num_tokens = len(_tokens_of(self._header))
+        num_rows = self._tensor("token_embd.weight").shape[0]
+        if num_tokens > num_rows:
             raise BadGguf(
-                f"{self._header.path} has {len(tokens)} tokens, but only {rows} embeddings"
+                f"{self._header.path} has {num_tokens} tokens, but only {num_rows} embeddings"
             )
 
     def _bad_value(self, key: str, expected: str) -> BadGguf:
