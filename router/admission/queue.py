@@ -225,10 +225,13 @@ _PRUNE_EVERY = 1 << 15
 class AdmissionQueue:
     """Admission queue of the cluster.
 
-    A priority class with queued requests receives at least the share ``class_floor`` of the work of
-    higher classes. ``fair_share`` counts the tokens that tenants were served; with ``is_fair`` the
-    tenant with the smallest count in a class is served first. ``ledger_now`` is ledger time and
-    ``now`` the leader's clock, in seconds. ``gateway`` is the id of the router that has a request.
+    For each token of work that leaves from higher classes, a class with queued requests may send
+    at least ``class_floor`` tokens of its own work, less at most one request. ``fair_share`` counts
+    the tokens that each tenant was served. With ``is_fair``, the tenant with the smallest count in
+    a class is served first.
+
+    Arguments of the methods: ``ledger_now`` is ledger time and ``now`` the leader's clock, both in
+    seconds; ``gateway`` is the id of the router that has a request.
     """
 
     def __init__(

@@ -409,7 +409,9 @@ class Journal:
     def spans(self) -> list[Span]:
         """Return the spans in order, up to the last event.
 
-        Spans of dropped attempts are summed by kind.
+        Spans of attempts that are too old to be kept in detail (``num_dropped``) are replaced by
+        one span for each kind, with the sum of their seconds. These stand after the spans that
+        belong to no attempt at the beginning.
         """
         first = list(takewhile(lambda span: not span.attempt, self._spans))
         early = (Span(kind, seconds) for kind, seconds in sorted(self._dropped_s.items()))

@@ -73,10 +73,10 @@ class BatchSelection:
     def select(self, budget: int, held_slots: Collection[int], now: float) -> Selected:
         """Select at most ``budget`` tokens for the step at ``now``, and admit waiting sequences.
 
-        In ``held_slots``, whose grammar masks are not ready, only prompt chunks are selected after
-        which nothing is sampled. If nothing else can run, the slot held longest is selected without
-        this restriction. The step then waits for that slot's mask only, not for the masks of all
-        held slots.
+        Slots in ``held_slots`` must not sample in this step, because their grammar masks are not
+        ready. They do not decode, and they prefill only chunks that leave at least one known token
+        to compute. If nothing at all can be selected under this rule, the slot that was held for
+        the most consecutive steps is exempted. The step then waits for the mask of that slot only.
         """
         self.policy.begin_step(self._batch.slot_table, now)
         self._steps_held = {slot: self._steps_held.get(slot, 0) + 1 for slot in held_slots}
