@@ -30,7 +30,7 @@ def describe_kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int)
 
     The text in parentheses is the reason for the choice.
     """
-    threads = f"{num_threads} threads"
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
     if panel_packing(dtype, weights) is None:
         cause = native.why_no_code() or ("AMX" if native.has_amx() else f"dtype is {_short(dtype)}")
         return f"oneDNN, {threads} ({cause})"
