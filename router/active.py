@@ -27,7 +27,7 @@ _NOTICED_S = 10.0
 
 class Connections(Protocol):
     def close_when_idle(self) -> None:
-        """Close each connection as soon as its calls in progress have ended."""
+        """Accept no new calls on the connections, and close each one when its calls have ended."""
 
 
 class ActiveModel:

@@ -85,7 +85,7 @@ def show(
 
 @app.command(epilog="**Example:** `everlift key revoke 3f9a1c2b4d5e`")
 def revoke(key_id: KeyId, config: SettingsFile = None, assignments: Assignments = None) -> None:
-    """Revoke a key. Routers refuse it within two seconds."""
+    """Revoke a key. Routers that can read the key store refuse it within two seconds."""
 
     def edit(document: Document) -> Document:
         _find_key(document, key_id)

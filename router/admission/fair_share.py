@@ -209,7 +209,10 @@ class FairShare:
         return round(own * (1 + others / self._weight_of(tenant)))
 
     def counter_of(self, ordered: Ordered) -> float:
-        """Return the counter of the request's tenant in its class; smaller leaves earlier."""
+        """Return the counter of the request's tenant in its class.
+
+        Requests of the tenant with the smallest counter leave the queue first.
+        """
         return self.counters(ordered.priority).counter_of(tenant_of(ordered.request_id))
 
     def charge_prompt(self, waiting: Waiting) -> None:

@@ -149,7 +149,12 @@ class Evictions:
         return next(cheapest, None)
 
     def _starts_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
-        """Return whether the worker would compute the request about as soon as an idle one."""
+        """Return whether little enough prefill is pending at the worker to dispatch the request.
+
+        True if no tokens are to be prefilled before the request, or if these and the request's own
+        are together at most ``max_pending_prefill``. Only tokens of requests of its class and of
+        higher classes count.
+        """
         tokens_ahead = self._prefill_ahead(waiting, worker_id, worker)
         return (
             not tokens_ahead or tokens_ahead + waiting.prefill_tokens <= self._max_pending_prefill

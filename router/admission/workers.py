@@ -168,7 +168,7 @@ NO_WORK = Work()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Last reported load of a worker; a report with an older sequence number is ignored."""
+    """Last reported load of a worker; a report without a larger sequence number is ignored."""
 
     sequence_number: int = -1
     num_running: int = 0

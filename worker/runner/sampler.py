@@ -201,8 +201,9 @@ class Sampler:
     def _process_logits(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
         """Apply bias, grammar masks, min_tokens and penalties to the logits of ``rows``, in place.
 
-        Returns bool [n], True for rows of logits that were not finite before; None if ``rows`` is
-        empty.
+        ``logits`` are [n, vocab]. Returns bool [n], or None if ``rows`` is empty. It is True for
+        each row of logits of ``rows`` whose largest logit was not finite before: it had a NaN or
+        +inf, or only -inf. It is False for all other rows.
         """
         if not rows:
             return None

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by every router; changes apply to the whole cluster.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +53,8 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by every router; changes apply to the whole cluster.
+    """
 
     def Drain(self, request, context):
         """Drains a worker: it returns its running requests with their tokens to the queue, and accepts no
@@ -105,7 +107,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by every router; changes apply to the whole cluster.
+    """
 
     @staticmethod
     def Drain(request,

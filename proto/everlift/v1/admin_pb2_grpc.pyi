@@ -74,6 +74,8 @@ _AdminCapacityType = typing_extensions.TypeVar(
 )
 
 class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapacityType]):
+    """Served by every router; changes apply to the whole cluster."""
+
     @typing.overload
     def __init__(self: AdminStub[
         grpc.UnaryUnaryMultiCallable[
@@ -136,6 +138,8 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
 ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
+    """Served by every router; changes apply to the whole cluster."""
+
     @abc.abstractmethod
     def Drain(
         self,

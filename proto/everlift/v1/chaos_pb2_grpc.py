@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ChaosStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Injects faults into a running cluster that was started with chaos allowed. Served by every router.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class ChaosStub(object):
 
 
 class ChaosServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Injects faults into a running cluster that was started with chaos allowed. Served by every router.
+    """
 
     def Inject(self, request, context):
         """Injects a fault. The call returns when the fault is under way, not when it is over.
@@ -68,7 +70,8 @@ def add_ChaosServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Chaos(object):
-    """Missing associated documentation comment in .proto file."""
+    """Injects faults into a running cluster that was started with chaos allowed. Served by every router.
+    """
 
     @staticmethod
     def Inject(request,

@@ -44,6 +44,8 @@ _ChaosInjectType = typing_extensions.TypeVar(
 )
 
 class ChaosStub(typing.Generic[_ChaosInjectType]):
+    """Injects faults into a running cluster that was started with chaos allowed. Served by every router."""
+
     @typing.overload
     def __init__(self: ChaosStub[
         grpc.UnaryUnaryMultiCallable[
@@ -71,6 +73,8 @@ ChaosAsyncStub: typing_extensions.TypeAlias = ChaosStub[
 ]
 
 class ChaosServicer(metaclass=abc.ABCMeta):
+    """Injects faults into a running cluster that was started with chaos allowed. Served by every router."""
+
     @abc.abstractmethod
     def Inject(
         self,

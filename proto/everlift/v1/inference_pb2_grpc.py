@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by every router.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -97,7 +98,8 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by every router.
+    """
 
     def Generate(self, request, context):
         """Submits a request and streams its tokens. If a request with the same request_id and the same
@@ -260,7 +262,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by every router.
+    """
 
     @staticmethod
     def Generate(request,

@@ -221,6 +221,8 @@ _InferenceGetStatusType = typing_extensions.TypeVar(
 )
 
 class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateManyType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceExplainType, _InferenceListRequestsType, _InferenceForgetType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceListModelsType, _InferenceGetStatusType]):
+    """Served by every router."""
+
     @typing.overload
     def __init__(self: InferenceStub[
         grpc.UnaryStreamMultiCallable[
@@ -422,6 +424,8 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
 ]
 
 class InferenceServicer(metaclass=abc.ABCMeta):
+    """Served by every router."""
+
     @abc.abstractmethod
     def Generate(
         self,

@@ -108,7 +108,7 @@ ANY_METHOD = "*"
 
 
 class Endpoint:
-    """ASGI application that answers requests with ``method``, which may be ANY_METHOD.
+    """ASGI application for requests with the HTTP method ``method``, which may be ANY_METHOD.
 
     The caller's key must have one of the ``scopes``; if there are none, anyone may call it.
     """
