@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import uvloop
 
+from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.llm.completion import Completion
 from cluster.llm.worker import LocalWorker, Show, Task
@@ -27,7 +28,7 @@ class Background:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = _single_worker_config(config)
+        self._config = single_worker_config(config)
         self._ready: Future[ServedModel] = Future()
         self._loop: asyncio.AbstractEventLoop
         self._worker: LocalWorker
@@ -101,12 +102,13 @@ class Background:
             await self._worker.stop()
 
 
-def _single_worker_config(config: Config) -> Config:
-    """Return ``config`` with one worker, whose ranks share the available cores equally.
+def single_worker_config(config: Config) -> Config:
+    """Return ``config`` with one worker; each rank has ``worker.num_threads`` threads if it is set.
 
-    The limit on grammars that wait for compilation is removed, so that no request is rejected.
+    Otherwise the available cores are divided equally among the ranks. The limit on grammars that
+    wait for compilation is removed, so that no request is rejected.
     """
-    single = replace(config, num_workers=1)
+    single = replace(config, num_workers=1, autoscale=AutoscaleConfig())
     threads = threads_per_rank(single, len(os.sched_getaffinity(0)))
     grammar = replace(single.worker.grammar, max_queued=sys.maxsize)
     return replace(single, worker=replace(single.worker, num_threads=threads, grammar=grammar))
