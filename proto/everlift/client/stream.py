@@ -105,7 +105,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def timing(self) -> pb.Timing | None:
-        """Times and counts of the request's processing, such as attempts; None before the last chunk.
+        """Times and counts of the request's processing; None before the last chunk.
 
         >>> stream = client.generate("one two three")
         >>> await stream.text(), stream.timing.attempts
