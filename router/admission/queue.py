@@ -370,7 +370,7 @@ class AdmissionQueue:
         return _waiting(self._classes.highest(ledger_now))
 
     def pop(self, ledger_now: float | None = None) -> Waiting:
-        """Remove and return the next request, and record its dispatch.
+        """Remove and return the request that ``peek`` returns, and record its dispatch.
 
         Raises IndexError if the queue is empty.
         """

@@ -233,6 +233,8 @@ class AttemptRunner:
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         """Undo, in the ledger, the dispatch of a request that is not waiting at this router.
 
+        Then take the request over, withdraw it or reconcile it, as its ledger entry requires.
+
         Such a dispatch arrives if the request was withdrawn meanwhile, if another leader dispatched
         it first, or if the ledger lost an earlier dispatch.
         """

@@ -1,4 +1,8 @@
-"""Writer of output to the ledger, which has to store output before clients may read it."""
+"""Writer of output to the ledger, which by default stores output before clients may read it.
+
+Clients may read output earlier with durability "behind", and for a limited time while the ledger
+does not answer if ``on_ledger_loss`` is "available".
+"""
 
 from __future__ import annotations
 

@@ -47,10 +47,11 @@ class _Cell(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Row ``row`` of the logits, whose penalised tokens are the slot's first ``length`` entries.
+    """Row ``row`` of the logits, and the tokens to penalise in it.
 
-    ``drafted`` has the entry index of each draft that precedes this row in its sequence; each draft
-    counts as one more occurrence in the output.
+    These are the first ``length`` entries of the slot's row in the tables. ``drafted`` has the
+    entry index of each draft that precedes this row in its sequence; each draft counts as one more
+    occurrence in the output.
     """
 
     row: int

@@ -47,7 +47,8 @@ class ChaosServicer(object):
     """
 
     def Inject(self, request, context):
-        """Injects a fault. The call returns when the fault is under way, not when it is over.
+        """Injects a fault. The call returns when the fault has been ordered: it may begin shortly after
+        that. The call does not wait for its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
