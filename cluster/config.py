@@ -65,10 +65,10 @@ def _default_state_dir() -> Path:
 class Config:
     """Settings of a whole cluster.
 
-    Relative paths are resolved against the working directory when the object is created. The model,
-    its revision, ``chaos`` and ``internal_tls`` are passed on to the sections router and worker.
-    The constructor raises pydantic's ValidationError if a setting is invalid or contradicts another
-    one.
+    Relative paths, except ``worker.ready_dir``, are resolved against the working directory when the
+    object is created. The model, its revision, ``chaos`` and ``internal_tls`` are passed on to the
+    sections router and worker. The constructor raises pydantic's ValidationError if a setting is
+    invalid or contradicts another one.
     """
 
     #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
@@ -168,7 +168,7 @@ def load(
 
     The sources are, each overriding those before it: the defaults, the nested mapping ``base``,
     the YAML ``file``, the EVERLIFT_ variables of ``environ``, ``assignments`` such as
-    "router.port=0", and the nested mapping ``options``. Raises SettingsError, which lists all
+    "router.port=0", and the nested mapping ``options``. Raises SettingsError, which lists the
     invalid settings, and for each one in ``file`` its line.
     """
     content, lines = settings_file.read(file) if file else ({}, {})

@@ -33,9 +33,9 @@ async def fetched(config: Config) -> Config:
     """Download the missing files of the model, and return ``config`` with the model's commit.
 
     The returned configuration has the commit of a hub model as the revision, and is unchanged for
-    any other model. The directory of a GGUF file is created if it is missing. Raises
-    ModelUnavailable if files are unavailable, and ClusterFailed for a model that no worker can
-    serve.
+    any other model. A GGUF file is converted to a model directory in the cache, unless the cache
+    has it already. Raises ModelUnavailable if files are unavailable, and ClusterFailed for a model
+    that no worker can serve.
     """
     config = await pinned(config)
     with show_progress(f"downloading {config.model}") as progress:

@@ -128,8 +128,9 @@ def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
     """Return the options of a request for the values that were given on the command line.
 
     ``values`` are by the names of OPTIONS. Options that were not given are left out. The value
-    "@FILE" of json_schema or ebnf is replaced by the content of FILE. Raises InvalidRequest for an
-    invalid value or a file that is not text, and OSError for a file that cannot be read.
+    "@FILE" of json_schema or ebnf is replaced by the content of FILE. Raises InvalidRequest for a
+    malformed logit_bias, a file that is not UTF-8 or an unknown home directory, and OSError for a
+    file that cannot be read. No other value is checked.
     """
     given = {name: value for name, value in values.items() if _is_set(value)}
     for name in ("json_schema", "ebnf"):

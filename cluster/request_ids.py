@@ -40,7 +40,7 @@ async def listed(
 
 
 async def last(client: AsyncClient) -> str:
-    """Return the id of the newest request. Raises UnknownRequest if there is none."""
+    """Return the id of the caller's newest request. Raises UnknownRequest if there is none."""
     async for each in listed(client, limit=1):
         return each.request_id
     raise UnknownRequest("there are no requests yet")
@@ -49,7 +49,7 @@ async def last(client: AsyncClient) -> str:
 async def completed(client: AsyncClient, prefix: str, limit: int = 100_000) -> str:
     """Return the full id of the only request whose id begins with ``prefix``.
 
-    Only the newest ``limit`` requests are searched.
+    Only the caller's newest ``limit`` requests are searched.
 
     Raises:
         UnknownRequest: No id begins with ``prefix``.

@@ -25,7 +25,8 @@ class Served:
     """Properties of the served model.
 
     ``context`` is the length of the model's context, and ``longest`` that of the longest sequence
-    that every worker can hold, in tokens; ``longest`` is 0 while there is no worker.
+    that every worker can hold, in tokens; ``longest`` is 0 if unknown: there was no worker yet, or
+    the router did not answer.
     ``has_template`` says whether the model has a chat template, and ``has_gpus`` whether this
     machine has GPUs that the cluster can use.
     """
@@ -53,7 +54,7 @@ class Served:
     def shorter(self, config: Config) -> str:
         """Return a message if ``longest`` is less than ``context``: the cause and the remedy.
 
-        The message is empty if workers can hold the full context, or if there is no worker yet.
+        The message is empty if workers can hold the full context, or if ``longest`` is unknown.
         """
         if not 0 < self.longest < self.context:
             return ""

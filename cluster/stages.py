@@ -51,9 +51,10 @@ class Stages:
     def stage(self, name: str, doing: str) -> Iterator[Stage]:
         """Context manager: show the text ``doing`` during a stage, and its result at the end.
 
-        The caller may set ``result`` of the yielded Stage; it is ``doing`` at first. If the console
-        is not a terminal, for example a log, a line is also written at the beginning, because
-        loading a model may take long.
+        The text is shown inside ``shown`` only. The result is printed unless the stage raises an
+        error. The caller may set ``result`` of the yielded Stage; it is ``doing`` at first. If the
+        console is not a terminal, for example a log, a line is also written at the beginning,
+        because loading a model may take long.
         """
         stage, began = Stage(doing), time.monotonic()
         if self._console is None:

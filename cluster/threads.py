@@ -33,8 +33,9 @@ def threads_per_rank(config: Config, cores: int) -> int:
 def rank_environment(threads: int) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
-    They keep OpenMP's threads from spinning, which would take cores from all other processes, and
-    numpy from starting threads of its own, which would prevent forking.
+    They set the number of OpenMP's threads to ``threads``. They let these threads spin only briefly
+    while they wait, because spinning takes cores from all other processes. They keep numpy from
+    starting threads of its own, which would prevent forking.
     """
     return {
         **WAITING,

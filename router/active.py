@@ -1,8 +1,8 @@
 """Choice of the model that serves clients while one cluster replaces another.
 
-Two clusters with different models have separate ledgers and share the key ``ledger.active_key``,
-which names the active cluster. Only its routers are ready, so that a load balancer sends clients to
-one model at a time.
+Two clusters with different models use the same ledger server, with separate keys
+(``ledger.key_prefix``) and one shared key (``ledger.active_key``), which names the active cluster.
+Only its routers are ready, so that a load balancer sends clients to one model at a time.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Gateway(Protocol):
     async def generation_changed(self, generation: str) -> None:
         """Send all requests to the ledger again, then notify the leader that this is done.
 
-        The ledger may have lost data. ``generation`` is the new id of its servers' present run.
+        The ledger may have lost data. ``generation`` is the new id of its servers' present run. For
+        the first generation that this router sees, nothing is sent to the ledger.
         """
         ...
 

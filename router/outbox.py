@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
 
-#: Largest merged message. It is far below the limit of a stream, so that additions never exceed it.
+#: Most bytes of a merged message, far below the limit of the messages of a stream.
 _MERGED_BYTES = 1 << 20
 #: Larger additions are sent alone, because merging copies them.
 _COPIED_BYTES = 1 << 16
@@ -20,8 +20,8 @@ _COPIED_BYTES = 1 << 16
 class Outbox(Generic[M]):
     """Queue of the messages to send on one stream; ``first`` is sent before all others.
 
-    The owner must close it when the stream ends, because gRPC continues to read the iterator of a
-    broken stream.
+    The client of a stream must close its outbox when the stream ends, because gRPC continues to
+    read the iterator of a broken stream. A server closes the iterator instead.
     """
 
     def __init__(self, first: M) -> None:
@@ -34,9 +34,10 @@ class Outbox(Generic[M]):
     def add(self, message: M) -> None:
         """Queue a message to be sent; small ones are merged into the last unsent message.
 
-        In the merged message repeated fields are appended and other fields are replaced. The outbox
-        takes over ``message``, which must not be changed afterwards. After ``close`` this has no
-        effect.
+        They are merged with MergeFrom: repeated fields are appended, other fields that are set in
+        ``message`` replace older values, and the fields of submessages are merged likewise. The
+        outbox takes over ``message``, which must not be changed afterwards. After ``close`` this
+        has no effect.
         """
         if self._is_closed:
             return

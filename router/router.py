@@ -426,7 +426,8 @@ class Router:
     async def wait(self) -> None:
         """Wait until a background task of the router fails, and raise its error.
 
-        Cancellation ends only the wait, not the router.
+        Return without an error if the router is stopped. Cancellation ends only the wait, not the
+        router.
         """
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.check()

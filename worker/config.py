@@ -37,7 +37,8 @@ class FakeModel:
     eos_token_id: int = 0
     #: one token in this many ends the sequence, decided by the tokens before it; 0: none
     eos_one_in: Amount = 0
-    #: all tokens but one in this many are equal, so that drafts can guess them; 0: none
+    #: all tokens but one in this many are equal, so that drafts can guess them; 0: no
+    #: tokens are made equal
     surprise_one_in: Amount = 0
     #: size of a block in kv_cache_mib
     block_kib: Count = 512
@@ -140,10 +141,11 @@ class WorkerConfig:
     gpu_memory_utilization: Fraction = 0.9
     #: largest number of sequences in a batch
     max_num_seqs: Count = 256
-    #: tokens computed in one step: one for each decoding sequence, the rest for prefill; not set:
-    #: depends on the device, and at least max_num_seqs
+    #: largest number of tokens computed in one step: one for each decoding sequence, the rest for
+    #: prefill and drafts; not set: depends on the device, and at least max_num_seqs
     max_num_batched_tokens: Count | None = None
-    #: longest sequence in tokens, prompt and output; not set: the model's own limit
+    #: longest sequence in tokens, prompt and output; not set: the model's own limit. Lowered to
+    #: what the KV cache holds
     max_model_len: _AtLeast2 | None = None
     #: share of the blocks that admission leaves free for growing sequences
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
@@ -160,7 +162,8 @@ class WorkerConfig:
     grammar: Grammars = field(default_factory=Grammars)
     #: auto: a GPU if there is one
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    #: auto: bfloat16 if the device computes in it natively
+    #: auto: bfloat16 if the device computes in it natively and the weights are not quantised, else
+    #: float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     #: int8: quantise the weights at load, one scale for each output channel, on CPUs only
     quantization: Literal["none", "int8"] = "none"

@@ -107,7 +107,7 @@ def rotate(
 ) -> None:
     """Create a key with the tenant, scopes, name and expiry of an old one, and print it.
 
-    The old key expires after `--overlap`.
+    The old key expires after `--overlap`, or at its own expiry if that is earlier.
     """
     now = time.time()
     ends = now + _seconds("--overlap", overlap)

@@ -20,17 +20,18 @@ class AutoscaleConfig:
     #: running and queued requests per router: 512 streams of 40 tokens per second are about what a
     #: core carries
     requests_per_router: Positive = 512.0
-    #: target for the queue wait: workers are added when it would be exceeded
+    #: target for the queue wait; workers are normally added when the estimated wait exceeds half
+    #: of it
     ttft_target: Positive = 2.0
     #: time in which added workers shall drain the queue
     drain_target: Positive = 20.0
-    #: share of the workers' throughput that is planned with
+    #: share of the workers' throughput and batch slots that is planned with
     utilisation: Fraction = 0.8
     #: share of the workers' KV blocks that is planned with
     kv_utilisation: Fraction = 0.9
     #: workers are removed when fewer would have sufficed for this long
     down_delay: NotNegative = 120.0
-    #: with min_workers 0: the last worker is removed after this long without work
+    #: with min_workers 0: all workers are removed after this long without work
     idle_delay: NotNegative = 300.0
     #: age beyond which a load report changes nothing
     stale: Positive = 5.0

@@ -7,15 +7,21 @@ saturated worker and ``a`` the arrival rate, both in tokens per second, and ``q`
                 running sequences / (utilisation * slots of a worker),
                 used blocks / (kv_utilisation * blocks of a worker) )
 
-Only the first term counts until all workers have been up for ``ttft_target`` seconds. Workers that
-drain a queue have all slots in use, so before then the other terms would ask for too many.
+For additions, only the first term counts until all workers have been up for ``ttft_target``
+seconds. Workers that drain a queue have all slots in use, so before then the other terms would ask
+for too many.
 
 Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
-of ``ttft_target``. In a rush it only has to exceed a tenth of ``ttft_target``, because there a
-short wait soon becomes a long one. A rush is a recent arrival rate above the throughput of all
-workers, and higher than the previous rate by more than chance explains. In a rush, the need is the
-first term, or the need for the recent arrival rate if that is larger. Workers are removed if fewer
-would have been enough at all times in the last ``down_delay`` seconds.
+of ``ttft_target``. While ``r`` is unknown, one worker is added at a time, when all others have been
+up for ``ttft_target`` seconds. If there is no worker, any queued request suffices.
+
+In a rush the wait only has to exceed a tenth of ``ttft_target``, because there a short wait soon
+becomes a long one. A rush is a recent arrival rate above the throughput of all workers, and higher
+than the previous rate by more than chance explains. In a rush, the need is the first term, or the
+need for the recent arrival rate if that is larger.
+
+Workers are removed if no request is queued, no worker is starting, and fewer workers would have
+been enough at all times in the last ``down_delay`` seconds.
 
 A reversal is an addition after a removal, or a removal after an addition. For ten minutes after a
 reversal workers are added only if the estimated wait exceeds ``ttft_target``, and the rule for
@@ -38,7 +44,7 @@ _SHORT_WINDOW_S, _LONG_WINDOW_S = 2.0, 30.0
 #: Share of the TTFT target above which an estimated wait adds workers, normally and in a rush.
 _MAX_WAIT_SHARE, _MAX_WAIT_SHARE_IN_A_RUSH = 0.5, 0.1
 #: The arrival rate counts as risen if the short average exceeds the long one by this many standard
-#: deviations. By chance this happens in about one of some hundred decisions, and more often the
+#: deviations. By chance this happens in about one of several hundred decisions, and more often the
 #: more the requests differ in size.
 _SIGNIFICANT = 3.0
 #: A report's arrivals enter the short average only up to this many standard deviations above the
@@ -46,8 +52,8 @@ _SIGNIFICANT = 3.0
 _MAX_DEVIATIONS = 4.0
 #: Seconds after a reversal during which further changes have stricter conditions.
 _COOLDOWN_S = 600.0
-#: Seconds after which a missing worker may never start. Until then no other worker is removed, even
-#: if fewer would be enough.
+#: Seconds after which a missing worker is assumed never to start. Until then no worker is removed,
+#: even if fewer would be enough.
 _START_TIMEOUT_S = 600.0
 #: A need that exceeds a whole number of workers by at most this much adds no further worker.
 _SLACK = 0.05

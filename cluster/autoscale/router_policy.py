@@ -1,7 +1,7 @@
 """Autoscaling policy of the router deployment, called by Ray Serve.
 
-Serve counts the requests that pass through its handles, but Everlift's requests do not. The policy
-uses the load instead that the leader reports to the ledger.
+Serve counts the requests that pass through its handles, but Everlift's requests do not. Instead,
+the policy uses the load that the leader reports to the ledger.
 """
 
 from __future__ import annotations

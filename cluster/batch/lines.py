@@ -5,9 +5,9 @@
     {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "12 + 30 ="}}
     {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Options have the names of the client's GenerateOptions. The body of a chat is sent as it is, with a
-seed if it has none. The id of a line without one is made of its number, such as "line-7". Empty
-lines are skipped.
+Options have the names of the client's GenerateOptions. The body of a chat is sent with a seed if it
+has none, and with ``on_disconnect``, but otherwise unchanged. The id of a line without one is made
+of its number, such as "line-7". Empty lines are skipped.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def read(
     A line without its own request id or seed gets one that is derived from the file's ``digest``
     and the line's number. A later run on the same file therefore derives the same ones, so that a
     cluster recognises the request and its text does not change. ``attempt`` returns the number of
-    the attempt for the key of a line; a later attempt is another request with the same seed.
+    the attempt for the key of a line. A later attempt is another request with the same seed, unless
+    the line has its own request id.
     """
     for number, data in _numbered(path):
         key = _id_of(data, number) or number

@@ -39,10 +39,11 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """Batch in progress; ``output_tokens`` counts the tokens generated in this run.
+    """Batch in progress; ``output_tokens`` counts the output tokens of the results of this run.
 
-    At most ``concurrency`` lines are in progress at a time. ``advance`` is called at the end of
-    each line with its number of output tokens.
+    It includes tokens that the cluster generated for a line before this run continued it. At most
+    ``concurrency`` lines are in progress at a time. ``advance`` is called at the end of each line
+    with its number of output tokens.
     """
 
     backend: Backend

@@ -18,8 +18,8 @@ from cluster.errors import BenchFailed
 from cluster.sse import DONE, Events
 from everlift import AsyncClient, EverliftError
 
-#: The text of an endpoint's error is reported only if it is a single word. A sentence may quote a
-#: prompt, and other characters may belong to a key.
+#: The code or type of an endpoint's error is reported only if it is a single word, and the message
+#: never. A sentence may quote a prompt, and other characters may belong to a key.
 _SLUG = re.compile(r"[A-Za-z_]{1,48}\d?")
 
 
@@ -170,7 +170,7 @@ async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.C
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     """Return the name of the first model in the endpoint's list of models.
 
-    Raises BenchFailed, with a message that contains ``url``, if there is none or no valid answer.
+    Raises BenchFailed if there is none or no valid answer; ``url`` is only for error messages.
     """
     try:
         async with session.get("models", allow_redirects=False) as response:
@@ -187,7 +187,8 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 class OpenAiEndpoint:
     """OpenAI-compatible HTTP endpoint; ``fields`` are added to every request's body.
 
-    They override the default fields.
+    The ``fields`` override the default fields, but not the prompt, max_tokens and the fields of a
+    request.
     """
 
     def __init__(

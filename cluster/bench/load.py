@@ -128,7 +128,8 @@ class Load:
     Lengths come from the workloads or the trace, else from ``input_tokens`` and ``output_tokens``;
     ``longest_input`` and ``longest_output`` limit them. Arrival times come from ``rate`` if it is
     set, else from the workload or the trace; without any of these, all requests are due at once.
-    Raises BenchFailed for contradictory options, and WorkloadFailed when the requests are created.
+    Raises BenchFailed for contradictory options; ``all_requests`` raises WorkloadFailed if the
+    requests cannot be created.
     """
 
     workloads: Sequence[str] | None = None

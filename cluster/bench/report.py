@@ -46,8 +46,8 @@ class Outcome:
         pieces     arrival of each piece of output, one chunk of the stream
         ended      end of the answer, or failure
 
-    ``error`` is a slug or a status, and empty if the answer is complete. ``text`` is kept only if
-    its tokens have yet to be counted.
+    ``error`` is a slug, an HTTP status or both, and empty if the answer is complete. ``text`` is
+    kept only if its tokens have yet to be counted.
     """
 
     due: float
@@ -143,10 +143,10 @@ def itls(outcome: Outcome) -> list[float]:
 def by_name(complete: Sequence[Outcome], start_time: StartTime) -> Mapping[str, list[float]]:
     """Return the latencies of complete answers in seconds, by the name of the latency.
 
-    The names are ``ttft``, ``tpot``, ``itl`` (inter-token latency), ``e2el`` (end-to-end latency)
-    and ``norm`` (end-to-end latency per output token). ``itl`` has a value for each gap between
-    pieces, the others at most one per answer. ``start_time`` returns the time from which the
-    latency of an answer counts.
+    The names are ``ttft``, ``tpot``, ``itl`` (inter-token latency), ``e2el`` (end-to-end latency,
+    until the last piece) and ``norm`` (end-to-end latency per output token). ``itl`` has a value
+    for each gap between pieces, the others at most one per answer. ``start_time`` returns the time
+    from which the latency of an answer counts.
     """
     return {
         "ttft": [ttft(each, start_time) for each in complete],
@@ -339,10 +339,11 @@ _BACKLOG_SHARE = 0.1
 class Ramp:
     """Search for the highest sustained rate, in requests per second.
 
-    Rates are doubled until one is not sustained or ``most`` is reached, then bisected by ratio. The
-    search assumes that a higher rate is never easier to sustain. The caller tries each rate that
-    ``next_rate`` returns, and passes the result to ``report``. ``highest_sustained`` and
-    ``lowest_unsustained`` are rates of these trials; None if there is none.
+    Rates are doubled until one is not sustained or ``most`` is reached, then bisected by ratio. If
+    the first rate is not sustained, or ``most`` is sustained, the search ends there. It assumes
+    that a higher rate is never easier to sustain. The caller tries each rate that ``next_rate``
+    returns, and passes the result to ``report``. ``highest_sustained`` and ``lowest_unsustained``
+    are rates of these trials; None if there is none.
     """
 
     def __init__(self, first: float, most: float) -> None:
@@ -427,7 +428,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) ->
 def more_figures(
     outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float], cpu_share: float
 ) -> Json:
-    """Return the figures that vLLM does not report: the ``everlift`` section of the report."""
+    """Return the figures that vLLM does not report, for the ``everlift`` section of the report."""
     complete = [each for each in outcomes if each.is_complete]
     pieces = sum(len(each.pieces) for each in complete)
     found = lag(outcomes, cpu_share)
@@ -562,7 +563,11 @@ class Stage:
 
 
 def report(setting: Setting, result: RunResult, *, is_detailed: bool = False) -> Json:
-    """Return the report of a load; with ``is_detailed`` it has the figures of each request, too."""
+    """Return the report of a load.
+
+    With ``is_detailed`` it has all figures of each request, otherwise only the end-to-end latencies
+    (``latencies``) and the delays before sending (``queue_times``).
+    """
     outcomes, slo, percents = result.outcomes, setting.slo, setting.percents
     return {
         **_head(setting, len(outcomes)),

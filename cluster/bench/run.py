@@ -27,8 +27,9 @@ class SendOptions:
     """Options for sending a load.
 
     At most ``concurrency`` requests are in flight (None: no limit), each with a timeout of
-    ``timeout_s`` seconds. ``warm_up`` is the number of warm-up requests. ``tokenizer`` counts
-    tokens that the endpoint does not count. ``is_shown`` shows a progress bar.
+    ``timeout_s`` seconds. ``warm_up`` is the number of warm-up requests, to which the limit does
+    not apply. ``tokenizer`` counts tokens that the endpoint does not count. ``is_shown`` shows a
+    progress bar.
     """
 
     concurrency: int | None

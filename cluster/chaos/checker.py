@@ -11,7 +11,9 @@ from router.ledger.listing import Audited, Claim, Item, Listed, Stray
 
 
 class Kind(Enum):
-    #: unfinished, and no living gateway or worker will continue it; or one of its keys is missing
+    #: unfinished, and no living gateway or worker will continue it; or one of its keys is missing;
+    #: or in the set of unfinished requests of a gateway, although it does not exist, is final or
+    #: belongs to another gateway
     LOST = "lost"
     #: more output tokens than max_tokens, or dispatched while it was running
     REPEATED = "repeated"
@@ -21,7 +23,8 @@ class Kind(Enum):
     ORPHANED = "orphaned"
     #: a key that never expires
     IMMORTAL = "immortal"
-    #: missing in its tenant's listing, or in a listing from which it is never removed
+    #: missing or at a wrong time in one of its listings, or in a listing from which it is never
+    #: removed
     MISLISTED = "mislisted"
 
 

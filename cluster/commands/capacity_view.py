@@ -61,7 +61,10 @@ def _times(step: pb.StepTimeModel) -> tuple[str, ...]:
 
 
 def as_json(capacity: pb.CapacityResponse) -> dict[str, object]:
-    """Return the fields of ``capacity`` as JSON values, without those whose value is unknown."""
+    """Return the fields of ``capacity`` as JSON values.
+
+    An unknown ``wait_s`` or step time is left out, and an unknown ``tokens_per_s`` is 0.
+    """
     fields = MessageToDict(
         capacity, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

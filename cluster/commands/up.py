@@ -93,10 +93,11 @@ def workers(config: Config) -> str:
 
 
 def _check_not_running(config: Config) -> None:
-    """Raise ClusterFailed if a cluster with the same embedded ledger is already running.
+    """Raise ClusterFailed if a cluster runs in the state directory and the ledger is embedded.
 
-    An embedded ledger stores its data in the state directory, which only one cluster can use then.
-    Clusters with other ledgers may share a state directory.
+    An embedded ledger stores its data in the state directory. A cluster with such a ledger is
+    therefore not started beside any other one, whatever the other one's ledger is. A cluster with
+    another ledger may share the state directory.
     """
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:

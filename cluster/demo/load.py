@@ -28,7 +28,7 @@ class Percentiles(TypedDict):
 
 
 class Summary(TypedDict):
-    """Summary that `everlift demo --json` prints; latencies are measured by the clients."""
+    """Summary that `everlift demo --json` writes; latencies are measured by the clients."""
 
     requests: int
     completed: int

@@ -229,7 +229,7 @@ def _weights_mib(config: Config) -> int:
 def _loaded_bytes(file: Path) -> int:
     if not is_gguf(file.name):
         return file.stat().st_size
-    # GGUF tensors are dequantised to float32 when they are loaded.
+    # GGUF tensors are dequantised when they are loaded, to float32 at most.
     return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(file).tensors)
 
 

@@ -46,8 +46,8 @@ class LLM:
         """Load ``model``, an id or directory as for ``everlift up``.
 
         ``overrides`` are worker settings by name. Raises SettingsError if one of them is invalid,
-        UnknownModel or ModelUnavailable if the model cannot be loaded, and any error of building
-        the engine.
+        UnknownModel or ModelUnavailable if the model cannot be loaded, ClusterFailed if it is not
+        supported, and any error of building the engine.
         """
         worker = settings.load(WorkerConfig, overrides)
         revision = worker.model_revision
@@ -57,8 +57,8 @@ class LLM:
     def of(cls, config: Config) -> Self:
         """Create an LLM with the model and worker settings of a cluster's configuration.
 
-        Raises UnknownModel or ModelUnavailable if the model cannot be loaded, and any error of
-        building the engine.
+        Raises UnknownModel or ModelUnavailable if the model cannot be loaded, ClusterFailed if it
+        is not supported, and any error of building the engine.
         """
         llm = cls.__new__(cls)
         llm._open(config)
@@ -88,12 +88,13 @@ class LLM:
         ``options`` apply to all prompts. ``each`` has the options of each single prompt, in the
         same order; they override ``options``. ``progress`` says whether a progress bar is shown; if
         None, it is shown on a terminal for two or more prompts. Raises ValueError if ``each`` and
-        ``prompts`` differ in length.
+        ``prompts`` differ in length, and TypeError if an element of ``prompts`` is neither text nor
+        a sequence of token ids.
 
-        An invalid prompt or option raises its EverliftError before anything runs. A later failure
-        is in ``Completion.error``, is raised by ``Completion.text``, and does not affect other
-        prompts. Raises ClusterFailed if the engine ends. ``timeout_s`` counts from the moment when
-        a prompt is given to the engine. ``on_disconnect`` has no effect.
+        Any other invalid prompt or option raises its EverliftError before anything runs. A failure
+        after that is in ``Completion.error``, is raised by ``Completion.text``, and does not affect
+        other prompts. Raises ClusterFailed if the engine ends. ``timeout_s`` counts from the moment
+        when a prompt is given to the engine. ``on_disconnect`` has no effect.
         """
         tasks = self._tasks(_listed(prompts), each, options)
         completions: dict[int, Completion] = {}

@@ -70,7 +70,8 @@ def opened(config: Config) -> Iterator[LLM]:
 
     Log messages are written to a file in the state directory.
 
-    Raises ClusterFailed if the model cannot run on this machine.
+    Raises ClusterFailed if the model cannot run on this machine, and UnknownModel or
+    ModelUnavailable if its files cannot be loaded.
     """
     # Imported here because most commands use a cluster and need no engine.
     from cluster.llm.llm import LLM

@@ -35,7 +35,8 @@ class LocalSession:
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
         """Abort the given choices of a request, or all if none is given.
 
-        ``epoch`` identifies the request. Nothing more is reported about aborted choices.
+        ``epoch`` identifies the request. Nothing more is reported about aborted choices, except
+        the rest of the frame that is being delivered if ``receive`` makes this call.
         """
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._send(session_pb2.RouterFrame(aborts=[abort]))

@@ -48,7 +48,9 @@ class RankLaunch:
 
 
 Launch = RouterLaunch | RankLaunch
-#: Report of a process, by name: its addresses, or the cause of its failure as "error".
+#: Report of a process: texts by name. A ready router reports its addresses, a ready rank 0 its
+#: worker_id and address, and any other ready rank nothing. If there are several ranks, rank 0 first
+#: reports its "rendezvous". A process that fails reports the cause as "error".
 Report = dict[str, str]
 
 

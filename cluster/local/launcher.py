@@ -114,7 +114,7 @@ _SHOWN_BYTES = 80
 class Child:
     """Child process, whose log is appended to ``log_path``.
 
-    All methods but ``start`` and ``kill`` need a started process.
+    ``pid``, ``report`` and ``wait`` need a started process.
     """
 
     def __init__(self, launch: Launch, launcher: Launcher, log_path: Path) -> None:
@@ -133,7 +133,7 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process, without waiting for a report. Raises ClusterFailed."""
+        """Start the process, without waiting for a report. Raises ClusterFailed or OSError."""
         self._process = await self._launcher.start(self._launch, self._log_path)
         log.info("process started", child=self.name, child_pid=self.pid)
 

@@ -19,7 +19,7 @@ _POLL_S, _RESTART_S = 0.2, 1.0
 
 
 def url_file(state_dir: Path) -> Path:
-    """Return the path of the file that contains the ledger's URL.
+    """Return the path of the file that contains the ledger's URL, if ``write_url`` has written it.
 
     Only this user can read the file, because the URL contains the password.
     """

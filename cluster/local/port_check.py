@@ -18,7 +18,8 @@ _LISTENING = "0A"
 def check(routers: Iterable[RouterConfig]) -> None:
     """Raise ClusterFailed if a port on which a router is to listen is in use.
 
-    The error names the setting of each such port and the process that uses it.
+    The error names the setting of each such port and the process that uses it, unless that process
+    is invisible to this user.
     """
     listeners = [each for router in routers for each in router.listeners if each.host and each.port]
     conflicts = [_describe_conflict(each) for each in listeners if _is_in_use(each)]

@@ -3,11 +3,13 @@
 Command: ``python -m cluster.local.process router`` or ``rank``.
 
     stdin     two lines: the parent's process id, and the start parameters (launch.py)
-    stdout    reports, each a line of JSON: the addresses once it serves, or the cause of a failure
+    stdout    reports, each a line of JSON: the addresses once it serves, or the cause of a failure;
+              rank 0 of several first reports the rendezvous (launch.py)
     stderr    log
 
 SIGTERM stops the process gracefully. SIGUSR1 notifies it that its machine is about to be reclaimed:
-a router then stops gracefully, and a rank returns all requests to the routers and keeps running.
+a router stops gracefully, rank 0 returns all requests of its worker to the routers and keeps
+running, and any other rank keeps running.
 On Linux, the kernel kills the process when its parent ends.
 """
 

@@ -2,8 +2,8 @@
 
     this process ─┬─ valkey-server          unless the ledger has a url
                   ├─ router-0 ...
-                  └─ worker-0, worker-0.1 ... one process per rank; forked by a fork server if
-                                              ended processes are restarted
+                  └─ worker-0, worker-0.1 ... one process per rank; on Linux forked by a fork
+                                              server if ended processes are restarted
 
 All of them end when this process ends, even if it is killed.
 """
@@ -84,7 +84,11 @@ class ProcessCluster:
 
     @property
     def internal_address(self) -> str:
-        """Internal address of the first router, which needs no key and no client certificate."""
+        """Internal address of the first router.
+
+        It requires no API key. It requires a client certificate only if ``internal_tls`` is on:
+        the one that ``internal_tls`` names.
+        """
         return self.routers[0].internal_address
 
     @property
@@ -255,7 +259,7 @@ class ProcessCluster:
             ) from None
 
     async def _knows_all(self, router: RouterReplica) -> bool:
-        # The internal address requires neither a key nor a client certificate.
+        # The internal address requires no API key; the transport has the certificate if needed.
         async with AsyncClient(
             router.internal_address, retry_s=0, transport=self._transport
         ) as client:

@@ -41,7 +41,8 @@ class Replica(ABC):
     async def start(self) -> None:
         """Start all processes, and return when they have reported that the replica serves.
 
-        Raises ClusterFailed if one of them fails, after killing all of them.
+        Raises ClusterFailed if one of them fails, and OSError if one cannot be started. After any
+        error, all of them are killed.
         """
         self._children = []
         try:

@@ -16,8 +16,9 @@ from router.config import RouterConfig, overlapping
 class ReservedPorts:
     """Reservation of a router's ports on this host, also while the router is not running.
 
-    Each reservation is a socket that is bound to the port and does not listen. It keeps other
-    processes from getting the port, but not the router, which listens with SO_REUSEADDR.
+    Each reservation is a socket that is bound to the port and does not listen. While it exists, the
+    kernel assigns the port to no process that asks for any free port. The router can listen on the
+    port nevertheless, because it uses SO_REUSEADDR.
     """
 
     def __init__(self) -> None:
@@ -26,8 +27,8 @@ class ReservedPorts:
     def of(self, router: RouterConfig) -> RouterConfig:
         """Reserve a free port for each port 0 of ``router``; return ``router`` with these ports.
 
-        Other ports stay as they are and are not reserved. Raises OSError if a port cannot be
-        reserved.
+        Other ports stay as they are and are not reserved. Port 0 stays 0 if its host is empty,
+        because nothing listens there. Raises OSError if a port cannot be reserved.
         """
         return replace(
             router,

@@ -72,8 +72,9 @@ class RayCluster:
         """Start the ledger, Ray and the application, and wait until the application runs.
 
         Raises ModelUnavailable if the model's files cannot be had, LedgerSetupError if the ledger
-        cannot start, and ClusterFailed if the application fails or needs more nodes than there are.
-        After an error everything that was started is stopped.
+        cannot start, and ClusterFailed if the application fails, or if a local Ray is to run
+        several routers. After an error everything that was started is stopped. Missing nodes of a
+        Ray cluster are no error: the call waits for them.
         """
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:

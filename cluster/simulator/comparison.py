@@ -37,8 +37,10 @@ def recorded_forecast(records: list[Record]) -> Forecast:
 def table(answers: Mapping[str, Forecast]) -> Table:
     """Return a table that compares forecasts under several policies.
 
-    ``answers`` maps the name of a policy to its forecast. There is a section for all requests, and
-    one for each priority class, tenant and application. A section has a row per policy.
+    ``answers`` maps the name of a policy to its forecast; all forecasts must be of the same
+    requests. There is a section for all requests, and one for each priority class, tenant and
+    application. Classes, tenants or applications have no sections if there is only one of them. A
+    section has a row per policy.
     """
     shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in shown.columns[1:]:
@@ -55,7 +57,8 @@ def table(answers: Mapping[str, Forecast]) -> Table:
 def as_json(answers: Mapping[str, Forecast]) -> dict[str, object]:
     """Return the summaries of forecasts as JSON, by policy and then by group of requests.
 
-    The groups are all requests, and each priority class, tenant and application.
+    The groups are all requests, and each priority class, tenant and application. Classes, tenants
+    or applications are left out if there is only one of them.
     """
     return {
         policy: {group: summary_as_json(summary) for group, summary in groups(answer)}

@@ -44,8 +44,8 @@ class Sample:
 class Forecast:
     """Result of a simulation: ``records`` of requests by arrival, ``samples`` by time.
 
-    ``num_steps`` is the number of engine steps of all workers; ``num_jumped`` of them were computed
-    together with others instead of scheduled one by one.
+    ``num_steps`` is the number of engine steps of all workers. ``num_jumped`` of them were not
+    scheduled separately: of n steps that are computed together, n - 1 count.
     """
 
     records: tuple[Record, ...]

@@ -25,7 +25,8 @@ def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
     """Yield a record of each choice of a request; times are ledger times in seconds.
 
     ``events`` are the ledger's events of this request. ``first_token`` is the time of the first
-    token of any choice, and infinite if unknown.
+    token of any choice, and infinite if unknown. Only the output length is that of the choice. All
+    other times and counts are those of the whole request, and equal in all its records.
     """
     explanation = stored_explanation(stored, events)
     entry, times = stored.entry, _first_times(events)

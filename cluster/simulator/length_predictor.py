@@ -15,7 +15,8 @@ from typing import NamedTuple
 from cluster.simulator.workloads.arrivals import Arrival
 from router.prediction.predictor import LEAST, LengthDistribution, OutputLengths, RecentRanks
 
-#: Rank of all requests without a prediction of their own, as in ``router.prediction``.
+#: ``rank`` of all requests without a prediction of their own, and both ranks of requests whose
+#: prediction is distrusted, as in ``router.prediction``.
 _NO_RANK = 0.0
 
 

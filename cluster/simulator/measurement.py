@@ -17,7 +17,8 @@ from worker.engine.limits import Limits, blocks_for
 from worker.engine.outcome import Abort
 from worker.engine.sequence import Sequence as EngineSequence
 
-#: Number of steps that are measured of each size; their median is used.
+#: Number of steps that are measured of each prompt size and decoding batch; their median is used.
+#: Each chunk of a long prompt is measured once.
 _REPETITIONS = 5
 #: Maximum number of steps in which the prompts of a decoding batch are computed.
 _MOST_STEPS = 32

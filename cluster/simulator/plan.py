@@ -16,9 +16,10 @@ from everlift.step_time import StepSize
 def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:
     """Return the rate, in requests per second, at which this workload saturates one worker.
 
-    ``arrivals`` only determine the mean lengths. A saturated worker decodes ``rows`` sequences at
-    once, limited by slots, KV cache and token budget. In each step rows / (mean output) of them
-    end, and as many prompts are computed. No part of a prompt is assumed to be cached.
+    Only the prompt and output lengths of ``arrivals`` are used, not their times. A saturated worker
+    decodes ``rows`` sequences at once, limited by slots, KV cache and token budget. In each step
+    rows / (mean output) of them end, and as many prompts are computed. No part of a prompt is
+    assumed to be cached.
     """
     outputs = [min(each.output_tokens, each.max_tokens) for each in arrivals]
     prompts = [each.prompt_tokens for each in arrivals]

@@ -44,7 +44,10 @@ def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
 
 
 def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
-    """Return one or two sentences: whether and how many workers of this kind are enough."""
+    """Return a line of text: whether and how many workers of this kind are enough.
+
+    If requests were refused, the line also states how many, by cause.
+    """
     if plan.workers is not None:
         enough = next(trial for trial in plan.trials if trial.workers == plan.workers)
         return f"{kind}: {plan.workers} {_are(plan.workers)} enough{_refused(enough)}"

@@ -34,9 +34,10 @@ def simulate(
     """Simulate ``arrivals``, sorted by time, until all requests have ended; return the forecast.
 
     With ``one_by_one`` every step of every engine is scheduled separately, which changes only how
-    long the simulation takes. ``dispatcher`` is used instead of the product's queue. Raises
-    ValueError if an arrival is earlier than the one before it. Raises it also if both a dispatcher
-    and an autoscaler are set, because the autoscaler needs the product's queue.
+    long the simulation takes and the forecast's ``num_jumped``. ``dispatcher`` is used instead of
+    the product's queue. Raises ValueError if an arrival is earlier than the one before it. Raises
+    it also if both a dispatcher and an autoscaler are set, because the autoscaler needs the
+    product's queue.
     """
     simulation = _Simulation(scenario, one_by_one, dispatcher)
     simulation.run(iter(arrivals))

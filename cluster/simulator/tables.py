@@ -44,7 +44,8 @@ def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Su
 def requests_table(forecast: Forecast, slo: Slo, *, by_group: bool = False) -> Table:
     """Return a table with a row for all requests.
 
-    With ``by_group`` it also has a row for each priority class, tenant and application.
+    With ``by_group`` it also has a row for each priority class, tenant and application. Classes,
+    tenants or applications are left out if there is only one of them.
     """
     table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     # If the table is too wide, only the names wrap, so that no number is cut off.

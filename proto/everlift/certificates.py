@@ -39,8 +39,8 @@ def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
 def server_context(tls: Tls, protocols: Sequence[str] = ()) -> ssl.SSLContext:
     """Return an ssl context that a server can keep for its lifetime.
 
-    Each new connection uses the contents of the files at that time. ``protocols`` are the ALPN
-    protocols, the preferred one first.
+    Each new connection uses the contents of the files at that time, or the last valid contents if
+    these are invalid. ``protocols`` are the ALPN protocols, the preferred one first.
     """
     contexts = Reloaded(tls.files, lambda: _server_context(tls, protocols))
 

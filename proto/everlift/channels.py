@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-#: Largest message that clients, routers and workers send and accept.
+#: Largest gRPC message in bytes. It applies to clients, routers and workers, except that routers
+#: limit the messages of clients' calls by the setting router.max_message_bytes.
 MAX_MESSAGE_BYTES = 64 << 20
 _KEEPALIVE_MS = 10_000
 
@@ -56,7 +57,7 @@ _REFUSALS = (
 
 
 def refusal(details: str) -> str:
-    """Return why a connection failed if TLS or a lack of TLS is the cause, else "".
+    """Return why a connection failed if TLS or a lack of TLS is or may be the cause, else "".
 
     ``details`` is the text with which gRPC describes its error.
     """

@@ -66,7 +66,8 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
 def _format_number(number: float) -> str:
     """Return ``number`` as text for an error message.
 
-    An integer is cut to _MAX_DIGITS digits and "...", and a float has 6 significant digits.
+    "..." replaces what exceeds _MAX_DIGITS characters of an integer. A float has up to 6
+    significant digits.
     """
     if not isinstance(number, int):
         return f"{number:g}"

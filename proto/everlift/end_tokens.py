@@ -1,7 +1,7 @@
 """End tokens of a checkpoint: the tokens with which its model ends an output.
 
-The router stops outputs at these tokens. In an output that a grammar constrains, the worker allows
-them only when the output is complete.
+The router adds them to the stop tokens of each request that does not set ignore_eos. In an output
+that a grammar constrains, the worker allows them only when the output is complete.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@
     │   ├── UnknownField          the JSON body has an unknown field
     │   ├── MalformedBody         the body is not JSON, or not JSON of an accepted form
     │   ├── BodyTooSlow           the rest of the body did not arrive in time
-    │   ├── UnsupportedMediaType  the body is not application/json
+    │   ├── UnsupportedMediaType  the body is not application/json, or it is compressed
     │   ├── Unsupported           the feature is not supported
     │   ├── NoChatTemplate        the model has no chat template
-    │   ├── InvalidGrammar        no output can be constrained to the grammar
+    │   ├── InvalidGrammar        the grammar is invalid, or too slow to compile or to follow
     │   ├── UnsupportedContent    a message has a part that is not text
     │   ├── ToolsUnsupported      the format in which the model calls tools is unknown
     │   ├── TemplateFailed        the model's chat template rejected the messages
@@ -53,8 +53,8 @@
     ├── UnknownWorker
     ├── TooManyConnections        the router has too many connections
     ├── RouterStopping            this router is draining: use another one, nothing is lost
-    ├── Moved                     another router owns the request: attach again
-    ├── Unreachable               no router answers; the client itself raises this error
+    ├── Moved                     another router owns or discarded the request: call again
+    ├── Unreachable               no router answers, or the owner of the request does not
     └── DataLoss                  acknowledged data is lost
 
 The slug of an error names it in logs, in metrics and on the wire. This module does not depend on a
@@ -67,9 +67,10 @@ from typing import ClassVar
 
 
 class SettingsError(Exception):
-    """Raised for invalid settings; the message has one line for each of them.
+    """Raised for invalid settings or files of settings; the message has one line for each of them.
 
-    A line contains the place where the setting was set (if known), its dotted path, and the cause.
+    A line about a setting contains the place where it was set (if known), its dotted path, and the
+    cause. A line about a file begins with the file's path.
     """
 
 

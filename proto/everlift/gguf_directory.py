@@ -46,8 +46,8 @@ def cache_directory() -> Path:
 def directory_of(path: Path) -> Path:
     """Return the directory in the cache with the model files of the GGUF file ``path``.
 
-    The directory is created if it is missing. Raises GgufUnusable if the file cannot be converted,
-    and OSError if it cannot be read or the cache cannot be written.
+    The directory is created if it is missing. Raises GgufUnusable if the file cannot be read or
+    converted, and OSError if the cache cannot be written.
     """
     path = path.resolve()
     if not path.is_file():

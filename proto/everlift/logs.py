@@ -4,8 +4,8 @@
     log.info("request finished", request_id=request_id, output_tokens=17)
 
 A line contains ts, level, component, pid, logger and event, then the fields that the caller passed,
-and nothing else. Callers must not pass prompts, token ids or secrets. A field with the name of one
-of the fixed keys gets a trailing underscore.
+then ``traceback`` if an exception is logged, and nothing else. Callers must not pass prompts, token
+ids or secrets. A field with the name of one of the first six keys gets a trailing underscore.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class Logger:
 
 
 def get_logger(name: str) -> Logger:
-    """Return the logger of module ``name``, which writes nothing before ``configure``."""
+    """Return the logger of module ``name``, which writes lines of JSON only after ``configure``.
+
+    Before that, Python's own logging handles the events: without other handlers, it writes the
+    texts of warnings and errors, without their fields, to standard error.
+    """
     return Logger(logging.getLogger(name))
 
 

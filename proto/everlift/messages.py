@@ -71,7 +71,8 @@ def check_field(field: str, value: float, name: str = "") -> None:
 class OnDisconnect(Enum):
     #: the request is cancelled when its last client disconnects
     CANCEL = pb.ON_DISCONNECT_CANCEL
-    #: the request continues for the router's grace period, and is then cancelled
+    #: the request continues for the router's grace period, and is then cancelled unless a client
+    #: has attached
     GRACE = pb.ON_DISCONNECT_GRACE
     #: the request continues to its end
     CONTINUE = pb.ON_DISCONNECT_CONTINUE
@@ -89,9 +90,10 @@ class Submission:
     """Request as the client sent it, checked as far as possible without the model.
 
     ``max_tokens`` and ``timeout_s`` are None if the client set none. With ``clamp_max_tokens``,
-    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` is the hash of the fields
-    that affect the output; it distinguishes a repeated request from another one under the same id.
-    ``request_id`` is prefixed with its tenant's name (request_id.py). ``x_request_id`` is the id
+    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` (``hash_body``) is the hash
+    of the fields in which all submissions of a request must agree; it distinguishes a repeated
+    request from another one under the same id. ``request_id`` is prefixed with the tenant's name,
+    if tenants are distinguished (request_id.py). ``x_request_id`` is the id
     of the call in other systems' logs and traces; Everlift identifies nothing by it. ``session_id``
     (conversation) and ``fairness_id`` (party) are labels that are only recorded in traces.
     ``application`` names the purpose, by which output lengths are predicted.
@@ -250,7 +252,11 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 
 
 def hash_body(message: pb.GenerateRequest) -> bytes:
-    """Return the SHA-256 of the fields of ``message`` that affect the request's output."""
+    """Return the SHA-256 of the fields in which two submissions of a request must agree.
+
+    These are all fields of ``message`` except request_id, timeout_ms, on_disconnect, priority,
+    ttft_target_ms, explain, session_id, fairness_id and application.
+    """
     body = pb.GenerateRequest()
     body.CopyFrom(message)
     body.DiscardUnknownFields()

@@ -1,8 +1,11 @@
 """Location of a model's files: a directory, a GGUF file, or the local copy of a hub model.
 
     pin        returns the current commit of a revision           contacts the hub
-    fetch      downloads the files that this machine lacks        contacts the hub if any is missing
+    fetch      downloads the files that this machine lacks        contacts the hub
     locate     returns the directory with the files               does not contact the hub
+
+If the revision is a commit, ``pin`` does not contact the hub, and ``fetch`` does so only if files
+are missing.
 
 A GGUF file is named by its path. A packaged model, a GGUF file in a wheel of the package index, is
 named as in PACKAGED_MODELS. A GGUF file is converted at its first use to a directory in the cache
@@ -52,8 +55,9 @@ class ModelUnavailable(OSError):
 async def pin(model: str, revision: str = "") -> str:
     """Return the commit of ``revision`` of a hub model, or "" if ``model`` is not a hub id.
 
-    The default revision is the main branch. If the hub cannot be reached, the last known commit is
-    returned. Raises ModelUnavailable if none is known, or if the hub has no such model or revision.
+    The default revision is the main branch. A commit is returned without a check. If the hub cannot
+    be reached, the last known commit is returned. Raises ModelUnavailable if none is known, or if
+    the hub has no such model or revision.
     """
     if not is_hub_id(model, revision):
         return ""
@@ -89,9 +93,10 @@ async def fetch(
 def locate(model: str, revision: str = "", *, weights: bool) -> Path:
     """Return the directory with the model's files, without contacting the hub.
 
-    A GGUF file is converted to a directory in the cache, unless the cache has it already. Raises
-    ModelUnavailable if files are missing on this machine (missing weights only with ``weights``),
-    or if the GGUF file cannot be used.
+    A GGUF file is converted to a directory in the cache, unless the cache has it already. A local
+    directory is returned without a check of its files. Raises ModelUnavailable if files of a hub
+    model are missing on this machine (missing weights only with ``weights``), if ``model`` is no
+    known model, or if the GGUF file cannot be used.
     """
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)

@@ -42,7 +42,8 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     #: number of choices, which are separate outputs of the same prompt; default 1
     n: int | None
-    #: divisor of the logits of tokens that occurred in the prompt or the output; default 1
+    #: divisor of the positive logits, and factor of the negative logits, of tokens that occurred in
+    #: the prompt or the output; default 1
     repetition_penalty: float | None
     #: subtracted from the logits of tokens that occurred in the output; default 0
     presence_penalty: float | None
@@ -93,8 +94,9 @@ class GenerateOptions(TypedDict, total=False):
 def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """Return the message that submits ``prompt`` with ``options`` to a router.
 
-    Raises TypeError for an unknown option or a prompt of bytes, and InvalidRequest for an invalid
-    value.
+    Raises TypeError for an unknown option or a prompt of bytes. Raises InvalidRequest for an
+    invalid request id, a number out of range, several grammars, or a value that the message cannot
+    hold. Other invalid values, such as an empty prompt, are left to the router.
     """
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"generate() has no option {name!r}")

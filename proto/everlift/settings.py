@@ -82,7 +82,11 @@ def load(
 
     Each layer is a nested mapping, and overrides those before it. ``location_of`` is called with
     the dotted path of an invalid setting, and returns the text that precedes the path in the error,
-    for example the setting's file and line. Raises SettingsError, which lists all invalid settings.
+    for example the setting's file and line.
+
+    Raises SettingsError, which lists the invalid settings. Missing settings are listed only if
+    there is no other error. The check of a dataclass (``__post_init__``) reports its first problem,
+    and only once each setting of the dataclass is valid by itself.
     """
     merged: Mapping[str, object] = {}
     for layer in layers:

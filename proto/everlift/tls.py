@@ -11,10 +11,10 @@ class Tls:
     """Paths of the PEM files of one end of a TLS connection.
 
     A server has ``cert`` and ``key``; if ``ca`` is set, it requires client certificates of that
-    authority. A client has ``ca`` (default: the authorities that gRPC trusts), and ``cert`` and
-    ``key`` if the server requires a client certificate. When a file changes, later connections use
-    its new contents. Relative paths refer to the working directory. Raises ValueError if only one
-    of ``cert`` and ``key`` is set.
+    authority. A client has ``ca`` (default: the authorities that gRPC trusts, or outside of gRPC
+    those of the system), and ``cert`` and ``key`` if the server requires a client certificate. When
+    a file changes, later connections use its new contents if these are valid. Relative paths refer
+    to the working directory. Raises ValueError if only one of ``cert`` and ``key`` is set.
     """
 
     #: certificates of the authority that signed the other end's certificate

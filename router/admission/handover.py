@@ -20,7 +20,7 @@ from router.admission.request import Key, Waiting
 TICK_S = 0.2
 #: Least seconds between two searches for requests to move, because workers report far more often.
 MOVES_S = 0.05
-#: Dispatches that may be in flight at the same time.
+#: Dispatches that may be in flight at the same time, apart from those that are being retried.
 DISPATCHES_AT_ONCE = 64
 
 
@@ -153,8 +153,8 @@ class Generations:
         return max(resync.since, self._since) + self._timeout_s
 
 
-#: Entries of the first message, and of any message at most. The first ones arrive soon, and no
-#: message occupies either end for long.
+#: Entries of the snapshot in the first message, and in any message at most. A message also has up
+#: to _MAX_SIZE updates. The first entries arrive soon, and no message occupies either end for long.
 _FIRST_SIZE, _MAX_SIZE = 32, 256
 
 _Item: TypeAlias = tuple[Key, int, pb.Waiting]

@@ -8,7 +8,7 @@
 The columns are the request's state, the condition for its rejection, and the error that the client
 receives, with the settings that enable this rejection in parentheses. A class is a priority class.
 A request that has been dispatched to a worker is never rejected. The longest wait of a request is
-fixed on its arrival, by the settings in effect then.
+fixed when the leader receives it, by the settings in effect then. A new leader fixes it again.
 """
 
 from __future__ import annotations
@@ -186,8 +186,9 @@ class EarlyRejection:
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
         """Check that a new request may join the queue, in which ``queued`` requests are already.
 
-        Raises RetriedTooSoon if the request was refused before and is sent again before its
-        Retry-After, and QueueFull if the queue is full and has no request of a lower class.
+        Raises RetriedTooSoon if the request was refused before, is sent again before its
+        Retry-After, and its tenant's bucket has no token for premature retries. Raises QueueFull if
+        the queue is full and has no request of a lower class that has never been dispatched.
         """
         if early_s := self._retry_limiter.admit_retry(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
@@ -333,8 +334,8 @@ class Bounds:
     def refuse(self, waiting: Waiting) -> Refusal | None:
         """Return the refusal that a new request causes; None if it can be queued without any.
 
-        Either the request itself is refused, or the newest queued request of the lowest class,
-        which this call removes from the queue to make room.
+        Either the request itself is refused, or the newest queued request of the lowest class among
+        those that have never been dispatched. This call removes the latter from the queue.
         """
         if (missed := self._missed_deadline(waiting)) is not None:
             least_tokens = waiting.least_tokens if missed.is_by_output else 0

@@ -1,8 +1,9 @@
 """Policies that order the queued requests of a priority class. Pure.
 
-A policy gives each request a place, its sort key. The place never changes and is the same on every
-router, because routers report their queued requests to a new leader in this order. The queue takes
-the next request from lanes (priority queues), whose choice may also depend on the time.
+A policy gives each request a place, its sort key. The place does not change while the request is
+queued and is the same on every router, because routers report their queued requests to a new leader
+in this order. The queue takes the next request from lanes (priority queues), whose choice may also
+depend on the time.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ _FIFO = Fifo()
 class EarliestDeadline:
     """Order by the earlier of a request's deadline and the due time of its first token.
 
-    A request without either is due ``undated_s`` seconds after its arrival. A request that is
-    already late still leaves first.
+    For a request that has output, the due time of the first token does not count. A request without
+    either is due ``undated_s`` seconds after its arrival. A request that is already late still
+    leaves first.
     """
 
     undated_s: float
@@ -187,7 +189,8 @@ class StarvationLimit:
     """Order of another policy, with a limit of the wait against starvation.
 
     Requests that have waited ``limit_s`` seconds leave before the others of their class, by
-    arrival. If all requests wait that long, the order is by arrival.
+    arrival. With fair shares, they only leave before the others of their tenant in the class. If
+    all requests wait that long, the order is by arrival.
     """
 
     policy: Policy
@@ -230,7 +233,8 @@ class Rules:
     """Settings of the admission queue that are in effect; they can change at run time."""
 
     order: Policy
-    #: largest number of queued requests; further ones are refused
+    #: largest number of queued requests; a further new one is refused, or replaces one of a lower
+    #: class
     max_queued: int
     #: seconds after which a request that has not been dispatched yet is refused; 0 disables
     queue_ttl: float

@@ -3,8 +3,8 @@
 The head is the next request of the queue. If no worker has free capacity for the head, and it would
 miss a deadline by waiting, it is dispatched to a worker that evicts running requests for it. The
 worker is chosen where the evicted requests have the fewest tokens to recompute. They are queued
-again and keep their sort keys and output. Workers assign blocks and slots by priority class, so
-that no waiting sequence of a lower class precedes the head there.
+again and keep their arrival times, queue keys and output. Workers assign blocks and slots by
+priority class, so that no waiting sequence of a lower class precedes the head there.
 
 A request that its worker has preempted is moved to another worker if it can resume sooner there.
 """
@@ -31,7 +31,11 @@ _MAX_VICTIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Decision to evict running requests (``victims``) from a worker."""
+    """Decision to dispatch a request to a worker and to evict ``victims``, running requests, there.
+
+    ``victims`` is empty if the worker has enough free capacity, but waiting sequences of lower
+    classes or their pending prefill prevented a normal dispatch.
+    """
 
     worker_id: str
     victims: tuple[Running, ...]
@@ -81,9 +85,9 @@ def _wait_s(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 class Evictions:
     """Eviction policy; ``occupants`` returns the ids of the requests in the slots of a worker.
 
-    A worker is chosen only if at most ``max_pending_prefill`` prompt tokens are then pending there,
-    including those of the request that is dispatched. Only tokens of its priority class and higher
-    ones count, because the worker computes them first.
+    A worker is chosen only if at most ``max_pending_prefill`` tokens to prefill are then pending
+    there, including those of the request that is dispatched, or if only those of the request are.
+    Only tokens of its priority class and higher ones count, because the worker computes them first.
     """
 
     def __init__(
@@ -105,8 +109,9 @@ class Evictions:
     ) -> Eviction | None:
         """Return the eviction by which a request meets a deadline that it would miss by waiting.
 
-        Return None if it can still wait, has no deadline, or if no eviction helps. Requests whose
-        ids are in ``spared`` are not evicted.
+        Return None if it can still wait, has no deadline that is yet to come, or if no eviction
+        helps. Until a deadline has passed, an eviction is returned even if the deadline can no
+        longer be met. Requests whose ids are in ``spared`` are not evicted.
         """
         if (slack := _slack(waiting, workers, ledger_now)) == inf:
             return None
@@ -222,8 +227,9 @@ class _OutputReservation:
 class OutputReservations:
     """KV blocks that are reserved for the future output of requests that were moved.
 
-    Such a reservation shrinks as the request generates tokens. ``running`` is the table of requests
-    at workers, which shows whether a moved request is at its new worker. ``now`` is in seconds.
+    Such a reservation shrinks with the time since the decision to move the request, by one token
+    per choice for each step time of the new worker. ``running`` is the table of requests at
+    workers, which shows whether a moved request is at its new worker. ``now`` is in seconds.
     """
 
     def __init__(self, running: RunningTable) -> None:
@@ -250,7 +256,10 @@ class OutputReservations:
         return blocks
 
     def prune(self, workers: Mapping[str, WorkerView], now: float) -> None:
-        """Drop reservations that are used up, or whose request is not at the reserved worker."""
+        """Drop reservations that are used up, or whose request is not at the reserved worker.
+
+        A request has _IN_TRANSIT_S seconds to reach the worker.
+        """
         self._reservations = {
             request_id: reservation
             for request_id, reservation in self._reservations.items()

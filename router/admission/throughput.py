@@ -72,10 +72,11 @@ class Work:
     output_tokens: int = 0
     released_blocks: int = 0
     busy_s: float = 0.0
-    #: sums over all steps of the fields of StepSize
+    #: sums over all steps of the fields of StepSize; the sum of num_tokens is ``computed_tokens``
     num_rows: int = 0
     kv_tokens: int = 0
     num_pairs: int = 0
+    #: result of the function ``spared_tokens``
     spared_tokens: int = 0
 
     @property

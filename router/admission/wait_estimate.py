@@ -1,7 +1,7 @@
 """Estimates of a request's wait, first token and end. Pure.
 
     wait     (queued work of its class and higher ones) / (work that leaves the queue per second)
-    prefill  seconds for the pending prompt tokens of its worker, and for its own
+    prefill  half of a step, and seconds for the pending prompt tokens of its worker and its own
     output   (its tokens after the first one) * (predicted step time of its worker's batch)
 
 The drain rate of the queue is the measured one (``DrainRate``). Before it is known, the throughput
@@ -69,7 +69,10 @@ class WaitEstimator:
             self.least_wait_ratio.note((ledger_now - waiting.arrived) / predicted_s)
 
     def prefill_s(self, waiting: Waiting) -> float:
-        """Return the predicted seconds to the first token if dispatched now; 0 if unknown."""
+        """Return the predicted seconds to the first token if dispatched now; 0 if unknown.
+
+        If only the time of the prefill is unknown, the result is the rest of the current step.
+        """
         worker = self._next
         if worker is None:
             return 0.0

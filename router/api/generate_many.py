@@ -14,8 +14,8 @@ from router.api.failures import answerable
 from router.api.opened import Opened
 from router.requests.stream import Source
 
-#: Requests of one call that are opened concurrently. The ledger has this many connections by
-#: default, so opening more at once would only delay other calls.
+#: Requests of one call that are opened concurrently. A router has at most this many connections to
+#: a ledger with several servers by default, so opening more at once would only delay other calls.
 _MAX_CONCURRENT_OPENS = 32
 #: Bytes at which no further piece is added to a message. A single piece may be larger.
 _MESSAGE_BYTES = 256 << 10

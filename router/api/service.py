@@ -1,7 +1,8 @@
 """Operations that a router offers to clients, independent of the protocol.
 
 Callers are already authenticated. Errors are raised as EverliftErrors. The ledger is the shared
-store of all requests. A router that owns a request runs it; other routers relay its output.
+store of all requests. The router that owns a request has workers run it, and receives its output;
+other routers relay the output.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ def page_token(position: Position) -> str:
 
 
 def parse_page_token(token: str) -> Position:
-    """Parse a page token, and return the position at which the next page of a listing begins.
+    """Parse a page token, and return the position after which the next page of a listing begins.
 
-    Raises InvalidRequest if the token is malformed.
+    It is the position of the previous page's last request. Raises InvalidRequest if the token is
+    malformed.
     """
     try:
         arrived, _, request_id = urlsafe_b64decode(token.encode()).decode("ascii").partition(" ")
@@ -99,7 +101,10 @@ def apply_headers(
 
 
 def header_request_id(headers: Mapping[str, str]) -> str:
-    """Return the value of x-request-id; empty if it is missing, too long or not printable ASCII."""
+    """Return the value of x-request-id; empty if it is missing or invalid.
+
+    A valid value is not too long, and has only printable ASCII characters other than spaces.
+    """
     value = headers.get(X_REQUEST_ID, "")
     return value if _PRINTABLE.fullmatch(value) else ""
 
@@ -168,11 +173,11 @@ class Inference:
         request's times, including those before the submission. Of ``timeout_s`` and the timeout in
         ``message``, the shorter one applies; None means no further limit.
 
-        If ``message`` has no id and the headers are valid, ``message.request_id`` is set to a new
-        one, even if the request is then rejected. Raises InvalidRequest, UnknownModel,
-        RequestConflict if the existing request has another body, QueueFull, RateLimited,
-        LedgerFull, RouterStopping, LedgerUnavailable, and Moved if another router takes over
-        the request meanwhile.
+        If ``message`` has no id and the headers are valid, ``message.request_id`` is set to the id
+        from the headers, or else to a new one, even if the request is then rejected. Raises
+        InvalidRequest, UnknownModel, RequestConflict if the existing request has another body,
+        QueueFull, DeadlineUnmeetable, RateLimited, LedgerFull, RouterStopping, LedgerUnavailable,
+        and Moved if another router takes over or discards the request meanwhile.
         """
         try:
             apply_headers(message, headers)
@@ -196,7 +201,8 @@ class Inference:
         whole call. An error of one request is reported in the stream for that request only. The
         caller must close the returned stream.
 
-        Raises InvalidRequest if the headers, or the number or the ids of the requests, are invalid.
+        Raises InvalidRequest if the headers or the number of requests are invalid, or if two
+        requests have the same id.
         """
         until = None if timeout_s is None else now() + timeout_s
         try:
@@ -272,8 +278,9 @@ class Inference:
         ``had_output``: the client has output of the request, even if ``message`` has no offsets.
 
         Raises UnknownRequest if there is no such request, or DataLoss in that case if the client
-        has output, RequestConflict if the request has another body, OffsetOutOfRange, UnknownModel,
-        InvalidRequest, RouterStopping, and LedgerUnavailable.
+        has output. Raises ForgottenRequest if the request was erased, RequestConflict if it has
+        another body, Moved if another router takes it over meanwhile, OffsetOutOfRange,
+        UnknownModel, InvalidRequest, RouterStopping, and LedgerUnavailable.
         """
         message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
@@ -413,7 +420,7 @@ class Inference:
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Return the token ids of a text, and the model's maximum sequence length.
 
-        Raises UnknownModel, PromptTooLong.
+        Raises UnknownModel, RouterStopping while one model replaces another, and PromptTooLong.
         """
         self._model.check_requested(message.model)
         ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
@@ -424,7 +431,8 @@ class Inference:
     ) -> pb.DetokenizeResponse:
         """Return the text of token ids.
 
-        Raises UnknownModel, and OutOfRange if an id is not in the vocabulary.
+        Raises UnknownModel, RouterStopping while one model replaces another, and OutOfRange if an
+        id is not in the vocabulary.
         """
         self._model.check_requested(message.model)
         ids = message.token_ids

@@ -38,7 +38,11 @@ class Status:
         self._http_address = http_address
 
     async def describe(self, caller: Caller) -> pb.GetStatusResponse:
-        """Return the cluster's status; ids of running requests are included for administrators."""
+        """Return the cluster's status; only administrators receive the ids of running requests.
+
+        The counters from ``completed`` to ``recomputed_tokens`` include only this router's
+        requests.
+        """
         workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
         if Scope.ADMIN not in caller.scopes:
             for sequence in chain.from_iterable(worker.running for worker in workers):

@@ -51,8 +51,9 @@ class Limits:
         """Check a submission against the limits, and return it with ``max_tokens`` set.
 
         If the submission has no ``max_tokens``, it is the tenant's limit divided by the number of
-        choices. A submission that has it, or whose tenant has no such limit, is returned unchanged.
-        Raises OutOfRange if its priority or tokens exceed the tenant's limits.
+        choices, and ``clamp_max_tokens`` is set, so that it is lowered to what the context leaves.
+        A submission that has it, or whose tenant has no such limit, is returned unchanged. Raises
+        OutOfRange if its priority or tokens exceed the tenant's limits.
         """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(

@@ -2,10 +2,10 @@
 
     submitted -> charged -> held while this router or a later owner has it -> settled at its end
 
-A charge is an entry in the ledger that counts a request and its expected tokens against the limits.
-It expires unless the router that owns the request renews it, so the charge of a request that no
-router owns ends by itself. Its settlement, when the request has ended, replaces the expected by the
-actual number of tokens.
+A charge is an entry in the ledger that counts a request against the limits, with the most tokens
+that it may use: its prompt and max_tokens of each choice. Its settlement, when the request has
+ended, refunds the tokens that were not used. A charge expires unless the router that owns the
+request renews it. The request then no longer counts as concurrent, but no tokens are refunded.
 """
 
 from __future__ import annotations

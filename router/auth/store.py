@@ -15,8 +15,9 @@ class Store(Protocol):
     async def read_if_changed(self) -> Document | None:
         """Return the keys and tenants, or None if they have not changed since the last call.
 
-        Raises SettingsError if the stored contents are invalid, OSError if a file cannot be read,
-        and LedgerUnavailable if the ledger cannot be reached.
+        Raises SettingsError if the stored contents are invalid; later calls return None until the
+        contents change. Raises OSError if a file cannot be read, and LedgerUnavailable if the
+        ledger cannot be reached.
         """
         ...
 

@@ -3,5 +3,6 @@
     messages, tools --template--> prompt --model--> text --parser--> content, calls
 
 This package contains no HTTP code. A model's template is a program that comes with the weights, so
-it runs in a process of its own. All other code is pure.
+it runs in a process of its own (renderer.py), which templates.py and process.py control. All other
+code is pure.
 """

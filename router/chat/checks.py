@@ -79,9 +79,9 @@ _SPECIAL = re.compile(r".*_tokens?(_id)?")
 def checked(raw: object) -> Variables:
     """Check and return template variables, the chat_template_kwargs of a request.
 
-    Raises InvalidRequest for a wrong type, too many variables, a reserved name or a number that
-    JSON does not have. Raises OutOfRange for too many bytes or levels, and NotUtf8 for half of a
-    surrogate pair.
+    Raises InvalidRequest for a wrong type, too many variables, a malformed or reserved name, or a
+    number that JSON does not have. Raises OutOfRange for too many bytes or levels, and NotUtf8 for
+    half of a surrogate pair.
     """
     if not isinstance(raw, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")

@@ -41,8 +41,8 @@ Delta = Content | CallBegins | Arguments
 def call_id(request_id: str, choice: int, index: int) -> str:
     """Return the id of tool call number ``index`` in the output of choice number ``choice``.
 
-    The same output always gets the same id, because a client that reads a stream again must see the
-    same ids.
+    The id depends only on these three parameters, because a client that reads a stream again must
+    see the same ids.
     """
     digest = blake2b(f"{request_id} {choice} {index}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
@@ -53,8 +53,9 @@ class Deltas:
     """Collector of deltas, which merges adjacent deltas of the same kind."""
 
     def __init__(self) -> None:
-        #: kind and text of each delta. A text is a list of pieces, because a long output may arrive
-        #: at once.
+        #: kind and text of each delta. The kind is the start of a call, the index of the call whose
+        #: arguments the text continues, or None for content. A text is a list of pieces, because a
+        #: long output may arrive at once.
         self._gathered: list[tuple[CallBegins | int | None, list[str]]] = []
 
     def content(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Conversion of a chat's messages from a client's form to a template's form. Pure.
 
 Templates are written for the form that transformers gives them, which differs from what OpenAI's
-clients send. In it, content is a single text, the arguments of a call are an object instead of JSON
-text, and members that are null are absent.
+clients send. In the templates' form, content is a single text, the arguments of a call are an
+object instead of JSON text, and members that are null are absent.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _message(at: str, raw: object) -> Message:
 def _content(at: str, message: Message) -> str:
     """Return a message's content as one text; errors name the message's position ``at``.
 
-    An assistant's message may have no content if it has tool calls or a refusal. Templates read the
-    content of every message, so the refusal or an empty text takes its place.
+    An assistant's message may have no content; usually it then has tool calls or a refusal.
+    Templates read the content of every message, so the refusal or an empty text takes its place.
     """
     content = message.get("content")
     if message["role"] == "assistant" and content in (None, []):
@@ -139,11 +139,11 @@ def _tool_call(at: str, call: object) -> Message:
 
 
 def _arguments(at: str, raw: object) -> object:
-    """Return the arguments of a tool call as an object, or as the given text if it is not JSON.
+    """Return the arguments of a tool call as an object, or as text if they are not a JSON object.
 
-    A text that is not a JSON object is no error, because the model may have written it, and the
-    client sends back what it received. Raises InvalidRequest for another type, and OutOfRange for
-    more than MAX_DEPTH levels.
+    An invalid text is no error, because the model may have written it, and the client sends back
+    what it received. Missing arguments and an empty text become an empty object. Raises
+    InvalidRequest for another type, and OutOfRange for more than MAX_DEPTH levels.
     """
     if raw is None or isinstance(raw, dict):
         return raw or {}

@@ -36,10 +36,10 @@ _IGNORED_KEYS = ("type", "id")
 #: Keys that a call's object may have before the call has begun.
 _KEYS = frozenset(("name", *_ARGUMENTS, *_IGNORED_KEYS))
 _SUPERFLUOUS = "},"
-#: First half of a surrogate pair, a character that is written as two escapes.
+#: Escape of the first half of a surrogate pair. Two escapes, one of each half, write one character.
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LENGTH = 6
-#: Most characters of such a key with its quotes, if each of its characters is an escape.
+#: Most characters of a key in _KEYS with its quotes, if each of its characters is an escape.
 _MAX_KEY = _ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
 #: Most characters that are searched again for a call after a text has turned out not to be one. An
 #: opening mark and the first key behind it have 17 characters, so none is read more than 16 times.
@@ -280,10 +280,11 @@ class CallParser(_CharParser):
             is_followed = yield from self._is_followed()
 
     def _backtrack(self) -> None:
-        """Emit the first pending character as content, because no call begins with it.
+        """Emit the first pending character that is no space as content: no call begins with it.
 
-        A call may begin after it, so the other pending characters are read again. If they are too
-        many, only the last one is read again and all others are content.
+        The whitespace before this character is emitted, too. A call may begin after the character,
+        so the other pending characters are read again. If they are too many, only the last one is
+        read again and all others are content.
         """
         behind = len(self._pending) - self._num_leading_spaces() - 1
         self._push_back(behind if behind <= _MAX_REREAD else 1)

@@ -5,9 +5,9 @@
                                 this process: has transformers' sandbox loaded, and waits
 
 The sandbox limits what a template can access, and this process limits the resources that it can
-use. The kernel kills the child when a chat takes too much CPU time, and limits the child's memory.
-The next child is ready 10 ms later. A child ends when its socket is closed, and this process with
-it.
+use. The kernel kills the child when a chat takes too much CPU time, and on Linux it also limits the
+child's memory. The next child is ready 10 ms later. A child ends when its socket is closed, and
+this process with it.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
     to the router     {"ready": signal that ended the child before, or ""} from each new child;

@@ -86,9 +86,9 @@ class ToolUse:
     def of(cls, tools: object, tool_choice: object, parallel: bool) -> Self:
         """Parse the ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
 
-        ``tools`` and ``tool_choice`` are None if they are absent. Raises OutOfRange for too many or
-        too large tools, NotUtf8 for half of a surrogate pair, and InvalidRequest for anything else
-        that is wrong.
+        ``tools`` and ``tool_choice`` are None if they are absent. Raises OutOfRange for too many,
+        too large or too deeply nested tools, NotUtf8 for half of a surrogate pair, and
+        InvalidRequest for anything else that is wrong.
         """
         functions = _functions(tools)
         choice, named = _choice(tool_choice)

@@ -84,7 +84,10 @@ class Actions:
         return _response(call, await self._inference.list_requests(call.caller, message))
 
     async def drain(self, call: Call) -> Response:
-        """Drain the worker that the body names. Raises UnknownWorker if it is not connected."""
+        """Drain the worker whose id begins with the body's ``worker_id``.
+
+        Raises UnknownWorker if no connected worker or more than one has such an id.
+        """
         return _response(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
 
     async def policy(self, call: Call) -> Response:
@@ -98,9 +101,9 @@ class Actions:
     async def chaos(self, call: Call) -> Response:
         """Inject the fault that the body describes, and return its target.
 
-        Raises ChaosForbidden if the cluster does not allow faults, UnknownWorker if the target is
-        not connected, InvalidRequest or OutOfRange for an invalid fault, Unreachable, and
-        LedgerUnavailable.
+        Raises ChaosForbidden if the cluster does not allow faults, UnknownWorker if the target or
+        the peer is not connected or ambiguous, InvalidRequest or OutOfRange for an invalid fault,
+        Unreachable, and LedgerUnavailable.
         """
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
         return _response(call, chaos_pb2.InjectResponse(target=target))
@@ -126,9 +129,10 @@ def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
     """Check that no other site's page sent this request through a user's browser.
 
     The body must be JSON, because a browser asks the server for permission before it sends JSON to
-    another origin; otherwise UnsupportedMediaType is raised. If callers need no API keys, the host
-    must be an IP address or localhost, because any other name may be under an attacker's control
-    (DNS rebinding); otherwise Forbidden is raised.
+    another origin; otherwise UnsupportedMediaType is raised. Forbidden is raised in two cases: if
+    the header Origin is set and names another host than the header Host; and if callers need no API
+    keys and the host is neither an IP address nor localhost, because any other name may be under an
+    attacker's control (DNS rebinding).
     """
     if not headers.get("content-type", "").startswith("application/json"):
         raise UnsupportedMediaType("the body must be application/json")

@@ -68,8 +68,9 @@ class Audience:
 class Feed:
     """ASGI response of the console's event stream.
 
-    ``frame`` returns the next event as JSON: the changes since the last one. If it raises an error,
-    the error is sent as the last event. A slow reader receives fewer events.
+    ``frame`` returns the next event as JSON: the changes since the last one. If it raises an
+    EverliftError, this error is sent as the last event; for any other exception, an internal error
+    without details is sent. A slow reader receives fewer events.
     """
 
     def __init__(self, audience: Audience, frame: Callable[[], str]) -> None:
@@ -105,7 +106,7 @@ _IDLE_S = 1.0
 #: Minimum pause after a snapshot, in multiples of its CPU time, which limits the load however many
 #: workers there are.
 _PAUSE_FACTOR = 50
-#: Seconds between two reads of the ledger, and of other routers' counters while a page is open.
+#: While a page is open: seconds between two reads of the ledger, and of other routers' counters.
 _POLL_INTERVAL_S = 1.0
 #: Factor by which the other routers' counters are read less often while no page is open.
 _IDLE_POLL_FACTOR = 10

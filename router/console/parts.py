@@ -87,12 +87,16 @@ class Measured(Protocol):
     def cumulative(self, name: str) -> Sequence[int]:
         """Return for each bucket of the histogram ``name`` the number of values up to its bound.
 
-        The numbers are cumulative, and summed over all priority classes.
+        The numbers are cumulative, and summed over all values of the histogram's label: priority
+        class or operation of the ledger.
         """
         ...
 
     def failures(self) -> Mapping[str, int]:
-        """Map the slugs (names) of errors to the numbers of requests that failed with them."""
+        """Map the slugs (names) of errors to the numbers of requests that ended with them here.
+
+        This includes rejected requests, and requests that continue on another router.
+        """
         ...
 
 

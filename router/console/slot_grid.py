@@ -1,7 +1,8 @@
 """Moves of requests between batch slots, derived from successive snapshots of some workers. Pure.
 
 A request that leaves a slot and later appears in another one has moved. At another worker it was
-migrated; at the same worker it was preempted and has resumed. A request that appears nowhere else
+migrated. At the same worker it was preempted and has resumed, if the worker's number of preemptions
+has increased; otherwise it is another choice of the request. A request that appears nowhere else
 has ended or is queued.
 
     slots of worker a:   |== r ==|                      left at 2 s
@@ -102,7 +103,10 @@ class _TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Changes since the last update; ``requests`` maps keys of new requests to their ids."""
+    """Changes since the last update.
+
+    ``requests`` maps the keys of requests that have entered a slot to their ids.
+    """
 
     slots: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)

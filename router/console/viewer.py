@@ -33,8 +33,8 @@ class Viewer:
     def frame(self, sections: Mapping[str, str], now: float) -> str:
         """Return the next event: JSON with what has changed since the last one, at time ``now``.
 
-        ``sections`` maps the names of the snapshot's sections to their JSON texts. The cost is
-        proportional to the number of batch slots of the workers that the page shows.
+        ``sections`` maps the names of the snapshot's sections to their JSON texts. The cost grows
+        with the number of workers, and with the number of batch slots of those that the page shows.
         """
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)

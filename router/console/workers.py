@@ -164,7 +164,10 @@ def _cell_of(each: Row) -> list[str | int]:
 
 
 def summary(rows: Sequence[Row]) -> Json:
-    """Return the number of workers by state, and totals of those that are not lost."""
+    """Return the numbers of workers, and totals of those that are not lost.
+
+    ``up`` counts all workers that are not lost, including those that are draining or slow.
+    """
     up = [each for each in rows if each.state is not State.LOST]
     return {
         "up": len(up),

@@ -1,7 +1,7 @@
 """Faults that can be injected, and their targets. Pure.
 
 The table shows the parameter of each kind of fault for each target, or "yes" if it has none. "-"
-means that the target cannot have the fault.
+means that the target cannot have the fault. All faults but KILL also have a duration, ``seconds``.
 
     target    KILL   PAUSE   PARTITION from                     SLOW
     worker    rank   rank    all routers | one router           factor

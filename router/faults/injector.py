@@ -50,14 +50,15 @@ class Disturbable(Protocol):
     def disturb(self, seconds: float, delay_s: float) -> None:
         """Delay the calls of this process to the ledger by ``delay_s``, for the next ``seconds``.
 
-        If ``delay_s`` is infinite, the calls fail.
+        If ``delay_s`` is infinite, no call is sent before that time has passed. A call that is
+        delayed beyond the ledger's timeout fails.
         """
         ...
 
     async def process_id(self) -> int:
         """Return the process id of the ledger's server.
 
-        Raises InvalidRequest if the server does not run on this machine.
+        Raises InvalidRequest if the server is not known to run on this machine.
         """
         ...
 
@@ -110,10 +111,10 @@ class Chaos:
         The target and the peer in ``fault`` are replaced by their full names.
 
         Raises ChaosForbidden if the cluster was started without chaos, and UnknownWorker if the
-        target or peer is not connected. Raises OutOfRange for a number that is too small or too
-        large, and InvalidRequest for a fault that the target cannot have. Raises Unreachable if the
-        fault's routers cannot be reached, and LedgerUnavailable if the ledger cannot be queried for
-        its process.
+        target or peer is not connected, or if several ids begin with the given text. Raises
+        OutOfRange for a number that is too small or too large, and InvalidRequest for a fault that
+        the target cannot have. Raises Unreachable if none of the fault's routers can be reached,
+        and LedgerUnavailable if the ledger cannot be queried for its process.
         """
         self._check_allowed()
         target = await self._find(fault.target)

@@ -103,7 +103,10 @@ class LeaderClient:
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a stream to a leader whose last message is less than 2 s old."""
+        """Return whether there is a stream to a leader that has been silent for less than 2 s.
+
+        The silence begins with the leader's last message, or with the start of the stream.
+        """
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
     @property
@@ -124,7 +127,8 @@ class LeaderClient:
         """Reserve a worker for a new request, if the request need not queue and this replica leads.
 
         ``request`` is called with the arrival (ledger time in seconds) and returns the request's
-        message. Returns None if the request has to queue, or another router leads.
+        message. Returns None if the request has to queue, if another router leads, or if this
+        leader may not dispatch now.
         """
         if self._sender is None or self._sender:
             return None
@@ -145,7 +149,7 @@ class LeaderClient:
             self._changed.set()
 
     def report_running(self, running: session_pb2.Running) -> None:
-        """Notify the leader that a worker preempted a request, or resumed it."""
+        """Notify the leader that a request runs at a worker, or that the worker preempted it."""
         if self._sender is not None:
             self._sender.report_running(running)
             self._changed.set()
@@ -207,7 +211,8 @@ class LeaderClient:
     async def follow(self, leader: str, address: str) -> None:
         """Connect to this leader, unless connected already; if ``leader`` is empty, disconnect.
 
-        ``leader`` is the id of a router, ``address`` its internal address.
+        ``leader`` is the id of a router, ``address`` its internal address. If it is this router's
+        id although this router does not lead, disconnect, too.
         """
         if (leader, address) == self._followed and self.is_open:
             return

@@ -1,9 +1,10 @@
 """Leader's lease: acquired when it is free, renewed while it is held, and released.
 
-Each leadership has a new random number, its term, and the ledger refuses dispatches under any
-other term. A leader that was frozen for longer than its lease learns from the ledger, at the next
-renewal or dispatch, that it has lost the lease. If another router led meanwhile, even if none leads
-now, the former leader needs a new term to lead again, because its view of the queue is outdated.
+Each leadership has a new random number, its term, and the ledger refuses dispatches under any term
+but the latest. A leader that was frozen for longer than its lease may renew it if no other router
+led meanwhile. Otherwise it learns from the ledger, at the next renewal or dispatch, that it has
+lost the lease. Then it needs a new term to lead again, even if no router leads now, because its
+view of the queue is outdated.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class LeaderServer:
     def send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         """Send a message to the router ``gateway``; ignored if the router is not connected.
 
-        The requests of a disconnected router are then found by a search in the ledger (sweep.py).
+        A disconnected router sends all its requests again when it reconnects. If it is dead, its
+        requests are found by a search in the ledger (sweep.py).
         """
         send = self._sends.get(gateway)
         if send is not None:

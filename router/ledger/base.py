@@ -1,9 +1,13 @@
 """The ledger: the durable record of every request, and of the members of the cluster.
 
-Every method is one atomic operation: it checks the state and the caller, changes the ledger, and
-returns the result. If a reply was lost, the call may be repeated with the same arguments: it then
-changes nothing more and returns the same. The ledger uses its own clock, called ledger time:
-callers pass durations, never points in time. Only routers call this.
+Every method that changes a request is one atomic operation: it checks the state and the caller,
+changes the ledger, and returns the result. In a call with several items, each item is one such
+operation. If a reply was lost, the call may be repeated with the same arguments: it then changes
+nothing more and returns the same. The exceptions are ``open`` and ``charge``, which then report
+that the request is known already, and ``erase``, which raises UnknownRequest. The ledger uses its
+own clock, called ledger time: callers pass durations, and no points in time but those that they
+received from the ledger. Routers, the autoscaler and some commands call this; workers and clients
+do not.
 
 A router that owns a request is called the gateway of the request. An epoch is a random number that
 identifies one attempt at a worker; a term is one that identifies a leadership.
@@ -141,9 +145,10 @@ class AccessRecords:
 
 
 class StaleTerm(Exception):
-    """Raised if a leader whose term has ended tries to dispatch a request.
+    """Raised if a leader dispatches under another term than the latest one in the ledger.
 
-    The request is unchanged. The leader must stop dispatching.
+    Another router has led since, or the ledger has lost the leader's term. The request is
+    unchanged. The leader must stop dispatching.
     """
 
 
@@ -225,11 +230,11 @@ class Ledger(Protocol):
     ) -> Opened:
         """Create a request owned by the router ``gateway``, and return its entry.
 
-        It becomes RUNNING if ``dispatch`` is given and has the present leader's term, otherwise
-        QUEUED. The stored deadline is ledger time plus ``timeout_s`` seconds, or None without a
-        timeout; the deadline in ``request`` is ignored. If the id exists with the same body, the
-        existing entry is returned unchanged. Raises RequestConflict if the id exists with another
-        body, LedgerFull.
+        It becomes RUNNING if ``dispatch`` is given and has the latest leader's term, even if the
+        lease of this leader has ended; otherwise QUEUED. The stored deadline is ledger time plus
+        ``timeout_s`` seconds, or None without a timeout; the deadline in ``request`` is ignored. If
+        the id exists with the same body, the existing entry is returned unchanged. Raises
+        RequestConflict if the id exists with another body, LedgerFull.
         """
         ...
 
@@ -238,8 +243,8 @@ class Ledger(Protocol):
 
         ``epoch`` is a new random number that identifies this attempt; ``term`` identifies the
         leadership of the caller. If the request already runs under this epoch, its entry is
-        returned, whatever the term. Otherwise raises StaleTerm if ``term`` is not the present
-        leader's, and NotQueued if the request is not QUEUED.
+        returned, whatever the term. Otherwise raises StaleTerm if ``term`` is not the latest
+        leader's (whose lease may have ended), and NotQueued if the request is not QUEUED.
         """
         ...
 
@@ -331,8 +336,9 @@ class Ledger(Protocol):
         ``stored`` is the copy: the request, its entry, and every choice from offset 0. A missing
         request is created, and missing tokens and ends of choices are added. State, owner, arrival
         and deadline are taken from the copy if it counts more state changes (``moves``) than the
-        ledger's entry. If all choices have then ended, the request becomes FINISHED. A request that
-        was erased is not restored.
+        ledger's entry. If all choices have then ended, the request becomes FINISHED. Nothing
+        changes if the request is final in the ledger, if it was erased in the last ``retention``
+        seconds, or in the other cases that Reasserted lists.
 
         Returns the result, and the ledger's entry after it; if the request was erased, the copy's
         entry. Raises ValueError for an inconsistent ``stored``.
@@ -419,7 +425,8 @@ class Ledger(Protocol):
 
         It is then held for ``lease_s`` seconds. If ``term`` was the last to hold the lease, it
         renews it at any time. Another term takes the lease only after it has ended. With ``is_new``
-        False the call only renews: it returns False if another term has held the lease since.
+        False the call only renews: it returns False if another term has held the lease since. A
+        ledger that has lost all terms grants such a renewal, too.
         """
         ...
 
@@ -461,8 +468,8 @@ class Ledger(Protocol):
         """Return whether this cluster serves clients, among those that share ``ledger.active_key``.
 
         The key names one active cluster. If it names none, this call makes this cluster the active
-        one. A cluster stops being active 10 s after the last such call of its routers. Without an
-        ``active_key`` every cluster is active.
+        one. A cluster stops being active 10 s after its last call of ``is_active``, ``activate`` or
+        ``active_load``. Without an ``active_key`` every cluster is active.
         """
         ...
 
@@ -476,7 +483,8 @@ class Ledger(Protocol):
     async def active_load(self) -> LoadReport | None:
         """Return the load report of the active cluster, if that is another cluster.
 
-        Returns None if this cluster is the active one, or the active one has no stored load.
+        Returns None if this cluster is the active one, or the active one has no stored load. If no
+        cluster is active, this call makes this one active, as ``is_active`` does.
         """
         ...
 

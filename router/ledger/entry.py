@@ -8,23 +8,27 @@
     running    release     -> failed      guarded by the epoch; its worker was lost too often
     queued     take over   -> queued      another gateway becomes the owner
     running    take over   -> queued      another gateway becomes the owner; fences off the attempt
-    queued     discard     -> (gone)      as if it was never opened, because the queue was full
+    queued     discard     -> (gone)      as if it was never opened, because the leader rejected it
     queued     end         -> failed | cancelled | expired
     running    end         -> failed | cancelled | expired
-    final      forget      -> (gone)      with prompt, outputs and events
-    (any)      reassert    -> as in its gateway's copy, after the ledger's server lost data
+    final      forget      -> (gone)      ``Ledger.erase``: with prompt, outputs and events
+    (missing)  reassert    -> as in its gateway's copy, after the ledger's server lost data
+    queued     reassert    -> as in its gateway's copy if that is newer; finished if all choices end
+    running    reassert    -> as in its gateway's copy if that is newer; finished if all choices end
 
 A gateway is the router that owns a request. An epoch is a random number that identifies one attempt
 at a worker, a term one that identifies a leadership. "Guarded" means that the move is refused under
 another epoch or term.
 
-Finished, failed, cancelled and expired are final: only forget leaves them. Every state but running
-has epoch 0 and no worker. A choice ends with the append that contains its finish reason, and the
-request is finished when all its choices have ended.
+Finished, failed, cancelled and expired are final: only forget leaves them. The ledger also deletes
+a final request ``retention`` seconds after its end. Every state but running has epoch 0 and no
+worker. A choice ends with the append that contains its finish reason, and the request is finished
+when all its choices have ended.
 
-Every move but append increments ``moves`` and leaves an event. So does the append that finishes the
-request. A reassert that changes more than tokens leaves an event too, and copies ``moves`` from the
-gateway's copy. A copy of a request with more moves than the ledger's entry is newer than the entry.
+Every move but append and reassert increments ``moves`` and leaves an event. So does the append that
+finishes the request. A copy of a request with more moves than the ledger's entry is newer than the
+entry. A reassert leaves an event if the copy is newer, whose ``moves`` are then copied, or if the
+reassert itself finishes the request, which increments ``moves``.
 """
 
 from __future__ import annotations
@@ -128,7 +132,7 @@ class Entry:
     """Entry of a request in the ledger: its state and counters, without prompt and tokens.
 
     ``gateway`` is the id of the router that owns the request. ``arrived`` is ledger time in
-    seconds. It never changes, and the admission queue orders by it. ``num_tokens`` and
+    seconds. It never changes, and the policies of the admission queue use it. ``num_tokens`` and
     ``finish_reasons`` have one item per choice; the reason of an unfinished choice is None.
     ``worker`` and ``epoch`` (the number of the attempt) are empty and 0 unless the request runs.
     ``attempts`` counts dispatches, ``losses`` the dispatches whose worker was lost. ``moves``

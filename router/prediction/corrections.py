@@ -2,10 +2,11 @@
 
 Each quantile of each group of requests has a shift, which is added to the quantile's logarithm.
 After every output of the group, the shift of quantile q increases by rate * q if the output was
-longer than the quantile, and decreases by rate * (1 - q) if it was not. The share of outputs within
-the quantile therefore tends to q, whatever the model predicts and however the outputs are
-distributed (Gibbs and Candes, adaptive conformal inference, arXiv 2106.00170). Over n consecutive
-outputs of a group the share is off by at most
+longer than the quantile, and decreases by rate * (1 - q) if it was not. An output that was cut off
+can only increase it. Without such outputs, the share of outputs within the quantile therefore tends
+to q, whatever the model predicts and however the outputs are distributed (Gibbs and Candes,
+adaptive conformal inference, arXiv 2106.00170). Over n consecutive outputs of a group the share is
+off by at most
 
     (r + rate) / (rate * n)
 

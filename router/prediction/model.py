@@ -23,7 +23,8 @@ MAX_BYTES = 16 << 20
 _MOST_OUTPUTS = 1 << 53
 _COLUMNS = ("roots", "feature", "threshold", "left", "right", "value")
 
-#: Words in lower case, by the name of their feature: how many of them occur in the prompt. They are
+#: Words in lower case, by the name of their feature. The feature is how many different ones of them
+#: occur in the part of the prompt that is read: its first 32 and its last 64 tokens. They are
 #: English; requests in other languages are recognised by their template.
 WORDS: dict[str, tuple[str, ...]] = {
     "ask": ("what", "who", "when", "where", "which", "whose", "is", "are", "does"),
@@ -59,8 +60,8 @@ _HISTORY_MEMORY = 64
 class History(NamedTuple):
     """Running mean and variance of the natural logarithms of the lengths of a group's outputs.
 
-    They are taken over about the last 64 outputs. After the first output the variance is assumed to
-    be 1.
+    They are taken over about the last 64 outputs. ``outputs`` counts the outputs only up to 64.
+    After the first output the variance is assumed to be 1.
     """
 
     outputs: int = 0
@@ -81,9 +82,10 @@ class Model:
 
     For each quantile, ``forest`` has one sum: the natural logarithm of this quantile in tokens.
     ``served`` is the name of the language model whose outputs it was trained on. ``histories`` has,
-    by digest, the History of each group of requests in the training. ``tau`` is Kendall's tau
-    between the predicted and the actual lengths in the training. ``report`` contains all results of
-    the training, for people to read.
+    by digest, the History of each group of requests in the examples, and that of all requests under
+    the key "all". ``tau`` is Kendall's tau between the predicted and the actual lengths of the
+    examples that were not used for training. ``report`` contains all results of the training, for
+    people to read.
     """
 
     served: str

@@ -4,7 +4,7 @@
 
 Without a trained model, or while Kendall's tau of its predictions is too low to trust them, each
 output that may end by itself has the same predicted length: the mean of recent outputs. While a
-loaded model is not trusted, requests also leave the queue in the order of arrival.
+loaded model is not trusted, queue orders that use predictions place new requests by their arrival.
 """
 
 from __future__ import annotations
@@ -335,9 +335,9 @@ class Guess:
 
     ``logs`` are the natural logarithms of the corrected QUANTILES of an output's length in tokens,
     and ``least_log`` is the logarithm of the corrected LEAST quantile. ``length`` is the
-    distribution with the quantiles of ``logs``. ``uncorrected`` holds the logarithms of QUANTILES
-    and then of LEAST before correction. Of the request's features, only ``groups`` are kept, to
-    save memory.
+    distribution with the quantiles of ``logs`` in ascending order, and with ``_WIDEST`` as the
+    upper limit of its sigma. ``uncorrected`` holds the logarithms of QUANTILES and then of LEAST
+    before correction. Of the request's features, only ``groups`` are kept, to save memory.
     """
 
     groups: tuple[str, ...]
@@ -416,10 +416,11 @@ _TRIALS = 20
 class Prediction:
     """Prediction of the output lengths of one request, made when the request arrives.
 
-    ``length`` is the distribution of the length of a single output, as if ``max_tokens`` did not
-    limit it. ``queue_key`` contains the values by which queue policies order the request. ``guess``
-    is the trained model's prediction, which is None if no model is loaded or if only ``max_tokens``
-    can end the outputs.
+    ``length`` is the distribution of the length of a single output, which may exceed
+    ``max_tokens``. If only ``max_tokens`` can end the outputs, every length is ``max_tokens``.
+    ``queue_key`` contains the values by which queue policies order the request. ``guess`` is the
+    trained model's prediction, which is None if no model is loaded or if only ``max_tokens`` can
+    end the outputs.
     """
 
     length: LengthDistribution

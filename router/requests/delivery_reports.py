@@ -39,9 +39,10 @@ class Deliveries:
         self._tracked[live.request_id] = live
 
     def in_delivery(self, entry: Entry) -> LiveRequest | None:
-        """Return the request of a ledger entry if it ended here and is still read, else None.
+        """Return the request of a ledger entry if its delivery still goes on here, else None.
 
-        A request is still read while a client has an open stream of it at this router.
+        The request must have ended here, a client must have an open stream of it at this router,
+        and ``note_delivered`` must not have found its delivery complete.
         """
         live = self._tracked.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:

@@ -193,8 +193,10 @@ class LedgerClient:
         """Run ``operation`` until the ledger answers; return the ledger entry that it returns.
 
         If the ledger lost state of the request, restore the state and repeat the operation. If the
-        ledger contradicts what was streamed, end the request with DataLoss. Raises UnknownRequest
-        if this router neither owns the request nor has ended it recently.
+        request is final in the ledger after that, or could not be restored, return its entry
+        without repeating the operation. If the ledger contradicts what was streamed, end the
+        request with DataLoss. Raises UnknownRequest if this router neither owns the request nor has
+        ended it recently.
         """
         while True:
             acknowledged = _acknowledged(live)

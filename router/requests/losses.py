@@ -7,7 +7,8 @@ request was in an engine step, because these identify a request that crashes its
 A worker that crashes in a sequence's first step may not have reported that step. The first loss in
 a row is therefore counted as a loss in a step if the worker reported nothing. In later attempts,
 the worker must wait for the confirmation of its report before it runs the first step
-(``need_confirmation``). A loss without a report is then a loss outside a step.
+(``need_confirmation``). A loss without a report is then a loss outside a step. If ``max_losses`` is
+1, this also applies to the first attempt.
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ class Requests:
 
         Raises RequestConflict if the id exists with another body, and Elsewhere if another router
         owns the existing request. Raises QueueFull, DeadlineUnmeetable, RateLimited or LedgerFull
-        if the request is rejected, and RouterStopping or LedgerUnavailable.
+        if the request is rejected, and RouterStopping or LedgerUnavailable. Raises Moved if another
+        router takes over or discards the existing request meanwhile, and UnknownModel if the
+        existing request ended and was for a model that is no longer served.
         """
         journal = journal or Journal(now())
         opening = self._tasks.spawn(self._submissions.open_request(request, timeout_s, journal))
@@ -222,7 +224,8 @@ class Requests:
     async def cancel(self, request_id: str) -> Entry:
         """Cancel a request unless it has ended, and return its ledger entry.
 
-        Raises UnknownRequest, LedgerUnavailable, and Elsewhere if another router owns the request.
+        Raises UnknownRequest, LedgerUnavailable, and Elsewhere if the request is unfinished and
+        another living router owns it.
         """
         error = Cancelled("cancelled by a client")
         if self._registry.get(request_id) is None:
@@ -264,8 +267,8 @@ class Requests:
         """Erase a request, after cancelling it if it is unfinished.
 
         Do nothing if an earlier call erased the request recently. Raises UnknownRequest and
-        LedgerUnavailable, and Elsewhere or Moved if another router owns the request. A request that
-        ended recently still counts as owned by its router.
+        LedgerUnavailable, and Elsewhere or Moved if another router owns the request. An ended
+        request still counts as owned by its last router, as long as that router is alive.
         """
         try:
             entry = await self.cancel(request_id)
@@ -293,9 +296,10 @@ class Requests:
     async def explain(self, request_id: str) -> pb.Explanation:
         """Return a request's time breakdown, up to its end or, before its end, up to now.
 
-        The breakdown comes from this router if it owns the request or a client still reads the
-        request from it, and otherwise from the ledger. Raises UnknownRequest, LedgerUnavailable,
-        and Elsewhere if another router owns the unfinished request.
+        The breakdown comes from this router if it owns the request, if the request ended here
+        recently, or if a client still reads the request from it, and otherwise from the ledger.
+        Raises UnknownRequest, LedgerUnavailable, and Elsewhere if another router owns the
+        unfinished request.
         """
         if (live := self._registry.known(request_id)) is not None:
             self.attempts.note_newcomers(live)
@@ -356,8 +360,8 @@ class Requests:
         """Restore this router's state in the ledger if the generation is new; notify the leader.
 
         ``generation`` is an identifier that changes with each restart or failover of a ledger
-        server, which may lose recent writes. Nothing is sent for the first generation that this
-        router sees, or if the generation is the same as before.
+        server, which may lose recent writes. Nothing is restored for the first generation that this
+        router sees, or if the generation is the same as before. The leader is notified in any case.
         """
         await self._resync.run(generation)
         self._leader_client.report_generation(generation)

@@ -12,7 +12,8 @@ class ClassObserver(Protocol):
     """Observer of the requests of one priority class.
 
     Durations are in seconds. The methods must return quickly, because the event loop calls them for
-    every piece of output.
+    every piece of output. The observer belongs to one router: after a takeover, the first dispatch
+    and the first token of a request are the first ones at the new router.
     """
 
     def accepted(self, prompt_tokens: int) -> None:
@@ -20,7 +21,7 @@ class ClassObserver(Protocol):
         ...
 
     def dispatched(self, wait_s: float) -> None:
-        """Record a request's first dispatch, ``wait_s`` after its acceptance."""
+        """Record a request's first dispatch, ``wait_s`` after its acceptance or takeover."""
         ...
 
     def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
@@ -34,7 +35,7 @@ class ClassObserver(Protocol):
         ...
 
     def next_tokens(self, interval_s: float) -> None:
-        """Record the time between two moments at which more output of a choice became readable."""
+        """Record the time between consecutive moments at which more of a choice became readable."""
         ...
 
     def finished(

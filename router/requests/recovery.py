@@ -78,11 +78,11 @@ class Resync:
         self._lock = asyncio.Lock()
 
     async def run(self, generation: str) -> None:
-        """Send all state of this router to the ledger again if ``generation`` is new.
+        """Restore all state of this router that the ledger lacks if ``generation`` is new.
 
         The ledger's generation changes with each restart or failover of a ledger server. Nothing
-        is sent at the first call, because the ledger cannot have lost any state of this router
-        yet. Return when the ledger has the state.
+        is restored at the first call, because the ledger cannot have lost any state of this router
+        yet. Return when all requests have been restored, or their errors logged.
         """
         async with self._lock:
             if self._generation and generation != self._generation:

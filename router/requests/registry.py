@@ -152,8 +152,8 @@ class RequestRegistry:
         self.observer = observer
         self.tracer = tracer
         self.counters = Counters()
-        #: whether the router is stopping: no request is added, and requests without a client get no
-        #: grace period
+        #: whether the router is stopping: no request is added, and a request that loses its last
+        #: client is neither cancelled nor given a grace period
         self.is_closing = False
         #: locks by request id, held while a request is added, removed or ended
         self.locks = KeyedLock()
@@ -201,8 +201,9 @@ class RequestRegistry:
     def finalize(self, live: LiveRequest, entry: Entry) -> None:
         """Stop owning a request, and end it for its clients with the result that ``entry`` states.
 
-        Clients receive the error Moved if the ledger's ``entry`` is not final, or if another router
-        finished the request. Do nothing if the request is over already.
+        Clients receive the error Moved if the ledger's ``entry`` is not final. They also receive it
+        if the request finished under another owner, or with other numbers of tokens than this
+        router has. Do nothing if the request is over already.
         """
         if live.is_over:
             return

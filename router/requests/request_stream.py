@@ -150,7 +150,8 @@ class RequestStream(Source):
     ) -> Source:
         """Search for the request's new source and return it.
 
-        Raises ``cause`` if none is found before the deadline.
+        Raises ``cause`` if none is found before the deadline. An error of ``reopen`` other than
+        Moved, LedgerUnavailable and TimeoutError ends the search and is raised at once.
         """
         await self._source.aclose()
         while True:

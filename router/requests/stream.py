@@ -221,7 +221,11 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Return whether the last piece was taken, or the source is closed."""
+        """Return whether the last piece was taken, or the source is closed.
+
+        A source such as RelayedSource learns of its end only in the ``poll`` after the last piece,
+        which returns None. Until then the result is False.
+        """
 
     @abstractmethod
     def poll(self) -> pb.GenerateResponse | None:

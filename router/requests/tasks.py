@@ -34,7 +34,7 @@ class TaskGroup:
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` in a task that outlives the caller, and return the task.
 
-        Its exceptions are logged.
+        Its exceptions are logged, except Elsewhere.
         """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)

@@ -37,7 +37,8 @@ class Timeouts:
         """Cancel the request, or start its grace period, if no reader of it is left.
 
         It is cancelled at once if its ``on_disconnect`` is CANCEL and ``has_grace`` is False. Call
-        this whenever a reader has left. Do nothing if the request is ending.
+        this whenever a reader has left. Do nothing if the request is ending, or if its
+        ``on_disconnect`` is CONTINUE.
         """
         if live.is_ending or live.has_readers:
             return

@@ -1,7 +1,7 @@
 """Writer of output to the ledger, which by default stores output before clients may read it.
 
 Clients may read output earlier with durability "behind", and for a limited time while the ledger
-does not answer if ``on_ledger_loss`` is "available".
+does not answer if ``on_ledger_loss`` is "available" (the default).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _Key = tuple[LiveRequest, int, int]
 _RETRY_S = 0.1
 #: Answers that are handled without yielding to the event loop.
 _ANSWERS_PER_TURN = 64
-#: Seconds after which an answer is late. Time in which the event loop was stalled does not count.
+#: Seconds after which an answer is late. Most of the time in which the event loop was stalled does
+#: not count.
 _LATE_S = 0.3
 
 
@@ -101,8 +102,8 @@ class LedgerAppender:
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
         """Send a batch to the ledger and return its answers; call ``on_away`` while they are late.
 
-        Answers are late after ``_LATE_S`` seconds. Time in which this process stalled does not
-        count. Raises LedgerUnavailable.
+        Answers are late after ``_LATE_S`` seconds. Most of the time in which this process stalled
+        does not count (``event_loop.wait``). Raises LedgerUnavailable.
         """
         call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
         try:
@@ -178,8 +179,9 @@ class TokenWriter:
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
         """Queue the output of a choice from token ``offset`` on for the next write to the ledger.
 
-        The tokens become readable for clients when the ledger has stored them. With durability
-        "behind" they are readable at once, unless the ledger has been unavailable for too long.
+        The tokens become readable for clients when the ledger has stored them or, if
+        ``on_ledger_loss`` is "available", when its answer is late. With durability "behind" they
+        are readable at once. Neither applies once the ledger has been unavailable for too long.
         """
         self._appender.add(live, live.append(choice, offset))
         if self._is_write_behind and self._may_deliver_unledgered():

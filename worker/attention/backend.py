@@ -64,9 +64,9 @@ class AttentionBackend(Protocol):
         """Return the attention of one step over ``rows``.
 
         Implementations must not loop over the rows in Python, because there may be a thousand. If
-        ``parcel`` is given, data for the device is added to it; all arrays of a Parcel are copied
-        to the device together, before anything is written or computed. A row that writes the first
-        position of a block takes the block over from an earlier sequence; the block's old content,
-        even NaN, must not affect any result.
+        ``parcel`` is given, data for the device may be added to it; all arrays of a Parcel are
+        copied to the device together, before anything is written or computed. A row that writes the
+        first position of a block takes the block over from an earlier sequence; the block's old
+        content, even NaN, must not affect any result.
         """
         ...

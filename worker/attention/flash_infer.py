@@ -1,4 +1,4 @@
-"""Attention of prompts by FlashInfer (flashinfer-ai/flashinfer), if FlashAttention 3 is missing.
+"""Attention of prompts by FlashInfer (flashinfer-ai/flashinfer), if FlashAttention 3 is unusable.
 
 FlashInfer prepares a plan on the host, once per step and attention form. It reads the cache in
 place, in its layout HND: pages of keys and values, heads before positions. Kernels that are not

@@ -23,8 +23,9 @@ NARROW, WIDE = 16, 64
 #: in registers.
 _NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
 _LEAST_KEYS = 16
-#: Bytes of a key of 128 features in half precision, and of 256 features in single precision. For
-#: larger keys less is prefetched, and there are more warps, whose registers hold the results.
+#: Bytes of a key of 128 features in half precision, and of 256 features in single precision. Wide
+#: tiles with keys larger than the first, or in single precision, prefetch less and have more warps,
+#: whose registers hold the results. Those with keys of at least the second prefetch nothing.
 _COMMON_BYTES, _LARGE_BYTES = 256, 1024
 #: Heads of a token that one program rotates or writes to the cache.
 _HEADS = 8
@@ -52,8 +53,8 @@ class RowTable:
 
     Each row [n] has in ``firsts`` its first token's index in the step, in ``starts`` that token's
     position in its sequence, in ``counts`` its number of tokens, and in ``tables`` [n, ``width``]
-    its blocks. Each token [T] has its row and its position, which is negative if nothing is to be
-    written to the cache.
+    its blocks. In a captured step ``tables`` is flat, [n * ``width``] or longer. Each token [T] has
+    its row and its position, which is negative if nothing is to be written to the cache.
     """
 
     firsts: Tensor
@@ -77,8 +78,9 @@ def place(
 ) -> None:
     """Launch the kernel that rotates queries and keys and writes keys and values to the cache.
 
-    ``rotated`` has ``num_query`` query heads followed by the key heads. Without an ``angle``
-    nothing is rotated.
+    ``rotated`` [tokens, heads, head_dim] has ``num_query`` query heads followed by the key heads.
+    Its queries are rotated in place; its keys are rotated only in the cache. ``value`` is [tokens,
+    kv_heads, head_dim]. Without an ``angle`` nothing is rotated.
     """
     rotated, value = _contiguous_heads(rotated), _contiguous_heads(value)
     keys = cache.layer(layer)

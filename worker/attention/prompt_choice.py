@@ -59,7 +59,8 @@ class _Like(NamedTuple):
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
     """Return the third-party kernels for prompts, or None if Everlift's own must be used.
 
-    The log states why an installed library is not used.
+    The log states why an installed library failed. It has no entry for a library that does not
+    support the head dimension, dtype or GPU.
     """
     return next(filter(None, (try_backend(each, cache) for each in BACKENDS)), None)
 

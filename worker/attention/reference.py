@@ -125,8 +125,9 @@ def _attend_plainly(
     """Return the attention of ``query``, by torch's own function, without softcap and sinks.
 
     ``query`` and the result are [n, new, heads, head_dim], ``key`` and ``value`` [n, kv_heads,
-    context, head_dim]. ``bias`` [n, 1, new, context] is 0 at positions that a token sees, and -inf
-    at others.
+    context, head_dim]. If ``new`` is 1, the result is [n, kv_heads, heads / kv_heads, head_dim]
+    instead, with the heads in the same order. ``bias`` [n, 1, new, context] is 0 at positions that
+    a token sees, and -inf at others.
     """
     if query.shape[1] == 1:
         # Heads that share a KV head become its queries, so that keys are not copied for each head.

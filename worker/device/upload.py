@@ -19,7 +19,10 @@ def upload(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Return ``values`` as a tensor of ``dtype`` on ``device``."""
+    """Return ``values`` as a tensor of ``dtype`` on ``device``.
+
+    On a CPU the tensor may share the memory of ``values``.
+    """
     return _copied(torch.as_tensor(values, dtype=dtype), device)
 
 
@@ -35,7 +38,10 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Parcel:
-    """Set of arrays that are copied to ``device`` in one copy, when the first of them is needed."""
+    """Set of arrays that are copied to ``device`` in one copy, when the first of them is needed.
+
+    On a CPU they are not copied: the tensors share the memory of the arrays.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -2,7 +2,7 @@
 
 The batching policy decides the order. The token budget, free slots and free blocks limit the
 numbers. Slots whose grammar masks (the tokens that the grammar allows next) are not ready are held:
-nothing is sampled in them.
+nothing is sampled in them. If nothing else can be computed, one of them is exempted.
 """
 
 from __future__ import annotations

@@ -75,7 +75,10 @@ class Costs(NamedTuple):
 
     @property
     def first(self) -> float:
-        """Cost of a step with a single row of one token, excluding the cost of reading KV."""
+        """Cost of a step with a single row of one token, excluding the cost of its attention.
+
+        The property ``position`` is the cost of the attention, for each token that it reads.
+        """
         return self.step + self.each.num_rows + self.each.num_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""Grammar compiler of a worker without a tokenizer. Pure."""
+"""Grammar compiler of a worker with the fake model, which supports no grammar. Pure."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections import deque
 class Backlog:
     """Total of the predicted CPU time of all unanswered requests to grammar processes.
 
+    A request counts from its announcement on (``Channel.expect``), even if it is sent later.
     All methods but ``close`` must be called by a single thread.
     """
 
@@ -33,8 +34,9 @@ class Account:
     """Unanswered requests to one grammar process, whose predicted CPU time is part of a Backlog.
 
     Each request is about a matcher: the state of one sequence in the grammar, known by its number.
-    The CPU time of a matcher's next answer is predicted to be equal to that of its last answer, but
-    at least half of the previous prediction. The first prediction is ``budget_s`` seconds.
+    Until the first answer about a matcher, each of its answers is predicted to take ``budget_s``
+    seconds of CPU time. After the first answer, the prediction is the time of that answer. After
+    each later one, it is the time of that answer, but at least half of the previous prediction.
     """
 
     def __init__(self, backlog: Backlog, budget_s: float) -> None:

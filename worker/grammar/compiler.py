@@ -35,9 +35,10 @@ Done = Callable[[CompiledGrammar | EverliftError], None]
 
 #: Estimated memory of a grammar process without its grammar.
 _PROCESS_BYTES = 6 << 20
-#: Timeout of a compilation in multiples of its CPU time, because processors may be shared.
+#: Timeout of a compilation in multiples of its maximum CPU time, because processors may be shared.
 _TIMEOUT_FACTOR = 6
-#: Timeout of a mask in multiples of its CPU time, because the process may have to wait for a core.
+#: Timeout of a mask in multiples of its maximum CPU time, because the process may have to wait for
+#: a core.
 _MASK_TIMEOUT_FACTOR = 50
 #: Largest timeout of a mask, as a fraction of the time after which a step counts as stuck.
 _STEP_PART = 0.5
@@ -84,8 +85,8 @@ class GrammarCompiler:
         """Compile ``grammar``, and call ``done`` with the compiled grammar or with an error.
 
         The error is InvalidGrammar, QueueFull if too many grammars are queued, or EngineFailed if
-        compilation itself does not work. If the result is cached or the queue is full, ``done`` is
-        called before this method returns.
+        compilation itself does not work. If the result is cached, a sequence still uses the
+        compiled grammar, or the queue is full, ``done`` is called before this method returns.
         """
         if (known := self._known(grammar)) is not None:
             self._cache_result(grammar, known)

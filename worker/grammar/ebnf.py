@@ -18,7 +18,7 @@ _ROOT = "root"
 
 
 class EbnfError(ValueError):
-    """Raised if a grammar is malformed or matches no text."""
+    """Raised if a grammar is malformed, exceeds a limit, or matches no text of finite length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ Node = Chars | Reference | Concat | Alternation | Repeat
 def lark_of_ebnf(text: str) -> str:
     """Return the GBNF grammar ``text`` in Lark syntax.
 
-    Raises EbnfError if it is malformed or matches no text.
+    Raises EbnfError if it is malformed, matches no text of finite length, is nested too deeply, or
+    repeats a part more than 10,000 times.
     """
     try:
         return _lark(text)

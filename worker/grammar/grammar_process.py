@@ -87,7 +87,7 @@ class Place:
     """State of one sequence in the grammar.
 
     ``stops`` are the sequence's stop tokens. ``debt_s`` is the CPU time, in seconds, that its masks
-    have used beyond the average allowed for a mask.
+    have used beyond the average allowed for a mask. A mask that uses less reduces it, at most to 0.
     """
 
     matcher: llguidance.LLMatcher
@@ -269,8 +269,8 @@ def compile_grammar(
     """Compile the grammar in ``texts``, and return a matcher at its beginning.
 
     ``kind`` names the notation; only the kind "choice" has several texts. Raises NotEnforceable if
-    ``parse_schema`` refuses a JSON schema, and Refused if ``kind`` is unknown or llguidance cannot
-    compile the grammar.
+    ``parse_schema`` refuses a JSON schema, and Refused if ``kind`` is unknown, ``lark_of_ebnf``
+    rejects a GBNF grammar, or llguidance cannot compile the grammar.
     """
     schema = parse_schema(texts[0]) if kind == "json_schema" else None
     lark = _lark(kind, texts) if schema is None else lark_of_schema(schema)

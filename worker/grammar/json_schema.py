@@ -7,7 +7,9 @@ the schema for it:
   models tend to invent keys without end. It stays open if another schema may add properties.
 - Formats that llguidance does not know are removed, because in JSON Schema they are annotations.
 - The property that a discriminator names is required in each branch.
-- A list under `items`, as in drafts before 2020-12, becomes `prefixItems`.
+- A list under `items`, as in drafts before 2020-12, becomes `prefixItems`, and `additionalItems`
+  becomes `items`. Without a list under `items`, `additionalItems` is removed.
+- An `exclusiveMaximum` of 0 is lowered slightly unless the type is integer (``_LESS_THAN_0``).
 - A branch of `anyOf` whose pattern has a look-around is removed if another branch remains. Pydantic
   writes such a branch for Decimal.
 """
@@ -35,7 +37,8 @@ FORMATS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
-#: An object schema with one of these keywords may have properties of another schema.
+#: An object schema with one of these keywords is not closed: it has a rule for undeclared
+#: properties, or another schema may add some.
 _ADDS_PROPERTIES = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties"}
     | {"allOf", "anyOf", "oneOf", "$ref"}
@@ -47,7 +50,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotEnforceable(ValueError):
-    """Raised if a schema cannot be enforced; the message has the cause and the schema path."""
+    """Raised if a schema cannot be enforced; the message has the cause and, if known, the path."""
 
 
 def parse_schema(text: str) -> Json:

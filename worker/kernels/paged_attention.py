@@ -65,6 +65,9 @@ def attend_tiles(
     values are ``value_offset`` elements later. For each row, ``firsts`` has its first token's index
     in the step, ``starts`` that token's position in its sequence, and ``counts`` the number of its
     tokens; a row with count 0 writes nothing. Block ids are ``tables`` [rows, ``table_width[0]``].
+    For each tile, ``tile_rows`` has its row, and ``tile_offsets`` its first token's index in that
+    row.
+    worker.attention.backend.AttentionForm defines ``scale``, ``softcap``, ``window`` and ``sinks``.
     """
     # The last tile of a row sees most positions. It starts first, so that short tiles fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -193,7 +196,8 @@ def merge_splits(
 ):
     """Merge the ``sums`` and ``states`` that attend_tiles wrote; write the attention to ``out``.
 
-    There is one program per (token, head).
+    There is one program per (place of a token in a tile, head): [tiles * TOKENS, HEADS]. A program
+    whose place has no token ends at once.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     tile = token // TOKENS

@@ -40,9 +40,10 @@ def turn_and_place(
     KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its values are
     ``value_offset`` elements later. Nothing is written for a token with a negative position.
 
-    ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are the cosines and sines of the angles by which
-    pairs (i, i + HALF) are rotated. Features from 2 * HALF on are not rotated; with HALF 0 none
-    are.
+    ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are an Angle of worker.model.rope. Column i and
+    column i + HALF belong to the angle by which the pair (i, i + HALF) is rotated. Both columns of
+    ``cos`` are its cosine. Of ``sin``, column i is the negated sine and column i + HALF the sine.
+    Features from 2 * HALF on are not rotated; with HALF 0 none are.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)

@@ -317,6 +317,8 @@ class Decoder:
     def pack(self, packing: Packing) -> None:
         """Convert the weights, which must be filled, to the layout of ``packing``.
 
+        Weights that ``packing`` cannot pack stay plain. An embedding that is also the head stays
+        plain unless ``packing.supports_rows``, a separate one unless ``packing.packs_embeddings``.
         The weights cannot be filled again afterwards, so ``pieces`` must no longer be called.
         """
         parts = self.layer_by_layer

@@ -80,7 +80,7 @@ def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
     """Return the tensors of a GGUF file in the order of their data.
 
     Raises BadCheckpoint if the file is malformed or truncated, or has an unsupported architecture
-    or type.
+    or type, and OSError if it cannot be read.
     """
     path = path.resolve()
     try:

@@ -102,9 +102,11 @@ class HfConfig:
         return float(value)
 
     def optional_positive(self, key: str) -> int | None:
+        """Return the positive integer under ``key``, or None if it is missing or null."""
         return None if self.get(key) is None else self.positive(key)
 
     def optional_number(self, key: str) -> float | None:
+        """Return the positive number under ``key``, or None if it is missing or null."""
         return None if self.get(key) is None else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:

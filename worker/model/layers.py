@@ -34,7 +34,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     pointwise: Pointwise = TORCH
-    #: type of the weights of matrix products; None: ``dtype``
+    #: type of the weights of matrix products and of the embedding; None: ``dtype``
     weights: torch.dtype | None = None
 
     def empty(self, *shape: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Weights in panels (panels.cpp), the layout with the fastest products on a CPU.
 
-A weight is packed in its own memory. The product of a row has the same bits in any batch.
+A weight is packed in its own memory unless it is quantised to int8 or needs padding. The product of
+a row has the same bits in any batch.
 """
 
 from __future__ import annotations

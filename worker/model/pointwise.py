@@ -26,11 +26,11 @@ class Pointwise(Protocol):
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
     ) -> Tensor:
-        """Return x / rms(x) * weight, where rms is taken over the last dimension.
+        """Return x / rms(x) * weight, where rms(x) = sqrt(mean(x ** 2) + eps).
 
-        With ``add_one`` the factor is 1 + weight instead of weight. This sum is computed in fp32,
-        because weights near 0 would lose digits in half precision. ``added``, of the shape of
-        ``x``, is first added to ``x`` in place.
+        The mean is taken over the last dimension. With ``add_one`` the factor is 1 + weight instead
+        of weight. This sum is computed in fp32, because weights near 0 would lose digits in half
+        precision. ``added``, of the shape of ``x``, is first added to ``x`` in place.
         """
         ...
 
@@ -57,7 +57,8 @@ class Pointwise(Protocol):
         """Rotate queries and keys, write keys and ``value`` to the cache, and return the queries.
 
         ``rotated`` [T, heads, head_dim] has ``num_query`` query heads followed by the key heads;
-        ``value`` is [T, kv_heads, head_dim]. ``attention`` writes to its cache of ``layer``.
+        ``value`` is [T, kv_heads, head_dim]. ``attention`` writes to its cache of ``layer``. May
+        overwrite ``rotated``.
         """
         ...
 

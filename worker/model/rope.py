@@ -23,6 +23,7 @@ Angle = tuple[Tensor, Tensor]
 class RotaryTable:
     """Cosines and sines of every position below ``length``, in fp32, computed once.
 
+    They are multiplied by the scaling's ``attention_factor``, so that rotated heads are too.
     ``length`` is the length of the longest sequence that is served. With LongRopeScaling it also
     decides, once for all sequences, whether the long or the short factors apply, because a key in
     the cache cannot be rotated again when its sequence grows past the original context.
@@ -46,6 +47,7 @@ class RotaryTable:
 def rotate(heads: Tensor, angle: Angle) -> Tensor:
     """Return ``heads`` [tokens, heads, head_dim] with each pair (i, i + dim / 2) rotated.
 
+    The pairs are also multiplied by the attention factor that ``angle`` contains.
     ``angle`` has the angles of the tokens (RotaryTable.at), and ``dim`` is its width. Features from
     ``dim`` on are unchanged.
     """

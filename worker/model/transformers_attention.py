@@ -117,8 +117,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention with the Attend that ``use_attention`` has set.
 
-    This is the function that transformers calls. ``query``, ``key`` and ``value`` are
-    [1, heads, T, d]; the output is [1, T, heads, e]. No attention weights are returned.
+    This is the function that transformers calls. ``query`` is [1, heads, T, d], ``key``
+    [1, kv_heads, T, d] and ``value`` [1, kv_heads, T, e]; the output is [1, T, heads, e]. No
+    attention weights are returned.
     """
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     call = Call(layer, query, key, value, attention_mask, arguments)

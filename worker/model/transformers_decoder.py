@@ -31,8 +31,9 @@ class Output(NamedTuple):
 class TransformersDecoder:
     """Decoder that runs the modules of ``model``, with its attention replaced by paged attention.
 
-    It has the interface of worker.model.decoder.Decoder. ``max_position`` is the length in tokens
-    of the longest sequence that the model is made for.
+    Like worker.model.decoder.Decoder it has ``forward`` and ``logits``, but none of the methods
+    that load and pack weights. ``max_position`` is the length in tokens of the longest sequence
+    that the model is made for.
     """
 
     def __init__(self, model: PreTrainedModel, survey: Survey, max_position: int) -> None:

@@ -1,10 +1,12 @@
 """Loading of safetensors and GGUF files into a rank's parameters: each needed slice once.
 
-Only the rank's slices of a tensor are read, each once, together with small gaps between them. All
-files are checked by their headers before the first tensor is filled. Several threads fill tensors,
-in the order of the files, because a single one would mostly wait for storage or for the copy to the
-device. Files are read instead of mapped into memory, because the kernel counts all pages read from
-a mapped file as memory of the process until the file is closed.
+Only the rank's slices of a tensor are read, each once, together with small gaps between them. If a
+model ties its head to the embedding and its files have both tables, these are also read beforehand
+and compared, up to the first difference. All files are checked by their headers before the first
+tensor is filled. Several threads fill tensors, in the order of the files, because a single one
+would mostly wait for storage or for the copy to the device. Files are read instead of mapped into
+memory, because the kernel counts all pages read from a mapped file as memory of the process until
+the file is closed.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ def load(
 def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
     """Return the type of a checkpoint's matrices; None if they have several or an unsupported one.
 
+    Quantised matrices of a GGUF file count as float32, because they are read as float32.
     Without ``reads_weights`` it is the type that config.json names, or None if it names none.
     Raises BadCheckpoint for malformed files, and UnsupportedModel for a malformed config.json.
     """

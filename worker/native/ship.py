@@ -1,7 +1,8 @@
 """``python -m worker.native.ship``: compile the libraries that an image ships, for all LEVELS.
 
-There is an attention kernel for each head dimension of HEAD_DIMS and each dtype. A model with
-another head dimension needs a compiler on the machine where it runs, or uses slower code.
+There are an attention kernel and compiled decoders for each head dimension of HEAD_DIMS, in fp32
+and, for the level with BF16 instructions, also in bf16. A model with another head dimension needs a
+compiler on the machine where it runs, or uses slower code.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The ranks test at the start whether they share memory: rank 0 creates a file in shared memory, and
 every rank reports what it reads from the file. They exchange the reports through a key-value store
 that rank 0 hosts. The file's name is removed as soon as all ranks have opened it, so that nothing
-is left behind however they end. This module does not depend on torch: tensors are passed as
-addresses.
+is left behind however they end after that. This module does not depend on torch: tensors are passed
+as addresses.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Collectives:
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """Map the shared memory; ``timeout`` limits the wait for other ranks in each call.
+        """Map the shared memory; ``timeout`` limits each wait of a call for another rank.
 
         ``file`` is the file descriptor of the shared memory, which this object owns from now on.
-        Raises OSError if the file cannot be mapped or locked.
+        Raises OSError if the file cannot be mapped or locked, or if there are more than 64 ranks.
         """
         timeout_ns = int(timeout.total_seconds() * 1e9)
         self._library = library
@@ -116,8 +116,9 @@ def init_collectives(store: Store, rank: int, size: int, timeout: timedelta) -> 
     """Set up the shared memory with the other ranks, and return this rank's Collectives.
 
     The result is None on every rank if one of them cannot load the compiled library or shares no
-    memory with the others. ``size`` is the number of ranks; ``timeout`` limits the wait for other
-    ranks in each collective. Errors of ``store`` are not caught.
+    memory with the others, or if there are more than 64 ranks. ``size`` is the number of ranks;
+    ``timeout`` limits each wait of a collective for another rank. Errors of ``store`` are not
+    caught.
     """
     library = _library()
     if not _all_equal(store, "host", rank, size, _host() if library is not None else ""):

@@ -10,8 +10,8 @@ all cases.
 
 Rank 0 creates a store and gives its address to the others; each rank then joins the group through
 the store. This module does not use torch.distributed's process-wide default group, so a process may
-hold several groups. Every listening socket is bound to one address: the given one, or else the one
-from which its rank reaches the store.
+hold several groups. Each listening socket of the store and of gloo is bound to one address: the
+given one, or else the one from which its rank reaches the store. NCCL chooses its own address.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Group:
     #: whether collectives are operations of the device like any other: no host waits for them, and
     #: CUDA graphs can capture them
     on_device = True
-    #: number of collectives that this rank has taken part in
+    #: number of sums, gathers and broadcasts that this rank has taken part in; ``agree`` and
+    #: ``barrier`` do not count, and a single rank counts nothing
     num_collectives = 0
 
     @staticmethod

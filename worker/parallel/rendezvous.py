@@ -91,7 +91,8 @@ def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> Ran
     """Connect ``rank``, which is above 0, to rank 0 at ``address``; return the rank's links.
 
     ``address`` is the address of rank 0's Rendezvous. ``fingerprint`` identifies the model's
-    files. Raises ChannelBroken if the step log of rank 0 cannot be reached.
+    files. Raises ChannelBroken if the step log of rank 0 cannot be reached, and RuntimeError if its
+    store cannot.
     """
     if config.is_fake:
         return RankLinks(log=StepLogReader.connect(address, rank, fingerprint))

@@ -45,7 +45,8 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
 
     A collective: all ranks must call it. Raises ModelUnavailable if the model's files cannot be
     obtained, UnsupportedModel or BadCheckpoint if the model cannot be run or read, and ValueError
-    if the device does not exist or has too little memory. Sets torch's number of threads.
+    if the device does not exist, has too little memory, or does not support the configured
+    quantization. Sets torch's number of threads.
     """
     use_threads(config.num_threads)
     bound_caches()
@@ -110,8 +111,10 @@ def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
     """Return the spec for Everlift's decoder; None if transformers' modules must run the model.
 
-    Only the model's configuration is read. Raises UnsupportedModel if, according to it, neither of
-    them can run the model.
+    Only the model's configuration is read. Transformers' modules are considered only if Everlift's
+    decoder does not know the architecture. Raises UnsupportedModel if the decoder knows it but
+    does not support a value, or a context as long as ``config.max_model_len``. Raises it too if,
+    according to the configuration, transformers' modules cannot run the model.
     """
     try:
         spec = read_spec(directory)
@@ -128,7 +131,8 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
 def try_modules(config: WorkerConfig, directory: Path) -> None:
     """Build the model from transformers' modules on the CPU, with random weights, as a trial.
 
-    Raises UnsupportedModel if a worker of this configuration could not run the model.
+    Raises UnsupportedModel if a worker of this configuration could not run the model. The number of
+    ranks is not checked; ``spec_of`` checks it.
     """
     place = Placement(Group.single(), torch.float32, torch.device("cpu"))
     _load_with_transformers(replace(config, load_format="dummy"), directory, place)

@@ -2,7 +2,8 @@
 
 A step that only decodes is padded to the smallest bucket with at least as many rows, so that few
 sizes are captured. All its inputs are in one int32 array, so that one copy transfers them to the
-device. ``width`` is the number of blocks per row in ``tables``:
+device. n is the number of rows before padding, and ``width`` the number of blocks per row in
+``tables``:
 
     width [1] | tokens, slots, positions, counts: [bucket] each | tables [n, width] | parcel
 
@@ -29,7 +30,7 @@ _ALIGNED = 4
 #: keys and position are eight numbers of 8 bytes in four arrays.
 _PARCEL_INTS, _PARCEL_ARRAYS = 16, 4
 #: Buckets up to this one are powers of two, larger ones are multiples of it, because a few padding
-#: rows take no extra time.
+#: rows take no extra time. The largest bucket may be any number.
 _STEP = 16
 #: Largest bucket. Larger steps compute for longer than their kernels take to launch.
 _LARGEST = 256
@@ -45,7 +46,8 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
 def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
     """Return the smallest bucket with at least as many rows as ``rows``.
 
-    Returns None if a row does not decode, or if there are more rows than in the largest bucket.
+    Returns None if there are no rows, if there are more than in the largest bucket, or if a row has
+    several tokens (as with drafts), samples nothing, or requests log probabilities of its prompt.
     """
     decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
     index = bisect_left(buckets, len(rows))

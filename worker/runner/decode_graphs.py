@@ -72,9 +72,10 @@ class DecodingBackend(Protocol):
     ) -> StepAttention:
         """Return the attention of a step with n rows of at most one token each.
 
-        ``counts`` int32 [n] are the rows' numbers of tokens, ``positions`` int32 [n] their
-        positions, and ``tables`` int32 [n * ``width[0]``] their block tables. The launched kernels
-        depend on n alone; they read the tensors when they run.
+        ``counts`` int32 [n] are the rows' numbers of tokens, and ``positions`` int32 [n] their
+        positions. Rows with a token come first. ``tables`` int32 begins with their block tables, of
+        ``width[0]`` blocks each; its other elements are not used. The launched kernels depend on n
+        alone; they read the tensors when they run.
         """
         ...
 

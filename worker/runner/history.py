@@ -5,7 +5,8 @@
     presence     every token of the output: logit - penalty
 
 Definitions and order are those of transformers, vLLM and OpenAI's API. Two tables on the device
-have one row per slot, with one entry per distinct token that occurred:
+have one row per slot, with one entry per distinct token that occurred. For a sequence without a
+repetition penalty, only tokens of the output are stored:
 
     tokens  int64  [slots, entries]   |-- known, in the order of occurrence --|-- drafted --|
     counts  fp32   [slots, entries]   |-- occurrences in the output ----------|-- zeros ----|

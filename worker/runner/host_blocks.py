@@ -1,9 +1,10 @@
 """Memory for KV blocks on the host.
 
 Torch allocates page-locked memory in powers of two: one piece of 5,000 MiB would take 8,192 MiB. So
-the memory is allocated in pieces that are slightly smaller than a power of two. For example, 1000
-blocks of 5 MiB are in 4 pieces of 1 GiB with 204 blocks each, and in one piece each with 102 blocks
-(512 MiB), 51 (256), 25 (128), 3, 1, 1 and 1.
+page-locked memory, which is used with a GPU, is allocated in pieces that are slightly smaller than
+a power of two. For example, 1000 blocks of 5 MiB are in 4 pieces of 1 GiB with 204 blocks each, and
+in one piece each with 102 blocks (512 MiB), 51 (256), 25 (128), 3, 1, 1 and 1. Other memory is one
+piece.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class HostBlocks:
 def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
     """Return the number of blocks of each piece of memory; their sum is ``num_blocks``.
 
-    A piece has as many blocks as fit into some power of two of bytes, and at least one.
+    Each piece has as many blocks as fit into the largest power of two of bytes that is at most
+    _LARGEST_PIECE and at most the size of the remaining blocks, but at least one block.
     """
     sizes = []
     while num_blocks:

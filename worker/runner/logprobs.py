@@ -22,8 +22,9 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     """Return the log probabilities of ``tokens`` int64 [n], float64 [n, 2 + 2 * num_top].
 
     The columns are those of the table in the module's docstring. ``logits`` are fp32 [n, vocab]. If
-    the vocabulary is smaller than ``num_top``, there are fewer alternatives. The log probability is
-    NaN if a row's logits are not finite, and -inf for a token whose logit is -inf.
+    the vocabulary is smaller than ``num_top``, there are fewer alternatives. The log probabilities
+    of a row are NaN if one of its logits is NaN or +inf, or all are -inf. In other rows the log
+    probability of a token whose logit is -inf is -inf.
     """
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     normaliser = normaliser.where(normaliser.isfinite(), math.nan)

@@ -50,8 +50,8 @@ class SampledSlot:
 class SampledRow:
     """Row to sample, whose logits begin at row ``first`` of the step's logits.
 
-    ``position`` is the position of its next token in the output. If a grammar applies, it allows
-    the first ``num_allowed`` of the ``drafts``.
+    ``position`` is the position of its next token in the output. Of the ``drafts``, only the first
+    ``num_allowed`` may be accepted: all, or with a grammar the number that TokenMask.mask returned.
     """
 
     slot: SampledSlot
@@ -84,7 +84,7 @@ class SampledRow:
         return edited or bool(self.banned_sites)
 
     def fill_mask(self, into: Tensor, waiting_since: float) -> None:
-        """Write the grammar's masks to ``into``, and store the number of drafts that it allows.
+        """Write the grammar's masks to ``into``, and store the number of drafts as ``num_allowed``.
 
         ``into`` is int32 [1 + len(drafts), words]; see TokenMask.mask. If the grammar raises an
         error, it is stored as the row's ``error``.
@@ -139,7 +139,7 @@ def _accepted_tokens(
     """Return the tokens of ``sampled`` up to and including the first non-draft or stop token.
 
     A token is a non-draft if it differs from the draft at its index, or there is no such draft. The
-    result ends before a negative marker; the next step samples that position without drafts.
+    result ends before a negative marker; the next step samples that position again, as its first.
     """
     accepted: list[int] = []
     for token, draft in zip_longest(sampled, drafts):

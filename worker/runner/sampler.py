@@ -7,11 +7,11 @@
     penalties           repetition, frequency, presence         worker.runner.history
     temperature, top_k, top_p, min_p, one uniform number        worker.runner.sampling_backend
 
-Where the order matters, it is that of transformers and vLLM. A penalty depends on the logit's sign,
-so the bias is added before it, and both precede the temperature. The masks could be anywhere in the
-order, because -inf stays -inf. For greedy rows, everything applies except filters and uniform
-numbers. vLLM takes log probabilities after the grammar's mask; this sampler takes those of the
-model, even for forbidden tokens.
+Where the order matters, it is that of transformers and, except for min_p, of vLLM. A penalty
+depends on the logit's sign, so the bias is added before it, and both precede the temperature. The
+masks could be anywhere before the filters, because -inf stays -inf. For greedy rows, everything
+applies except filters and uniform numbers. vLLM takes log probabilities after the grammar's mask;
+this sampler takes those of the model, even for forbidden tokens.
 
 A row with drafts has 1 + len(drafts) rows of logits ("sites"), which are sampled at once. Each is
 sampled as if the drafts before it were part of the output, with the uniform number of its own
@@ -156,8 +156,9 @@ class Sampler:
     def launch(self, logits: Tensor, prepared: PreparedSampling) -> SampledTokens:
         """Begin to sample from ``logits``, without waiting for the device.
 
-        ``logits`` have the rows that ``sample`` documents, and are changed in place. ``results`` of
-        the returned object must be called before the next launch.
+        The host may have to wait for the masks of grammars. ``logits`` have the rows that
+        ``sample`` documents, and are changed in place. ``results`` of the returned object must be
+        called before the next launch.
         """
         requests, firsts, sample = prepared
         rows = self._rows(requests, firsts)

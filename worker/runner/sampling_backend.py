@@ -1,7 +1,7 @@
 """Sampling from logits; a row's token depends only on its own logits, parameters and position.
 
-So the token is the same in every batch. The order of the filters is that of transformers, and of
-vLLM as far as it has them:
+So the token is the same in every batch. The order of the filters is that of transformers; vLLM
+applies min_p before top_k and top_p:
 
     temperature   logits / temperature; below 1e-5 greedy, i.e. the first of the largest logits
     top_k         the k most probable tokens, and any tied with the last of them; 0 keeps all
@@ -125,8 +125,8 @@ def filter_thresholds(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
     """Return the smallest of each row's ``weights`` [n, vocab] that its filters keep, [n, 1].
 
     ``filters`` [n, 4] are temperature, top_k, top_p and min_p. Only the largest weights of each row
-    are examined first. If the smallest of them is not kept, neither are all smaller weights. The
-    other rows are examined again with all their weights.
+    are examined first. If the smallest of them is not kept, no smaller weight is kept either. Rows
+    for which this is not certain are examined again with all their weights.
     """
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -22,8 +22,8 @@ class TokenMask(Protocol):
     def is_ready(self) -> bool:
         """Return whether a step should sample this sequence now; False if ``mask`` would take long.
 
-        A sequence that is not ready is left out of the step. ``mask`` is assumed to be called
-        without drafts.
+        A sequence that is not ready is left out of the step, unless no other sequence can run.
+        ``mask`` is assumed to be called without drafts.
         """
         ...
 
@@ -31,7 +31,9 @@ class TokenMask(Protocol):
         """Fill ``into`` with masks of the tokens allowed after the output and after each draft.
 
         ``into`` is int32 [1 + len(drafts), mask_words(vocab)], on the CPU. Returns the number of
-        drafts that the grammar allows; rows after the first forbidden draft are undefined.
+        leading drafts that may be accepted. It is at most the number that the grammar allows, and
+        may be less to avoid a wait. With the result n, rows after index n are undefined.
+
         ``waiting_since`` is the monotonic time at which the step began to wait for masks. The
         timeout counts from then, so that it limits the wait for all masks of the step together.
         Raises EverliftError if the sequence cannot continue.

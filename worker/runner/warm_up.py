@@ -21,9 +21,10 @@ def warm_up_plans(
     """Yield the plans of the warm-up steps.
 
     Batches of 1, 2, 4, ... rows up to the largest number are combined with 1, 2, 4, ... tokens per
-    row up to FEW. The largest batch is combined with every number of tokens up to FEW. The last
-    plan is a chunk of more than FEW tokens, if the limits allow, and samples a token in slot 0. All
-    rows write to block 0 only.
+    row up to FEW. The largest batch is combined with every number of tokens up to FEW. If all rows
+    together would exceed ``max_num_batched_tokens``, some of them have fewer tokens. The last plan
+    is a chunk of more than FEW tokens, if the limits allow, and samples a token in slot 0. All rows
+    write to block 0 only.
     """
     budget, longest = max_num_batched_tokens, min(FEW, max_model_len)
     most_rows = min(max_num_seqs, budget)

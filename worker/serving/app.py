@@ -1,6 +1,6 @@
 """The worker as a Ray Serve deployment: a replica that starts and watches the worker's ranks.
 
-The ranks do not run in the replica's process: every rank is an actor in one bundle of the replica's
+The ranks do not run in the replica's process: rank i is an actor in bundle i of the replica's
 placement group. Serve schedules the replica, checks its health, and starts a new one when a rank
 has ended. No token passes through Serve.
 """

@@ -70,8 +70,8 @@ class EngineThread:
     def stop(self) -> None:
         """Make the thread end after the current step, without waiting for that.
 
-        On a rank above 0 this breaks the connection to rank 0, so that the error ChannelBroken is
-        set on ``ended``.
+        On a rank above 0 this breaks the connection to rank 0, if it is open, so that the error
+        ChannelBroken is set on ``ended``.
         """
         self._inbox.stop()
         if isinstance(self.links.log, StepLogReader):

@@ -2,8 +2,9 @@
 
     engine's thread --report--> deliver --> outbox --take_frame, when the stream is free--> frame
 
-A frame is one message. A write to a slow router delays only the next frame to the same router.
-Frames are sent at least every ``heartbeat`` seconds (a setting), whatever the engine does.
+A frame is one message. A write to a slow router delays only the next frame to the same router. To
+other routers a frame is sent at least every ``heartbeat`` seconds (a setting), whatever the engine
+does.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     ) -> None:
         """Create the server.
 
-        ``transport`` replaces gRPC over TCP with the configured TLS. Raises SettingsError for
-        invalid TLS files, and OSError if the port is taken.
+        ``transport`` is used instead of the default: gRPC over TCP, with TLS if it is configured.
+        Raises SettingsError for invalid TLS files, and OSError if the port is taken.
         """
         self._config = config
         self._sessions = sessions

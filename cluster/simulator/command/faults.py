@@ -51,8 +51,8 @@ def events(
     ``3@60`` (3 workers at 60 s). ``workers`` exist at the beginning. Added workers are like the
     first one, at its normal speed, and take ``start_s`` seconds to start.
 
-    Raises ForecastFailed for an invalid text, or for a worker that does not exist at that time. The
-    latter is not checked if ``is_scaled``, because an autoscaler may then add workers.
+    Raises ForecastFailed for an invalid text, or for a worker that does not exist yet at that time.
+    The latter is not checked if ``is_scaled``, because an autoscaler may then add workers.
     """
     lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
     if not is_scaled:

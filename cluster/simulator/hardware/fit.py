@@ -33,12 +33,12 @@ class Fit:
 
 
 def fitted(steps: Sequence[Step]) -> Fit:
-    """Return the roofline whose sum of squared relative errors over ``steps`` is smallest.
+    """Fit a roofline to ``steps``, so that the sum of squared relative errors is small.
 
     No coefficient is negative. A roofline is linear in its coefficients except at the ridge: the
     number of tokens above which the matrix products take longer than the read of the weights. A
     linear fit is therefore made for each possible ridge: each midpoint between two measured numbers
-    of tokens, and a ridge below and above all of them.
+    of tokens, and a ridge below and above all of them. The fit with the smallest sum is returned.
     """
     numbers = sorted({step.size.num_tokens for step in steps})
     places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]

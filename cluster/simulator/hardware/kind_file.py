@@ -6,8 +6,9 @@
       "worker": {"num_blocks": 26000, "max_model_len": 131072}
     }
 
-``worker`` has settings of a worker by key; all other settings come from the configuration. Other
-sections are ignored: they may document, for example, how the figures were measured.
+``worker`` has settings of a worker by key. They replace the defaults; settings of the configuration
+replace them in turn. Other sections are ignored: they may document, for example, how the figures
+were measured.
 """
 
 from __future__ import annotations

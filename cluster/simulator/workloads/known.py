@@ -8,8 +8,8 @@ burstiness of a workload are those of the files that the authors published:
     chat        the mean lengths of ShareGPT's conversations, 161 and 338 tokens (vLLM, SOSP'23)
 
 Everything else is assumed: the extreme lengths of the distributions, chosen so that the means equal
-those of the traces; the deviation of the lengths of ``chat``; all of ``reasoning``; tenants,
-classes, targets, deadlines, and the ``max_tokens`` of clients.
+those of the traces; the deviation of the lengths of ``chat``, its rate and its burstiness; all of
+``reasoning``; tenants, classes, targets, deadlines, and the ``max_tokens`` of clients.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _AZURE_CONVERSATION = Workload(
     ttft_target_s=1.0,
     deadline_s=120.0,
 )
-#: Gamma-distributed gaps with the trace's coefficient of variation reproduce its dispersion over a
-#: minute (164), but result in five times its dispersion over a second (13).
+#: Gamma-distributed gaps with the trace's coefficient of variation reproduce the trace's index of
+#: dispersion (see Traffic) over a minute, which is 164. Over a second the trace's index is 13, and
+#: theirs is five times as large.
 _AZURE_CODE = Workload(
     name="azure-code",
     application="code",

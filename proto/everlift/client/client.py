@@ -61,10 +61,11 @@ class AsyncClient:
     and nowhere else. ``tls`` enables TLS. A ``transport`` replaces gRPC and its TLS.
 
     While no router answers, a stream is retried for ``reconnect_s`` seconds and a single call for
-    ``retry_s`` seconds. Any call that is refused for lack of capacity is retried for ``retry_s``
-    seconds. 0 disables the retries. The delays between retries increase, and are never shorter
-    than the error's ``retry_after_s``. The ``timeout_s`` of a single call covers all its attempts;
-    with None, only ``retry_s`` limits them.
+    ``retry_s`` seconds. Any call that is refused for lack of capacity or quota is retried for
+    ``retry_s`` seconds. 0 disables the retries. The delays between retries increase, and are never
+    shorter than the error's ``retry_after_s``. Even without retries, a single call that a router
+    does not answer is sent once to each other router, without a delay. The ``timeout_s`` of a
+    single call covers all its attempts; with None, only ``retry_s`` limits them.
 
     A client may be created outside of an event loop, and is used within one.
 
@@ -98,8 +99,9 @@ class AsyncClient:
 
         The first read of the stream submits the request, and closing the stream cancels it.
         ``traceparent`` is the caller's span in the format of W3C Trace Context. Raises
-        InvalidRequest for a value that is invalid for any router, and TypeError for an unknown
-        option.
+        InvalidRequest for a value that fails a check of the client, such as a number out of range,
+        and TypeError for an unknown option. Other invalid values, such as an empty prompt, are
+        rejected by the router: reading the stream then raises the error.
 
         >>> await client.generate("one two three four", max_tokens=2, temperature=0).text()
         'one two'
@@ -126,8 +128,9 @@ class AsyncClient:
         The option ``request_id`` is the prefix of all ids: "job" yields "job:0" and "job:1". The
         first read of the stream submits requests, and closing it cancels the unfinished ones.
 
-        Raises InvalidRequest if a value of any request is invalid for any router; then no request
-        is sent. Raises TypeError for an unknown option.
+        Raises InvalidRequest if a value of any request fails a check of the client, as in
+        ``generate``; then no request is sent. If the router rejects a request, only that request
+        fails. Raises TypeError for an unknown option, and ValueError if ``concurrency`` is below 1.
 
         >>> await client.generate_many(["one two", "three four"], max_tokens=1).texts()
         ['one', 'three']
@@ -255,8 +258,9 @@ class AsyncClient:
         """Return a page of the caller's requests, newest first; ``states`` selects by state.
 
         The answer's ``next_page_token`` is the ``page_token`` of the next page; it is empty on the
-        last page. A ``page_size`` of 0 selects the server's default. An administrator of the
-        cluster may name a ``tenant``, or "" for all tenants.
+        last page. With ``states``, a page may be short or empty although another page follows. A
+        ``page_size`` of 0 selects the server's default. An administrator of the cluster may name a
+        ``tenant``, or "" for all tenants.
 
         Raises InvalidRequest for an invalid ``page_token``, OutOfRange for too large a
         ``page_size``, and Forbidden if the API key does not permit the call.
@@ -281,7 +285,8 @@ class AsyncClient:
     ) -> pb.TokenizeResponse:
         """Return the token ids of a text, tokenised as a prompt is.
 
-        Raises UnknownModel if ``model`` is given and not served.
+        Raises UnknownModel if ``model`` is given and not served, and PromptTextTooLong if the text
+        has far more characters than the model's context can hold.
 
         >>> list((await client.tokenize("ab")).token_ids)
         [97, 98]
@@ -296,7 +301,7 @@ class AsyncClient:
         """Return the text of token ids.
 
         Raises UnknownModel if ``model`` is given and not served, and OutOfRange for an id that the
-        vocabulary does not have.
+        vocabulary does not have or for more ids than the model's context can hold.
 
         >>> (await client.detokenize([97, 98])).text
         'ab'
@@ -315,7 +320,9 @@ class AsyncClient:
         return await self._call(lambda: self._routers.inference().ListModels, message, timeout_s)
 
     async def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
-        """Return the state of the cluster's workers, queue and requests.
+        """Return the state of the cluster's workers and queue, as one router knows it.
+
+        Counters, such as ``completed``, are those of this router since it started.
 
         >>> (await client.status()).running
         0
@@ -404,7 +411,7 @@ class AsyncClient:
         """Inject a fault into a cluster that was started with chaos allowed.
 
         The fault is sent to each router at most once, because it may have taken effect although
-        the answer was lost. Raises ChaosForbidden if chaos is not allowed, OutOfRange for an
+        the answer was lost. Raises ChaosForbidden if chaos is not allowed, InvalidRequest for an
         invalid fault, and UnknownWorker for an unknown target.
 
         >>> fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="any-worker")

@@ -19,11 +19,13 @@ from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
-#: Largest size of the requests in one call of several, far below the limit of any router.
+#: Largest total size, in bytes, of the requests of one call that carries several. It is far below
+#: the limit of any router. A larger request is sent in a call of its own.
 _MAX_BYTES = 1 << 20
 #: Number of chunks that are buffered for the reader; further chunks stay with the routers.
 _MAX_BUFFERED_CHUNKS = 64
-#: Free part of ``concurrency`` for which another call is worthwhile.
+#: Part of ``concurrency`` that must be free before another call is sent, unless fewer requests are
+#: left.
 _REFILL_FRACTION = 0.25
 #: When a stream is closed: number of concurrent Cancel calls, and seconds to wait for all answers.
 _MAX_CONCURRENT_CANCELS, _CANCEL_ALL_TIMEOUT_S = 64, 5.0
@@ -36,8 +38,9 @@ class Outcome:
     """Result of an ended request of a ManyStream.
 
     ``finish_reasons`` maps the index of each choice that has ended to its finish reason. ``error``
-    is the error with which the request failed, or None; ``usage`` and ``timing`` may then be None.
-    The stream delivers all output received before the error, unless the stream is closed.
+    is the error with which the request failed; it is None if the request succeeded. After an error,
+    ``usage`` and ``timing`` may be None. The stream delivers all output received before the error,
+    unless the stream is closed.
     """
 
     finish_reasons: Mapping[int, FinishReason]
@@ -94,7 +97,8 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
         ``retries`` returns the retry state of a new call; a call carries many requests or resumes a
         single one. ``timeout_s`` applies to each request, from the first attempt to send it. At
-        most ``concurrency`` requests run at a time. ``metadata`` is sent with every call.
+        most ``concurrency`` requests run at a time. ``metadata`` is sent with the calls that submit
+        requests.
         """
         pending = [
             _PendingRequest(at, it, ReceivedOutput(it.request_id)) for at, it in enumerate(messages)

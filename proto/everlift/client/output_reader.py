@@ -26,15 +26,16 @@ log = logs.get_logger(__name__)
 #: contains a cause, arrives first.
 DEADLINE_MARGIN_S = 1.0
 _CANCEL_TIMEOUT_S = 2.0
-#: Seconds for which a connection must have delivered pieces to count as a success, which ends the
-#: series of failures before it.
+#: Seconds that a call must last after its first piece to count as a success even if it delivered no
+#: chunk, for example while the request was queued. A success ends the series of failures before it.
 _STEADY_S = 1.0
 
 
 class OutputReader:
     """Reader of a request's output, which makes as many calls as needed.
 
-    The reader calls Generate until a router has accepted the request, and Attach after that. For
+    The reader calls Generate until a router has accepted the request, and Attach after that. If the
+    request is refused after its acceptance, before any output, the reader calls Generate again. For
     an existing request, it calls only Attach.
     """
 
@@ -110,8 +111,8 @@ class OutputReader:
     def _mark_not_accepted(self, refusal: EverliftError) -> None:
         """Mark the request as not accepted after ``refusal``, so that it is submitted again.
 
-        Raises ``refusal`` if the request was not submitted by this reader, or if output of it has
-        been received.
+        Do nothing if the request is not marked as accepted. Otherwise, raises ``refusal`` if the
+        request was not submitted by this reader, or if output of it has been received.
         """
         if self._reception.is_accepted:
             if self._submission is None or self._reception.has_output:

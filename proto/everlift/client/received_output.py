@@ -17,9 +17,12 @@ from everlift.v1 import inference_pb2 as pb
 class Chunk:
     """Consecutive tokens of a choice, the first at ``offset``, and the text that they complete.
 
-    ``epoch`` is the number of the attempt that generated the tokens, or 0 if they were read from
-    the ledger. ``unledgered`` is true if they were delivered while the ledger was unavailable, so
-    that a failure may still lose them. ``logprobs`` are those of the tokens, if requested.
+    ``token_ids`` may be empty in the last chunk of a choice, whose text was held back until the
+    end. ``epoch`` is the number of the attempt that generated the tokens, or 0 if they were read
+    from the ledger. ``unledgered`` is true if the tokens were delivered before the ledger had
+    stored all of them, so that a failure may still lose them. Routers may do so while the ledger is
+    unavailable, and at any time with the setting ``router.durability: behind``. ``logprobs`` are
+    those of the tokens, if requested.
     """
 
     offset: int
@@ -78,9 +81,9 @@ class ReceivedOutput:
     def attach_request(self) -> pb.AttachRequest:
         """Return the message that asks a router for the output after the received tokens.
 
-        If all tokens of each choice were received, the message contains digests of them. With
-        these, the router checks that its own tokens are the same, even if it has to regenerate
-        lost tokens first.
+        If the tokens before the offsets are known (``from_offsets`` was not used), the message
+        contains digests of them. With these, the router checks that its own tokens are the same,
+        even if it has to regenerate lost tokens first.
         """
         offsets, digests = self.offsets(), self._digests
         return pb.AttachRequest(

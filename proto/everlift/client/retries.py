@@ -15,7 +15,8 @@ _INITIAL_DELAY_S = 0.05
 _EAGER_PERIOD_S = 3.0
 _MAX_EAGER_DELAY_S = 0.2
 _MAX_DELAY_S = 1.0
-#: Number of failures after which the delay no longer grows. It keeps the power of two small.
+#: Largest exponent of the power of two in the delay. It only keeps the power small: _MAX_DELAY_S
+#: limits the delay after far fewer failures.
 _MAX_EXPONENT = 32
 
 
@@ -80,9 +81,10 @@ class Deadline:
         return self._at is not None and self._at < timestamp
 
 
-#: Seconds for which a stream tries to reconnect while no router answers.
+#: Default seconds for which a stream tries to reconnect while no router answers.
 RECONNECT_S = 30.0
-#: Seconds for which a call is retried after it was refused, or not answered, for the first time.
+#: Default seconds for which any call is retried after its first refusal, and for which a single
+#: call is retried while no router answers.
 RETRY_S = 10.0
 
 
@@ -125,7 +127,10 @@ def is_unavailable(error: EverliftError) -> bool:
 
 
 def is_refusal(error: EverliftError) -> bool:
-    """Return whether ``error`` refuses a call for lack of capacity, so that a retry may succeed."""
+    """Return whether ``error`` refuses a call for lack of capacity or quota.
+
+    A later retry of the same call may succeed.
+    """
     return error.grpc_status == "RESOURCE_EXHAUSTED" and not isinstance(error, InvalidRequest)
 
 
@@ -158,8 +163,9 @@ class RetryBudget:
         """Wait until the next attempt is due, after ``error`` of the router at ``router``.
 
         If the router was unavailable, the next router becomes the current one. Raises ``error`` if
-        it must not be retried or the client is closed. If the attempt would be after the deadline,
-        raises ``error`` for a refusal, and DeadlineExceeded if the router was unavailable.
+        it must not be retried, the time for its retries is over, or the client is closed. If the
+        attempt would be after the deadline, raises ``error`` for a refusal, and DeadlineExceeded if
+        the router was unavailable.
         """
         delay = self._retries.delay(error, now())
         if delay is None or self._routers.is_closed:
@@ -176,8 +182,8 @@ class RetryBudget:
     def error_at_deadline(self, error: DeadlineExceeded) -> EverliftError:
         """Return the error to raise for a call whose last attempt ended at the deadline.
 
-        ``error`` is the error of that attempt, and is returned if there was no other attempt.
-        Otherwise, the returned error reports why the attempt before it failed.
+        ``error`` is the error of that attempt, and is returned if no attempt was made after a
+        ``wait``. Otherwise, the returned error reports the failure that preceded the last ``wait``.
         """
         return error if self._last_error is None else _error_at_deadline(self._last_error)
 

@@ -85,7 +85,7 @@ class Stream(AsyncIterator[Chunk]):
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Log probabilities of the prompt's tokens from the second one on, if requested.
 
-        They arrive with the first chunk of choice 0.
+        They arrive with the chunk at offset 0 of choice 0, and never if the stream begins after it.
 
         >>> stream = client.generate("one two")
         >>> await stream.text(), stream.prompt_logprobs
@@ -95,7 +95,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def usage(self) -> pb.Usage | None:
-        """Token counts of the prompt and of all choices, or None before the last chunk.
+        """Token counts of the prompt and of all choices, or None until the stream has ended.
 
         >>> stream = client.generate("one two three")
         >>> await stream.text(), stream.usage.output_tokens
@@ -105,7 +105,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def timing(self) -> pb.Timing | None:
-        """Times and counts of the request's processing; None before the last chunk.
+        """Times and counts of the request's processing; None until the stream has ended.
 
         >>> stream = client.generate("one two three")
         >>> await stream.text(), stream.timing.attempts

@@ -57,7 +57,10 @@ class BreakOff(_AtOffset):
 
 @dataclass(frozen=True, slots=True)
 class Hold(_AtOffset):
-    """Fault that sends no piece from ``offset`` on, until the request is cancelled or expires."""
+    """Fault that holds the request's output at ``offset`` until it is cancelled or expires.
+
+    No further piece of any choice of the request is sent.
+    """
 
 
 @dataclass(frozen=True, slots=True)

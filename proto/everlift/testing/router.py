@@ -94,7 +94,8 @@ class FakeRouter(
     """Fake router, which serves the gRPC services of a router with made-up answers.
 
     ``answer`` returns the output of a request. Each Generate, GenerateMany and Attach takes the
-    next one of ``faults``; the call is healthy if that is None, or if no faults are left. Callers
+    next one of ``faults``; the call is healthy if that is None, or if no faults are left. A Refuse
+    that names a call is taken only by that call, and the faults after it wait until then. Callers
     must present the ``api_key``, if there is one.
 
     ``requests`` contains the received requests by id. ``calls`` lists the calls in order, for

@@ -27,7 +27,7 @@ _WINDOW = 16
 
 
 class FakeTransport:
-    """Transport that connects every address to its own ``router``, a FakeRouter in this process.
+    """Transport that connects every address to one FakeRouter, ``router``, in this process.
 
     ``answer``, ``faults`` and ``api_key`` are passed to the FakeRouter, which describes them.
 

@@ -91,7 +91,7 @@ class AdminServer:
         return capacity(load, self._connected())
 
     def kinds(self) -> Sequence[pb.WorkerKind]:
-        """Return the kinds of the connected workers, most frequent first."""
+        """Return the kinds of the connected workers that are not draining, most frequent first."""
         return capacity(None, self._connected()).kinds
 
     def _connected(self) -> list[Connected]:

@@ -39,8 +39,9 @@ class Call:
     """gRPC call whose caller is authenticated and has the required scope.
 
     ``arrived_at`` is the time at which the call arrived (``event_loop.now()``). Names in
-    ``headers`` are in lower case. Handlers add to ``initial_metadata``, which the client receives
-    even if the call fails.
+    ``headers`` are in lower case. The client receives ``initial_metadata`` even if the handler
+    fails. A handler of ``Handlers.pieces`` may add to it; for handlers of other kinds it is sent
+    before they are called.
     """
 
     caller: Caller

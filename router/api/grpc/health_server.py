@@ -5,7 +5,8 @@
     everlift.v1.Inference    the same; also for every other service of the router
     live                     this process answers (liveness)
 
-A router that is stopping, or whose ledger is unavailable, accepts no new requests. Its running
+A router accepts no new requests while it is stopping, while its ledger is unavailable or lacks the
+required durability, and while another cluster is the active one (router/active.py). Its running
 requests continue, and clients can attach to them.
 """
 

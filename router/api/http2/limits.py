@@ -11,7 +11,7 @@ class Limits:
 
     #: size of a message after decompression
     max_message_bytes: int = 64 << 20
-    #: size of the names and values of a call's metadata, plus 32 bytes for each of them
+    #: size of a call's headers except pseudo-headers: names, values, and 32 bytes for each header
     max_metadata_bytes: int = 16 << 10
     #: concurrent calls of one connection
     max_streams: int = 1 << 14
@@ -19,8 +19,8 @@ class Limits:
     max_connections: int = 1 << 14
     #: time after which a connection without calls is closed
     idle: float = 3600.0
-    #: time after which a silent connection is pinged; without an answer it is closed after as long
-    #: again
+    #: interval of checks: a connection that has been silent for this long is pinged, and closed at
+    #: the next check if it is still silent
     keepalive: float = 30.0
     #: unread messages of one call; above it, no more data of the call is parsed
     max_unread_bytes: int = 1 << 20

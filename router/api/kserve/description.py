@@ -9,9 +9,9 @@ from everlift.errors import UnknownModel
 from router.api.kserve import infer_request, infer_response, parameters
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: Version of every model. Other versions are served by other routers.
+#: The only version of the served model. Requests for other versions are rejected.
 VERSION = "1"
-#: Extensions of the protocol that are served; of schedule_policy, priority and timeout.
+#: Extensions of the protocol that are served; of schedule_policy, only priority and timeout.
 EXTENSIONS = ("model_configuration", "schedule_policy", "statistics")
 _PLATFORM = "everlift"
 _ANY_LENGTH = -1

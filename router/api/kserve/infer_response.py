@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from everlift.v1 import inference_pb2 as wire
 from router.api.kserve.tensors import Scalar, Tensor
 
-#: Parameter of a response that is true in the last response to a request.
+#: Parameter of each response of ModelStreamInfer; true in the last response to a request.
 FINAL = "triton_final_response"
 _FINISH_REASONS = {
     wire.FINISH_REASON_UNSPECIFIED: b"",

@@ -160,7 +160,7 @@ class KserveServer:
         return pb.ModelConfigResponse(config=description.config(self._model.name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
-        """Return how many requests were completed and failed since this router started.
+        """Return how many of this router's requests completed and failed since its start.
 
         Times are not included; the router's metrics have them.
         """

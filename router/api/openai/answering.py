@@ -213,7 +213,10 @@ def _named(call: Call) -> str:
 
 
 def _reads_events(call: Call) -> bool:
-    """Return whether the client parses all fields of server-sent events, not only ``data``."""
+    """Return whether the client parses all fields of server-sent events, not only ``data``.
+
+    This is assumed of a client that sends last-event-id, or that accepts text/event-stream.
+    """
     return _LAST_EVENT_ID in call.headers or _EVENTS in call.headers.get("accept", "").lower()
 
 

@@ -26,8 +26,9 @@ Json = dict[str, Any]
 def parse(data: bytes) -> Json:
     """Parse a body as a JSON object.
 
-    Raises NotUtf8 if the body is not UTF-8. Raises MalformedBody if it is not JSON, not an object,
-    or nested too deeply.
+    Raises NotUtf8 if the body is not UTF-8, or if a text in it has half of a surrogate pair. Raises
+    MalformedBody if the body is not JSON, not an object, or nested too deeply, or if it has a
+    number with too many digits or too large an exponent.
     """
     try:
         text = data.decode()

@@ -47,7 +47,8 @@ class Conversations:
     async def of(self, fields: ChatFields) -> Conversation:
         """Return the rendered prompt and the tools of a chat request.
 
-        Raises NoChatTemplate, and InvalidRequest if its messages or tools are invalid.
+        Raises NoChatTemplate, InvalidRequest if its messages or tools are invalid, QueueFull if too
+        many chats wait to be rendered, and EverliftError if no renderer process can be started.
         """
         tools = ToolUse.of(
             fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
@@ -58,10 +59,7 @@ class Conversations:
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
-        """Return the token ids of a chat's prompt.
-
-        Raises NoChatTemplate, and InvalidRequest if its messages or tools are invalid.
-        """
+        """Return the token ids of a chat's prompt. Raises the same errors as ``of``."""
         return await self._tokens(await self._text(fields, tools), self._model.encode)
 
     async def _text(self, fields: Chat, tools: ToolUse) -> str:

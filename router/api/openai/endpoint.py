@@ -110,7 +110,8 @@ ANY_METHOD = "*"
 class Endpoint:
     """ASGI application for requests with the HTTP method ``method``, which may be ANY_METHOD.
 
-    The caller's key must have one of the ``scopes``; if there are none, anyone may call it.
+    GET includes HEAD. The caller's key must have one of the ``scopes``; if there are none, anyone
+    may call it.
     """
 
     def __init__(

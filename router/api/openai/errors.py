@@ -23,7 +23,7 @@ from everlift.errors import (
 )
 
 #: Errors that OpenAI's clients would retry because of their HTTP status, although a retry cannot
-#: succeed or may only cost more workers.
+#: succeed, would probably fail again, or may make more workers fail.
 _FINAL = RequestConflict | DataLoss | DeadlineExceeded | AttemptsExhausted | NoWorker
 #: Errors that do not end the request. The client must reconnect to read the rest.
 _RESUMABLE = RouterStopping | Moved | Unreachable | LedgerUnavailable

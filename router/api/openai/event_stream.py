@@ -65,9 +65,10 @@ class Events:
     """Server-sent events of one answer, which are polled; the creator must close the object.
 
     With ``has_usage`` or ``explains`` a last chunk has the token counts and, if the requests asked
-    for it, the times of their phases. With ``has_continuous_usage`` each chunk has the token counts
-    so far. With ``has_ids`` each event has an id line, which states the position in the stream.
-    Clients that only know ``data`` lines would take the id line for the beginning of their JSON.
+    for it, the time breakdown of the request that ended last. With ``has_continuous_usage`` each
+    chunk has the token counts so far. With ``has_ids`` each event has an id line, which states the
+    position in the stream. Clients that only know ``data`` lines would take the id line for the
+    beginning of their JSON.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Fields of request bodies: OpenAI's, and Everlift's additions. Pure.
 
 The ranges of numbers are defined in everlift.messages for every protocol; other limits are checked
-there. Only the first error is reported, because pydantic creates an object for each error and a
-body may have millions of errors.
+there. A list is checked up to its first invalid element, because pydantic creates an object for
+each error and a body may have millions of errors. An error response names one field.
 """
 
 from __future__ import annotations

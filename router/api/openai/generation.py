@@ -29,8 +29,8 @@ class Generation:
     """Merged output of the requests of one call.
 
     A piece is one message of a request's stream. ``poll`` returns the next available one; the
-    requests take turns. ``on_more`` is called when there may be another one. A reader that stops
-    before the end must close the object.
+    requests take turns. ``on_more`` is called when there may be another one. The owner must close
+    the object, even after the last piece.
     """
 
     def __init__(self, opened: Sequence[Opened], prompt_tokens: int, forget: _Forget) -> None:

@@ -19,7 +19,7 @@ _HANDSHAKE_S = 10.0
 
 
 class HttpServer:
-    """HTTP server; ``address`` is empty while it does not listen."""
+    """HTTP server; ``address`` is empty until ``bind``, and stays empty if it does not listen."""
 
     def __init__(self) -> None:
         self._state = ServerState()

@@ -102,8 +102,8 @@ class Transcript:
         """Process the next message of a request's stream, and return what it adds to its choice.
 
         ``request`` is the index of the request. Returns None if the client already has the end of
-        the choice. Raises DataLoss if the client has different tokens, or more tokens than the
-        choice has.
+        the choice. Raises DataLoss if the client has different tokens, more tokens than the choice
+        has, or an end before the last token of the choice.
         """
         choice = request * self._choices_each + piece.choice
         self.usage.completion_tokens += len(piece.token_ids)

@@ -1,6 +1,7 @@
 """Record of a request in a MemoryLedger: its entry, choices and events. Pure.
 
-A record applies every change without checks; memory.py checks first whether it is permitted.
+A record checks the offset and the number of appended tokens. All other changes are applied without
+checks; memory.py checks first whether they are permitted.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Record:
     def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
         """Return the record of a queued request without tokens, events or counted state changes.
 
-        The caller then records its creation with ``move``.
+        The caller then records its creation with ``move``, or its restoration with ``merge``.
         """
         entry = Entry(
             request.request_id,
@@ -163,9 +164,10 @@ class Record:
     def compare(self, copy: Stored) -> Reasserted:
         """Compare the copy that a router sent with this record.
 
-        Returns OK if ``merge`` may merge the copy. Otherwise returns DIVERGED if the two contradict
-        each other, ENDED if only this record is final, or TAKEN if another router owns the request
-        and the copy counts no more state changes.
+        Returns DIVERGED if the two contradict each other. Otherwise, if this record is final,
+        returns OK if the copy is final or all its choices have ended, else ENDED; there is nothing
+        to merge. If this record is not final, returns TAKEN if another router owns the request and
+        the copy counts no more state changes, else OK: ``merge`` may merge the copy.
         """
         if copy.request.body_hash != self.request.body_hash or not self._agrees(copy):
             return Reasserted.DIVERGED
@@ -182,10 +184,12 @@ class Record:
         return all(choice.agrees(its, reason) for choice, its, reason in triples)
 
     def merge(self, copy: Stored, now: float) -> None:
-        """Merge the copy that a router sent, for which ``compare`` returned OK.
+        """Merge the copy that a router sent into an unfinished record.
 
-        ``now`` is ledger time in seconds. Missing tokens and ends are added. State, owner and the
-        other fields of the entry are replaced if the copy counts more state changes (``moves``).
+        ``compare`` must have returned OK for the copy. ``now`` is ledger time in seconds. Missing
+        tokens and ends are added. State, owner and the other fields of the entry are replaced if
+        the copy counts more state changes (``moves``). If all choices have then ended, the request
+        becomes FINISHED.
         """
         before = self.entry.moves
         if copy.entry.moves > before:

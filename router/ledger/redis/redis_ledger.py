@@ -83,12 +83,13 @@ _SETTLING = (scripts.OPEN, scripts.RELEASE, scripts.END, scripts.FORGET, scripts
 _FULL_S = 1.0
 #: Sections of INFO that a heartbeat reads.
 _INFO_SECTIONS = ("server", "replication", "memory")
-#: Time to live of an unfinished request after its last move, in ms. Deadlines are shorter.
+#: Time to live of an unfinished request after its last move other than an append, in ms. Deadlines
+#: are shorter.
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
 #: Requests that one call of list.lua examines, which blocks other calls for some tenths of a
 #: millisecond.
 _LISTED_PER_CALL = 128
-#: Time in ms for which a cluster stays the active one after the last query of its routers.
+#: Time in ms for which a cluster stays the active one after its last call of active.lua.
 _ACTIVE_MS = 10_000
 #: More log probabilities than this are packed in a thread, because this takes milliseconds.
 _MANY_LOGPROBS = 2048
@@ -561,8 +562,8 @@ class RedisLedger:
     def disturb(self, seconds: float, delay_s: float) -> None:
         """Inject a fault: for ``seconds`` every call takes ``delay_s`` seconds longer.
 
-        With an infinite ``delay_s`` no call is sent before the fault ends. If ``seconds`` is 0, the
-        fault in progress ends.
+        With an infinite ``delay_s`` no call is sent before the fault ends. A call that is delayed
+        beyond the ledger's timeout fails. If ``seconds`` is 0, the fault in progress ends.
         """
         self._shards.disturb(seconds, delay_s)
 

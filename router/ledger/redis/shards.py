@@ -191,8 +191,8 @@ class Shards:
     def disturb(self, seconds: float, delay_s: float) -> None:
         """Inject a fault: for ``seconds`` every call takes ``delay_s`` seconds longer.
 
-        With an infinite ``delay_s`` no call is sent before the fault ends. If ``seconds`` is 0, the
-        fault in progress ends.
+        With an infinite ``delay_s`` no call is sent before the fault ends. A call that is delayed
+        beyond the ledger's timeout fails. If ``seconds`` is 0, the fault in progress ends.
         """
         self._disturbed_until = asyncio.get_running_loop().time() + seconds
         self._disturbance_s = delay_s

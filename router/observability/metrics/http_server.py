@@ -30,7 +30,7 @@ MAX_HEAD_BYTES = 8192
 
 
 class MetricsServer:
-    """Server of metrics and probes; ``address`` is empty while it does not listen.
+    """Server of metrics and probes; ``address`` is empty until it listens.
 
     ``readiness`` answers /ready: its ``accepts_requests`` states whether this router accepts new
     requests. While it is None, the router counts as not ready.

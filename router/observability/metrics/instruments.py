@@ -159,7 +159,10 @@ class _Class:
 
 
 def timed(ledger: Ledger, instruments: Instruments) -> Ledger:
-    """Return a wrapper of the ledger that records the duration and failures of its calls."""
+    """Return a wrapper of the ledger that records the duration and failures of its calls.
+
+    Only the methods in LEDGER_OPERATIONS are recorded.
+    """
     return cast("Ledger", _Timed(ledger, instruments))
 
 

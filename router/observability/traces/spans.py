@@ -9,9 +9,11 @@
         everlift.engine.decode             from the first new token to the last token
         everlift.engine.preempted          one for each time without KV blocks
 
-Attempts are taken from the ledger, so they are complete even if routers were lost meanwhile. The
-phases of the engine are those that the last router recorded. A span contains neither prompt nor
-output, nor the text of an error, which may quote them.
+Attempts are taken from the events in the ledger, so they are complete even if routers were lost
+meanwhile, unless the request has more events than the ledger keeps (MAX_EVENTS). The phases of the
+engine are those that the last router recorded. If that router did not accept the request itself,
+the root span begins with the acceptance, and there is no span everlift.accept. A span contains
+neither prompt nor output, nor the text of an error, which may quote them.
 """
 
 from __future__ import annotations

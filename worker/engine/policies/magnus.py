@@ -16,7 +16,7 @@ class Magnus(Policy):
     """Policy of closed batches of sequences with similar predicted output lengths.
 
     Once a batch runs, it gets no further sequences. When all its sequences have ended, the waiting
-    batch with the highest response ratio is next:
+    batch with the highest response ratio, among those of the highest priority, is next:
 
         (seconds waited + estimated serving seconds) / estimated serving seconds
 

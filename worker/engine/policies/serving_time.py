@@ -15,7 +15,7 @@ class BatchSize(NamedTuple):
     """Size of a batch, for an estimate of its time.
 
     ``prompt`` and ``output`` are the longest prompt and the longest predicted output of its
-    sequences, in tokens.
+    sequences, in tokens. The output that a sequence already has counts in both.
     """
 
     num_sequences: int

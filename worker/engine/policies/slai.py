@@ -31,9 +31,10 @@ class Slai(Policy):
     deadline. A token is then late by less than two steps, and on time if these two steps take no
     longer than the longest of the last steps.
 
-    Prefills are sorted by the tokens that they have left to compute, the fewest first, but a
-    sequence counts as ``ageing_tokens`` shorter for each later arrival. A sequence with n tokens to
-    compute is therefore overtaken by fewer than n / ageing_tokens later ones of the same priority.
+    Prefills are sorted by priority, the highest first. Those of the same priority are sorted by the
+    tokens that they have left to compute, the fewest first, but a sequence counts as
+    ``ageing_tokens`` shorter for each later arrival. A sequence with n tokens to compute is
+    therefore overtaken by fewer than n / ageing_tokens later ones of the same priority.
     A sequence that has output already counts as having no tokens to compute, because its client
     waits for the next token.
     """
