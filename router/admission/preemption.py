@@ -137,12 +137,16 @@ class Evictions:
         """Return the eviction after which the fewest tokens must be computed again.
 
         If several are equal, the one at the worker with the least pending prefill is returned.
-        Return None if no eviction frees enough capacity, or if none helps soon enough.
+        Workers that are slow or that try a suspect request are ignored, and so is the worker that
+        the request avoids, unless it is the only one. Return None if no eviction frees enough
+        capacity, or if none helps soon enough.
         """
         found = [
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
             for it, worker in workers.items()
-            if worker.is_open and not worker.is_slow
+            if worker.is_open and not worker.is_slow and not worker.trial
+            # The gateway of the request could not reach the worker ``avoid``.
+            if it != waiting.avoid or len(workers) == 1
             if (victims := self._victims(waiting, it, worker, spared)) is not None
         ]
         found.sort(key=lambda it: it[:3])

@@ -212,3 +212,21 @@ def test_eviction_prefers_the_worker_with_least_pending() -> None:
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=100)
     (placed,) = cluster.place(ledger_now=9.9)
     assert (placed.worker_id, placed.victims) == ("b", ())
+
+
+def test_eviction_spares_a_worker_that_tries_a_suspect() -> None:
+    cluster = full()
+    cluster.placement.workers["w"].trial = 7
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=9.9)
+    cluster.placement.workers["w"].trial = 0
+    assert victims(cluster, now=9.9) == ["d"]
+
+
+def test_eviction_avoids_an_unreachable_worker_unless_alone() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, avoid="w")
+    cluster.add_worker("draining", Load(1, draining=True))
+    assert not cluster.place(ledger_now=9.9)
+    cluster.placement.remove_worker("draining")
+    assert victims(cluster, now=9.9) == ["d"]
