@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -19,7 +21,7 @@ from everlift.client.generate_many import ManyStream, Outcome
 from everlift.client.received_output import Chunk
 from everlift.client.retries import RECONNECT_S, RETRY_S
 from everlift.client.stream import Stream
-from everlift.errors import EverliftError
+from everlift.errors import EverliftError, Unreachable
 from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.options import GenerateOptions, Prompt
 from everlift.sampling import TokenLogprobs
@@ -30,6 +32,8 @@ from everlift.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
 
+_CLOSED = "the client is closed"
+
 
 class _LoopThread:
     def __init__(self) -> None:
@@ -37,28 +41,55 @@ class _LoopThread:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="everlift-client", daemon=True
         )
+        #: held while work is submitted, so that none is submitted after ``close``
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the event loop of the thread, and wait for its result.
 
-        If the wait is interrupted, for example by Ctrl-C, ``work`` is cancelled.
+        If the wait is interrupted, for example by Ctrl-C, ``work`` is cancelled. Raises Unreachable
+        if the thread is closed, before or during the wait.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise Unreachable(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            # Only ``close`` cancels work before its wait ends.
+            raise Unreachable(_CLOSED) from None
         except BaseException:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def close(self, last_work: Coroutine[Any, Any, None]) -> None:
+        """Run ``last_work``, cancel all other work, and end the thread.
+
+        A second call does nothing.
+        """
+        with self._lock:
+            if self._is_closed:
+                last_work.close()
+                return
+            self._is_closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(_finish(last_work), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def _finish(last_work: Coroutine[Any, Any, None]) -> None:
+    await last_work
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class Client:
@@ -230,9 +261,7 @@ class Client:
 
     def close(self) -> None:
         """See AsyncClient.close. A second call does nothing."""
-        if not self._thread.is_closed:
-            self._run(self._client.close())
-            self._thread.close()
+        self._thread.close(self._client.close())
 
     def __enter__(self) -> Self:
         return self
@@ -302,7 +331,8 @@ class BlockingStream(Iterator[Chunk]):
 
     def close(self) -> None:
         """See Stream.aclose."""
-        self._thread.run(self._stream.aclose())
+        with suppress(Unreachable):
+            self._thread.run(self._stream.aclose())
 
     def __enter__(self) -> Self:
         return self
@@ -353,7 +383,8 @@ class BlockingManyStream(Iterator[tuple[int, Chunk]]):
 
     def close(self) -> None:
         """See ManyStream.aclose."""
-        self._thread.run(self._stream.aclose())
+        with suppress(Unreachable):
+            self._thread.run(self._stream.aclose())
 
     def __enter__(self) -> Self:
         return self

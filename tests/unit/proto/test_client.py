@@ -622,6 +622,48 @@ async def test_blocking_stream_exit_cancels_request(wire: Wire) -> None:
         assert router.requests["a"].state == pb.REQUEST_STATE_CANCELLED
 
 
+async def test_blocking_client_close_makes_calls_unreachable(wire: Wire) -> None:
+    def work(client: Client) -> None:
+        stream, many = client.generate(PROMPT), client.generate_many([PROMPT])
+        next(stream)
+        next(many)
+        client.close()
+        unsent = client.generate(PROMPT)
+        calls: list[Callable[[], object]] = [
+            client.status,
+            lambda: client.cancel("a"),
+            lambda: next(stream),
+            stream.text,
+            lambda: next(many),
+            many.texts,
+            unsent.text,
+        ]
+        for call in calls:
+            with pytest.raises(Unreachable, match="the client is closed"):
+                call()
+        for opened in (stream, many, unsent):
+            opened.close()
+        client.close()
+
+    async with wire.router(faults=[Hold(1), Hold(1)]) as router:
+        await asyncio.to_thread(work, wire.blocking(router))
+
+
+async def test_blocking_client_close_ends_calls_of_other_threads(wire: Wire) -> None:
+    """The call waits for a retry that is due long after the client is closed."""
+    full = QueueFull("full", retry_after_s=5.0)
+    async with wire.router(faults=[Refuse(full)]) as router:
+        client = wire.blocking(router)
+        stream = client.generate(PROMPT)
+        reading = asyncio.create_task(asyncio.to_thread(stream.text))
+        await until(lambda: router.calls == ["Generate"])
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(client.close)
+        async with asyncio.timeout(3):
+            with pytest.raises(Unreachable, match="the client is closed"):
+                await reading
+
+
 @pytest.mark.parametrize(("offset", "word"), [(2, "two"), (5, "none")])
 async def test_stream_raises_data_loss_for_diverged_tokens(
     wire: Wire, offset: int, word: str
