@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
 from everlift import wire
@@ -80,23 +79,16 @@ def parse(kind: type[M], data: bytes) -> M:
     """Parse ``data`` as a message of type ``kind``.
 
     Raises NotUtf8 if a text field is not UTF-8, and InvalidRequest if ``data`` is otherwise
-    invalid.
+    invalid. With protobuf 6, which reports no reason, the error is always InvalidRequest.
     """
     try:
         return kind.FromString(data)
-    except DecodeError:
+    except DecodeError as error:
         name = kind.DESCRIPTOR.name
-        if _is_well_formed(data):
+        # protobuf 7 reports the reason, but only in the text of its error.
+        if "bad UTF-8" in str(error):
             raise NotUtf8(f"a text field of {name} is not UTF-8") from None
         raise InvalidRequest(f"the message is not a {name}") from None
-
-
-def _is_well_formed(data: bytes) -> bool:
-    try:
-        empty_pb2.Empty.FromString(data)
-    except DecodeError:
-        return False
-    return True
 
 
 class Handlers:
