@@ -25,18 +25,20 @@ def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
         root, loaded = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
+        # PyYAML raises ValueError for an invalid date; an invalid encoding is one too.
         raise SettingsError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}, {}
     if not isinstance(loaded, dict):
         raise SettingsError(f"{file}: must hold settings by their names")
     lines: dict[str, int] = {}
-    twice = [
-        f"{file}:{line}: {path}: is set in line {lines[path]} already"
-        for path, line in _keys(root, "")
-        if lines.setdefault(path, line) != line
-    ]
+    twice: list[str] = []
+    for path, line in _keys(root, ""):
+        if path in lines:
+            twice.append(f"{file}:{line}: {path}: is set in line {lines[path]} already")
+        else:
+            lines[path] = line
     if twice:
         raise SettingsError("\n".join(twice))
     return loaded, lines

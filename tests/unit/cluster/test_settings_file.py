@@ -59,6 +59,19 @@ def test_settings_file_rejects_a_duplicate_key(tmp_path: Path) -> None:
     assert problems(tmp_path, text) == ["FILE:4: router.port: is set in line 2 already"]
 
 
+def test_settings_file_rejects_a_duplicate_key_on_one_line(tmp_path: Path) -> None:
+    text = "\n{num_workers: 1, num_workers: 2, router: {port: 1, port: 2}}\n"
+    assert problems(tmp_path, text) == [
+        "FILE:2: num_workers: is set in line 2 already",
+        "FILE:2: router.port: is set in line 2 already",
+    ]
+
+
+def test_settings_file_rejects_an_invalid_date(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, "model: 2024-13-45\n")
+    assert problem.startswith("FILE is not YAML: month must be in 1..12")
+
+
 def test_settings_report_every_wrong_assignment_and_variable(tmp_path: Path) -> None:
     assert problems(tmp_path, "", "nothing", "router.prot=1", "router.port=x") == [
         "nothing: must be key=value",
