@@ -66,12 +66,16 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
 def _format_number(number: float) -> str:
     """Return ``number`` as text for an error message.
 
-    "..." replaces what exceeds _MAX_DIGITS characters of an integer. A float has up to 6
-    significant digits.
+    "..." replaces what exceeds _MAX_DIGITS characters of an integer. An integer that is too long
+    for Python to convert is only described. A float has up to 6 significant digits.
     """
     if not isinstance(number, int):
         return f"{number:g}"
-    digits = str(number)
+    try:
+        digits = str(number)
+    except ValueError:
+        # Python's limit is 4300 digits, unless it is set to another value.
+        return "an integer of thousands of digits"
     return digits if len(digits) <= _MAX_DIGITS else f"{digits[:_MAX_DIGITS]}..."
 
 
