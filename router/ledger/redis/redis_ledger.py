@@ -404,10 +404,13 @@ class RedisLedger:
             check_nonce(term),
             codec.microseconds(lease_s),
             int(is_new),
+            is_hedged=True,
         )
         if since is None:
             return False
-        fences = [Call(scripts.FENCE, n, [term, since]) for n in range(len(self._shards))]
+        fences = [
+            Call(scripts.FENCE, n, [term, since], is_hedged=True) for n in range(len(self._shards))
+        ]
         return all(await self._shards.run_all(fences))
 
     async def resign(self, term: int) -> None:

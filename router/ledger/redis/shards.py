@@ -87,6 +87,9 @@ class Call:
     settles: bool = False
     #: key that the script gets instead of the shard's root; empty: the root
     key: str = ""
+    #: does not share a connection with other calls, because a hedged call must not wait for the
+    #: same dead connection as the call before it
+    is_hedged: bool = False
 
 
 def root(key_prefix: str, shard: int) -> str:
@@ -126,12 +129,13 @@ class Shards:
         *arguments: Argument,
         settles: bool = False,
         key: str = "",
+        is_hedged: bool = False,
     ) -> Any:
         """Run a script on a shard, and return its answer.
 
-        ``settles`` and ``key`` are fields of Call. Raises LedgerUnavailable.
+        ``settles``, ``key`` and ``is_hedged`` are fields of Call. Raises LedgerUnavailable.
         """
-        return (await self.run_all([Call(script, shard, arguments, settles, key)]))[0]
+        return (await self.run_all([Call(script, shard, arguments, settles, key, is_hedged)]))[0]
 
     async def run_all(self, calls: Sequence[Call]) -> list[Any]:
         """Run scripts in one round trip, and return their answers in the order of ``calls``.
@@ -248,7 +252,8 @@ class Shards:
         per_shard = 4 if self.knows_waitaof else 3
         all_commands = [*commands, *more, *settling]
         # Waits for a replica, and commands that are no scripts, must not delay a shared channel.
-        send = self._connections.send if settling or more else self._connections.call
+        is_alone = bool(settling or more) or any(call.is_hedged for call in calls)
+        send = self._connections.send if is_alone else self._connections.call
         answers = await send(all_commands)
         missing = [
             call

@@ -7,9 +7,10 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -17,6 +18,7 @@ from redis import Redis
 from everlift.errors import LedgerFull, LedgerUnavailable, UnknownRequest
 from everlift.messages import FinishReason
 from everlift.v1.session_pb2 import ClusterLoad, WorkerInfo
+from router.event_loop import first_answer
 from router.ledger.base import StaleTerm
 from router.ledger.config import LedgerConfig, LedgerSetupError
 from router.ledger.embedded.embedded import EmbeddedLedger
@@ -61,6 +63,8 @@ class LossyWay:
         self.lost = 0
         #: connections that go through it
         self.open: set[asyncio.Task[None] | None] = set()
+        #: those of them that stay open, and whose answers all get lost
+        self.dead: set[asyncio.Task[None] | None] = set()
 
     async def serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         self.open.add(asyncio.current_task())
@@ -68,6 +72,8 @@ class LossyWay:
         there = asyncio.create_task(self._carry(client, server))
         try:
             while data := await answers.read(1 << 16):
+                if asyncio.current_task() in self.dead:
+                    continue
                 if self.lose_next:
                     self.lose_next, self.lost = False, self.lost + 1
                     break
@@ -135,6 +141,22 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     await unbury(ledger, told.entry)
     way.lose_next = losing
     assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+
+
+async def test_hedged_lead_does_not_wait_for_a_dead_connection(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with lossy_way(redis_url, tmp_path) as (way, ledger):
+
+        def lead() -> Coroutine[Any, Any, bool]:
+            return ledger.lead("router", "address", TERM, 60.0)
+
+        assert await lead()
+        await ledger.open(make_request(), "gateway")
+        way.dead = set(way.open)
+        # The connection itself is given up after 1.5 s.
+        async with asyncio.timeout(1.0):
+            assert await first_answer(lead, 0.05)
 
 
 @pytest.mark.parametrize("owner", ["first heir", "heir"])
