@@ -85,7 +85,7 @@ class Group:
         """Take part in the other ranks' ``gather_to_first``, when the result is not needed.
 
         Rank 0 receives the shards in ``buffer``, which must be contiguous and as large as all
-        shards together.
+        shards together. The other ranks do not use ``buffer``, which may be empty there.
         """
 
     def agree(self, ok: bool) -> bool:

@@ -56,7 +56,8 @@ class Gather:
 
     def join(self, group: Group, buffer: Tensor) -> None:
         shard = _cut(buffer, self.shape, self.dtype)
-        shards = _cut(buffer[shard.nbytes :], (group.size, *self.shape), self.dtype)
+        num_shards = group.size if group.rank == 0 else 0
+        shards = _cut(buffer[shard.nbytes :], (num_shards, *self.shape), self.dtype)
         group.join_gather(shard, shards)
 
 
