@@ -199,7 +199,9 @@ class Engine:
                 results = launched.results() if plan.rows.scores_prompt.any() else None
             except Exception as error:
                 return [*outcomes, *self._handle_failure(step.remaining_plan(), error)]
+            self._stopwatch.lap(Part.SAMPLE)
             step.launch()
+            self._stopwatch.lap(Part.COMMIT)
             if results is None:
                 self._in_flight = step, launched
             else:

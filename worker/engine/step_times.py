@@ -16,7 +16,7 @@ class Part(IntEnum):
     MODEL = 1
     #: computing logits and log probabilities, and sampling tokens until all ranks have them
     SAMPLE = 2
-    #: updating the scheduler's state with the results
+    #: updating the scheduler's state when a step was launched, and with the results
     COMMIT = 3
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from itertools import count
 
+import pytest
+
 from tests.support.worker.worker_support import limits, prompt, sequence
 from worker.config import FakeModel
 from worker.engine.engine import Engine
-from worker.engine.plan import Plan, RowResult
+from worker.engine.in_flight import InFlightStep
+from worker.engine.plan import LaunchedStep, Plan, RowResult
 from worker.engine.step_times import NO_TIME, Part, StepTimes, Stopwatch
 from worker.runner.fake_runner import FakeRunner
 
@@ -39,6 +42,33 @@ class Runner(FakeRunner):
         return results
 
 
+class TimedStep:
+    """Starting to sample takes one second, and the wait for the results four."""
+
+    def __init__(self, step: LaunchedStep, clock: Clock) -> None:
+        self._step, self._clock = step, clock
+
+    def sample(self) -> None:
+        self._clock.now += 1.0
+        self._step.sample()
+
+    def results(self) -> list[RowResult]:
+        self._clock.now += 4.0
+        return self._step.results()
+
+
+class LaunchingRunner(FakeRunner):
+    """A launch takes two seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(BOUNDS.num_blocks, FakeModel(runs_ahead=True))
+        self._clock = clock
+
+    def _launch(self, plan: Plan) -> LaunchedStep:
+        self._clock.now += 2.0
+        return TimedStep(super()._launch(plan), self._clock)
+
+
 def test_stopwatch_attributes_time_to_each_part() -> None:
     clock = Clock()
     stopwatch = Stopwatch(clock.read)
@@ -49,6 +79,24 @@ def test_stopwatch_attributes_time_to_each_part() -> None:
     clock.now += 100.0
     engine.step()
     assert engine.step_times() == StepTimes(0.0, 4.0, 2.0, 0.0)
+
+
+def test_stopwatch_times_whole_step_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, launch = Clock(), InFlightStep.launch
+
+    def slow_launch(step: InFlightStep) -> None:
+        clock.now += 8.0
+        launch(step)
+
+    monkeypatch.setattr(InFlightStep, "launch", slow_launch)
+    runner = LaunchingRunner(clock)
+    engine = Engine(runner, BOUNDS, stopwatch=Stopwatch(clock.read), launch=runner.launch)
+    engine.add(sequence(BOUNDS, 1, prompt(3), max_tokens=2))
+    engine.step()
+    assert engine.step_times() == StepTimes(0.0, 2.0, 1.0, 8.0)
+    clock.now += 100.0
+    engine.step()
+    assert engine.step_times() == StepTimes(0.0, 4.0, 6.0, 16.0)
 
 
 def test_stopwatch_parts_cover_whole_step() -> None:
