@@ -4,7 +4,8 @@ llguidance enforces the schema and refuses keywords that it cannot enforce. This
 the schema for it:
 
 - An object that declares properties and has no rule for others is closed to others, because small
-  models tend to invent keys without end. It stays open if another schema may add properties.
+  models tend to invent keys without end. It stays open if another schema may add properties, such
+  as another branch of an `allOf`, or one that has a `$ref` to the object and further keywords.
 - Formats that llguidance does not know are removed, because in JSON Schema they are annotations.
 - The property that a discriminator names is required in each branch.
 - A list under `items`, as in drafts before 2020-12, becomes `prefixItems`, and `additionalItems`
@@ -20,6 +21,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 Json = Any
 Path = tuple[str, ...]
@@ -37,12 +39,15 @@ FORMATS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
+#: Keywords whose schemas apply to the same value as the schema that has the keyword.
+_IN_PLACE = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 #: An object schema with one of these keywords is not closed: it has a rule for undeclared
 #: properties, or another schema may add some.
-_ADDS_PROPERTIES = frozenset(
+_ADDS_PROPERTIES = _IN_PLACE | frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties"}
-    | {"allOf", "anyOf", "oneOf", "$ref"}
 )
+#: Keywords that may declare properties, themselves or by their schemas.
+_DECLARES = _IN_PLACE | {"properties", "patternProperties"}
 _OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,15}", "lenient": False, "coerce_one_of": False}
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
@@ -69,6 +74,7 @@ def parse_schema(text: str) -> Json:
     if schema is not True and not isinstance(schema, dict):
         raise NotEnforceable("the schema must be an object or a boolean")
     _check_value(schema, ())
+    _close_objects(schema)
     return _prepared({} if schema is True else schema, ())
 
 
@@ -107,13 +113,77 @@ def _check_value(value: Json, path: Path) -> None:
             _check_value(part, (*path, str(at)))
 
 
-def _prepared(schema: Json, path: Path, may_close: bool = True) -> Json:
-    """Return a copy of ``schema`` with the changes that the module's docstring lists.
+def _close_objects(root: Json) -> None:
+    """Close objects to properties that they do not declare, in place; ``root`` is a whole schema.
+
+    A schema that is used several times stays open if another schema may add properties in one use.
+    """
+    # by id, because a dict has no hash
+    schemas: dict[int, dict[str, Json]] = {}
+    open_ids: set[int] = set()
+    pending = [(root, True)]
+    while pending:
+        schema, may_close = pending.pop()
+        if not isinstance(schema, dict) or id(schema) in (schemas if may_close else open_ids):
+            continue
+        schemas[id(schema)] = schema
+        if not may_close:
+            open_ids.add(id(schema))
+        pending += _subschemas(schema, may_close, root)
+    for key in schemas.keys() - open_ids:
+        if "properties" in schemas[key] and not _ADDS_PROPERTIES & schemas[key].keys():
+            _close(schemas[key])
+
+
+def _subschemas(
+    schema: Mapping[str, Json], may_close: bool, root: Json
+) -> Iterator[tuple[Json, bool]]:
+    """Yield each part of ``schema`` and the target of its `$ref`, with whether it may be closed.
+
+    ``may_close`` is whether ``schema`` may be closed. A part that applies to the same object may be
+    closed only if ``schema`` may be, and if nothing else in ``schema`` may declare properties.
+    ``root`` is the whole schema.
+    """
+    is_alone = len(_DECLARES & schema.keys()) == 1
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            parts: list[Json] = [*value.values()]
+        elif keyword in (*_LISTS, *_SINGLE, "additionalItems"):
+            parts = value if isinstance(value, list) else [value]
+        elif keyword == "$ref":
+            parts = [_target_of(value, root)]
+        else:
+            continue
+        is_only = is_alone and (keyword != "allOf" or len(parts) == 1)
+        may_close_parts = keyword not in _IN_PLACE or (may_close and is_only)
+        yield from ((part, may_close_parts) for part in parts)
+
+
+def _target_of(reference: Json, root: Json) -> Json:
+    """Return the part of ``root`` to which ``reference`` points, or None.
+
+    None stands for a reference that is no JSON pointer, such as an anchor, or points to nothing.
+    """
+    _, hash_sign, pointer = str(reference).partition("#")
+    first, *keys = unquote(pointer).split("/")
+    if not hash_sign or first:
+        return None
+    part = root
+    try:
+        for key in keys:
+            name = key.replace("~1", "/").replace("~0", "~")
+            part = part[int(name)] if isinstance(part, list) else part[name]
+    except (LookupError, TypeError, ValueError):
+        return None
+    return part
+
+
+def _prepared(schema: Json, path: Path) -> Json:
+    """Return a copy of ``schema`` with the module's changes, except that no object is closed.
 
     ``schema`` is a part of the whole schema. ``path`` has the keys and indices that lead to it from
-    the root, for error messages. Only with ``may_close``, an object is closed to properties that it
-    does not declare; ``may_close`` is False if another schema may add properties to the same
-    object. Raises NotEnforceable if llguidance would enforce a keyword wrongly.
+    the root, for error messages. Raises NotEnforceable if llguidance would enforce a keyword
+    wrongly.
     """
     if not isinstance(schema, dict):
         return schema
@@ -141,17 +211,10 @@ def _prepared(schema: Json, path: Path, may_close: bool = True) -> Json:
     for keyword in _SINGLE:
         if isinstance(part := schema.get(keyword), dict):
             result[keyword] = _prepared(part, (*path, keyword))
-    if may_close and "properties" in result and not _ADDS_PROPERTIES & result.keys():
-        _close(result)
     tag = _tag_of(schema)
-    is_alone = not {"properties", "$ref", "allOf"} & schema.keys()
     for keyword in _LISTS:
         if isinstance(part := schema.get(keyword), list):
-            may_close_branches = keyword == "prefixItems" or (keyword != "allOf" and is_alone)
-            branches = [
-                _prepared(each, (*path, keyword, str(at)), may_close_branches)
-                for at, each in enumerate(part)
-            ]
+            branches = [_prepared(each, (*path, keyword, str(at))) for at, each in enumerate(part)]
             if keyword == "anyOf":
                 branches = [each for each in branches if not _looks_around(each)] or branches
             if tag is not None and keyword in ("anyOf", "oneOf"):

@@ -170,6 +170,67 @@ def test_discriminator_requires_its_property() -> None:
     assert not allows(union, '{"kind":"a","y":1}')
 
 
+def with_a(schema: Any, **definitions: Any) -> dict[str, Any]:
+    return {**schema, "$defs": {"A": HAS_A, **definitions}}
+
+
+REF_A = {"$ref": "#/$defs/A"}
+UNION = {"anyOf": [REF_A, {"type": "null"}]}
+PAIR = {"properties": {"x": {"$ref": "#/$defs/P"}, "y": REF_A}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        with_a({"allOf": [REF_A, HAS_B]}),
+        with_a({**HAS_B, **REF_A}),
+        with_a({**HAS_B, "anyOf": [REF_A]}),
+        with_a({**REF_A, "patternProperties": {"^b$": INTEGER}, "required": ["b"]}),
+        {"allOf": [{"$ref": "#/definitions/A"}, HAS_B], "definitions": {"A": HAS_A}},
+        {"allOf": [{"$ref": "#/$defs/a~1%20b"}, HAS_B], "$defs": {"a/ b": HAS_A}},
+        {"allOf": [{"$ref": "#/$defs/A/anyOf/0"}, HAS_B], "$defs": {"A": {"anyOf": [HAS_A]}}},
+        # through other schemas
+        with_a({"allOf": [{"$ref": "#/$defs/U"}, HAS_B]}, U=UNION),
+        with_a({"$ref": "#/$defs/B", **HAS_B}, B={"$ref": "#/$defs/U"}, U=UNION),
+        with_a({"allOf": [{"allOf": [REF_A]}, HAS_B]}),
+        {"allOf": [{"anyOf": [HAS_A, {"type": "null"}]}, HAS_B]},
+    ],
+)
+def test_object_stays_open_if_another_schema_adds_properties(schema: Any) -> None:
+    assert allows(schema, '{"a":1,"b":2}') or allows(schema, '{"b":2,"a":1}')
+    assert not allows(schema, '{"a":1}') and not allows(schema, '{"b":2}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        with_a(REF_A),
+        with_a({**REF_A, "description": "d", "default": {"a": 1}, "required": ["a"]}),
+        with_a({"anyOf": [REF_A, {"type": "null"}]}),
+        with_a({"$ref": "#/$defs/U"}, U=UNION),
+        # as Pydantic writes a field with a default
+        with_a({"allOf": [REF_A], "default": {"a": 1}}),
+        # properties are added to the object around it
+        with_a({**REF_A, "description": "d"}, B={"allOf": [of_a(REF_A), HAS_B]}),
+    ],
+)
+def test_object_is_closed_if_no_other_schema_adds_properties(schema: Any) -> None:
+    assert allows(schema, '{"a":1}')
+    assert not allows(schema, '{"a":1,"b":2}')
+
+
+def test_definition_used_both_ways_stays_open() -> None:
+    schema = with_a(PAIR, P={"allOf": [REF_A, HAS_B]})
+    assert allows(schema, '{"x":{"a":1,"b":2},"y":{"a":1}}')
+    assert allows(schema, '{"y":{"a":1,"c":2}}')
+    assert not allows(schema, '{"z":1}')
+
+
+def test_schema_refuses_reference_to_itself_and_to_nowhere() -> None:
+    for pointer in ("#/allOf/0", "#/$defs/A", "#/allOf/7", "#/allOf/" + "9" * 5000, "#nowhere"):
+        assert refusal({"allOf": [{"$ref": pointer}, HAS_B]})
+
+
 AHEAD = {"type": "string", "pattern": "^(?!x)a"}
 
 
