@@ -10,7 +10,8 @@ the schema for it:
 - The property that a discriminator names is required in each branch.
 - A list under `items`, as in drafts before 2020-12, becomes `prefixItems`, and `additionalItems`
   becomes `items`. Without a list under `items`, `additionalItems` is removed.
-- An `exclusiveMaximum` of 0 is lowered slightly unless the type is integer (``_LESS_THAN_0``).
+- An exclusive bound that llguidance would allow as a value is moved slightly inwards, unless the
+  type is integer (``_without_bounds``).
 - A branch of `anyOf` whose pattern has a look-around is removed if another branch remains. Pydantic
   writes such a branch for Decimal.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from math import inf, ulp
 from typing import Any
 from urllib.parse import unquote
 
@@ -30,8 +32,8 @@ MAX_DEPTH = 64
 #: Largest number that is accepted, because llguidance reads numbers as doubles.
 _MAX_NUMBER = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-#: Replaces an exclusive maximum of 0, because llguidance 1.9 allows "-0" as a number below 0.
-_LESS_THAN_0 = -1e-9
+#: Smallest distance by which an exclusive bound is moved.
+_BOUND_STEP = 1e-9
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
     | {"unknown"}
@@ -111,6 +113,29 @@ def _check_value(value: Json, path: Path) -> None:
     elif isinstance(value, list):
         for at, part in enumerate(value):
             _check_value(part, (*path, str(at)))
+
+
+def _without_bounds(schema: Mapping[str, Json]) -> dict[str, float]:
+    """Return the exclusive bounds of ``schema`` to replace, moved inwards.
+
+    llguidance 1.9 allows "-0" as a number below 0. It also allows an integral exclusive bound if
+    the other bound has the same integral part: 1 as a number above 1 and below 1.25.
+    """
+    least = max(_bounds(schema, "minimum", "exclusiveMinimum"), default=-inf)
+    most = min(_bounds(schema, "maximum", "exclusiveMaximum"), default=inf)
+    moved = {}
+    for low in _bounds(schema, "exclusiveMinimum"):
+        if low == int(low) and most < low + 1:
+            moved["exclusiveMinimum"] = low + max(_BOUND_STEP, ulp(low))
+    for high in _bounds(schema, "exclusiveMaximum"):
+        if high == int(high) and (not high or least > high - 1):
+            moved["exclusiveMaximum"] = high - max(_BOUND_STEP, ulp(high))
+    return moved
+
+
+def _bounds(schema: Mapping[str, Json], *names: str) -> list[float]:
+    values = (schema.get(name) for name in names)
+    return [it for it in values if isinstance(it, int | float) and not isinstance(it, bool)]
 
 
 def _close_objects(root: Json) -> None:
@@ -199,8 +224,8 @@ def _prepared(schema: Json, path: Path) -> Json:
             "properties and one more: a key may be written twice"
         )
     result = dict(schema)
-    if schema.get("exclusiveMaximum") == 0 and schema.get("type") != "integer":
-        result["exclusiveMaximum"] = _LESS_THAN_0
+    if schema.get("type") != "integer":
+        result |= _without_bounds(schema)
     if result.get("format") not in FORMATS:
         result.pop("format", None)
     for keyword in _MAPS:

@@ -54,6 +54,16 @@ HAS_B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
         ({"type": "integer", "minimum": 3, "exclusiveMaximum": 6}, ["3", "5"], ["2", "6", "3.5"]),
         ({"type": "number", "minimum": -0.5, "maximum": 0.5}, ["0.25", "-0.5"], ["0.75", "-1"]),
         ({"type": "number", "exclusiveMaximum": 0}, ["-1", "-0.5"], ["-0", "0", "1"]),
+        (
+            {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 2, "maximum": 1.25},
+            ["1.01", "1.25"],
+            ["1", "1.0", "1.26"],
+        ),
+        (
+            {"type": "number", "minimum": -12.5, "exclusiveMaximum": -12},
+            ["-12.5", "-12.01"],
+            ["-12", "-12.0", "-12.6"],
+        ),
         ({"type": "integer", "multipleOf": 5}, ["0", "15"], ["12"]),
         # objects
         (of_a(INTEGER), ["{}", '{"a":1}', '{"a": 1}'], ['{"b":1}', '{"a":"x"}']),
