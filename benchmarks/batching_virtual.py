@@ -24,6 +24,7 @@ class VirtualRunner:
     vocab_size = 32000
     max_model_len = 4096
     num_host_blocks = 0
+    host_load_s = 0.0
     device_kind = DeviceKind.LARGE_GPU
 
     def __init__(self, num_blocks: int, step_time: StepTime) -> None:

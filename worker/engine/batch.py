@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 
 from everlift.hashes import BLOCK_SIZE
-from worker.engine.blocks import BlockPool
+from worker.engine.blocks import BlockPool, ChunkChanges
 from worker.engine.host_store import HostStore
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.plan import BlockCopy, Ints, Plan, Row
@@ -68,6 +68,10 @@ class Batch:
     def num_blocks_cached(self) -> int:
         """Number of free blocks that are in the prefix cache."""
         return self._pool.num_cached
+
+    def take_chunk_changes(self) -> ChunkChanges:
+        """Return the changes of the prefix cache since the last call. Call between steps."""
+        return ChunkChanges(self._pool.take_chunk_changes(), self._store.take_chunk_changes())
 
     # admission and removal
 
@@ -189,7 +193,7 @@ class Batch:
         the range.
         """
         for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
-            self._pool.publish(sequence.block_table[index], sequence.block_hash(index))
+            self._pool.publish(sequence.block_table[index], sequence.block_hash(index), index)
 
     def unpublish_row(self, row: Row) -> None:
         """Remove from the prefix cache the blocks that ``row`` was to fill."""

@@ -6,6 +6,9 @@
          |                         v                     v     |
          +------------------ free, no hash         free, hashed --allocate--> used
 
+The last block of each chunk of a prefix (everlift.hashes.CHUNK_SIZE tokens) stands for the chunk:
+the pool records which chunks its blocks add to the prefix cache and remove from it.
+
 A freed block keeps its content and its hash until it is reused; the least recently freed block is
 reused first. At that moment the pool's ``store``, a cache in other memory, may keep a copy of the
 content. The pool handles block ids and hashes, never tokens or tensors.
@@ -14,8 +17,25 @@ content. The pool handles block ids and hashes, never tokens or tensors.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from everlift.hashes import BLOCKS_PER_CHUNK
+
+
+class ChunkChanges(NamedTuple):
+    """Chunks of prefixes that were added to the prefix cache or removed from it.
+
+    Each is named by the hash of its last block; the value is whether it is cached now, in the
+    memory of the device or in that of the host.
+    """
+
+    device: Mapping[bytes, bool] = MappingProxyType({})
+    host: Mapping[bytes, bool] = MappingProxyType({})
+
+
+NO_CHANGES = ChunkChanges()
 
 
 class BlockStore(Protocol):
@@ -23,10 +43,11 @@ class BlockStore(Protocol):
 
     def __contains__(self, block_hash: bytes) -> bool: ...
 
-    def evicted(self, block: int, block_hash: bytes) -> None:
+    def evicted(self, block: int, block_hash: bytes, *, ends_chunk: bool) -> None:
         """Record that the planned step overwrites ``block``, whose content has ``block_hash``.
 
-        The store decides whether to keep a copy.
+        The store decides whether to keep a copy. ``ends_chunk`` means that the block is the last
+        one of a chunk.
         """
         ...
 
@@ -60,6 +81,10 @@ class BlockPool:
         #: least recently freed first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_cached = 0
+        #: hashes of cached blocks that end a chunk
+        self._chunks: set[bytes] = set()
+        #: whether a chunk is cached now, by the hash of its last block, since take_chunk_changes
+        self._chunk_changes: dict[bytes, bool] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -94,15 +119,15 @@ class BlockPool:
     def claim(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
         """Return the ids of the blocks with these hashes, after adding one user to each.
 
-        Blocks that are only in the store are loaded into free blocks. ``hash in pool`` must be true
-        for every hash, and enough blocks must be free.
+        They are the leading blocks of a sequence. Blocks that are only in the store are loaded into
+        free blocks. ``hash in pool`` must be true for every hash, and enough blocks must be free.
         """
         # Blocks that are in the pool are taken first, so that no load reuses one of them; the last
         # block comes first, as in free().
         shared = [self._share(block_hash) for block_hash in reversed(hashes)]
         return tuple(
-            self._load(block_hash) if block is None else block
-            for block, block_hash in zip(reversed(shared), hashes, strict=True)
+            self._load(block_hash, index) if block is None else block
+            for index, (block, block_hash) in enumerate(zip(reversed(shared), hashes, strict=True))
         )
 
     def _share(self, block_hash: bytes) -> int | None:
@@ -116,10 +141,10 @@ class BlockPool:
         self._users[block] += 1
         return block
 
-    def _load(self, block_hash: bytes) -> int:
+    def _load(self, block_hash: bytes, index: int) -> int:
         block = self._take()
         self._store.load(block_hash, block)
-        self.publish(block, block_hash)
+        self.publish(block, block_hash, index)
         return block
 
     def allocate(self, count: int) -> tuple[int, ...]:
@@ -132,20 +157,23 @@ class BlockPool:
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
         if (block_hash := self._hashes[block]) is not None:
-            self._store.evicted(block, block_hash)
+            self._store.evicted(block, block_hash, ends_chunk=block_hash in self._chunks)
             self._num_cached -= 1
             self.unpublish(block)
         self._users[block] = 1
         return block
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Add a used block to the prefix cache under its hash.
+    def publish(self, block: int, block_hash: bytes, index: int) -> None:
+        """Add a used block, the block number ``index`` of a sequence, to the prefix cache.
 
         The block is full, or will be after the planned step. If another block is cached under this
         hash already, nothing changes.
         """
         if self._by_hash.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
+            if (index + 1) % BLOCKS_PER_CHUNK == 0:
+                self._chunks.add(block_hash)
+                self._chunk_changes[block_hash] = True
 
     def unpublish(self, block: int) -> None:
         """Remove a block from the prefix cache, if it has a hash; its users keep it."""
@@ -153,6 +181,18 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._num_cached -= block in self._free
+            if block_hash in self._chunks:
+                self._chunks.remove(block_hash)
+                self._chunk_changes[block_hash] = False
+
+    def take_chunk_changes(self) -> Mapping[bytes, bool]:
+        """Return whether each chunk that changed since the last call is cached now.
+
+        Chunks are named by the hash of their last block. A chunk that was added and removed again,
+        or vice versa, may be included.
+        """
+        changes, self._chunk_changes = self._chunk_changes, {}
+        return changes
 
     def is_shared(self, block: int) -> bool:
         """Return whether a block has several users."""
@@ -201,3 +241,4 @@ class BlockPool:
         hashed = {block: hash_ for block, hash_ in enumerate(self._hashes) if hash_ is not None}
         assert {hash_: block for block, hash_ in hashed.items()} == self._by_hash, "hash map"
         assert len(hashed.keys() & self._free.keys()) == self._num_cached, "cached blocks"
+        assert self._chunks <= self._by_hash.keys(), "chunks"

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from everlift import logs
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
+from worker.engine.blocks import ChunkChanges
 from worker.engine.in_flight import InFlightStep
 from worker.engine.limits import Limits
 from worker.engine.load import Load, Occupant
@@ -286,6 +287,10 @@ class Engine:
         token that was not sampled yet when the plan was made.
         """
         return plan_digest(self._plan, self._committed)
+
+    def take_chunk_changes(self) -> ChunkChanges:
+        """Return the changes of the prefix cache since the last call. Call between steps."""
+        return self._scheduler.take_chunk_changes()
 
     def step_times(self) -> StepTimes:
         return self._stopwatch.times

@@ -41,6 +41,10 @@ class HostStore:
         self._needed: Counter[bytes] = Counter()
         self._saves: list[tuple[bytes, BlockCopy]] = []
         self._loads: list[BlockCopy] = []
+        #: hashes of stored blocks that end a chunk, and those that were added or removed since
+        #: ``take_chunk_changes``
+        self._chunks: set[bytes] = set()
+        self._changed_chunks: set[bytes] = set()
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._stored or block_hash in self._pinned
@@ -77,6 +81,7 @@ class HostStore:
         """
         if (host_block := self._stored.pop(block_hash, None)) is not None:
             self._free.append(host_block)
+            self._note_dropped(block_hash)
 
     def invalidate_all(self) -> None:
         """Drop all stored blocks, and discard the planned saves and loads. O(host blocks).
@@ -86,10 +91,11 @@ class HostStore:
         self.discard_copies()
         self._free += self._stored.values()
         self._stored.clear()
+        self._changed_chunks |= self._chunks
 
     # one step
 
-    def evicted(self, block: int, block_hash: bytes) -> None:
+    def evicted(self, block: int, block_hash: bytes, *, ends_chunk: bool) -> None:
         """Plan to save ``block`` before the planned step overwrites it, if it is needed.
 
         Nothing is saved if the store already has a block with ``block_hash`` or has no host block
@@ -100,13 +106,32 @@ class HostStore:
         if (host_block := self._take_host_block()) is not None:
             self._pinned[block_hash] = host_block
             self._saves.append((block_hash, BlockCopy(block, host_block)))
+            if ends_chunk:
+                self._chunks.add(block_hash)
+                self._changed_chunks.add(block_hash)
 
     def _take_host_block(self) -> int | None:
         if self._free:
             return self._free.pop()
         if self._stored:
-            return self._stored.popitem(last=False)[1]
+            block_hash, host_block = self._stored.popitem(last=False)
+            self._note_dropped(block_hash)
+            return host_block
         return None
+
+    def _note_dropped(self, block_hash: bytes) -> None:
+        if block_hash in self._chunks:
+            self._changed_chunks.add(block_hash)
+
+    def take_chunk_changes(self) -> dict[bytes, bool]:
+        """Return whether each chunk that changed since the last call is stored now.
+
+        Chunks are named by the hash of their last block. Call between steps.
+        """
+        changes = {block_hash: block_hash in self for block_hash in self._changed_chunks}
+        self._chunks.difference_update(it for it, is_stored in changes.items() if not is_stored)
+        self._changed_chunks.clear()
+        return changes
 
     def pin(self, block_hash: bytes) -> None:
         """Keep a stored block in host memory until the planned step is done or has failed.
@@ -140,6 +165,7 @@ class HostStore:
         for block_hash, copy in self._saves:
             del self._pinned[block_hash]
             self._free.append(copy.host_block)
+            self._note_dropped(block_hash)
         self.commit_copies()
 
     def _drop_first(self, hashes: Iterable[bytes]) -> None:
@@ -159,3 +185,5 @@ class HostStore:
         )
         if self._num_host_blocks:
             assert self._needed == Counter(needed), "who wants what"
+        stored = self._chunks & self._stored.keys()
+        assert stored >= self._chunks - self._changed_chunks, "chunks"

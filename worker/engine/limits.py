@@ -25,6 +25,9 @@ class Device(Protocol):
     def num_host_blocks(self) -> int: ...
 
     @property
+    def host_load_s(self) -> float: ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -39,10 +42,11 @@ class Limits:
     """Limits of an engine.
 
     ``num_blocks`` is the size of the KV cache, and ``num_host_blocks`` the number of blocks that
-    fit into host memory for swapping. ``max_model_len`` limits the tokens of one sequence, prompt
-    and output together; ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the
-    tokens of one step. ``watermark_blocks`` is the number of blocks that must stay free when a
-    sequence is admitted while others are in the batch.
+    fit into host memory for swapping; to load one back takes ``host_load_s`` seconds.
+    ``max_model_len`` limits the tokens of one sequence, prompt and output together;
+    ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the tokens of one step.
+    ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
+    while others are in the batch.
     """
 
     num_blocks: int
@@ -54,6 +58,7 @@ class Limits:
     num_host_blocks: int
     speculation: Speculation
     scheduling: Scheduling = field(default_factory=Scheduling)
+    host_load_s: float = 0.0
 
     @property
     def can_launch_ahead(self) -> bool:
@@ -81,6 +86,7 @@ class Limits:
             num_host_blocks=runner.num_host_blocks,
             speculation=config.speculation,
             scheduling=config.scheduling,
+            host_load_s=runner.host_load_s,
         )
 
 

@@ -348,6 +348,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def host_load_s(self) -> float:
+        """Seconds to load a block from host memory; 0 if blocks are not swapped."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property

@@ -27,6 +27,7 @@ from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed, EverliftError
 from everlift.hashes import BLOCK_SIZE
 from worker.engine.batch import Batch
+from worker.engine.blocks import ChunkChanges
 from worker.engine.in_flight import InFlightStep
 from worker.engine.limits import Limits, TokenBudget, blocks_for
 from worker.engine.load import Counters, Load, Occupant
@@ -462,7 +463,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             blocks_used=running.num_blocks_used,
             blocks_total=self._limits.num_blocks,
-            pending_prefill_tokens=slot_table.num_prefilling + self._waiting.num_tokens,
+            pending_prefill_tokens=slot_table.num_prefilling + self._waiting.num_uncached,
             committed_tokens=slot_table.num_known + self._waiting.num_tokens,
             step=self._step,
             output_tokens=self._output_tokens,
@@ -473,7 +474,12 @@ class Scheduler:
             num_pairs=self._num_pairs,
             released_blocks=self._released_blocks,
             blocks_cached=running.num_blocks_cached,
+            waiting_cached_tokens=self._waiting.num_tokens - self._waiting.num_uncached,
         )
+
+    def take_chunk_changes(self) -> ChunkChanges:
+        """Return the changes of the prefix cache since the last call. Call between steps."""
+        return self._batch.take_chunk_changes()
 
     def occupants(self) -> tuple[Occupant, ...]:
         """Return the occupants of the batch slots, in the order of the slots."""
@@ -490,6 +496,7 @@ class Scheduler:
         self._batch.check_integrity(preempted=waiting)
         assert {*waiting, *self._batch} == {*self}, "a sequence neither waits nor runs"
         assert sum(s.num_known for s in waiting) == self._waiting.num_tokens, "waiting tokens"
+        assert sum(s.num_uncached for s in waiting) == self._waiting.num_uncached, "uncached tokens"
         for sequence in waiting:
             assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"
             assert not sequence.num_computed, "waits with something computed"

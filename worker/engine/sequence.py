@@ -64,6 +64,8 @@ class Sequence:
     block_table: tuple[int, ...] = ()
     #: number of leading blocks that were prefix-cache hits at its last admission
     num_hits: int = 0
+    #: leading tokens that are expected to be prefix-cache hits at its first admission
+    num_expected_hits: int = 0
     #: compiled grammar of ``sampling``, on the rank that samples
     grammar: object | None = None
     #: most tokens that were computed when it last lost its blocks, at this or an earlier worker
@@ -107,6 +109,7 @@ class Sequence:
         )
         sequence.num_computed_before = min(start.num_computed, sequence.num_known)
         sequence._check(limits)
+        sequence.num_expected_hits = min(start.expected_cached_tokens, sequence.num_reusable)
         return sequence
 
     def to_start(self) -> session_pb2.Start:
@@ -153,6 +156,11 @@ class Sequence:
     @property
     def num_known(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_uncached(self) -> int:
+        """Number of known tokens to prefill when it is admitted, as far as can be expected."""
+        return len(self.tokens) - self.num_expected_hits
 
     @property
     def num_output(self) -> int:
@@ -283,7 +291,7 @@ class Sequence:
 
     def mark_preempted(self) -> None:
         """Record in ``pending_update`` that the sequence was preempted and lost its blocks."""
-        self.is_preempted = True
+        self.is_preempted, self.num_expected_hits = True, 0
         count = self.pending_update.preemptions + 1
         self.pending_update = self.pending_update._replace(
             residence=Residence.PREEMPTED, preemptions=count

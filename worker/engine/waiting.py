@@ -32,7 +32,7 @@ class WaitingQueue:
         self._members: dict[int, Sequence] = {}
         #: sort keys of the members, and of some sequences that were removed
         self._heap: list[Place] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_uncached = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -48,10 +48,16 @@ class WaitingQueue:
         """Total number of tokens, of prompts and outputs so far, of all waiting sequences."""
         return self._num_tokens
 
+    @property
+    def num_uncached(self) -> int:
+        """Number of these tokens that are not expected to be prefix-cache hits."""
+        return self._num_uncached
+
     def push(self, sequence: Sequence) -> None:
         self._members[sequence.order] = sequence
         heapq.heappush(self._heap, self._place(sequence))
         self._num_tokens += sequence.num_known
+        self._num_uncached += sequence.num_uncached
 
     def head(self) -> Sequence | None:
         """Return the first sequence without removing it; None if the queue is empty."""
@@ -64,6 +70,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         del self._members[sequence.order]
         self._num_tokens -= sequence.num_known
+        self._num_uncached -= sequence.num_uncached
         # A sequence that is removed from the middle stays in the heap until it reaches the front,
         # or until most of the heap consists of removed sequences.
         if len(self._heap) > 2 * len(self._members) + 16:

@@ -75,6 +75,10 @@ class FakeRunner:
         return len(self._host)
 
     @property
+    def host_load_s(self) -> float:
+        return 0.0
+
+    @property
     def vocab_size(self) -> int:
         return self._model.vocab_size
 

@@ -25,6 +25,9 @@ class HostCache(Protocol):
     distinct host blocks. A host block must be saved before it is loaded.
     """
 
+    #: seconds to load one block, as measured; 0: not measured
+    load_s: float
+
     @property
     def num_blocks(self) -> int: ...
 
@@ -43,6 +46,7 @@ class PlainHostCache:
     def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self._device = cache.tensor
         self._host = HostBlocks(cache.tensor[0], num_blocks)
+        self.load_s = 0.0
 
     @property
     def num_blocks(self) -> int:
@@ -82,6 +86,7 @@ class StreamedHostCache:
         self._sent = streams.out.mark()
         #: by host block, the event of its last save
         self._saved: dict[int, Any] = {}
+        self.load_s = 0.0
 
     @property
     def num_blocks(self) -> int:

@@ -148,6 +148,10 @@ class TorchRunner:
         return self._host_cache.num_blocks if self._host_cache is not None else 0
 
     @property
+    def host_load_s(self) -> float:
+        return self._host_cache.load_s if self._host_cache is not None else 0.0
+
+    @property
     def vocab_size(self) -> int:
         return self._vocab_size
 

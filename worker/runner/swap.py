@@ -31,9 +31,13 @@ _STAGED = 8
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Time in seconds to copy one block to the host and back, and to recompute it in a chunk."""
+    """Time in seconds to copy one block to the host and back, and to recompute it in a chunk.
+
+    ``load_s`` is the part of ``copy_s`` for the way back.
+    """
 
     copy_s: float
+    load_s: float
     compute_s: float
 
     @property
@@ -69,6 +73,7 @@ def build_host_cache(
         preemption="swap" if pays else "recompute",
         host_blocks=num_blocks if pays else 0,
     )
+    host.load_s = cost.load_s
     return host if pays else None
 
 
@@ -107,7 +112,8 @@ def measure(
         host.load(copies)
 
     copied = _seconds(out_and_back, cache) / count
-    return SwapCost(copied, _seconds(forward, cache) / num_tokens * BLOCK_SIZE)
+    loaded = _seconds(lambda: host.load(copies), cache) / count
+    return SwapCost(copied, loaded, _seconds(forward, cache) / num_tokens * BLOCK_SIZE)
 
 
 def _prefill(num_tokens: int) -> Plan:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.engine.blocks import NO_CHANGES, ChunkChanges
 from worker.engine.engine import Engine
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -62,7 +63,7 @@ class Report:
     ``breakdowns`` are the time breakdowns of some sequences, including all that ended or were
     returned to their routers. ``decoding`` is the time breakdown of an average sequence that
     decoded all the time. ``prefilling`` has the progress of prefills, and is empty if that was
-    reported recently.
+    reported recently. ``chunks`` are the changes of the prefix cache since the last report.
     """
 
     started: tuple[SequenceKey, ...]
@@ -74,6 +75,7 @@ class Report:
     breakdowns: tuple[SequenceBreakdown, ...] = ()
     decoding: TimeBreakdown = NO_BREAKDOWN
     prefilling: tuple[Outcome, ...] = ()
+    chunks: ChunkChanges = NO_CHANGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,8 @@ class LeadingLoop:
         started = tuple(sequence.key for sequence in orders.starts)
         load, times = self._engine.load(), self._engine.step_times()
         fields = tuple(outcomes), load, occupants, self._busy_s, times, tuple(breakdowns)
-        self._report(Report(started, *fields, self._breakdowns.decoding, self._prefilling(now)))
+        prefilling, chunks = self._prefilling(now), self._engine.take_chunk_changes()
+        self._report(Report(started, *fields, self._breakdowns.decoding, prefilling, chunks))
 
     def _prefilling(self, now: float) -> tuple[Outcome, ...]:
         if now - self._prefills_reported_at < _PREFILL_S:
@@ -274,6 +277,8 @@ def follow(
         policy = policy_named(entry.engine_policy)
         _apply(engine, policy, starts, map(Abort.from_proto, entry.aborts))
         engine.step(frozenset(entry.held_slots), entry.now)
+        # Only rank 0 reports them; here they would accumulate.
+        engine.take_chunk_changes()
 
 
 def _apply(

@@ -7,7 +7,7 @@ Progress message per sequence, and only the newest state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from everlift.v1 import inference_pb2, session_pb2
 from worker.engine.load import Occupant
@@ -15,8 +15,9 @@ from worker.engine.outcome import NO_UPDATE, Outcome, SequenceKey, SequenceUpdat
 from worker.engine.time_breakdown import TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown
 
-#: Maximum number of acknowledgements kept for a router that does not read. This suffices, because
-#: leaders stop waiting for them within seconds.
+#: Maximum number of acknowledgements, and of reports of computed prompts, that are kept for a
+#: router that does not read. This suffices: leaders stop waiting for acknowledgements within
+#: seconds, and a router that does not read for that long loses its stream.
 _MAX_ACCEPTED = 65_536
 
 
@@ -33,6 +34,11 @@ class Outbox:
         #: the frame's progress messages, by sequence
         self._progress: dict[SequenceKey, session_pb2.Progress] = {}
         self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
+        self._prefilled: deque[int] = deque(maxlen=_MAX_ACCEPTED)
+        #: changes of the prefix cache: whether a chunk is cached now, in the device's memory and in
+        #: the host's
+        self._device_chunks: dict[int, bool] = {}
+        self._host_chunks: dict[int, bool] = {}
         self._occupants: tuple[Occupant, ...] = ()
         self._breakdowns: dict[SequenceKey, TimeBreakdown] = {}
 
@@ -85,6 +91,15 @@ class Outbox:
         self._accepted.append(epoch)
         self.notify()
 
+    def add_prefilled(self, epoch: int) -> None:
+        """Report in the next frame that the prompt of an attempt is computed, or will not be."""
+        self._prefilled.append(epoch)
+
+    def add_chunks(self, device: Mapping[int, bool], host: Mapping[int, bool]) -> None:
+        """Report changes of the prefix cache in the next frame: whether chunks are cached now."""
+        self._device_chunks.update(device)
+        self._host_chunks.update(host)
+
     def set_occupants(self, occupants: tuple[Occupant, ...]) -> None:
         """Report ``occupants`` as the sequences in the batch slots in the next frame."""
         self._occupants = occupants
@@ -110,10 +125,22 @@ class Outbox:
         frame.state.CopyFrom(state)
         frame.accepted_epochs.extend(self._accepted)
         frame.breakdowns.extend(self._take_breakdowns())
+        self._take_chunks(frame)
         self._progress.clear()
         self._accepted.clear()
         self._occupants = ()
         return frame
+
+    def _take_chunks(self, frame: session_pb2.WorkerFrame) -> None:
+        frame.prefilled_epochs.extend(self._prefilled)
+        self._prefilled.clear()
+        for chunks, stored, evicted in (
+            (self._device_chunks, frame.stored_chunks, frame.evicted_chunks),
+            (self._host_chunks, frame.stored_host_chunks, frame.evicted_host_chunks),
+        ):
+            for chunk, is_cached in chunks.items():
+                (stored if is_cached else evicted).append(chunk)
+            chunks.clear()
 
     def _take_breakdowns(self) -> list[session_pb2.TimeBreakdown]:
         breakdowns, self._breakdowns = self._breakdowns, {}

@@ -377,6 +377,7 @@ class Rank:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             device=_device(config),
             ray_cluster=self._ray_cluster,
+            host_load_s=limits.host_load_s,
         )
 
 

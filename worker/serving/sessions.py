@@ -7,15 +7,17 @@ loop's thread and uses neither sockets nor a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
 from everlift import logs
 from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
 from everlift.errors import EverliftError, InvalidRequest
+from everlift.hashes import chunk_id
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.engine.blocks import ChunkChanges
 from worker.engine.limits import Limits
 from worker.engine.load import Load
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -90,6 +92,8 @@ class Attempt:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.choices: set[int] = set()
+        #: whether its prompt is computed, as routers were told
+        self.is_prefilled = False
 
 
 class Sessions:
@@ -114,6 +118,9 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._attempts: dict[int, Attempt] = {}
         self._pending = Pending()
+        #: ids of the chunks of prefixes in the device's and in the host's memory
+        self._device_chunks: set[int] = set()
+        self._host_chunks: set[int] = set()
         #: pending sequences whose grammar is being compiled, which the engine does not have yet
         self._compiling: dict[SequenceKey, Sequence] = {}
         #: sessions that must confirm a first step, by epoch; and the callback when all have
@@ -141,6 +148,9 @@ class Sessions:
         session = self._sessions[router_id] = Session(router_id, notify)
         for epoch in self._attempts:
             session.outbox.accept(epoch)
+        session.outbox.add_chunks(
+            dict.fromkeys(self._device_chunks, True), dict.fromkeys(self._host_chunks, True)
+        )
         log.info("session opened", router_id=router_id)
         return session
 
@@ -220,6 +230,8 @@ class Sessions:
         self._acknowledge(key.epoch)
         end = self._end_at_start(start, attempt, session, now)
         if end is not None:
+            if attempt is None:
+                self._report_prefilled(key.epoch)
             session.outbox.push(end)
 
     def _end_at_start(
@@ -239,7 +251,7 @@ class Sessions:
             return Outcome(key, offset, (), stop)
         sequence.arrived_at = now
         self._attempts.setdefault(key.epoch, Attempt(session)).choices.add(key.choice)
-        self._pending.add(key, sequence.num_known)
+        self._pending.add(key, sequence.num_known, sequence.num_uncached)
         if (grammar := sequence.sampling.grammar) is None:
             self._engine.start(sequence)
         else:
@@ -287,6 +299,7 @@ class Sessions:
             if self._compiling.pop(key, None) is not None:
                 self._pending.discard(key)
         if not attempt.choices:
+            self._mark_prefilled(abort.epoch, attempt)
             del self._attempts[abort.epoch]
             self._confirm(abort.epoch)
         self._engine.abort(abort)
@@ -302,6 +315,7 @@ class Sessions:
         self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
             self._pending.discard(key)
+        self._report_chunks(report.chunks)
         # Outboxes are looked up first, because forwarding outcomes removes sequences that end.
         breakdowns = [(self._outbox_of(it.key), it) for it in report.breakdowns]
         ended = [self._forward(outcome) for outcome in report.outcomes]
@@ -317,6 +331,24 @@ class Sessions:
             # The leader must learn of freed capacity, and any of the routers may be the leader.
             if any(ended):
                 session.outbox.notify()
+
+    def _report_chunks(self, changes: ChunkChanges) -> None:
+        if not changes.device and not changes.host:
+            return
+        device = _apply(self._device_chunks, changes.device)
+        host = _apply(self._host_chunks, changes.host)
+        for session in self._sessions.values():
+            session.outbox.add_chunks(device, host)
+
+    def _mark_prefilled(self, epoch: int, attempt: Attempt) -> None:
+        if not attempt.is_prefilled:
+            attempt.is_prefilled = True
+            self._report_prefilled(epoch)
+
+    def _report_prefilled(self, epoch: int) -> None:
+        """Report to all routers that an attempt's prompt is computed, or will not be."""
+        for session in self._sessions.values():
+            session.outbox.add_prefilled(epoch)
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
         """Notify the routers of their sequences that are about to take their first step here.
@@ -361,6 +393,8 @@ class Sessions:
         attempt = self._attempts.get(epoch)
         if attempt is None or choice not in attempt.choices:
             return False
+        if outcome.tokens or outcome.stop is not None:
+            self._mark_prefilled(epoch, attempt)
         attempt.session.outbox.push(outcome)
         if outcome.stop is None:
             return False
@@ -374,16 +408,19 @@ class Sessions:
         return session.outbox.take_frame(self._state())
 
     def _state(self) -> session_pb2.WorkerState:
-        load, pending = self._load, self._pending.num_tokens
+        load, pending = self._load, self._pending
         self._frames += 1
         return session_pb2.WorkerState(
             sequence_number=self._frames,
             num_running=load.num_running,
-            num_waiting=load.num_waiting + len(self._pending),
+            num_waiting=load.num_waiting + len(pending),
             blocks_used=load.blocks_used,
             blocks_total=load.blocks_total,
-            pending_prefill_tokens=load.pending_prefill_tokens + pending,
-            committed_tokens=load.committed_tokens + pending,
+            pending_prefill_tokens=load.pending_prefill_tokens + pending.num_uncached,
+            committed_tokens=load.committed_tokens + pending.num_tokens,
+            waiting_cached_tokens=load.waiting_cached_tokens
+            + pending.num_tokens
+            - pending.num_uncached,
             step=load.step,
             output_tokens=load.output_tokens,
             preemptions=load.preemptions,
@@ -400,6 +437,17 @@ class Sessions:
             engine_policy=self._policy,
             decoding=self._decoding.to_proto(),
         )
+
+
+def _apply(chunks: set[int], changes: Mapping[bytes, bool]) -> dict[int, bool]:
+    """Apply changes to the ids of cached chunks, and return them by id.
+
+    A change has the hash of a chunk's last block, and whether the chunk is cached now.
+    """
+    by_id = {chunk_id(block_hash): is_cached for block_hash, is_cached in changes.items()}
+    for chunk, is_cached in by_id.items():
+        (chunks.add if is_cached else chunks.discard)(chunk)
+    return by_id
 
 
 def _do_nothing() -> None:

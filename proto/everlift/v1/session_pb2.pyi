@@ -190,6 +190,7 @@ class Start(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     CONFIRM_FIRST_STEP_FIELD_NUMBER: builtins.int
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """identifies the sequence in this session, together with choice"""
     choice: builtins.int
@@ -210,6 +211,8 @@ class Start(google.protobuf.message.Message):
     until the router confirms the report, or for 0.2 s. A worker that is lost without this report
     had the sequence in no step.
     """
+    expected_cached_tokens: builtins.int
+    """Leading known tokens that the router expects in the worker's prefix cache."""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -240,9 +243,10 @@ class Start(google.protobuf.message.Message):
         priority: builtins.int = ...,
         predicted_tokens: builtins.int = ...,
         confirm_first_step: builtins.bool = ...,
+        expected_cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
 
@@ -285,6 +289,7 @@ class WorkerInfo(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     RAY_CLUSTER_FIELD_NUMBER: builtins.int
+    HOST_LOAD_S_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this run of the worker; a restarted worker has another id"""
     address: builtins.str
@@ -305,6 +310,8 @@ class WorkerInfo(google.protobuf.message.Message):
     """device of a rank, by its manufacturer's name"""
     ray_cluster: builtins.str
     """session name of the worker's Ray cluster; empty without Ray"""
+    host_load_s: builtins.float
+    """seconds to load a KV block from host memory; 0: blocks are not swapped"""
     def __init__(
         self,
         *,
@@ -322,8 +329,9 @@ class WorkerInfo(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         device: builtins.str = ...,
         ray_cluster: builtins.str = ...,
+        host_load_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
@@ -648,6 +656,7 @@ class WorkerState(google.protobuf.message.Message):
     NUM_PAIRS_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     DECODING_FIELD_NUMBER: builtins.int
+    WAITING_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within one run of the worker"""
     num_running: builtins.int
@@ -680,6 +689,8 @@ class WorkerState(google.protobuf.message.Message):
     """Sum over the same rows: pairs of a computed token and a token that it attended to."""
     engine_policy: builtins.str
     """name of the batching policy that the next step uses"""
+    waiting_cached_tokens: builtins.int
+    """Tokens of waiting sequences that are expected in the prefix cache; they are no pending prefill."""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """sent at most five times per second, otherwise empty"""
@@ -721,9 +732,10 @@ class WorkerState(google.protobuf.message.Message):
         num_pairs: builtins.int = ...,
         engine_policy: builtins.str = ...,
         decoding: Global___TimeBreakdown | None = ...,
+        waiting_cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "decoding", b"decoding", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
@@ -763,6 +775,11 @@ class WorkerFrame(google.protobuf.message.Message):
     ACCEPTED_EPOCHS_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     BREAKDOWNS_FIELD_NUMBER: builtins.int
+    STORED_CHUNKS_FIELD_NUMBER: builtins.int
+    EVICTED_CHUNKS_FIELD_NUMBER: builtins.int
+    PREFILLED_EPOCHS_FIELD_NUMBER: builtins.int
+    STORED_HOST_CHUNKS_FIELD_NUMBER: builtins.int
+    EVICTED_HOST_CHUNKS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___WorkerInfo: ...
     @property
@@ -780,6 +797,27 @@ class WorkerFrame(google.protobuf.message.Message):
         is in the batch. Until the first breakdown, only the arrival of the sequence is known.
         """
 
+    @property
+    def stored_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Chunks of 256 tokens that came into the prefix cache, and those that left it, since the last
+        frame of this stream. The first frame has all cached chunks. A chunk is named by the first 8
+        bytes, little-endian, of the hash of its last block, which depends on all tokens before it.
+        """
+
+    @property
+    def evicted_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def prefilled_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Epochs from any router whose prompts are computed, or whose sequences left before that, since
+        the last frame of this stream.
+        """
+
+    @property
+    def stored_host_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As stored_chunks and evicted_chunks, for copies in host memory, from which they can be loaded."""
+
+    @property
+    def evicted_host_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -788,9 +826,14 @@ class WorkerFrame(google.protobuf.message.Message):
         accepted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         progress: collections.abc.Iterable[Global___Progress] | None = ...,
         breakdowns: collections.abc.Iterable[Global___TimeBreakdown] | None = ...,
+        stored_chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        evicted_chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        prefilled_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        stored_host_chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        evicted_host_chunks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hello", b"hello", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "hello", b"hello", "progress", b"progress", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "evicted_chunks", b"evicted_chunks", "evicted_host_chunks", b"evicted_host_chunks", "hello", b"hello", "prefilled_epochs", b"prefilled_epochs", "progress", b"progress", "state", b"state", "stored_chunks", b"stored_chunks", "stored_host_chunks", b"stored_host_chunks"]) -> None: ...
 
 Global___WorkerFrame: typing_extensions.TypeAlias = WorkerFrame
 
@@ -1250,6 +1293,8 @@ class Waiting(google.protobuf.message.Message):
     PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
     ESTIMATED_WAIT_S_FIELD_NUMBER: builtins.int
     LEAST_TOKENS_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """Ledger time in seconds. The queue orders by it, and it is kept when the request is queued
@@ -1292,6 +1337,12 @@ class Waiting(google.protobuf.message.Message):
     """wait estimated on arrival, from the requests queued then"""
     least_tokens: builtins.int
     """tokens that nearly every output reaches, as the gateway predicts"""
+    cached_tokens: builtins.int
+    """Known tokens that some worker had in its prefix cache when the request arrived."""
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Names of the chunks of the known tokens, as in WorkerFrame, if locality is on."""
+
     def __init__(
         self,
         *,
@@ -1314,8 +1365,10 @@ class Waiting(google.protobuf.message.Message):
         predicted_work_rank: builtins.float = ...,
         estimated_wait_s: builtins.float = ...,
         least_tokens: builtins.int = ...,
+        chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -1493,6 +1546,7 @@ class Dispatched(google.protobuf.message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
     QUEUE_WAIT_FIELD_NUMBER: builtins.int
     PREDICTED_TPOT_S_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -1505,6 +1559,8 @@ class Dispatched(google.protobuf.message.Message):
     """Time to the first token as predicted on arrival; unset: unknown, or the request has run before."""
     predicted_tpot_s: builtins.float
     """Time of each output token after the first one, predicted on arrival; unset: likewise."""
+    cached_tokens: builtins.int
+    """Leading known tokens that the leader expects in the worker's prefix cache."""
     @property
     def queue_wait(self) -> Global___QueueWait:
         """unset: the request was not queued"""
@@ -1521,9 +1577,10 @@ class Dispatched(google.protobuf.message.Message):
         predicted_ttft_s: builtins.float | None = ...,
         queue_wait: Global___QueueWait | None = ...,
         predicted_tpot_s: builtins.float | None = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "queue_wait", b"queue_wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "bypassed", b"bypassed", "epoch", b"epoch", "moves", b"moves", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "queue_wait", b"queue_wait", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "bypassed", b"bypassed", "cached_tokens", b"cached_tokens", "epoch", b"epoch", "moves", b"moves", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "queue_wait", b"queue_wait", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s"]) -> typing.Literal["predicted_tpot_s"] | None: ...
     @typing.overload
@@ -1541,6 +1598,7 @@ class QueueWait(google.protobuf.message.Message):
     NO_WORKER_S_FIELD_NUMBER: builtins.int
     DISPATCH_S_FIELD_NUMBER: builtins.int
     QUEUE_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     """time since the leader received the request"""
     no_worker_s: builtins.float
@@ -1549,6 +1607,10 @@ class QueueWait(google.protobuf.message.Message):
     """additional time until the ledger answered the dispatch"""
     @property
     def queue(self) -> everlift.v1.inference_pb2.QueueBypass: ...
+    @property
+    def prefix(self) -> everlift.v1.inference_pb2.PrefixWait:
+        """wait for a worker with a cached prefix; unset: there was none"""
+
     def __init__(
         self,
         *,
@@ -1556,9 +1618,10 @@ class QueueWait(google.protobuf.message.Message):
         no_worker_s: builtins.float = ...,
         dispatch_s: builtins.float = ...,
         queue: everlift.v1.inference_pb2.QueueBypass | None = ...,
+        prefix: everlift.v1.inference_pb2.PrefixWait | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix", b"prefix", "queue", b"queue"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "no_worker_s", b"no_worker_s", "prefix", b"prefix", "queue", b"queue", "seconds", b"seconds"]) -> None: ...
 
 Global___QueueWait: typing_extensions.TypeAlias = QueueWait
 

@@ -72,6 +72,7 @@ class RecordingRunner:
         self.plans: list[Plan] = []
         self.num_blocks = runner.num_blocks
         self.num_host_blocks = runner.num_host_blocks
+        self.host_load_s = runner.host_load_s
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.device_kind = runner.device_kind

@@ -39,6 +39,11 @@ class Waiting(Protocol):
         """Total number of tokens, of prompts and outputs so far, of all waiting sequences."""
         ...
 
+    @property
+    def num_uncached(self) -> int:
+        """Number of these tokens that are not expected to be prefix-cache hits."""
+        ...
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence: a new one or, if it ``is_preempted``, one that was in the batch."""
         ...

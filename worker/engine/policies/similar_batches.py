@@ -82,7 +82,7 @@ class SimilarBatches:
         self._begins = band_begins(limits.scheduling.batch_waste, limits.max_model_len)
         self._bands: dict[tuple[int, int], deque[WaitingBatch]] = {}
         self._batch_of: dict[int, WaitingBatch] = {}
-        self._num_tokens = 0
+        self._num_tokens = self._num_uncached = 0
         self._members = WaitingQueue()
         #: batches that were opened since the last step began
         self._opened: list[WaitingBatch] = []
@@ -98,6 +98,10 @@ class SimilarBatches:
     def num_tokens(self) -> int:
         return self._num_tokens + self._members.num_tokens
 
+    @property
+    def num_uncached(self) -> int:
+        return self._num_uncached + self._members.num_uncached
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence: to the running batch if it was preempted, else to a waiting batch."""
         if sequence.is_preempted:
@@ -106,6 +110,7 @@ class SimilarBatches:
         batch = self._batch_of[sequence.order] = self._open_batch(sequence)
         batch.add(sequence)
         self._num_tokens += sequence.num_known
+        self._num_uncached += sequence.num_uncached
 
     def remove(self, sequence: Sequence) -> None:
         if sequence in self._members:
@@ -113,6 +118,7 @@ class SimilarBatches:
             return
         self._batch_of.pop(sequence.order).remove(sequence)
         self._num_tokens -= sequence.num_known
+        self._num_uncached -= sequence.num_uncached
 
     def member(self) -> Sequence | None:
         return self._members.head()

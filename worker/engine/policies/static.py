@@ -49,6 +49,10 @@ class ClosedBatch:
     def num_tokens(self) -> int:
         return self._members.num_tokens + self._later.num_tokens
 
+    @property
+    def num_uncached(self) -> int:
+        return self._members.num_uncached + self._later.num_uncached
+
     def push(self, sequence: Sequence) -> None:
         """Add a preempted sequence to the closed batch, and any other to the later arrivals."""
         queue = self._members if sequence.is_preempted else self._later

@@ -15,7 +15,7 @@ def kept(num_host_blocks: int, *hashes: bytes) -> HostStore:
     this = HostStore(num_host_blocks)
     this.mark_needed(hashes)
     for block, block_hash in enumerate(hashes):
-        this.evicted(block, block_hash)
+        this.evicted(block, block_hash, ends_chunk=False)
     this.commit_copies()
     return this
 
@@ -24,13 +24,13 @@ def test_host_store_saves_needed_block_once() -> None:
     this = HostStore(3)
     this.mark_needed([A, B])
     for block, block_hash in ((5, A), (6, C), (7, A)):
-        this.evicted(block, block_hash)
+        this.evicted(block, block_hash, ends_chunk=False)
     ((copy,), loads) = this.planned_copies()
     assert (copy.block, loads) == (5, ())
     assert A in this and B not in this and C not in this
     this.commit_copies()
     assert this.planned_copies() == ((), ())
-    this.evicted(5, A)
+    this.evicted(5, A, ends_chunk=False)
     assert this.planned_copies() == ((), ()), "it is kept already"
     this.check_integrity(needed=[A, B])
 
@@ -63,7 +63,7 @@ def test_host_store_reuses_least_recently_used_place() -> None:
     this.load(A, 9)
     this.commit_copies()
     this.mark_needed([C])
-    this.evicted(3, C)
+    this.evicted(3, C, ends_chunk=False)
     this.commit_copies()
     assert A in this and B not in this and C in this
     this.check_integrity([A, B, C])
@@ -73,9 +73,9 @@ def test_host_store_drops_unneeded_then_later_blocks() -> None:
     this = kept(3, A, B, C)
     this.unmark_needed([B, C])
     this.mark_needed([b"d", b"e"])
-    this.evicted(3, b"d")
+    this.evicted(3, b"d", ends_chunk=False)
     assert A in this and B in this and C not in this
-    this.evicted(4, b"e")
+    this.evicted(4, b"e", ends_chunk=False)
     assert A in this and B not in this
     this.commit_copies()
     this.check_integrity([A, b"d", b"e"])
@@ -88,7 +88,7 @@ def test_host_store_drops_unneeded_loaded_block_first() -> None:
     this.load(B, 9)
     this.commit_copies()
     this.mark_needed([C])
-    this.evicted(3, C)
+    this.evicted(3, C, ends_chunk=False)
     assert A in this and B not in this
 
 
@@ -97,7 +97,7 @@ def test_host_store_counts_needs_per_block() -> None:
     this.mark_needed([A])
     this.mark_needed([A])
     this.unmark_needed([A])
-    this.evicted(0, A)
+    this.evicted(0, A, ends_chunk=False)
     assert A in this
     this.commit_copies()
     this.check_integrity([A])
@@ -107,7 +107,7 @@ def test_host_store_never_saves_to_a_place_being_loaded() -> None:
     this = kept(1, A)
     this.pin(A)
     this.mark_needed([B])
-    this.evicted(5, B)
+    this.evicted(5, B, ends_chunk=False)
     this.load(A, 6)
     assert this.planned_copies() == ((), (BlockCopy(6, 0),))
     this.commit_copies()
@@ -118,8 +118,8 @@ def test_host_store_never_saves_to_a_place_being_loaded() -> None:
 def test_host_store_place_is_saved_to_once_per_step() -> None:
     this = HostStore(1)
     this.mark_needed([A, B])
-    this.evicted(5, A)
-    this.evicted(6, B)
+    this.evicted(5, A, ends_chunk=False)
+    this.evicted(6, B, ends_chunk=False)
     assert this.planned_copies() == ((BlockCopy(5, 0),), ())
     this.commit_copies()
     assert A in this and B not in this
@@ -128,7 +128,7 @@ def test_host_store_place_is_saved_to_once_per_step() -> None:
 def test_host_store_loads_block_saved_in_same_step() -> None:
     this = HostStore(1)
     this.mark_needed([A])
-    this.evicted(5, A)
+    this.evicted(5, A, ends_chunk=False)
     this.pin(A)
     this.load(A, 6)
     assert this.planned_copies() == ((BlockCopy(5, 0),), (BlockCopy(6, 0),))
@@ -137,13 +137,13 @@ def test_host_store_loads_block_saved_in_same_step() -> None:
 def test_host_store_discards_saves_of_failed_step() -> None:
     this = kept(2, A)
     this.mark_needed([B, C])
-    this.evicted(5, B)
-    this.evicted(6, C)
+    this.evicted(5, B, ends_chunk=False)
+    this.evicted(6, C, ends_chunk=False)
     assert B in this and C in this and A not in this
     this.discard_copies()
     assert {A, B, C}.isdisjoint(h for h in (A, B, C) if h in this)
     this.check_integrity([A, B, C])
-    this.evicted(5, B)
+    this.evicted(5, B, ends_chunk=False)
     assert B in this, "the place is free again"
 
 
@@ -153,7 +153,7 @@ def test_host_store_invalidate_all_keeps_needs() -> None:
     assert A not in this and B not in this
     this.check_integrity([A, B])
     for block, block_hash in enumerate((A, B)):
-        this.evicted(block, block_hash)
+        this.evicted(block, block_hash, ends_chunk=False)
     this.commit_copies()
     assert A in this and B in this
 
@@ -161,7 +161,7 @@ def test_host_store_invalidate_all_keeps_needs() -> None:
 def test_host_store_ignores_step_planned_before_reset() -> None:
     this = kept(3, A)
     this.mark_needed([B])
-    this.evicted(5, B)
+    this.evicted(5, B, ends_chunk=False)
     this.pin(A)
     this.load(A, 6)
     this.invalidate_all()
@@ -182,3 +182,34 @@ def test_host_store_integrity_check_detects_damage(damage: str) -> None:
             this.mark_needed([B])
     with pytest.raises(AssertionError, match=damage):
         this.check_integrity([A])
+
+
+def changes(this: HostStore) -> dict[bytes, bool]:
+    return dict(this.take_chunk_changes())
+
+
+def test_host_store_reports_chunks_that_it_saves_and_drops() -> None:
+    this = HostStore(1)
+    this.mark_needed([A, B, C])
+    this.evicted(0, A, ends_chunk=True)
+    this.commit_copies()
+    assert changes(this) == {A: True}
+    this.evicted(1, B, ends_chunk=False)
+    this.commit_copies()
+    assert changes(this) == {A: False}, "B has its place, and ends no chunk"
+    this.evicted(2, C, ends_chunk=True)
+    this.discard_copies()
+    assert changes(this) == {C: False}, "the step was not executed"
+    assert changes(this) == {}
+
+
+def test_host_store_reports_invalidated_chunks() -> None:
+    this = HostStore(2)
+    this.mark_needed([A, B])
+    for block, block_hash in enumerate([A, B]):
+        this.evicted(block, block_hash, ends_chunk=True)
+    this.commit_copies()
+    assert changes(this) == {A: True, B: True}
+    this.invalidate(A)
+    this.invalidate_all()
+    assert changes(this) == {A: False, B: False}

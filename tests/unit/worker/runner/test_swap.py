@@ -103,5 +103,5 @@ def test_swap_cost_is_not_measured_if_disabled(clock: Clock, changes: dict[str, 
 
 
 def test_swap_cost_tie_does_not_pay() -> None:
-    assert SwapCost(copy_s=1.0, compute_s=1.1).pays
-    assert not SwapCost(copy_s=1.0, compute_s=1.0).pays
+    assert SwapCost(copy_s=1.0, load_s=0.5, compute_s=1.1).pays
+    assert not SwapCost(copy_s=1.0, load_s=0.5, compute_s=1.0).pays

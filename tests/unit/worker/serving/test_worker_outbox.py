@@ -130,3 +130,16 @@ def test_outbox_notifies_of_pending_frame() -> None:
     this.push(Outcome(A, 0, tuple(prompt(3))))
     this.accept(1)
     assert len(calls) == 2
+
+
+def test_outbox_sends_the_last_state_of_each_chunk_once() -> None:
+    this = outbox()
+    this.add_chunks({1: True, 2: True}, {7: True})
+    this.add_chunks({2: False, 3: False}, {8: False})
+    this.add_prefilled(5)
+    frame = cut(this)
+    assert sorted(frame.stored_chunks) == [1] and sorted(frame.evicted_chunks) == [2, 3]
+    assert list(frame.stored_host_chunks) == [7] and list(frame.evicted_host_chunks) == [8]
+    assert list(frame.prefilled_epochs) == [5]
+    frame = cut(this)
+    assert not (frame.stored_chunks or frame.evicted_chunks or frame.prefilled_epochs)
