@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import Literal, TypeAlias
 
 from cluster.simulator.frame import Frame
-from cluster.simulator.global_queue import GATEWAY
+from cluster.simulator.global_queue import GATEWAY, update_index
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
@@ -80,7 +80,12 @@ class EarlyQueue:
     def on_message(self, frame: Frame, now: float) -> None:
         for epoch in frame.accepted:
             self._placement.acknowledge(frame.worker_id, epoch)
+        update_index(self._placement.index, frame)
         self._placement.report(frame.worker_id, frame.load, now)
+
+    def most_cached(self, chunks: Sequence[int], num_tokens: int) -> int:
+        """Return 0, because the order of the requests does not depend on it."""
+        return 0
 
     def estimated_wait_s(self, priority: int, work_tokens: int) -> float:
         return 0.0

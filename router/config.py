@@ -150,7 +150,10 @@ class RouterConfig:
     output_token_weight: Positive = 2.0
     #: requests dispatched to a worker beyond its free slots
     local_depth: Amount = 2
-    #: largest number of prompt tokens waiting for prefill at a worker
+    #: dispatch requests to workers that have a prefix of them cached, and let them wait for a busy
+    #: one for at most the time that this saves
+    locality: bool = True
+    #: largest number of uncached prompt tokens waiting for prefill at a worker
     max_pending_prefill: Count = 4096
     #: target time per output token, which limits the batch of a worker by its predicted step time;
     #: 0 disables

@@ -131,6 +131,7 @@ class Router:
             config.model, config.model_revision, sampling_defaults=config.sampling_defaults
         )
         model.clamps_max_tokens = config.clamp_max_tokens
+        model.computes_chunks = config.locality
         model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
             model.assume_limit(last)

@@ -27,6 +27,7 @@ def of(explanation: pb.Explanation) -> list[str | Table]:
         *([attempts(explanation)] if explanation.attempts else []),
         *neighbours(explanation),
         *queue_waits(explanation),
+        *prefix_waits(explanation),
     ]
 
 
@@ -152,6 +153,19 @@ def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
             yield (
                 f"queue before attempt {attempt.number} ({attempt.queue.order}): "
                 f"{attempt.queue.found} queued on arrival; left first: {reasons}{last}"
+            )
+
+
+def prefix_waits(explanation: pb.Explanation) -> Iterator[str]:
+    """Yield a line for each wait for a worker that had a prefix of the request cached."""
+    for attempt in explanation.attempts:
+        if attempt.HasField("prefix_wait"):
+            wait = attempt.prefix_wait
+            missed = "" if attempt.expected_cached_tokens >= wait.tokens else " (in vain)"
+            yield (
+                f"cached prefix, attempt {attempt.number}: waited {wait.seconds:.3f} s{missed} for "
+                f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; to compute "
+                f"them elsewhere would have taken {wait.saved_s:.3f} s longer"
             )
 
 

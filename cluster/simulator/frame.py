@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from router.admission.workers import Load
@@ -15,10 +16,14 @@ class Frame(NamedTuple):
     ``accepted`` are the epochs (numbers of attempts) of the requests whose receipt this frame
     acknowledges; ``load`` includes these requests. ``outcomes`` are the results of the step for
     sequences that sampled their first or last token or had another change. Every other decoding
-    sequence samples one token in each step and has no outcome.
+    sequence samples one token in each step and has no outcome. ``chunks`` are the changes of the
+    prefix cache, as in ``BlockPool.take_chunk_changes``. ``aborted`` are the epochs that were
+    aborted since the last frame.
     """
 
     worker_id: str
     load: Load
     accepted: tuple[int, ...] = ()
     outcomes: Sequence[Outcome] = ()
+    chunks: Mapping[bytes, bool] = MappingProxyType({})
+    aborted: tuple[int, ...] = ()

@@ -104,6 +104,9 @@ class Gateway:
         name = qualify(arrival.tenant, f"r{index}")
         prediction = self._length_predictor.predict(arrival)
         request = SimulatedRequest(record, name, BlockNames(index, arrival), prediction)
+        if self._config.locality:
+            request.chunks = request.names.chunks(arrival.prompt_tokens)
+            request.num_cached = self._dispatcher.most_cached(request.chunks, arrival.prompt_tokens)
         request.estimated_wait_s = self._dispatcher.estimated_wait_s(
             arrival.priority, request.predicted_work
         )
@@ -165,7 +168,8 @@ class Gateway:
         request = self._requests[placed.waiting.request_id]
         request.record.bypassed += placed.bypassed
         request.predicted_tpot_s = placed.waiting.predicted_tpot_s or request.predicted_tpot_s
-        sequence = request.dispatch(placed.worker_id, placed.epoch, self._timeline.now)
+        now = self._timeline.now
+        sequence = request.dispatch(placed.worker_id, placed.epoch, placed.cached_tokens, now)
         self._by_epoch[placed.epoch] = request
         self._workers.start(placed.worker_id, sequence)
         for victim in placed.victims:

@@ -5,10 +5,11 @@ In the product, ``router.leader.leader`` combines the same classes with a ledger
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 
 from cluster.simulator.frame import Frame
+from cluster.simulator.sequence import chunk_id
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.handover import DISPATCHES_AT_ONCE, MOVES_S
@@ -16,6 +17,7 @@ from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules
 from router.admission.preemption import Move
+from router.admission.prefix_index import PrefixIndex
 from router.admission.scheduler import LeaderState, Placed, cluster_load
 from router.admission.wait_estimate import EstimatedWait
 from router.admission.workers import Capacity
@@ -75,7 +77,12 @@ class GlobalQueue:
     def on_message(self, frame: Frame, now: float) -> None:
         for epoch in frame.accepted:
             self._placement.acknowledge(frame.worker_id, epoch)
+        update_index(self._placement.index, frame)
         self._placement.report(frame.worker_id, frame.load, now)
+
+    def most_cached(self, chunks: Sequence[int], num_tokens: int) -> int:
+        """Return how many leading tokens of a prompt with ``num_tokens`` some worker has cached."""
+        return self._placement.most_cached(chunks, num_tokens)
 
     def estimated_wait_s(self, priority: int, work_tokens: int) -> float:
         return self._wait.estimate(priority, work_tokens)
@@ -132,3 +139,16 @@ def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare
         return weights.get(tenant, 1.0)
 
     return FairShare(config.prompt_token_weight, config.output_token_weight, weight_of)
+
+
+def update_index(index: PrefixIndex, frame: Frame) -> None:
+    """Apply the changes of a worker's prefix cache that its frame reports."""
+    if frame.chunks:
+        stored = [chunk_id(name) for name, is_stored in frame.chunks.items() if is_stored]
+        evicted = [chunk_id(name) for name, is_stored in frame.chunks.items() if not is_stored]
+        index.update(frame.worker_id, stored, evicted)
+    for outcome in frame.outcomes:
+        if outcome.tokens or outcome.stop is not None:
+            index.settle(frame.worker_id, outcome.key.epoch)
+    for epoch in frame.aborted:
+        index.settle(frame.worker_id, epoch)

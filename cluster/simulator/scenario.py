@@ -50,6 +50,7 @@ class _Device:
     #: token values are never used, and no block is copied to host memory
     vocab_size: int = 2
     num_host_blocks: int = 0
+    host_load_s: float = 0.0
     #: no defaults for GPUs are needed, because a kind of GPU worker sets these values itself
     device_kind: DeviceKind = DeviceKind.CPU
 

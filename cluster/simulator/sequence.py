@@ -2,8 +2,9 @@
 
 Two blocks are equal if their names are equal, like blocks with equal hashes in the product. A block
 within the shared parts of a prompt is named by the tenant, these parts and the block's index. Any
-other block is named by the request and the block's index. Names replace hashes because hashing the
-tokens of a long prompt would take longer than the rest of a simulation.
+other block is named by the block's index and the session, or the request if it has no session.
+Names replace hashes because hashing the tokens of a long prompt would take longer than the rest of
+a simulation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 
 from cluster.simulator.workloads.arrivals import Arrival
 from everlift.errors import PromptTooLong
-from everlift.hashes import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK, CHUNK_SIZE
 from everlift.sampling import SamplingParams
 from worker.engine.limits import Limits
 from worker.engine.outcome import Outcome, SequenceKey, Stop
@@ -33,7 +34,8 @@ class BlockNames:
     __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
 
     def __init__(self, index: int, arrival: Arrival) -> None:
-        self._own = index.to_bytes(8)
+        # A bit distinguishes the numbers of sessions and requests.
+        self._own = (arrival.session << 1 | 1 if arrival.session else index << 1).to_bytes(8)
         self._part_tokens = arrival.prefix_part_tokens
         self._shared_tokens = min(
             len(arrival.prefix) * arrival.prefix_part_tokens, arrival.prompt_tokens
@@ -49,6 +51,18 @@ class BlockNames:
         if end > self._shared_tokens:
             return self._own + block.to_bytes(4)
         return self._stems[(end - 1) // self._part_tokens] + block.to_bytes(4)
+
+    def chunks(self, num_tokens: int) -> list[int]:
+        """Return the ids of the full chunks of the first ``num_tokens`` tokens."""
+        return [
+            chunk_id(self[(number + 1) * BLOCKS_PER_CHUNK - 1])
+            for number in range(num_tokens // CHUNK_SIZE)
+        ]
+
+
+def chunk_id(name: bytes) -> int:
+    """Return the id of the chunk that ends with the block ``name``."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest())
 
 
 class NamedSequence(Sequence):
@@ -73,11 +87,13 @@ class NamedSequence(Sequence):
         predicted_tokens: int,
         output_tokens: int = 0,
         num_computed: int = 0,
+        num_cached: int = 0,
     ) -> NamedSequence:
         """Create a sequence that continues after ``output_tokens`` tokens of earlier attempts.
 
         ``epoch`` is the number of this attempt. ``num_computed`` is the number of prompt and output
-        tokens that earlier attempts computed. ``predicted_tokens`` is the predicted length of the
+        tokens that earlier attempts computed, and ``num_cached`` the number of tokens that are
+        expected in the worker's prefix cache. ``predicted_tokens`` is the predicted length of the
         whole output; 0 means unknown.
         """
         sequence = cls(
@@ -92,6 +108,7 @@ class NamedSequence(Sequence):
             priority=arrival.priority,
             predicted_tokens=predicted_tokens,
             num_computed_before=num_computed,
+            num_expected_hits=num_cached,
         )
         sequence.names = names
         sequence.length = max(1, min(arrival.output_tokens, arrival.max_tokens))

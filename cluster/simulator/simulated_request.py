@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -24,6 +25,10 @@ class SimulatedRequest:
     request_id: str
     names: BlockNames
     prediction: LengthPrediction
+    #: ids of the chunks of the prompt; empty without locality
+    chunks: Sequence[int] = ()
+    #: prompt tokens that some worker had cached when the request arrived
+    num_cached: int = 0
     #: queue wait in seconds, as estimated when the request arrived
     estimated_wait_s: float = 0.0
     #: seconds per output token after the first one, as predicted by the leader
@@ -62,10 +67,11 @@ class SimulatedRequest:
         arrival = self.record.arrival
         return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
 
-    def dispatch(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
+    def dispatch(self, worker_id: str, epoch: int, num_cached: int, now: float) -> NamedSequence:
         """Record the dispatch to a worker, and return the sequence that the worker is to start.
 
-        ``epoch`` is the number of the attempt.
+        ``epoch`` is the number of the attempt. ``num_cached`` tokens are expected in the worker's
+        prefix cache.
         """
         self.move(Move.DISPATCH, State.RUNNING)
         self.worker_id, self.epoch = worker_id, epoch
@@ -84,6 +90,7 @@ class SimulatedRequest:
             self.predicted_output,
             self.num_tokens,
             computed,
+            num_cached,
         )
 
     def apply_outcome(self, outcome: Outcome, step: int) -> None:
@@ -126,8 +133,8 @@ class SimulatedRequest:
 
     @property
     def predicted_work(self) -> int:
-        """Sum of the prompt tokens and the predicted output tokens."""
-        return self.record.arrival.prompt_tokens + self.predicted_output
+        """Sum of the uncached prompt tokens and the predicted output tokens."""
+        return self.record.arrival.prompt_tokens - self.num_cached + self.predicted_output
 
     @property
     def queue_key(self) -> QueueKey:
@@ -158,6 +165,8 @@ class SimulatedRequest:
             ),
             **self.queue_key._asdict(),
             least_tokens=self.prediction.least_tokens,
+            chunks=self.chunks,
+            cached_tokens=self.num_cached,
         )
 
     def running(self, moves_left: int) -> session_pb2.Running:

@@ -59,6 +59,8 @@ class SimulatedWorker:
         self._timeline = timeline
         self._send = send
         self._aborts: list[int] = []
+        #: aborted epochs that the next frame reports
+        self._aborted: list[int] = []
         #: epochs that the next frame acknowledges
         self._accepted: list[int] = []
         self._frames = 0
@@ -95,7 +97,7 @@ class SimulatedWorker:
         end = sequence.end_at_start(self.limits, self.is_draining)
         if end is None:
             sequence.arrived_at = self._timeline.now
-            self._pending.add(sequence.key, sequence.num_known)
+            self._pending.add(sequence.key, sequence.num_known, sequence.num_uncached)
             self._starts.append(sequence)
         self._send_frame([end] if end else [])
         self._wake()
@@ -103,6 +105,7 @@ class SimulatedWorker:
     def abort(self, epoch: int) -> None:
         if not self.is_lost:
             self._aborts.append(epoch)
+            self._aborted.append(epoch)
             self._wake()
 
     def drain(self) -> None:
@@ -199,7 +202,9 @@ class SimulatedWorker:
         self._sent_at = self._timeline.now
         accepted, self._accepted = tuple(self._accepted), []
         self._frames += 1
-        self._send(Frame(self.worker_id, self._state(), accepted, outcomes))
+        chunks = self._scheduler.take_chunk_changes().device
+        aborted, self._aborted = tuple(self._aborted), []
+        self._send(Frame(self.worker_id, self._state(), accepted, outcomes, chunks, aborted))
 
     def _heartbeat(self) -> None:
         heartbeat_s = self._spec.config.heartbeat
@@ -221,7 +226,7 @@ class SimulatedWorker:
         self._started = []
 
     def _state(self) -> Load:
-        load, pending = self._load, self._pending.num_tokens
+        load, pending = self._load, self._pending
         delta = self._run.added_load() if self._run else NO_DELTA
         work = Work(
             load.step + delta.steps,
@@ -237,12 +242,13 @@ class SimulatedWorker:
         return Load(
             self._frames,
             load.num_running,
-            load.num_waiting + len(self._pending),
+            load.num_waiting + len(pending),
             load.blocks_used + delta.blocks,
-            load.pending_prefill_tokens + pending,
-            load.committed_tokens + delta.tokens + pending,
+            load.pending_prefill_tokens + pending.num_uncached,
+            load.committed_tokens + delta.tokens + pending.num_tokens,
             self.is_draining,
             work,
+            load.waiting_cached_tokens + pending.num_tokens - pending.num_uncached,
         )
 
 

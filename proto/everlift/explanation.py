@@ -23,6 +23,7 @@ LABELS = MappingProxyType(
         pb.SPAN_KIND_NETWORK: "network to leader and worker",
         pb.SPAN_KIND_NO_WORKER: "queued: no worker",
         pb.SPAN_KIND_QUEUE: "queued",
+        pb.SPAN_KIND_PREFIX_WAIT: "waiting for cached prefix",
         pb.SPAN_KIND_WORKER_WAIT: "waiting at the worker",
         pb.SPAN_KIND_PREFILL: "prefill",
         pb.SPAN_KIND_DECODE: "decode",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
@@ -261,8 +261,8 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
     body.CopyFrom(message)
     body.DiscardUnknownFields()
     # These fields may differ between two submissions of the same request.
-    for field in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
-        body.ClearField(field)
+    for name in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
+        body.ClearField(name)
     body.ClearField("explain")  # it affects only the answer of one call
     for label in ("session_id", "fairness_id", "application"):
         body.ClearField(label)
@@ -280,6 +280,8 @@ class Request:
     the client ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up
     to ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's
     context is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
+    ``chunks`` are the ids of the prompt's chunks (hashes.py) if they were computed; they are not
+    stored in the ledger.
     """
 
     request_id: str
@@ -305,6 +307,7 @@ class Request:
     application: str = ""
     clamp_max_tokens: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = field(default=(), compare=False)
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(

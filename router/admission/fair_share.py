@@ -219,7 +219,7 @@ class FairShare:
         """Add the cost of a dispatched request's prompt, unless the request has run before."""
         if not waiting.has_run:
             tenant = tenant_of(waiting.request_id)
-            cost = self._prompt_token * waiting.prefill_tokens
+            cost = self._prompt_token * waiting.uncached_tokens
             self._charge(tenant, waiting.priority, cost)
 
     def charge_outputs(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from everlift.request_id import tenant_of
 from router.admission.fair_share import TokenCounters
+from router.admission.parking import Wait
 from router.admission.request import Ordered, Place, Waiting
 from router.admission.wait_stats import Arrival
 
@@ -29,16 +30,25 @@ _FEW_DEPARTED = 64
 class Queued:
     """Queued request, with its number in order of queueing (``ticket``).
 
-    ``arrival`` holds the clocks and counts of the wait statistics when it was queued.
+    ``arrival`` holds the clocks and counts of the wait statistics when it was queued. A parked
+    request waits for a worker (``wait``) and is in no lane. ``wait`` is kept after that, and None
+    before; ``parked_s`` is the number of seconds for which the request was parked before.
     """
 
-    __slots__ = ("arrival", "is_queued", "ticket", "waiting")
+    __slots__ = ("arrival", "is_parked", "is_queued", "parked_s", "ticket", "wait", "waiting")
 
     def __init__(self, waiting: Waiting, ticket: int, arrival: Arrival) -> None:
         self.waiting = waiting
         self.ticket = ticket
         self.arrival = arrival
         self.is_queued = True
+        self.is_parked = False
+        self.parked_s = 0.0
+        self.wait: Wait | None = None
+
+    def __lt__(self, other: Queued) -> bool:
+        """Order two objects of one request, of which all but the last have left their heaps."""
+        return not self.is_queued
 
 
 class Lane(ABC):

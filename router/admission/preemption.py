@@ -208,7 +208,8 @@ class _Resources:
 def _free_resources(worker: WorkerView) -> _Resources:
     slots = worker.slots - worker.load.num_running
     coming = worker.unacknowledged
-    return _Resources(slots - coming.choices, worker.unused_blocks - blocks_for(coming.tokens))
+    tokens = coming.tokens + coming.cached_tokens + worker.load.waiting_cached_tokens
+    return _Resources(slots - coming.choices, worker.unused_blocks - blocks_for(tokens))
 
 
 def _resources_of(running: Running) -> _Resources:

@@ -15,6 +15,7 @@ from math import inf
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.lanes import FairLane, Lane, Queued, RequestHeap
+from router.admission.parking import Wait
 from router.admission.policy import Policy
 from router.admission.request import Waiting
 from router.admission.wait_stats import WaitStatistics
@@ -62,6 +63,15 @@ class Backlog:
                 del self._never_run[priority]
         if waiting.expires < inf:
             self._expiring.note_removed(queued)
+
+    def replace(self, before: Queued, queued: Queued) -> None:
+        """Replace a queued request by another object of the same request."""
+        waiting = queued.waiting
+        if not waiting.has_run:
+            self._never_run[waiting.priority][queued.ticket] = queued
+        if waiting.expires < inf:
+            self._expiring.note_removed(before)
+            self._expiring.push(queued, (waiting.expires,))
 
     @property
     def work(self) -> dict[int, int]:
@@ -162,9 +172,14 @@ class Classes:
         """Record that a request has left the queue."""
         priority = queued.waiting.priority
         if priority in self._numbers:
-            self._lanes[priority].note_removed(queued)
+            if not queued.is_parked:
+                self._lanes[priority].note_removed(queued)
         else:
             self._remove(priority)
+
+    def note_parked(self, queued: Queued) -> None:
+        """Record that a request has left its lane, but not the queue."""
+        self._lanes[queued.waiting.priority].note_removed(queued)
 
     def clear(self) -> None:
         """Remove the priority queues and credits of classes that have no queued request."""
@@ -251,6 +266,7 @@ class AdmissionQueue:
         self._classes = self._make_classes(policy, class_floor, is_fair)
         self.backlog = Backlog()
         self.wait_stats = WaitStatistics()
+        self.num_parked = 0
 
     def _make_classes(self, policy: Policy, floor: float, is_fair: bool) -> Classes:
         fair_share = self._fair_share if is_fair else None
@@ -355,7 +371,42 @@ class AdmissionQueue:
             self._fair_share.note_removed(waiting)
         self._classes.note_removed(queued)
         self.backlog.remove(queued)
+        self.num_parked -= queued.is_parked
         return waiting
+
+    # parked requests
+
+    def park(self, request_id: str, wait: Wait) -> None:
+        """Take a request out of the order, without removing it from the queue."""
+        before = self._queued[request_id]
+        before.is_queued = False
+        self._classes.note_parked(before)
+        # Lanes drop a request lazily, by the object's ``is_queued``, so it needs another object.
+        queued = Queued(before.waiting, before.ticket, before.arrival)
+        queued.is_parked, queued.parked_s, queued.wait = True, before.parked_s, wait
+        self._queued[request_id] = queued
+        self.backlog.replace(before, queued)
+        self.num_parked += 1
+
+    def unpark(self, request_id: str, parked_s: float) -> None:
+        """Put a parked request back at its place in the order; ``parked_s`` is how long it was."""
+        queued = self._queued[request_id]
+        queued.is_parked = False
+        queued.parked_s += parked_s
+        self.num_parked -= 1
+        self._classes.push(queued)
+
+    def is_parked(self, request_id: str) -> bool:
+        queued = self._queued.get(request_id)
+        return queued is not None and queued.is_parked
+
+    def parked_s(self, request_id: str) -> float:
+        """Return for how many seconds a queued request was parked before."""
+        return self._queued[request_id].parked_s
+
+    def last_wait(self, request_id: str) -> Wait | None:
+        """Return the last wait for which a queued request was parked; None if it never was."""
+        return self._queued[request_id].wait
 
     def peek(self, ledger_now: float | None = None) -> Waiting | None:
         """Return the request that leaves next at ``ledger_now``; None if the queue is empty.
@@ -439,7 +490,7 @@ class AdmissionQueue:
 
     def _fill(self, classes: Classes, requests: Iterable[Queued]) -> None:
         for queued in requests:
-            if queued.is_queued:
+            if queued.is_queued and not queued.is_parked:
                 classes.push(queued)
 
 

@@ -23,11 +23,11 @@ class QueueKey(NamedTuple):
     The messages ``Waiting`` and ``Running`` in session.proto have fields with the same names.
     """
 
-    #: tokens of the prompt and of all outputs; 0: the request is ordered by arrival
+    #: uncached tokens of the prompt, and those of all outputs; 0: the request is ordered by arrival
     predicted_total: int = 0
     #: share of the recent requests whose outputs were predicted to be shorter, below 1
     predicted_rank: float = 0.0
-    #: share of the recent requests with fewer predicted tokens of prompt and outputs, below 1
+    #: share of the recent requests with a smaller total, below 1
     predicted_work_rank: float = 0.0
     #: estimated seconds from the arrival until the requests ahead have left the queue
     estimated_wait_s: float = 0.0
@@ -108,6 +108,10 @@ class Waiting(NamedTuple):
     predicted_wait_s: float | None = None
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
+    #: ids of the chunks of its known tokens, if locality is on
+    chunks: tuple[int, ...] = ()
+    #: leading known tokens that some worker had in its prefix cache when the request arrived
+    cached_tokens: int = 0
 
     @property
     def due(self) -> float:
@@ -117,7 +121,12 @@ class Waiting(NamedTuple):
     @property
     def work_tokens(self) -> int:
         """Predicted number of tokens to compute for the request: prefill and future output."""
-        return self.prefill_tokens + self.predicted_tokens
+        return self.uncached_tokens + self.predicted_tokens
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Number of tokens to prefill at a worker that has the longest cached prefix."""
+        return self.prefill_tokens - self.cached_tokens
 
     @classmethod
     def from_proto(cls, gateway: str, message: session_pb2.Waiting) -> Self:
@@ -139,6 +148,8 @@ class Waiting(NamedTuple):
             message.accepted,
             message.attempt > 0,
             max(1, message.least_tokens),
+            chunks=tuple(message.chunks),
+            cached_tokens=min(message.cached_tokens, max(0, message.prompt_tokens - 1)),
         )
 
 

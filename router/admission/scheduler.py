@@ -16,7 +16,8 @@ from router.admission.demands import Demands
 from router.admission.fair_share import FairShare
 from router.admission.handover import Generations, QueueHandover
 from router.admission.load_shedding import Bounds, Refusal
-from router.admission.placement import Placement
+from router.admission.parking import Parked, Parking, Wait
+from router.admission.placement import Choice, Placement
 from router.admission.policy import Rules, key_of
 from router.admission.preemption import (
     MOVE_HEADROOM,
@@ -90,7 +91,8 @@ class MessageEffects:
 class Placed:
     """Decision to dispatch a request to a worker, where the ``victims`` are evicted for it.
 
-    ``epoch`` is the number of the dispatch, by which outdated messages are recognised.
+    ``epoch`` is the number of the dispatch, by which outdated messages are recognised. The worker
+    is expected to have the first ``cached_tokens`` tokens of the request in its prefix cache.
     ``queue_wait`` is None if the request was dispatched without being queued.
     """
 
@@ -98,6 +100,7 @@ class Placed:
     worker_id: str
     epoch: int
     victims: tuple[Running, ...] = ()
+    cached_tokens: int = 0
     queue_wait: session_pb2.QueueWait | None = None
 
     @property
@@ -133,6 +136,9 @@ class LeaderState:
         self._waits = WaitEstimator(placement.workers)
         self._bounds = Bounds(rules, self._queue, self._waits)
         self._running = RunningTable()
+        self._parking = Parking()
+        self._may_park = True
+        self._num_losses = placement.num_losses
         self._move_policy = MovePolicy(config.move_reserve)
         self._output_reservations = OutputReservations(self._running)
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
@@ -189,15 +195,21 @@ class LeaderState:
         """Return whether any request is queued, or waits at its worker after a preemption."""
         return bool(self._queue) or self._running.has_preempted
 
-    def apply_rules(self, rules: Rules) -> Iterator[None]:
+    def apply_rules(self, rules: Rules, now: float) -> Iterator[None]:
         """Apply changed rules in steps, by iterating over the result.
 
         The first step applies all rules except the order of the queue and fair shares, which change
-        when the iterator is exhausted. If the caller stops before, these two do not change.
+        when the iterator is exhausted. If the caller stops before, these two do not change. While
+        they change, no request waits for a worker with a cached prefix.
         """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._fair_share_enabled):
-            yield from self._queue.reorder(rules.order, is_fair=rules.fair_share)
+            self._return_parked(self._parking.release(()), now)
+            self._parking, self._may_park = Parking(), False
+            try:
+                yield from self._queue.reorder(rules.order, is_fair=rules.fair_share)
+            finally:
+                self._may_park = True
             self._order, self._fair_share_enabled = rules.order, rules.fair_share
             self.handover.complete_all()
 
@@ -233,6 +245,7 @@ class LeaderState:
         self.handover.disconnect(gateway)
         self.generations.disconnect(gateway)
         self._queue.withdraw_gateway(gateway)
+        self._parking.keep(self._queue.is_parked)
         self._running.remove_gateway(gateway)
         self.demands.disconnect(gateway)
 
@@ -251,7 +264,8 @@ class LeaderState:
         for request_id in message.withdraw:
             self._withdraw(gateway, request_id, now, effects)
         for running in message.running:
-            self._queue.withdraw(running.request_id, gateway)
+            if self._queue.withdraw(running.request_id, gateway):
+                self._parking.remove(running.request_id)
             self._running.add(Running.from_proto(gateway, running))
         if message.is_complete:
             self.handover.complete(gateway)
@@ -275,10 +289,12 @@ class LeaderState:
         if is_new:
             if (refusal := self._bounds.refuse(waiting)) is not None:
                 effects.refused.append(refusal)
+                self._parking.remove(refusal.waiting.request_id)
                 if refusal.waiting is waiting:
                     return
             self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
+        self._parking.remove(waiting.request_id)
         replaced = self._queue.push(waiting, now)
         if replaced is not None and replaced.gateway != waiting.gateway:
             effects.replaced.append(replaced)
@@ -291,6 +307,7 @@ class LeaderState:
                 session_pb2.Withdrawn(request_id=request_id, queue_wait=queue_wait)
             )
             self._queue.withdraw(request_id, gateway)
+            self._parking.remove(request_id)
         running = self._running.get(request_id)
         if running is not None and running.gateway == gateway:
             self._running.remove(request_id)
@@ -299,11 +316,14 @@ class LeaderState:
 
     def update_estimates(self, now: float) -> None:
         """Update the estimates of waits; to be called five times a second. O(workers)."""
-        self._waits.update(self.queued, now)
+        self._waits.update(self.queued - self._queue.num_parked, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
         """Remove queued requests that have waited for too long, and return their refusals."""
-        return self._bounds.expire(ledger_now)
+        refusals = self._bounds.expire(ledger_now)
+        for refusal in refusals:
+            self._parking.remove(refusal.waiting.request_id)
+        return refusals
 
     @property
     def wait_s(self) -> float | None:
@@ -341,22 +361,87 @@ class LeaderState:
         It stops at the first request for which no worker has enough free capacity and no running
         request is to be evicted yet. ``make_epoch`` returns a number for each new dispatch.
         """
-        placed: list[Placed] = []
+        placed = self._place_parked(now, ledger_now, limit, make_epoch)
+        self._unpark(now)
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
             one = self._place(head, now, ledger_now, make_epoch)
             if one is None:
                 break
-            queue_wait = self._queue_wait(one.waiting, now)
-            self._queue.dispatch(one.waiting)
-            self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
-            self._waits.note_departure(one.waiting, ledger_now)
-            placed.append(replace(one, queue_wait=queue_wait))
-        if not self._queue:
+            if isinstance(one, Wait):
+                self._queue.park(head.request_id, one)
+                self._parking.add(head, self._key(head), one, now)
+            else:
+                placed.append(self._dispatch(one, now, ledger_now))
+        if len(self._queue) == self._queue.num_parked:
             self._waits.drain.pause()
         return placed
 
+    def _dispatch(self, placed: Placed, now: float, ledger_now: float) -> Placed:
+        waiting = placed.waiting
+        queue_wait = self._queue_wait(waiting, now)
+        self._parking.remove(waiting.request_id)
+        self._queue.dispatch(waiting)
+        self._placement.reserve(placed.worker_id, placed.epoch, waiting, now, placed.cached_tokens)
+        self._waits.note_departure(waiting, ledger_now)
+        return replace(placed, queue_wait=queue_wait)
+
+    def _unpark(self, now: float) -> None:
+        """Return requests to the queue whose wait for a worker is over, or whose worker is lost."""
+        if self._num_losses != self._placement.num_losses:
+            self._num_losses = self._placement.num_losses
+            self._return_parked(self._parking.release(self._placement.workers), now)
+        self._return_parked(self._parking.expire(now), now)
+
+    def _return_parked(self, requests: Iterable[Parked], now: float) -> None:
+        for parked in requests:
+            request_id = parked.waiting.request_id
+            if self._queue.is_parked(request_id):
+                self._queue.unpark(request_id, now - parked.since)
+
+    def _place_parked(
+        self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
+    ) -> list[Placed]:
+        """Dispatch requests to the workers that they wait for, unless a higher class has a request.
+
+        They left the queue's head before, so that no request of their class precedes them.
+        """
+        placed: list[Placed] = []
+        if not len(self._parking):
+            return placed
+        head = self._head(now, ledger_now)
+        for worker_id in self._parking.workers():
+            while len(placed) < limit and (parked := self._parking.first(worker_id)) is not None:
+                waiting = parked.waiting
+                if not self._queue.is_parked(waiting.request_id):
+                    self._parking.remove(waiting.request_id)
+                    continue
+                if head is not None and head.priority > waiting.priority:
+                    break
+                choice = self._placement.take(worker_id, waiting)
+                if choice is None:
+                    break
+                one = Placed(waiting, worker_id, make_epoch(), (), choice.cached_tokens)
+                placed.append(self._dispatch(one, now, ledger_now))
+        return placed
+
     def _queue_wait(self, waiting: Waiting, now: float) -> session_pb2.QueueWait:
-        return self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)
+        message = self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)
+        if (wait := self._queue.last_wait(waiting.request_id)) is not None:
+            parked = self._parking.get(waiting.request_id)
+            seconds = self._queue.parked_s(waiting.request_id)
+            if parked is not None:
+                seconds += now - parked.since
+            message.prefix.seconds = seconds
+            message.prefix.tokens, message.prefix.saved_s = wait.cached_tokens, wait.saved_s
+        return message
+
+    @property
+    def next_expiry(self) -> float | None:
+        """Time at which ``place`` must be called, because a wait for a worker ends; None if none.
+
+        It may be too early.
+        """
+        return self._parking.next_expiry
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
         """Return the next request; None if there is none, or an unreported one may precede it.
@@ -372,10 +457,12 @@ class LeaderState:
 
     def _place(
         self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
-    ) -> Placed | None:
-        worker_id = self._placement.choose(head)
-        if worker_id is not None:
-            return Placed(head, worker_id, make_epoch())
+    ) -> Placed | Wait | None:
+        choice = self._placement.choose(head)
+        if choice is not None:
+            waited_s = self._queue.parked_s(head.request_id)
+            wait = self._wait_for(head, choice, waited_s, now)
+            return wait or Placed(head, choice.worker_id, make_epoch(), (), choice.cached_tokens)
         # If the head is next because of its class's credit, it must not keep a request of a higher
         # class from evicting others.
         highest = self._queue.peek_highest(ledger_now)
@@ -389,6 +476,13 @@ class LeaderState:
             self._spared[victim.request_id] = now + self._spared_s(victim)
         return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
 
+    def _wait_for(
+        self, waiting: Waiting, choice: Choice, waited_s: float, now: float
+    ) -> Wait | None:
+        if not self._may_park:
+            return None
+        return self._placement.wait_for(waiting, choice, self._parking, waited_s, now)
+
     def _spared_s(self, victim: Running) -> float:
         worker = self._placement.workers[victim.worker_id]
         return max(_SPARED_S, _SPARED_FACTOR * (worker.prefill_s(victim.known_tokens) or 0.0))
@@ -400,19 +494,20 @@ class LeaderState:
         may precede it, or if no worker has enough free capacity. ``make_epoch`` returns a number
         for each new dispatch. The caller must later confirm or cancel the reservation.
         """
-        if self.has_work or not self.handover.allows(self._key(waiting), now):
+        others = len(self._queue) > self._queue.num_parked or self._running.has_preempted
+        if others or not self.handover.allows(self._key(waiting), now):
             return None
-        worker_id = self._placement.choose(waiting)
-        if worker_id is None:
+        choice = self._placement.choose(waiting)
+        if choice is None or self._wait_for(waiting, choice, 0.0, now):
             return None
         waiting, epoch = self._bounds.predict(waiting), make_epoch()
-        self._placement.reserve(worker_id, epoch, waiting, now)
+        self._placement.reserve(choice.worker_id, epoch, waiting, now, choice.cached_tokens)
         self.offered_tokens += waiting.work_tokens
-        return Placed(waiting, worker_id, epoch)
+        return Placed(waiting, choice.worker_id, epoch, (), choice.cached_tokens)
 
     def cancel_reservation(self, placed: Placed) -> None:
         """Cancel a reservation, because the ledger did not dispatch its request."""
-        self._placement.acknowledge(placed.worker_id, placed.epoch)
+        self._placement.cancel(placed.worker_id, placed.epoch)
         self.offered_tokens -= placed.waiting.work_tokens
 
     def confirm_reservation(self, placed: Placed, gateway: str) -> None:

@@ -40,18 +40,21 @@ def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: in
     return fits
 
 
-def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:
+def prefill_s(
+    step_time: StepTime, decoding: StepSize, tokens: int, budget: int, cached: int = 0
+) -> float:
     """Return the seconds to prefill ``tokens`` in steps that also decode other sequences.
 
     ``decoding`` is the size of the other sequences' part of each step. A step computes at most
-    ``budget`` tokens, including the decoded ones.
+    ``budget`` tokens, including the decoded ones. The tokens follow ``cached`` ones, to which they
+    attend.
     """
     if tokens <= 0:
         return 0.0
     steps = ceil(tokens / max(1, budget - ceil(decoding.num_tokens)))
     chunk = tokens / steps
     # On average half of the tokens precede a chunk.
-    share = StepSize(1, chunk, (tokens + chunk) / 2, chunk * tokens / 2)
+    share = StepSize(1, chunk, cached + (tokens + chunk) / 2, chunk * (cached + tokens / 2))
     step = StepSize(*(a + b for a, b in zip(decoding, share, strict=True)))
     return steps * step_time.seconds(step)
 
@@ -151,6 +154,8 @@ class Capacity:
     kind: str = ""
     #: Ray cluster that the worker is part of; empty without one
     ray_cluster: str = ""
+    #: seconds to load a KV block from host memory; 0: blocks are not swapped
+    host_load_s: float = 0.0
 
     @classmethod
     def from_proto(cls, info: session_pb2.WorkerInfo) -> Self:
@@ -160,6 +165,7 @@ class Capacity:
             max_num_batched_tokens=info.max_num_batched_tokens,
             kind=f"{info.tensor_parallel}x {info.device} {info.fingerprint}",
             ray_cluster=info.ray_cluster,
+            host_load_s=info.host_load_s,
         )
 
 
@@ -178,6 +184,8 @@ class Load:
     committed_tokens: int = 0
     draining: bool = False
     work: Work = NO_WORK
+    #: tokens of waiting sequences that are expected to be prefix-cache hits
+    waiting_cached_tokens: int = 0
 
     @classmethod
     def from_proto(cls, state: session_pb2.WorkerState) -> Self:
@@ -200,6 +208,7 @@ class Load:
                 num_pairs=state.num_pairs,
                 spared_tokens=spared_tokens(state.counters),
             ),
+            waiting_cached_tokens=state.waiting_cached_tokens,
         )
 
 
@@ -207,13 +216,14 @@ class Load:
 class Claim:
     """Capacity that a request will use and that its worker's reported load does not include yet.
 
-    ``tokens`` are to be prefilled, ``choices`` need a slot each, ``since`` is the time of the claim
-    in seconds.
+    ``tokens`` are to be prefilled after ``cached_tokens`` cached ones, ``choices`` need a slot
+    each, ``since`` is the time of the claim in seconds.
     """
 
     tokens: int
     choices: int
     since: float
+    cached_tokens: int = 0
 
 
 class Reservations(Generic[K]):
@@ -224,13 +234,14 @@ class Reservations(Generic[K]):
 
     def __init__(self) -> None:
         self._claims: dict[K, Claim] = {}
-        self.tokens = 0
+        self.tokens = self.cached_tokens = 0
         self.choices = 0
 
     def add(self, key: K, claim: Claim) -> None:
         self.drop(key)
         self._claims[key] = claim
         self.tokens += claim.tokens
+        self.cached_tokens += claim.cached_tokens
         self.choices += claim.choices
 
     def __contains__(self, key: K) -> bool:
@@ -240,6 +251,7 @@ class Reservations(Generic[K]):
         claim = self._claims.pop(key, None)
         if claim is not None:
             self.tokens -= claim.tokens
+            self.cached_tokens -= claim.cached_tokens
             self.choices -= claim.choices
         return claim
 
@@ -249,6 +261,36 @@ class Reservations(Generic[K]):
         for key in late:
             self.drop(key)
         return late
+
+
+#: Seconds over which departures are averaged.
+_DEPARTURES_S = 10.0
+
+
+@dataclass(slots=True)
+class Departures:
+    """Rate at which sequences leave a worker, as an average over the last seconds."""
+
+    per_s: float | None = None
+    _present: int = 0
+    _measured: float = 0.0
+    _left: int = 0
+
+    def measure(self, arrived: int, present: int, now: float) -> None:
+        """Record a report of ``present`` sequences; ``arrived`` came since the last report."""
+        self._left += max(0, self._present + arrived - present)
+        self._present = present
+        elapsed_s = now - self._measured
+        if self.per_s is None:
+            # The first departures end the first measurement, whose beginning is arbitrary.
+            if self._left and self._measured:
+                self.per_s = self._left / elapsed_s if elapsed_s > 0 else None
+            if not self._measured or self._left:
+                self._left, self._measured = 0, now
+        elif elapsed_s >= _DEPARTURES_S / 10:
+            share = min(1.0, elapsed_s / _DEPARTURES_S)
+            self.per_s += share * (self._left / elapsed_s - self.per_s)
+            self._left, self._measured = 0, now
 
 
 @dataclass(slots=True)
@@ -268,6 +310,9 @@ class WorkerView:
     unacknowledged: Reservations[int] = field(default_factory=Reservations)
     #: capacity reserved for requests, by request id
     reserved: Reservations[str] = field(default_factory=Reservations)
+    departures: Departures = field(default_factory=Departures)
+    #: sequences whose dispatch the worker acknowledged since its last report
+    num_arrived: int = 0
 
     def __post_init__(self) -> None:
         self.slots = self.slots or self.capacity.max_num_seqs
@@ -303,14 +348,14 @@ class WorkerView:
         """Predicted seconds of a step that only decodes the running sequences; 0 if unknown."""
         return self.step_time.seconds(self._decoding)
 
-    def prefill_s(self, tokens: int) -> float | None:
-        """Return the seconds to prefill ``tokens`` at the worker; None if unknown.
+    def prefill_s(self, tokens: int, cached: int = 0) -> float | None:
+        """Return the seconds to prefill ``tokens`` after ``cached`` ones; None if unknown.
 
         While no step-time model is fitted, the worker's highest measured rate is used.
         """
         if self.step_time.is_known:
             budget = self.capacity.max_num_batched_tokens
-            return prefill_s(self.step_time, self._decoding, tokens, budget)
+            return prefill_s(self.step_time, self._decoding, tokens, budget, cached)
         rate = self.throughput.prefill_rate
         return tokens / rate if rate else None
 
@@ -336,7 +381,10 @@ class WorkerView:
 
     @property
     def committed_tokens(self) -> int:
-        return self.load.committed_tokens + self.unacknowledged.tokens + self.reserved.tokens
+        coming = self.unacknowledged
+        return (
+            self.load.committed_tokens + coming.tokens + coming.cached_tokens + self.reserved.tokens
+        )
 
     @property
     def pending_prefill(self) -> int:
@@ -348,8 +396,12 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Number of unused KV blocks, less those for the pending prefill; may be negative."""
-        return self.unused_blocks - blocks_for(self.pending_prefill)
+        """Number of unused KV blocks, less those for the pending prefill; may be negative.
+
+        Blocks in the prefix cache are unused until a request takes them.
+        """
+        cached = self.load.waiting_cached_tokens + self.unacknowledged.cached_tokens
+        return self.unused_blocks - blocks_for(self.pending_prefill + cached)
 
     def end_trial(self) -> None:
         """End the trial of a suspect request if its prompt is computed or it has left the worker.
@@ -371,6 +423,14 @@ class WorkerView:
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs
         return without <= 0 or (may_wait and self.num_ahead + without <= local_depth)
+
+    def free_places(self, local_depth: int) -> int:
+        """Return how many more sequences fit into its slots and the places before them.
+
+        Negative if sequences must leave before there is room for another one.
+        """
+        depth = local_depth if self.slots == self.capacity.max_num_seqs else 0
+        return self.slots + depth - self.load.num_running - self.num_ahead
 
 
 def blocks_for(tokens: int) -> int:

@@ -244,7 +244,8 @@ class Inference:
             )
             fitted = caller.limits.fitted(submission)
             request = await tokenizer.with_text(
-                len(message.text), lambda: self._model.resolve(fitted)
+                max(len(message.text), len(message.tokens.ids)),
+                lambda: self._model.resolve(fitted),
             )
             journal.received(now())
             try:

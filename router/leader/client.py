@@ -7,7 +7,7 @@ sends all its requests. While there is no leader, requests stay queued at their 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Protocol
 
@@ -205,6 +205,14 @@ class LeaderClient:
         if self._sender is not None:
             self._sender.report_generation(generation)
             self._changed.set()
+
+    def cached_tokens(self, chunks: Sequence[int], num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` tokens some worker has in its prefix cache.
+
+        ``chunks`` are the ids of the chunks of these tokens. The last token never counts, because
+        it is always computed.
+        """
+        return self._local.cached_tokens(chunks, num_tokens)
 
     # connection
 

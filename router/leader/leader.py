@@ -82,6 +82,7 @@ class Reservation:
             entry,
             predicted_ttft_s=waiting.predicted_ttft_s,
             predicted_tpot_s=waiting.predicted_tpot_s,
+            cached_tokens=self.placed.cached_tokens,
         )
 
     def confirm(self) -> bool:
@@ -136,6 +137,8 @@ class Leader:
         #: number of dispatches in flight, and of those among them that are retried
         self._num_in_flight = self._num_retrying = 0
         self._wake = asyncio.Event()
+        #: wakes the dispatch loop when a wait for a worker with a cached prefix ends
+        self._timer: asyncio.TimerHandle | None = None
         self._term_started = asyncio.Event()
         self._rules_changed = asyncio.Event()
         #: set when this replica begins or ceases to lead, or its stream to the leader has ended
@@ -158,6 +161,13 @@ class Leader:
     def views(self) -> Mapping[str, WorkerView]:
         """Views of the workers that are connected, by worker id."""
         return self._placement.workers
+
+    def cached_tokens(self, chunks: Sequence[int], num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` tokens some worker has in its prefix cache.
+
+        ``chunks`` are the ids of the chunks of these tokens.
+        """
+        return self._placement.most_cached(chunks, num_tokens)
 
     def view(self, worker_id: str) -> WorkerView | None:
         """Return the view of a worker; None if it is not connected."""
@@ -255,7 +265,7 @@ class Leader:
             await self._rules_changed.wait()
             self._rules_changed.clear()
             leader_state = self._leader_state
-            for _ in leader_state.apply_rules(self.rules) if leader_state is not None else ():
+            for _ in leader_state.apply_rules(self.rules, now()) if leader_state else ():
                 await asyncio.sleep(0)
                 if leader_state is not self._leader_state or self._rules_changed.is_set():
                     break
@@ -362,6 +372,13 @@ class Leader:
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         for epoch in frame.accepted_epochs:
             self._placement.acknowledge(worker_id, epoch)
+        index = self._placement.index
+        if frame.stored_chunks or frame.evicted_chunks:
+            index.update(worker_id, frame.stored_chunks, frame.evicted_chunks)
+        if frame.stored_host_chunks or frame.evicted_host_chunks:
+            index.update_host(worker_id, frame.stored_host_chunks, frame.evicted_host_chunks)
+        for epoch in frame.prefilled_epochs:
+            index.settle(worker_id, epoch)
         if frame.HasField("state"):
             self._placement.report(worker_id, Load.from_proto(frame.state), now())
             if frame.state.running or not frame.state.num_running:
@@ -383,6 +400,16 @@ class Leader:
                 for placed in self._place(leader_state):
                     self._num_in_flight += 1
                     tasks.create_task(self._dispatch(placed, leader_state, self._lease.term))
+                self._wake_at(leader_state.next_expiry if self._may_act() else None)
+
+    def _wake_at(self, moment: float | None) -> None:
+        """Wake the dispatch loop at ``moment``, in seconds of the router's clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if moment is not None:
+            delay_s = max(0.0, moment - now())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
 
     def _may_act(self) -> bool:
         """Return whether this replica may dispatch and move requests.
@@ -436,7 +463,7 @@ class Leader:
         try:
             entry = await self._ledger_dispatch(placed, term)
         except NotQueued:
-            self._placement.acknowledge(placed.worker_id, placed.epoch)
+            self._placement.cancel(placed.worker_id, placed.epoch)
             self._send_stale(placed.waiting)
             return
         except StaleTerm:
@@ -460,6 +487,7 @@ class Leader:
             waiting.predicted_ttft_s,
             waiting.predicted_tpot_s,
             placed.queue_wait,
+            placed.cached_tokens,
         )
         if placed.queue_wait is not None:
             message.queue_wait.dispatch_s = dispatch_s
@@ -577,13 +605,15 @@ def dispatched(
     predicted_ttft_s: float | None = None,
     predicted_tpot_s: float | None = None,
     queue_wait: session_pb2.QueueWait | None = None,
+    cached_tokens: int = 0,
 ) -> session_pb2.Dispatched:
     """Return the message that notifies a router of the dispatch of its request.
 
     ``entry`` is the request's entry in the ledger after the dispatch. ``bypassed`` is the number of
     requests that arrived later and left the queue earlier. The predicted time to first token and
-    time per output token are in seconds, None if unknown. ``queue_wait`` is None if the request
-    never entered the queue.
+    time per output token are in seconds, None if unknown. ``queue_wait`` is None if the
+    request never entered the queue. The worker is expected to have the first ``cached_tokens``
+    known tokens in its prefix cache.
     """
     return session_pb2.Dispatched(
         request_id=entry.request_id,
@@ -595,4 +625,5 @@ def dispatched(
         predicted_ttft_s=predicted_ttft_s,
         predicted_tpot_s=predicted_tpot_s,
         queue_wait=queue_wait,
+        cached_tokens=cached_tokens,
     )

@@ -426,6 +426,8 @@ class Prediction:
     length: LengthDistribution
     #: expected tokens of all outputs together
     output_tokens: int = 0
+    #: uncached prompt tokens and ``output_tokens`` together
+    work_tokens: int = 0
     #: tokens that a single output reaches with a probability of about 95 %, or more
     least_tokens: int = 1
     queue_key: QueueKey = BY_ARRIVAL
@@ -484,18 +486,21 @@ class Predictor:
         self._histories.learn(model.histories)
         self._learned = Learned(model, self._histories, self._min_tau)
 
-    def predict(self, request: Request, arrived: float) -> Prediction:
+    def predict(self, request: Request, arrived: float, cached_tokens: int = 0) -> Prediction:
         """Return the prediction for ``request``, which arrived at ``arrived``.
 
-        ``arrived`` is ledger time in seconds.
+        ``arrived`` is ledger time in seconds. The first ``cached_tokens`` tokens of the prompt are
+        in the prefix cache of a worker, and do not count as work.
         """
         prediction = self._predict_length(request, arrived)
         output_tokens = request.n * prediction.length.expected_remaining(0, request.max_tokens)
+        work_tokens = len(request.prompt_ids) - cached_tokens + output_tokens
         return replace(
             prediction,
             output_tokens=output_tokens,
             least_tokens=self._least_tokens(request, prediction),
-            queue_key=self._queue_key(len(request.prompt_ids) + output_tokens, output_tokens),
+            work_tokens=work_tokens,
+            queue_key=self._queue_key(work_tokens, output_tokens),
             is_distrusted=self._is_distrusted,
         )
 
@@ -507,13 +512,13 @@ class Predictor:
             return least
         return min(max(least, prediction.guess.least_tokens), request.max_tokens)
 
-    def _queue_key(self, total_tokens: int, output_tokens: int) -> QueueKey:
+    def _queue_key(self, work_tokens: int, output_tokens: int) -> QueueKey:
         if self._is_distrusted:
             return BY_ARRIVAL
-        work_rank = self._work_ranks.rank(total_tokens)
+        work_rank = self._work_ranks.rank(work_tokens)
         # Without a model all outputs have the same prediction, so no request yields by its rank.
         rank = 0.0 if self._learned is None else self._ranks.rank(output_tokens)
-        return QueueKey(total_tokens, rank, work_rank)
+        return QueueKey(work_tokens, rank, work_rank)
 
     @property
     def _is_distrusted(self) -> bool:

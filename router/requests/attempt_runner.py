@@ -149,8 +149,11 @@ class AttemptRunner:
         without a deadline. Return None if the request has to queue.
         """
         moves_left = self._config.max_moves
+        cached = self._leader_client.cached_tokens(request.chunks, len(request.prompt_ids))
         return self._leader_client.reserve(
-            lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
+            lambda arrived: messages.arriving(
+                request, arrived, timeout_s, prediction, moves_left, cached
+            )
         )
 
     def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
@@ -173,7 +176,9 @@ class AttemptRunner:
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
         is_suspect = live.losses.is_suspect(live.num_tokens, self._config)
-        return messages.waiting(live, self._moves_left(live), is_suspect)
+        chunks = live.chunks() if self._config.locality else ()
+        cached = self._leader_client.cached_tokens(chunks, live.known_tokens)
+        return messages.waiting(live, self._moves_left(live), is_suspect, chunks, cached)
 
     def running(self) -> list[session_pb2.Running]:
         """Return the Running messages of all requests at workers, to be sent to a new leader."""

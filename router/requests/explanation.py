@@ -93,6 +93,8 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
         newcomers=attempt.newcomers,
         occupants=attempt.occupants,
         queue=attempt.queue,
+        prefix_wait=attempt.prefix_wait,
+        expected_cached_tokens=attempt.expected_cached_tokens,
     )
 
 

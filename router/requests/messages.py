@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -29,6 +30,7 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         priority=request.priority,
         predicted_tokens=live.prediction.length.expected_remaining(0, request.max_tokens),
         confirm_first_step=live.confirms_first_step,
+        expected_cached_tokens=live.expected_cached_tokens,
     )
 
 
@@ -45,7 +47,13 @@ def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
     return replace(sampling, prompt_logprobs=None)
 
 
-def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+def waiting(
+    live: LiveRequest,
+    moves_left: int,
+    is_suspect: bool,
+    chunks: Sequence[int] = (),
+    cached_tokens: int = 0,
+) -> session_pb2.Waiting:
     request, unfinished = live.request, live.unfinished
     length = live.prediction.length
     return session_pb2.Waiting(
@@ -67,6 +75,8 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
             for choice in unfinished
         ),
         least_tokens=live.prediction.least_tokens,
+        chunks=chunks,
+        cached_tokens=cached_tokens,
         **live.prediction.queue_key._asdict(),
     )
 
@@ -77,12 +87,14 @@ def arriving(
     timeout_s: float | None,
     prediction: Prediction,
     moves_left: int,
+    cached_tokens: int = 0,
 ) -> session_pb2.Waiting:
     """Return the Waiting message of a new request, which the ledger does not have yet.
 
     ``arrived`` is its arrival in ledger time. ``timeout_s`` is the time from then to its deadline,
     or None without a deadline. Both are in seconds. ``moves_left`` is how often the request may be
-    moved to another worker while it is preempted.
+    moved to another worker while it is preempted. Some worker has its first ``cached_tokens``
+    tokens in its prefix cache.
     """
     target_s = request.ttft_target_s
     return session_pb2.Waiting(
@@ -97,6 +109,8 @@ def arriving(
         moves_left=moves_left,
         predicted_tokens=prediction.output_tokens,
         least_tokens=prediction.least_tokens,
+        chunks=request.chunks,
+        cached_tokens=cached_tokens,
         **prediction.queue_key._asdict(),
     )
 

@@ -10,6 +10,7 @@ from math import inf
 from typing import Self
 
 from everlift.errors import EverliftError
+from everlift.hashes import CHUNK_SIZE, chunk_ids
 from everlift.messages import FinishReason, Request
 from everlift.request_id import strip_tenant, tenant_of
 from everlift.sampling import TokenLogprobs
@@ -305,6 +306,10 @@ class LiveRequest:
         self.recomputed_tokens = entry.tally.recomputed_tokens
         #: prompt tokens that the first attempt found in the prefix cache; None if not known yet
         self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
+        #: known tokens that the leader expects in the worker's prefix cache
+        self.expected_cached_tokens = 0
+        #: number of tokens and ids of chunks, as last computed
+        self._chunks: tuple[int, Sequence[int]] = len(request.prompt_ids), request.chunks
         self.losses = Losses()
         #: whether the worker awaits a confirmation of its report before it runs the first step of
         #: this attempt, and whether it has reported a step
@@ -391,6 +396,23 @@ class LiveRequest:
         outputs = sum(len(choice.output) for choice in self.unfinished)
         return len(self.request.prompt_ids) + outputs
 
+    def chunks(self) -> Sequence[int]:
+        """Return the ids of the chunks of the known tokens that all choices have in common.
+
+        These are the tokens of the prompt and, of a request with a single choice, of its output.
+        The list is empty while log probabilities of the prompt must be computed.
+        """
+        if self.lacks_prompt_logprobs:
+            return ()
+        tokens: Sequence[int] = self.request.prompt_ids
+        if len(self.choices) == 1:
+            tokens = (*tokens, *self.choices[0].output.tokens)
+        num_tokens, chunks = self._chunks
+        if len(tokens) != num_tokens or len(chunks) != len(tokens) // CHUNK_SIZE:
+            chunks = chunk_ids(tokens, self.request.salt)
+            self._chunks = len(tokens), chunks
+        return chunks
+
     @property
     def queue_key(self) -> QueueKey:
         return self.prediction.queue_key
@@ -474,6 +496,7 @@ class LiveRequest:
         self.accepted, self.avoid = True, ""
         self.is_known_preempted = False
         self.epoch, self.worker_id = dispatched.epoch, dispatched.worker_id
+        self.expected_cached_tokens = dispatched.cached_tokens
         self.entry = replace(
             self.entry,
             state=State.RUNNING,

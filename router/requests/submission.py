@@ -131,7 +131,9 @@ class Submissions:
         return prediction
 
     def _predict(self, request: Request) -> Prediction:
-        return self._registry.predictor.predict(request, now() + self._health.clock_offset_s)
+        cached = self._leader_client.cached_tokens(request.chunks, len(request.prompt_ids))
+        arrived = now() + self._health.clock_offset_s
+        return self._registry.predictor.predict(request, arrived, cached)
 
     async def _is_known(self, request_id: str) -> bool:
         """Return whether the ledger has the request. Raises LedgerUnavailable."""
@@ -151,7 +153,7 @@ class Submissions:
     ) -> LiveRequest | None:
         """Open the request and return it; return None if the ledger already has its id."""
         is_charged = await self._charge(request)
-        prediction = self._with_wait(request, prediction)
+        prediction = self._with_wait(request.priority, prediction)
         reservation, has_started = None, False
         # A worker may have announced a shorter context after the request was resolved. The request
         # is then queued without a reservation, and the check at its dispatch rejects it.
@@ -187,9 +189,8 @@ class Submissions:
                 return False
             raise
 
-    def _with_wait(self, request: Request, prediction: Prediction) -> Prediction:
-        work = len(request.prompt_ids) + prediction.output_tokens
-        wait_s = self._estimated_wait.estimate(request.priority, work)
+    def _with_wait(self, priority: int, prediction: Prediction) -> Prediction:
+        wait_s = self._estimated_wait.estimate(priority, prediction.work_tokens)
         key = prediction.queue_key._replace(estimated_wait_s=wait_s)
         return replace(prediction, queue_key=key)
 

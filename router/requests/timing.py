@@ -70,9 +70,11 @@ Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
 
 
 def queue_shares(queue_wait: session_pb2.QueueWait) -> list[Share]:
+    prefix_s = queue_wait.prefix.seconds
     return [
         (pb.SPAN_KIND_NO_WORKER, queue_wait.no_worker_s),
-        (pb.SPAN_KIND_QUEUE, max(0.0, queue_wait.seconds - queue_wait.no_worker_s)),
+        (pb.SPAN_KIND_QUEUE, max(0.0, queue_wait.seconds - queue_wait.no_worker_s - prefix_s)),
+        (pb.SPAN_KIND_PREFIX_WAIT, prefix_s),
         (pb.SPAN_KIND_LEDGER, queue_wait.dispatch_s),
     ]
 
@@ -158,6 +160,9 @@ class Attempt:
     occupants: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
     queue: pb.QueueBypass | None = None
+    prefix_wait: pb.PrefixWait | None = None
+    #: known tokens that were expected in the worker's KV cache at the dispatch
+    expected_cached_tokens: int = 0
     #: None after the end of the attempt
     worker: WorkerConnection | None = None
     #: the request's outputs by choice, and their number of tokens at the dispatch
@@ -501,6 +506,8 @@ class Journal:
                 neighbours,
                 occupants if shares.get(pb.SPAN_KIND_QUEUE, 0.0) > _NEGLIGIBLE_WAIT_S else (),
                 queue=None if queue_wait is None else _copied(queue_wait.queue),
+                prefix_wait=_prefix_wait(queue_wait),
+                expected_cached_tokens=message.cached_tokens,
                 worker=worker,
                 outputs=self.outputs,
                 tokens_before=sum(map(len, self.outputs)),
@@ -669,6 +676,14 @@ class Journal:
 def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
     copied = pb.QueueBypass()
     copied.CopyFrom(queue)
+    return copied
+
+
+def _prefix_wait(queue_wait: session_pb2.QueueWait | None) -> pb.PrefixWait | None:
+    if queue_wait is None or not queue_wait.HasField("prefix"):
+        return None
+    copied = pb.PrefixWait()
+    copied.CopyFrom(queue_wait.prefix)
     return copied
 
 

@@ -23,7 +23,7 @@ from everlift.errors import (
     RouterStopping,
     UnknownModel,
 )
-from everlift.hashes import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE, chunk_ids
 from everlift.hub import name_for_clients
 from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
@@ -143,7 +143,8 @@ class ServedModel:
     settings with which the workers run the model; it is empty until a worker has announced it.
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
     request does not set. With ``clamps_max_tokens``, the max_tokens of every request is lowered to
-    the part of the context that the prompt leaves free.
+    the part of the context that the prompt leaves free. With ``computes_chunks``, requests have the
+    ids of their prompts' chunks.
     """
 
     name: str
@@ -154,6 +155,7 @@ class ServedModel:
     directory: Path | None = None
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     clamps_max_tokens: bool = False
+    computes_chunks: bool = False
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
     #: whether clients are directed to this model and not to that of another cluster (router.active)
@@ -325,7 +327,14 @@ class ServedModel:
             x_request_id=submission.x_request_id,
             application=submission.application,
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
+            chunks=self._chunks(submission, prompt_ids),
         )
+
+    def _chunks(self, submission: Submission, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+        # A prompt whose log probabilities are requested is computed as a whole.
+        if not self.computes_chunks or submission.sampling.prompt_logprobs is not None:
+            return ()
+        return tuple(chunk_ids(prompt_ids, submission.salt))
 
     def _max_output(self, num_prompt: int) -> int:
         max_output = self.longest_sequence - num_prompt

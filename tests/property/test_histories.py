@@ -40,7 +40,7 @@ _EVENTS = st.builds(
     Event,
     after=st.sampled_from([0.0, 0.003, 0.02, 0.1, 0.4]),
     kind=st.one_of(st.just(Kind.SUBMIT), st.just(Kind.SUBMIT), st.sampled_from(_FAULTS)),
-    which=st.integers(0, 9),
+    which=st.integers(0, 12),
     other=st.integers(0, 3),
     seconds=_DURATIONS,
     manners=_MANNERS,
@@ -50,7 +50,7 @@ _HISTORIES = st.builds(
     events=st.lists(_EVENTS, min_size=2, max_size=18).map(tuple),
     num_routers=st.integers(1, 3),
     num_workers=st.integers(1, 3),
-    num_blocks=st.sampled_from([6, 8, 24]),
+    num_blocks=st.sampled_from([6, 8, 12, 24]),
     seed=st.integers(0, 99),
 )
 

@@ -64,7 +64,15 @@ ASKED: tuple[Asked, ...] = (
         max_tokens=20,
         on_disconnect=OnDisconnect.CONTINUE,
     ),
+    # The first chunk of both prompts is the same, unlike that of another tenant's salt.
+    Asked.of(_prompt(262, 10), temperature=0, max_tokens=12),
+    Asked.of(_prompt(290, 10), temperature=1, seed=4, max_tokens=8),
+    Asked.of(_prompt(262, 10), temperature=0, max_tokens=9, cache_salt="b"),
 )
+#: Number of KV blocks that each request of ASKED fits into.
+BLOCKS_FOR_ALL = 12
+#: Requests that fit into smaller KV caches as well.
+SHORT = ASKED[:10]
 
 
 def undisturbed(asked: Asked) -> Transcript:

@@ -14,7 +14,14 @@ from itertools import count
 
 from router.config import RouterConfig
 from router.ledger.memory.memory import MemoryLedger
-from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked
+from tests.simulated_cluster.asked import (
+    ASKED,
+    BLOCKS_FOR_ALL,
+    ROUTERS,
+    SHORT,
+    WORKERS,
+    Asked,
+)
 from tests.simulated_cluster.client import Manners
 from tests.simulated_cluster.cluster import SimCluster
 from tests.simulated_cluster.judgement import finish, listening
@@ -140,7 +147,8 @@ class _Player:
     # clients
 
     def _submit(self, event: Event) -> None:
-        asked = ASKED[event.which % len(ASKED)]
+        wishes = ASKED if self._history.num_blocks >= BLOCKS_FOR_ALL else SHORT
+        asked = wishes[event.which % len(wishes)]
         request_id = f"r{len(self.asked)}"
         self.asked[request_id] = asked, event.manners
         prompt = asked.prompt

@@ -60,6 +60,7 @@ def finish(
     _judge_ledger(cluster)
     _judge_explanations(cluster)
     _judge_credits(cluster)
+    _judge_index(cluster)
     _judge_leaders(cluster)
     _judge_workers(cluster)
 
@@ -133,6 +134,18 @@ def _judge_credits(cluster: SimCluster) -> None:
         for worker_id, view in router.leader.views.items():
             if view.unacknowledged.tokens or view.unacknowledged.choices:
                 raise Wrong(f"router {index} waits for {worker_id} to acknowledge something")
+
+
+def _judge_index(cluster: SimCluster) -> None:
+    """Every router's index of prefixes has exactly the chunks that the workers' caches have."""
+    pools = {worker.worker_id: worker.cached_chunks() for worker in cluster.workers.values()}
+    for number, router in cluster.ready_routers():
+        index = router.leader._placement.index
+        for worker_id in router.leader.views:
+            if (known := dict(index.of_worker(worker_id))) != pools[worker_id]:
+                raise Wrong(f"router {number} knows {known} of {worker_id}: {pools[worker_id]}")
+        if len(index) != sum(len(pools[worker_id]) for worker_id in router.leader.views):
+            raise Wrong(f"router {number} has chunks of a worker that is lost")
 
 
 def _judge_leaders(cluster: SimCluster) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from cluster.local.start_reporter import Announcer
 from everlift.engine_policy import EnginePolicy
-from everlift.hashes import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE, chunk_id
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.simulated_cluster.clock import VirtualLoop
@@ -25,6 +25,9 @@ from worker.serving.inbox import Inbox
 from worker.serving.loop import CONFIRM_S, FirstSteps, LeadingLoop, Report
 from worker.serving.server import SessionServer
 from worker.serving.sessions import Grammars, Sessions
+
+#: Value of a chunk in the index that is stored, and not expected by any dispatch.
+STORED = 1
 
 
 class _Orders(Inbox):
@@ -140,6 +143,12 @@ class SimWorker:
         for sequence in self.engine.sequences():
             if sequence.request_id == request_id and sequence.slot != NO_SLOT:
                 self.engine.preempt(sequence)
+
+    def cached_chunks(self) -> dict[int, int]:
+        """Return the chunks that its cache has, with the value that the index has for them."""
+        pool = self.engine._scheduler._batch._pool
+        hashes = map(pool.hash_of, range(pool.num_blocks))
+        return {chunk_id(it): STORED for it in hashes if it in pool._chunks}
 
     async def drain(self) -> None:
         """Hands everything back, and leaves."""

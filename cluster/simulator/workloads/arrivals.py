@@ -32,6 +32,9 @@ class Arrival:
     #: share n parts of ``prefix_part_tokens`` tokens
     prefix: tuple[int, ...] = ()
     prefix_part_tokens: int = 512
+    #: number of the session to which the request belongs; 0: none. A prompt begins with all tokens
+    #: of its session's previous prompt and output.
+    session: int = 0
     #: output length in tokens that a router predicted at its arrival; None: not recorded
     predicted_tokens: float | None = None
     #: whether the order of that predictor's predictions was not trusted

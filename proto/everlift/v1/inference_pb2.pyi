@@ -136,6 +136,8 @@ class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """after the end, until the client had read everything"""
     SPAN_KIND_QUEUE: _SpanKind.ValueType  # 30
     """In the queue, behind other requests or because no worker had capacity."""
+    SPAN_KIND_PREFIX_WAIT: _SpanKind.ValueType  # 34
+    """in the queue, for a worker that has a prefix of the prompt cached"""
 
 class SpanKind(_SpanKind, metaclass=_SpanKindEnumTypeWrapper):
     """Kind of a span: what a part of a request's time was spent on."""
@@ -175,6 +177,8 @@ SPAN_KIND_CLIENT: SpanKind.ValueType  # 29
 """after the end, until the client had read everything"""
 SPAN_KIND_QUEUE: SpanKind.ValueType  # 30
 """In the queue, behind other requests or because no worker had capacity."""
+SPAN_KIND_PREFIX_WAIT: SpanKind.ValueType  # 34
+"""in the queue, for a worker that has a prefix of the prompt cached"""
 Global___SpanKind: typing_extensions.TypeAlias = SpanKind
 
 @typing.final
@@ -1111,6 +1115,8 @@ class ExplainedAttempt(google.protobuf.message.Message):
     NEWCOMERS_FIELD_NUMBER: builtins.int
     OCCUPANTS_FIELD_NUMBER: builtins.int
     PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
+    PREFIX_WAIT_FIELD_NUMBER: builtins.int
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     number: builtins.int
     """number of the attempt, from 1"""
     worker_id: builtins.str
@@ -1131,6 +1137,8 @@ class ExplainedAttempt(google.protobuf.message.Message):
     """largest number of other sequences in one of these steps"""
     prefilled_tokens: builtins.int
     """During the prefill: how many of known_tokens are computed or cached so far."""
+    expected_cached_tokens: builtins.int
+    """Of known_tokens, those that were expected in the worker's KV cache at the dispatch."""
     @property
     def neighbours(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Requests of the same tenant that the worker had at the dispatch, as far as the router knew; at
@@ -1153,6 +1161,10 @@ class ExplainedAttempt(google.protobuf.message.Message):
         left the queue, with the limits of neighbours.
         """
 
+    @property
+    def prefix_wait(self) -> Global___PrefixWait:
+        """Part of the queue wait that was spent for a worker with a cached prefix; unset: none."""
+
     def __init__(
         self,
         *,
@@ -1171,11 +1183,42 @@ class ExplainedAttempt(google.protobuf.message.Message):
         newcomers: collections.abc.Iterable[builtins.str] | None = ...,
         occupants: collections.abc.Iterable[builtins.str] | None = ...,
         prefilled_tokens: builtins.int = ...,
+        prefix_wait: Global___PrefixWait | None = ...,
+        expected_cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix_wait", b"prefix_wait", "queue", b"queue"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "expected_cached_tokens", b"expected_cached_tokens", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_wait", b"prefix_wait", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
+
+@typing.final
+class PrefixWait(google.protobuf.message.Message):
+    """Wait of a request in the admission queue for a busy worker that had a prefix of its tokens in its
+    KV cache, although another worker had capacity. It is limited to the time that this saves.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    tokens: builtins.int
+    """length of the prefix"""
+    saved_s: builtins.float
+    """Estimated seconds by which the worker with the prefix would have computed the request sooner
+    than the other one, once it had capacity.
+    """
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        tokens: builtins.int = ...,
+        saved_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["saved_s", b"saved_s", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
+
+Global___PrefixWait: typing_extensions.TypeAlias = PrefixWait
 
 @typing.final
 class QueueBypass(google.protobuf.message.Message):

@@ -24,7 +24,7 @@ export function explained(explanation, labels, onPick) {
     ...reading(explanation),
     table(`Time breakdown of ${seconds(total)}`, ["kind", "time", "share", "at"], rows(spans, total, labels)),
     ...(attempts.length ? [table("Attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
-    ...attempts.flatMap((it) => [...others(it, onPick), ...stay(it, onPick)]),
+    ...attempts.flatMap((it) => [...others(it, onPick), ...stay(it, onPick), ...prefixWait(it)]),
   ];
 }
 
@@ -101,6 +101,16 @@ function others({ number, newcomers, occupants }, onPick) {
     [`Your requests that arrived at the worker during attempt ${number}:`]: newcomers,
   };
   return Object.entries(where).filter(([, it]) => it.length).map(([text, it]) => el("p", {}, text, ...names(it, onPick)));
+}
+
+// Its wait for a worker that had a prefix of it cached.
+function prefixWait({ number, known_tokens: known, expected_cached_tokens: expected, prefix_wait: wait }) {
+  if (!wait) return [];
+  const missed = expected < wait.tokens ? " in vain" : "";
+  const text = `Cached prefix, attempt ${number}: waited ${seconds(wait.seconds)}${missed} for a worker with ` +
+    `${count(wait.tokens)} of ${count(known)} tokens cached; to compute them elsewhere would have taken ` +
+    `${seconds(wait.saved_s)} longer.`;
+  return [el("p", {}, text)];
 }
 
 // Its stay in the queue, where others left that first.

@@ -58,6 +58,12 @@ def running(request_id: str, worker_id: str = "home", **fields: object) -> Runni
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
+def choose(placement: Placement, waiting: Waiting) -> str | None:
+    """The worker that a placement chooses, if any."""
+    choice = placement.choose(waiting)
+    return None if choice is None else choice.worker_id
+
+
 def paced(
     *,
     tokens_per_s: float = 1000.0,

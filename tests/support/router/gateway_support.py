@@ -93,6 +93,11 @@ class RecordedLine:
         self.outputs: Counter[tuple[str, int]] = Counter()
         self.tpot_ratios: list[float] = []
         self.generations: list[str] = []
+        #: prompt tokens that some worker has cached
+        self.cached = 0
+
+    def cached_tokens(self, chunks: Sequence[int], num_tokens: int) -> int:
+        return self.cached
 
     def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
         self.arriving.append(request(1000.0))

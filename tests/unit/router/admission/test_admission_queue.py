@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from router.admission import queue as module
-from router.admission.policy import EarliestDeadline, Fifo
+from router.admission.fair_share import FairShare
+from router.admission.parking import Wait
+from router.admission.policy import EarliestDeadline, Fifo, Policy
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Waiting
+from tests.support.router.admission_support import POLICIES
 
 
 def waiting(request_id: str, arrived: float, gateway: str = "g") -> Waiting:
@@ -162,3 +165,22 @@ def test_reorder_abandoned_midway_has_no_effect() -> None:
     queue = three()
     next(queue.reorder(EarliestDeadline(60.0)))
     assert drain(queue) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("is_fair", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda it: it.name)
+def test_queue_returns_parked_request_to_its_place(policy: Policy, is_fair: bool) -> None:
+    fair_share = FairShare(1.0, 2.0, lambda tenant: 1.0)
+    queue = AdmissionQueue(policy, 0.0, fair_share, is_fair=is_fair)
+    for number in range(4):
+        queue.push(waiting(f"r{number}", float(number))._replace(expires=100.0))
+    wait = Wait("w", 1, 1.0, 1.0)
+    for _ in range(2):
+        for request_id in ("r2", "r1"):
+            queue.park(request_id, wait)
+        assert queue.num_parked == 2
+        for request_id in ("r1", "r2"):
+            queue.unpark(request_id, 0.5)
+    assert queue.parked_s("r1") == 1.0 and queue.last_wait("r0") is None
+    assert drain(queue) == ["r0", "r1", "r2", "r3"]
+    assert queue.expire(200.0) is None

@@ -12,6 +12,7 @@ from router.admission.request import Waiting
 from router.admission.throughput import Work
 from router.admission.workers import Capacity, Load, batch_of, largest_batch
 from router.config import RouterConfig
+from tests.support.router.admission_support import choose
 
 ROOFLINE = Roofline(overhead_s=0.001, weights_s=0.004, token_s=2e-5, kv_token_s=1e-7)
 ROW = StepSize(num_rows=1, num_tokens=3, kv_tokens=1000, num_pairs=3000)
@@ -60,9 +61,9 @@ def test_placement_limits_slots_to_meet_tpot_target() -> None:
     worker = placement.workers["w"]
     assert worker.slots == 5
     placement.report("w", Load(1000, num_running=4), now=30.0)
-    assert placement.choose(WAITING) == "w"
+    assert choose(placement, WAITING) == "w"
     placement.reserve("w", 1, WAITING, now=30.0)
-    assert placement.choose(WAITING) is None, "nobody waits for a slot that is there"
+    assert choose(placement, WAITING) is None, "nobody waits for a slot that is there"
 
 
 def test_worker_tpot_is_predicted_from_its_running_batch() -> None:

@@ -95,7 +95,7 @@ def test_changed_wait_bound_holds_for_later_arrivals() -> None:
     come(some, "a", predicted_tokens=400)
     assert come(some, "late", ttft_deadline=3.9) == {}
     for _ in some.leader_state.apply_rules(
-        replace(Rules.of(CONFIG), queue_ttl=5.0, refuse_late=True)
+        replace(Rules.of(CONFIG), queue_ttl=5.0, refuse_late=True), now=0.0
     ):
         pass
     come(some, "b", arrived=2.0)

@@ -239,7 +239,7 @@ def _call_the_roll(
 
 def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
     for _ in cluster.leader_state.apply_rules(
-        Rules.of(replace(CONFIG, order=order, max_queued=max_queued))
+        Rules.of(replace(CONFIG, order=order, max_queued=max_queued)), now=0.0
     ):
         pass
 
@@ -254,7 +254,7 @@ def test_rules_change_fair_share_and_class_floor_while_queued() -> None:
     cluster.add_worker("w", Load(1), capacity=HUGE)
 
     def leave(rules: Rules) -> list[str]:
-        for _ in cluster.leader_state.apply_rules(rules):
+        for _ in cluster.leader_state.apply_rules(rules, now=0.0):
             pass
         placed = cluster.leader_state.place(1.0, 20.0, 4, lambda: 7)
         return [it.waiting.request_id for it in placed]

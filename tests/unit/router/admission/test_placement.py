@@ -13,6 +13,7 @@ from router.admission.request import Waiting
 from router.admission.throughput import Work
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
+from tests.support.router.admission_support import choose
 
 CONFIG = RouterConfig(local_depth=2, max_pending_prefill=100, dispatch_ack=1.0)
 CAPACITY = Capacity(max_num_seqs=2, num_blocks=100)
@@ -33,107 +34,107 @@ def placement_of(**loads: Load) -> Placement:
 def test_placement_skips_worker_without_a_report() -> None:
     placement = Placement(CONFIG)
     placement.join("a", CAPACITY)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
 
 
 def test_placement_chooses_fewest_committed_tokens() -> None:
     placement = placement_of(
         a=Load(1, num_running=1, committed_tokens=50), b=Load(1, num_running=1, committed_tokens=20)
     )
-    assert placement.choose(waiting()) == "b"
+    assert choose(placement, waiting()) == "b"
 
 
 def test_dispatch_counts_until_acknowledged() -> None:
     placement = placement_of(a=Load(1), b=Load(1))
-    first = placement.choose(waiting())
+    first = choose(placement, waiting())
     assert first == "a"
     placement.reserve("a", 7, waiting(), now=0.0)
-    assert placement.choose(waiting()) == "b"
+    assert choose(placement, waiting()) == "b"
     placement.acknowledge("a", 7)
-    assert placement.choose(waiting()) == "a"
+    assert choose(placement, waiting()) == "a"
 
 
 def test_local_depth_bounds_what_a_full_worker_holds() -> None:
     placement = placement_of(a=Load(1, num_running=2))
     for epoch in (1, 2):
-        assert placement.choose(waiting()) == "a"
+        assert choose(placement, waiting()) == "a"
         placement.reserve("a", epoch, waiting(), now=0.0)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
 
 
 def test_choices_take_a_slot_each_within_local_depth() -> None:
     placement = Placement(CONFIG)
     placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
     placement.report("a", Load(1, num_running=3), now=0.0)
-    assert placement.choose(waiting(choices=7)) == "a"
-    assert placement.choose(waiting(choices=8)) is None
+    assert choose(placement, waiting(choices=7)) == "a"
+    assert choose(placement, waiting(choices=8)) is None
     placement.reserve("a", 1, waiting(choices=4), now=0.0)
     placement.reserve("a", 2, waiting(choices=2), now=0.0)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
     placement.acknowledge("a", 1)
-    assert placement.choose(waiting(choices=3)) == "a"
+    assert choose(placement, waiting(choices=3)) == "a"
     placement.expire(now=2.0)
-    assert placement.choose(waiting(choices=7)) == "a"
+    assert choose(placement, waiting(choices=7)) == "a"
 
 
 def test_idle_worker_takes_more_choices_than_slots() -> None:
     placement = placement_of(a=Load(1))
-    assert placement.choose(waiting(choices=128)) == "a"
+    assert choose(placement, waiting(choices=128)) == "a"
     placement.reserve("a", 1, waiting(choices=128), now=0.0)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
 
 
 def test_choices_share_the_blocks_of_their_prompt() -> None:
     placement = Placement(replace(CONFIG, max_pending_prefill=1000))
     placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
     placement.report("a", Load(1, num_running=1, blocks_used=96), now=0.0)
-    assert placement.choose(waiting(prefill_tokens=64, choices=3)) is None
-    assert placement.choose(waiting(prefill_tokens=64, choices=2)) == "a"
+    assert choose(placement, waiting(prefill_tokens=64, choices=3)) is None
+    assert choose(placement, waiting(prefill_tokens=64, choices=2)) == "a"
 
 
 def test_unacknowledged_dispatch_expires() -> None:
     placement = placement_of(a=Load(1, num_running=2, num_waiting=1))
     placement.reserve("a", 1, waiting(), now=0.0)
     placement.expire(now=0.9)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
     placement.expire(now=1.1)
-    assert placement.choose(waiting()) == "a"
+    assert choose(placement, waiting()) == "a"
 
 
 def test_pending_prefill_is_bounded_but_long_prompts_get_a_turn() -> None:
     busy = placement_of(a=Load(1, num_running=1, pending_prefill_tokens=60))
-    assert busy.choose(waiting(prefill_tokens=41)) is None
-    assert busy.choose(waiting(prefill_tokens=40)) == "a"
+    assert choose(busy, waiting(prefill_tokens=41)) is None
+    assert choose(busy, waiting(prefill_tokens=40)) == "a"
     idle = placement_of(a=Load(1, num_running=1))
-    assert idle.choose(waiting(prefill_tokens=500)) == "a"
+    assert choose(idle, waiting(prefill_tokens=500)) == "a"
 
 
 def test_placement_requires_free_blocks_for_the_prompt() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=98))
-    assert placement.choose(waiting(prefill_tokens=64)) is None
-    assert placement.choose(waiting(prefill_tokens=32)) == "a"
+    assert choose(placement, waiting(prefill_tokens=64)) is None
+    assert choose(placement, waiting(prefill_tokens=32)) == "a"
 
 
 def test_worker_report_does_not_overwrite_a_newer_one() -> None:
     placement = placement_of(a=Load(5, draining=True))
     placement.report("a", Load(4), now=0.0)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
     placement.report("a", Load(6), now=0.0)
-    assert placement.choose(waiting()) == "a"
+    assert choose(placement, waiting()) == "a"
 
 
 def test_placement_forgets_removed_worker() -> None:
     placement = placement_of(a=Load(1))
     placement.remove_worker("a")
     placement.acknowledge("a", 1)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
 
 
 def test_avoided_worker_is_chosen_only_if_alone() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=2, num_waiting=2))
-    assert placement.choose(waiting(avoid="a")) is None
+    assert choose(placement, waiting(avoid="a")) is None
     placement.remove_worker("b")
-    assert placement.choose(waiting(avoid="a")) == "a"
+    assert choose(placement, waiting(avoid="a")) == "a"
 
 
 def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
@@ -144,45 +145,45 @@ def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
         placement.report(worker_id, replace(load, sequence_number=2, work=work), now=1.0)
     placement.expire(now=1.0)
     assert placement.workers["slow"].is_slow
-    assert placement.choose(waiting()) == "busy"
+    assert choose(placement, waiting()) == "busy"
     placement.remove_worker("busy")
-    assert placement.choose(waiting()) == "slow"
+    assert choose(placement, waiting()) == "slow"
 
 
 def test_reserved_capacity_is_exclusive_to_its_request() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2))
     placement.reserve_for_move("a", "coming", tokens=300, choices=1, now=0.0)
-    assert placement.choose(waiting()) == "b"
+    assert choose(placement, waiting()) == "b"
     coming = waiting(prefill_tokens=50)._replace(request_id="coming")
-    assert placement.choose(coming) == "a"
+    assert choose(placement, coming) == "a"
     placement.reserve("a", 1, coming, now=0.1)
     placement.acknowledge("a", 1)
-    assert placement.choose(waiting()) == "a"
+    assert choose(placement, waiting()) == "a"
 
 
 def test_reserved_capacity_expires() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90))
     placement.reserve_for_move("a", "coming", tokens=300, choices=1, now=0.0)
     placement.expire(now=1.9)
-    assert placement.choose(waiting()) is None
+    assert choose(placement, waiting()) is None
     placement.expire(now=2.1)
-    assert placement.choose(waiting()) == "a"
+    assert choose(placement, waiting()) == "a"
 
 
 def test_reserved_capacity_does_not_bind_its_request() -> None:
     placement = placement_of(a=Load(1, num_running=2, num_waiting=2), b=Load(1))
     placement.reserve_for_move("a", "coming", tokens=30, choices=1, now=0.0)
-    assert placement.choose(waiting()._replace(request_id="coming")) == "b"
+    assert choose(placement, waiting()._replace(request_id="coming")) == "b"
 
 
 def test_reserved_capacity_is_dropped_when_worker_rejoins() -> None:
     placement = placement_of(a=Load(1, num_running=1))
     placement.reserve_for_move("a", "coming", tokens=30, choices=1, now=0.0)
     placement.remove_worker("a")
-    assert placement.choose(waiting()._replace(request_id="coming")) is None
+    assert choose(placement, waiting()._replace(request_id="coming")) is None
     placement.join("a", CAPACITY)
     placement.report("a", Load(1), now=0.0)
-    assert placement.choose(waiting()._replace(request_id="coming")) == "a"
+    assert choose(placement, waiting()._replace(request_id="coming")) == "a"
     assert placement.workers["a"].reserved.tokens == 0
 
 
@@ -191,7 +192,7 @@ def test_reserved_capacity_is_dropped_with_a_removed_worker() -> None:
     placement.reserve_for_move("a", "r", tokens=30, choices=1, now=0.0)
     placement.remove_worker("a")
     assert not placement._reserved
-    assert placement.choose(waiting()) == "b"
+    assert choose(placement, waiting()) == "b"
 
 
 #: Something that happens to a worker: it is told of to a placement.
@@ -256,4 +257,4 @@ def test_placement_chooses_best_individually_eligible_worker(data: st.DataObject
             if it != asked.avoid and alone[it].choose(asked) is not None
             if (view := placement.workers[it])
         ]
-        assert placement.choose(asked) == (min(ready)[-1] if ready else None)
+        assert choose(placement, asked) == (min(ready)[-1] if ready else None)

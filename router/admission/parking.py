@@ -1,0 +1,131 @@
+"""Queued requests that wait for a worker which has their prefix in its cache. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from router.admission.request import Key, Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Decision that a request waits for a busy worker, at most until ``until``.
+
+    The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. Computing
+    them at the best other worker would take ``saved_s`` seconds longer.
+    """
+
+    worker_id: str
+    cached_tokens: int
+    saved_s: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Request that waits for a worker since ``since``, in seconds of the leader's clock."""
+
+    waiting: Waiting
+    key: Key
+    wait: Wait
+    since: float
+
+
+class Parking:
+    """Parked requests, by the worker for which they wait.
+
+    A request that leaves the queue in another way is to be removed. Every operation is O(log n),
+    except ``workers``, ``keep`` and ``release``.
+    """
+
+    def __init__(self) -> None:
+        self._parked: dict[str, Parked] = {}
+        #: by worker: sort keys and ids of its requests, some of which may have left
+        self._lines: dict[str, list[tuple[Key, str]]] = {}
+        #: uncached tokens and choices of the requests that wait for each worker
+        self._ahead: dict[str, tuple[int, int]] = {}
+        #: ends of waits, some of which may be outdated
+        self._ends: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._parked
+
+    def get(self, request_id: str) -> Parked | None:
+        return self._parked.get(request_id)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """Time of the first end of a wait, possibly an outdated one; None if nothing is parked."""
+        return self._ends[0][0] if self._ends and self._parked else None
+
+    def add(self, waiting: Waiting, key: Key, wait: Wait, now: float) -> None:
+        request_id = waiting.request_id
+        self.remove(request_id)
+        self._parked[request_id] = Parked(waiting, key, wait, now)
+        heapq.heappush(self._lines.setdefault(wait.worker_id, []), (key, request_id))
+        heapq.heappush(self._ends, (wait.until, request_id))
+        self._count(waiting, wait, 1)
+
+    def remove(self, request_id: str) -> Parked | None:
+        """Remove a request and return it; None if it is not parked."""
+        parked = self._parked.pop(request_id, None)
+        if parked is not None:
+            self._count(parked.waiting, parked.wait, -1)
+        return parked
+
+    def _count(self, waiting: Waiting, wait: Wait, sign: int) -> None:
+        tokens, choices = self._ahead.get(wait.worker_id, (0, 0))
+        tokens += sign * max(1, waiting.prefill_tokens - wait.cached_tokens)
+        choices += sign * waiting.choices
+        if choices:
+            self._ahead[wait.worker_id] = tokens, choices
+        else:
+            del self._ahead[wait.worker_id]
+
+    def ahead(self, worker_id: str) -> tuple[int, int]:
+        """Return the uncached tokens and the choices of the requests that wait for a worker."""
+        return self._ahead.get(worker_id, (0, 0))
+
+    def workers(self) -> list[str]:
+        """Return the workers for which a request waits."""
+        return list(self._ahead)
+
+    def first(self, worker_id: str) -> Parked | None:
+        """Return the request with the smallest sort key that waits for a worker; None if none."""
+        line = self._lines.get(worker_id, [])
+        while line:
+            key, request_id = line[0]
+            parked = self._parked.get(request_id)
+            if parked is not None and parked.wait.worker_id == worker_id and parked.key == key:
+                return parked
+            heapq.heappop(line)
+        self._lines.pop(worker_id, None)
+        return None
+
+    def expire(self, now: float) -> Iterator[Parked]:
+        """Remove and yield the requests whose wait has ended at ``now``."""
+        while self._ends and self._ends[0][0] <= now:
+            until, request_id = heapq.heappop(self._ends)
+            parked = self._parked.get(request_id)
+            if parked is not None and parked.wait.until == until:
+                self.remove(request_id)
+                yield parked
+
+    def keep(self, is_parked: Callable[[str], bool]) -> None:
+        """Remove all requests but those whose ids ``is_parked`` accepts. O(n)."""
+        for request_id in [it for it in self._parked if not is_parked(it)]:
+            self.remove(request_id)
+
+    def release(self, worker_ids: Iterable[str]) -> list[Parked]:
+        """Remove and return all requests that wait for a worker other than ``worker_ids``."""
+        known = set(worker_ids)
+        lost = [it for it in self._parked.values() if it.wait.worker_id not in known]
+        self._lines = {it: line for it, line in self._lines.items() if it in known}
+        for parked in lost:
+            self.remove(parked.waiting.request_id)
+        return lost

@@ -1,0 +1,235 @@
+"""Dispatch by cached prefixes: the choice of a worker, and how long a request waits for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.hashes import CHUNK_SIZE
+from everlift.v1 import session_pb2 as pb
+from router.admission.policy import Rules
+from router.admission.throughput import Work
+from router.admission.workers import Capacity, Departures, Load
+from router.config import RouterConfig
+from tests.support.router.admission_support import CONFIG, Cluster
+
+CAPACITY = Capacity(max_num_seqs=4, num_blocks=10_000)
+#: A prompt of 40 chunks, which takes 10.24 s at the 1,000 tokens a second of ``paced``.
+CHAIN = list(range(1, 41))
+TOKENS = 40 * CHUNK_SIZE
+LOCAL = replace(CONFIG, max_pending_prefill=2048, local_depth=0, max_queued=1000)
+
+
+class Warm(Cluster):
+    """A cluster whose worker ``warm`` has the first 36 chunks of CHAIN, and ``cold`` has none."""
+
+    def __init__(
+        self,
+        warm: Load,
+        cold: Load,
+        config: RouterConfig = LOCAL,
+        weight_of: Callable[[str], float] | None = None,
+    ) -> None:
+        super().__init__(config, weight_of)
+        self.connect()
+        self.add_worker("warm", warm, capacity=CAPACITY)
+        self.add_worker("cold", cold, capacity=CAPACITY)
+        self.placement.index.update("warm", CHAIN[:36], ())
+        self._numbers = count(2)
+
+    def ask(self, request_id: str, **fields: object) -> None:
+        self.enqueue(
+            request_id, prompt_tokens=TOKENS, max_tokens=10, chunks=CHAIN, accepted=True, **fields
+        )
+
+    def report(self, worker_id: str, now: float, **load: int) -> None:
+        number = next(self._numbers)
+        self.placement.report(worker_id, Load(number, work=Work(step=number), **load), now)
+
+    def is_parked(self, request_id: str) -> bool:
+        return self.leader_state._queue.is_parked(request_id)
+
+    def place_at(self, now: float) -> list[tuple[str, str]]:
+        placed = self.leader_state.place(now, now, 100, lambda: next(self._numbers))
+        return [(it.waiting.request_id, it.worker_id) for it in placed]
+
+
+def departing(per_s: float) -> Departures:
+    return Departures(per_s=per_s)
+
+
+def test_request_goes_to_the_worker_with_its_prefix() -> None:
+    cluster = Warm(Load(1, num_running=3, committed_tokens=900), Load(1))
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "warm")]
+    assert cluster.placement.workers["warm"].unacknowledged.tokens == 4 * CHUNK_SIZE
+
+
+def test_request_avoids_warm_worker_with_long_prefill() -> None:
+    cluster = Warm(Load(1, num_running=1, pending_prefill_tokens=1000), Load(1))
+    cluster.placement.index.update("warm", (), CHAIN[1:])
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "cold")]
+
+
+def test_request_waits_for_a_busy_worker_with_its_prefix() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == []
+    cluster.enqueue("b")
+    assert cluster.place_at(0.0) == [("b", "cold")], "others do not wait behind it"
+    cluster.report("warm", 1.0, num_running=3)
+    assert cluster.place_at(1.0) == [("a", "warm")]
+
+
+def test_wait_for_a_prefix_ends_at_its_saving() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a", arrived=0.0)
+    assert cluster.place_at(0.0) == []
+    saved_s = 36 * CHUNK_SIZE / 1000
+    assert cluster.place_at(saved_s - 0.01) == []
+    assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
+
+
+def test_request_waits_for_no_worker_with_unknown_departures() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "cold")]
+
+
+def test_wait_for_a_prefix_includes_earlier_waits() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(0.5)
+    for number in range(8):
+        cluster.ask(f"r{number}", arrived=float(number))
+    # The prefix saves 9.2 s; each request would wait 2 s more than the one before it.
+    assert cluster.place_at(8.0) == [("r4", "cold")]
+    assert [cluster.is_parked(f"r{number}") for number in range(8)] == 4 * [True] + 4 * [False]
+
+
+def test_choice_counts_time_to_load_host_blocks() -> None:
+    cluster = Warm(Load(1), Load(1))
+    slow = replace(CAPACITY, host_load_s=1.0)
+    cluster.add_worker("swapped", Load(1), capacity=slow)
+    cluster.placement.index.update_host("swapped", CHAIN, ())
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "warm")], "to load 320 blocks takes 320 s"
+    cluster.placement.workers["swapped"].capacity = replace(CAPACITY, host_load_s=0.001)
+    cluster.ask("b")
+    assert cluster.place_at(0.0) == [("b", "swapped")]
+
+
+def test_lost_worker_returns_waiting_requests() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == []
+    cluster.placement.remove_worker("warm")
+    assert cluster.place_at(0.1) == [("a", "cold")]
+
+
+def test_change_of_order_returns_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.admission.queue._REORDER_BATCH", 1)
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a", arrived=0.0)
+    cluster.ask("b", arrived=1.0)
+    assert cluster.place_at(1.0) == [] and cluster.is_parked("b")
+    steps = cluster.leader_state.apply_rules(Rules.of(replace(LOCAL, order="deadline")), 2.0)
+    next(steps)
+    assert cluster.place_at(3.0) == [("a", "cold")], "none waits meanwhile"
+    assert [*steps] and not cluster.is_parked("b")
+    cluster.report("cold", 4.0, num_running=0)
+    assert cluster.leader_state.queued == 1
+    cluster.report("warm", 5.0, num_running=0)
+    assert cluster.place_at(5.0) == [("b", "warm")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weight_of"),
+    [
+        ({"queue_ttl": 60.0}, None),
+        ({"starvation": 30.0}, None),
+        ({"order": "ranked"}, None),
+        ({"order": "hrrn"}, None),
+        ({}, lambda tenant: 1.0),
+    ],
+)
+def test_parked_request_returns_in_every_order(
+    changes: dict[str, Any], weight_of: Callable[[str], float] | None
+) -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1), replace(LOCAL, **changes), weight_of)
+    for number in range(3):
+        cluster.placement.workers["warm"].departures = departing(1.0)
+        cluster.ask("a", arrived=0.0, predicted_total=TOKENS)
+        now = 20.0 * number
+        assert cluster.place_at(now) == [] and cluster.is_parked("a")
+        cluster.hear(pb.GatewayMessage(withdraw=["a"]))
+    cluster.ask("a", arrived=0.0, predicted_total=TOKENS)
+    assert cluster.place_at(41.0) == []
+    assert cluster.place_at(55.0) == [("a", "cold")]
+
+
+def test_request_does_not_wait_for_a_slow_worker() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.placement.workers["warm"].is_slow = True
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "cold")]
+
+
+def test_moved_request_does_not_wait_for_its_old_worker() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.placement.reserve_for_move("cold", "a", TOKENS, 1, 0.0)
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "cold")]
+
+
+def test_estimated_wait_includes_sequences_at_the_worker() -> None:
+    cluster = Warm(Load(1, num_running=4, num_waiting=30), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "cold")], "31 must leave first"
+
+
+def test_withdrawn_request_stops_waiting_for_prefix() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == []
+    cluster.hear(pb.GatewayMessage(withdraw=["a"]))
+    cluster.report("warm", 1.0, num_running=0)
+    assert cluster.place_at(1.0) == [] and cluster.leader_state.queued == 0
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12))
+def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
+    """With departures that are nothing like the estimates."""
+    rng = Random(seed)
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    names = [f"r{number}" for number in range(num)]
+    for name in names:
+        cluster.ask(name)
+    waited, now = dict.fromkeys(names, 0.0), 0.0
+    for _ in range(60):
+        for worker in cluster.placement.workers.values():
+            worker.departures = departing(rng.choice((0.1, 1.0, 10.0)))
+        cluster.place_at(now)
+        step_s = rng.uniform(0.05, 2.0)
+        now += step_s
+        for name in filter(cluster.is_parked, names):
+            waited[name] += step_s
+        cluster.report("warm", now, num_running=rng.choice((3, 4, 4, 4)))
+        cluster.report("cold", now, num_running=rng.choice((0, 2, 4)))
+    # A wait ends at the next placement, here at most 2 s late.
+    assert max(waited.values()) <= TOKENS / 1000 + 2.0
