@@ -490,9 +490,11 @@ class LeaderState:
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
         """Reserve a worker for a new request; return None if the request has to queue.
 
-        It has to queue while other requests are queued or preempted, while an unreported request
-        may precede it, or if no worker has enough free capacity. ``make_epoch`` returns a number
-        for each new dispatch. The caller must later confirm or cancel the reservation.
+        It has to queue while other requests are preempted, or queued without waiting for a
+        particular worker, and while an unreported request may precede it. It also has to queue if
+        no worker has enough free capacity, or if it should wait for a busy worker that has more of
+        it cached (``Placement.wait_for``). ``make_epoch`` returns a number for each new dispatch.
+        The caller must later confirm or cancel the reservation.
         """
         others = len(self._queue) > self._queue.num_parked or self._running.has_preempted
         if others or not self.handover.allows(self._key(waiting), now):

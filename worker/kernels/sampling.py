@@ -1,12 +1,15 @@
-"""Sampling kernel: applies the temperature and filters that worker.runner.sampling_backend defines.
+"""Sampling kernel: samples a token per row from logits, as worker.runner.sampling_backend defines.
 
-A program samples one row, which it reads a few times. Each of its lanes keeps a sum of its own. The
-lanes are added up only after the whole row, because all threads must wait for each other to do so.
+A program samples one row. It reads a greedy row once, another row three times, and ten or eleven
+times more for each of top_k and top_p. While it reads, each of its lanes keeps its own sum or
+maximum. The lanes are combined only after the whole row, because all threads must wait for each
+other to do so. Only the last read, which finds the token, adds them up in every block, because it
+needs the sum over all earlier tokens.
 
-Each filter keeps all weights from a threshold upwards, and the threshold is found without sorting.
-The bits of non-negative floats have the order of the floats. Each pass determines one digit, of
-three bits, of the threshold: it computes the number or the total mass of the weights that have each
-value of this digit.
+Each filter keeps all weights from a threshold upwards. That of min_p is known; those of top_k and
+top_p are found without sorting. The bits of non-negative floats have the order of the floats. Each
+of ten passes determines one digit, of three bits, of the threshold: it computes the number (top_k)
+or the total mass (top_p) of the weights that have each value of this digit.
 """
 
 from __future__ import annotations
