@@ -145,7 +145,7 @@ class RouterConfig:
     #: with access: share each class fairly between tenants, by the tokens that they were served;
     #: the order applies within a tenant
     fair_share: bool = True
-    #: weight of a prompt token and of an output token in fair_share
+    #: weight of an uncached prompt token and of an output token in fair_share
     prompt_token_weight: Positive = 1.0
     output_token_weight: Positive = 2.0
     #: requests dispatched to a worker beyond its free slots

@@ -122,10 +122,10 @@ class KeyLane(Lane):
 class RatioLane(Lane):
     """Lane in which the request with the longest wait relative to its size leaves first.
 
-    The size is the predicted number of prompt and output tokens. Requests whose sizes differ by
-    less than a factor of about sqrt(2) form one heap, sorted by arrival, and are treated as equally
-    large; 40 heaps cover a million tokens. A request of unknown size is not bypassed by later
-    requests and bypasses no earlier one.
+    The size is the predicted number of uncached prompt tokens and of output tokens. Requests whose
+    sizes differ by less than a factor of about sqrt(2) form one heap, sorted by arrival, and are
+    treated as equally large; 40 heaps cover a million tokens. A request of unknown size is not
+    bypassed by later requests and bypasses no earlier one.
     """
 
     def __init__(self) -> None:

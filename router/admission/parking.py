@@ -52,9 +52,6 @@ class Parking:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._parked
-
     def get(self, request_id: str) -> Parked | None:
         return self._parked.get(request_id)
 

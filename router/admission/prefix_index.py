@@ -12,7 +12,7 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 #: Value of a chunk of one worker: whether it is stored in device memory, in host memory, and how
@@ -33,10 +33,6 @@ class PrefixIndex:
         self._num_host: dict[str, int] = {}
         #: by worker and epoch: chunks of prompts that are not yet computed
         self._expected: dict[str, dict[int, Sequence[int]]] = {}
-
-    def __len__(self) -> int:
-        """Return the number of pairs of a chunk and a worker that has it."""
-        return sum(map(len, self._chunks.values()))
 
     def join(self, worker_id: str, device: Iterable[int] = (), host: Iterable[int] = ()) -> None:
         """Add a worker, or replace what is known of it, with all chunks that it has stored."""
@@ -118,10 +114,6 @@ class PrefixIndex:
             return 0
         chunks = self._chunks[worker_id]
         return sum(chunks.get(chunk, 0) == _HOST for chunk in chain)
-
-    def of_worker(self, worker_id: str) -> Mapping[int, int]:
-        """Return the chunks of a worker, with values whose meaning is internal."""
-        return self._chunks.get(worker_id, {})
 
     def _apply(
         self, worker_id: str, medium: int, stored: Iterable[int], evicted: Iterable[int]

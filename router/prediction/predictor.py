@@ -426,6 +426,8 @@ class Prediction:
     length: LengthDistribution
     #: expected tokens of all outputs together
     output_tokens: int = 0
+    #: leading prompt tokens that some worker had in its prefix cache
+    cached_tokens: int = 0
     #: uncached prompt tokens and ``output_tokens`` together
     work_tokens: int = 0
     #: tokens that a single output reaches with a probability of about 95 %, or more
@@ -499,6 +501,7 @@ class Predictor:
             prediction,
             output_tokens=output_tokens,
             least_tokens=self._least_tokens(request, prediction),
+            cached_tokens=cached_tokens,
             work_tokens=work_tokens,
             queue_key=self._queue_key(work_tokens, output_tokens),
             is_distrusted=self._is_distrusted,

@@ -149,11 +149,8 @@ class AttemptRunner:
         without a deadline. Return None if the request has to queue.
         """
         moves_left = self._config.max_moves
-        cached = self._leader_client.cached_tokens(request.chunks, len(request.prompt_ids))
         return self._leader_client.reserve(
-            lambda arrived: messages.arriving(
-                request, arrived, timeout_s, prediction, moves_left, cached
-            )
+            lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
         )
 
     def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
@@ -238,9 +235,8 @@ class AttemptRunner:
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         """Undo, in the ledger, the dispatch of a request that is not waiting at this router.
 
-        Then take the request over, withdraw it or reconcile it, as its ledger entry requires.
-
-        Such a dispatch arrives if the request was withdrawn meanwhile, if another leader dispatched
+        Then take the request over, withdraw it or reconcile it, as its ledger entry requires. Such
+        a dispatch arrives if the request was withdrawn meanwhile, if another leader dispatched
         it first, or if the ledger lost an earlier dispatch.
         """
         entry = await self._ledger.retry(lambda: self._undo(message))

@@ -87,14 +87,12 @@ def arriving(
     timeout_s: float | None,
     prediction: Prediction,
     moves_left: int,
-    cached_tokens: int = 0,
 ) -> session_pb2.Waiting:
     """Return the Waiting message of a new request, which the ledger does not have yet.
 
     ``arrived`` is its arrival in ledger time. ``timeout_s`` is the time from then to its deadline,
     or None without a deadline. Both are in seconds. ``moves_left`` is how often the request may be
-    moved to another worker while it is preempted. Some worker has its first ``cached_tokens``
-    tokens in its prefix cache.
+    moved to another worker while it is preempted.
     """
     target_s = request.ttft_target_s
     return session_pb2.Waiting(
@@ -110,7 +108,7 @@ def arriving(
         predicted_tokens=prediction.output_tokens,
         least_tokens=prediction.least_tokens,
         chunks=request.chunks,
-        cached_tokens=cached_tokens,
+        cached_tokens=prediction.cached_tokens,
         **prediction.queue_key._asdict(),
     )
 

@@ -11,7 +11,7 @@ the schema for it:
 - A list under `items`, as in drafts before 2020-12, becomes `prefixItems`, and `additionalItems`
   becomes `items`. Without a list under `items`, `additionalItems` is removed.
 - An exclusive bound that llguidance would allow as a value is moved slightly inwards, unless the
-  type is integer (``_without_bounds``).
+  type is integer (``_moved_bounds``).
 - A branch of `anyOf` whose pattern has a look-around is removed if another branch remains. Pydantic
   writes such a branch for Decimal.
 """
@@ -115,7 +115,7 @@ def _check_value(value: Json, path: Path) -> None:
             _check_value(part, (*path, str(at)))
 
 
-def _without_bounds(schema: Mapping[str, Json]) -> dict[str, float]:
+def _moved_bounds(schema: Mapping[str, Json]) -> dict[str, float]:
     """Return the exclusive bounds of ``schema`` to replace, moved inwards.
 
     llguidance 1.9 allows "-0" as a number below 0. It also allows an integral exclusive bound if
@@ -225,7 +225,7 @@ def _prepared(schema: Json, path: Path) -> Json:
         )
     result = dict(schema)
     if schema.get("type") != "integer":
-        result |= _without_bounds(schema)
+        result |= _moved_bounds(schema)
     if result.get("format") not in FORMATS:
         result.pop("format", None)
     for keyword in _MAPS:

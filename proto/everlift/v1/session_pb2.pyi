@@ -1326,13 +1326,15 @@ class Waiting(google.protobuf.message.Message):
     predicted_tokens: builtins.int
     """predicted tokens that all choices together will still generate"""
     predicted_total: builtins.int
-    """Tokens of the prompt and all outputs, as predicted on arrival; 0: ordered by arrival."""
+    """Uncached tokens of the prompt, and tokens of all outputs, as predicted on arrival; 0: ordered
+    by arrival.
+    """
     predicted_rank: builtins.float
     """Share, from 0 to 1, of the recent requests whose outputs were predicted to be shorter, as of
     the arrival of this request.
     """
     predicted_work_rank: builtins.float
-    """Share of the recent requests with fewer predicted tokens of prompt and outputs, likewise."""
+    """Share of the recent requests with a smaller predicted_total, likewise."""
     estimated_wait_s: builtins.float
     """wait estimated on arrival, from the requests queued then"""
     least_tokens: builtins.int
