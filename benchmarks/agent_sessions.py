@@ -74,8 +74,9 @@ class AgentSessions:
             if start >= until_s:
                 return
             turns = self._turns(start, number, Random(rng.random()))
-            first = next(turns)
-            heapq.heappush(open_turns, (first.at, number, turns, first))
+            # A session whose first prompt would be too long has no turn.
+            if (first := next(turns, None)) is not None:
+                heapq.heappush(open_turns, (first.at, number, turns, first))
 
     def _turns(self, at: float, session: int, rng: Random) -> Iterator[Arrival]:
         parts = self.prefix_tokens // _PART_TOKENS
