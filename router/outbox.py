@@ -20,8 +20,8 @@ _COPIED_BYTES = 1 << 16
 class Outbox(Generic[M]):
     """Queue of the messages to send on one stream; ``first`` is sent before all others.
 
-    The client of a stream must close its outbox when the stream ends, because gRPC continues to
-    read the iterator of a broken stream. A server closes the iterator instead.
+    On the client side of a stream, call ``close`` when the stream ends, because gRPC continues to
+    read the iterator of a broken stream. On the server side, close the generator ``messages``.
     """
 
     def __init__(self, first: M) -> None:

@@ -1,11 +1,11 @@
 """Gate that keeps a new cluster's application from RUNNING until enough of its workers run.
 
 During an upgrade KubeRay starts a second Ray cluster on the same ledger. It removes the first one
-some time after Serve reports the application of the second one as RUNNING. Serve does so as soon as
-its autoscaler asks for more workers, although these may need a long time to load the model before
-they can serve. But Serve does not do so while a replica of the application is starting. The gate
-is such a replica; its start ends when enough workers run. A second cluster with another model
-becomes the active one when its gate opens (router/active.py).
+some time after Serve reports the application of the second one as RUNNING. Serve does so even while
+workers that its autoscaler added are still starting, although these may need a long time to load
+the model. But Serve does not do so while the first replica of a deployment without an autoscaler is
+starting. The gate is such a deployment; the start of its replica ends when enough workers run. A
+second cluster with another model becomes the active one when its gate opens (router/active.py).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ template, and creates ``weights.gguf`` as a symbolic link to the GGUF file. It r
 process, because it needs transformers, which takes seconds and hundreds of MiB to import and which
 routers do not need.
 
-The directory is in the user's cache. Its name depends on the file's path, size and time of
-modification.
+DIRECTORY must exist. ``directory_of`` runs this command and keeps the directory in the user's
+cache, under a name that depends on the file's path, size and time of modification.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class Classes:
         return highest
 
     def highest(self, ledger_now: float | None) -> Queued | None:
-        """Return the next request of the highest class that has any; None if none is queued."""
+        """Return the next request of the highest class that has any; None if all are parked."""
         return next(self._heads(ledger_now), _NONE_QUEUED)[1]
 
     def serve(self, waiting: Waiting) -> None:
@@ -409,7 +409,7 @@ class AdmissionQueue:
         return self._queued[request_id].wait
 
     def peek(self, ledger_now: float | None = None) -> Waiting | None:
-        """Return the request that leaves next at ``ledger_now``; None if the queue is empty.
+        """Return the request that leaves next at ``ledger_now``; None if all of them are parked.
 
         If ``ledger_now`` is None, the one with the smallest sort key in the highest class is
         returned; the credit of lower classes and fair shares are ignored.
@@ -417,13 +417,13 @@ class AdmissionQueue:
         return _waiting(self._classes.head(ledger_now))
 
     def peek_highest(self, ledger_now: float) -> Waiting | None:
-        """Return the next request of the highest class that has any; None if none is queued."""
+        """Return the next request of the highest class that has any; None if all are parked."""
         return _waiting(self._classes.highest(ledger_now))
 
     def pop(self, ledger_now: float | None = None) -> Waiting:
         """Remove and return the request that ``peek`` returns, and record its dispatch.
 
-        Raises IndexError if the queue is empty.
+        Raises IndexError if all queued requests are parked, or none is queued.
         """
         head = self.peek(ledger_now)
         if head is None:

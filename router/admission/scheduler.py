@@ -175,7 +175,7 @@ class LeaderState:
         return self._fair_share.queues() if self._fair_share is not None else []
 
     def waited_s(self, now: float, ledger_now: float) -> float:
-        """Return the seconds that the next request has waited; 0 if the queue is empty.
+        """Return the seconds that the next request has waited; 0 if all queued ones are parked.
 
         They count from its arrival or, if it has been dispatched before, from when it was queued
         again.

@@ -310,10 +310,10 @@ class Attempts:
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
-        """Reconcile a request with the ledger because the ledger refused the leader's dispatch.
+        """Reconcile a request with the ledger because the leader's state of it was outdated.
 
-        The leader's state was outdated, because a message about an earlier state change of the
-        request was lost. Do nothing if the request is not waiting here.
+        For example, the ledger refused to dispatch it because it was not queued, or another router
+        has reported or owns it. Do nothing if the request is not waiting here.
         """
         if live is None or live.phase is not Phase.WAITING:
             return []

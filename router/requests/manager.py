@@ -285,7 +285,7 @@ class Requests:
         log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
-        """Return what the ledger stores of a request, without its output tokens, and its events.
+        """Return what the ledger stores of a request except its output tokens; and its last events.
 
         Raises UnknownRequest and LedgerUnavailable.
         """

@@ -179,9 +179,10 @@ class TokenWriter:
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
         """Queue the output of a choice from token ``offset`` on for the next write to the ledger.
 
-        The tokens become readable for clients when the ledger has stored them or, if
-        ``on_ledger_loss`` is "available", when its answer is late. With durability "behind" they
-        are readable at once. Neither applies once the ledger has been unavailable for too long.
+        Clients can read the tokens once the ledger has stored them, and earlier in two cases: at
+        once with durability "behind", and, if ``on_ledger_loss`` is "available", as soon as the
+        ledger's answer is late. Both cases end when the ledger has not answered for ``unledgered``
+        seconds (0 if ``on_ledger_loss`` is "strict").
         """
         self._appender.add(live, live.append(choice, offset))
         if self._is_write_behind and self._may_deliver_unledgered():

@@ -184,7 +184,7 @@ class _Spans:
 
     Without a window (None), a row reads all blocks of its sequence. Row i reads its blocks
     from ``first_blocks[i]`` to before ``last_blocks[i]``. ``shapes`` [n, 2] has each row's number
-    of new tokens, and its number of blocks with padding.
+    of new tokens, and the number of blocks that it reads, including those added as padding.
     """
 
     window: int | None

@@ -84,9 +84,10 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar, done: Done) -> None:
         """Compile ``grammar``, and call ``done`` with the compiled grammar or with an error.
 
-        The error is InvalidGrammar, QueueFull if too many grammars are queued, or EngineFailed if
-        compilation itself does not work. If the result is cached, a sequence still uses the
-        compiled grammar, or the queue is full, ``done`` is called before this method returns.
+        The error is InvalidGrammar, QueueFull if too many other grammars are queued, or
+        EngineFailed if compilation itself does not work. ``done`` is called before this method
+        returns if it is called with QueueFull, with a result from the cache, or with a compiled
+        grammar that a sequence still uses and whose process lives.
         """
         if (known := self._known(grammar)) is not None:
             self._cache_result(grammar, known)

@@ -1,4 +1,4 @@
-"""Weights in panels (panels.cpp), the layout with the fastest products on a CPU.
+"""Weights in panels (panels.cpp), the layout with the fastest products on most CPUs (``pays``).
 
 A weight is packed in its own memory unless it is quantised to int8 or needs padding. The product of
 a row has the same bits in any batch.

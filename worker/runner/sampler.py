@@ -154,9 +154,10 @@ class Sampler:
         return PreparedSampling(requests, firsts, self._backend(metadata, parcel))
 
     def launch(self, logits: Tensor, prepared: PreparedSampling) -> SampledTokens:
-        """Begin to sample from ``logits``, without waiting for the device.
+        """Begin to sample from ``logits``.
 
-        The host may have to wait for the masks of grammars. ``logits`` have the rows that
+        The host may have to wait for the masks of grammars. It does not wait for the device, except
+        on a GPU without the Triton kernel for top_k, top_p or min_p. ``logits`` have the rows that
         ``sample`` documents, and are changed in place. ``results`` of the returned object must be
         called before the next launch.
         """

@@ -92,7 +92,11 @@ class Outbox:
         self.notify()
 
     def add_prefilled(self, epoch: int) -> None:
-        """Report in the next frame that the prompt of an attempt is computed, or will not be."""
+        """Report in the next frame that no tokens of an attempt's prompt remain to be computed.
+
+        All of them have been computed, or the attempt has ended before that; the frame does not say
+        which.
+        """
         self._prefilled.append(epoch)
 
     def add_chunks(self, device: Mapping[int, bool], host: Mapping[int, bool]) -> None:

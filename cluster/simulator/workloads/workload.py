@@ -26,7 +26,7 @@ CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Synthetic workload; ``traffic`` has the rate of the original trace.
+    """Synthetic workload; ``traffic`` has the rate and the burstiness of its arrivals.
 
     ``continued`` is the probability that a prompt extends an earlier one. Each request gets a
     random tenant and a random priority class; ``tenants`` and ``classes`` have their relative

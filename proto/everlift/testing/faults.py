@@ -31,9 +31,10 @@ class Refuse:
 class _AtOffset:
     """Base class of the faults at a position in a choice's output.
 
-    ``offset`` is the offset of a token, or the number of the choice's tokens for the end of the
-    choice; a fault at a larger offset never occurs. ``choice`` is the index of the choice, and
-    ``index`` the index of the request in a GenerateMany.
+    ``offset`` is the offset of a token. For Break, BreakOff and Hold it may also be the number of
+    the choice's tokens, which means the end of the choice. A fault at another offset never occurs,
+    nor does an Overlap at the last token. ``choice`` is the index of the choice, and ``index`` the
+    index of the request in a GenerateMany.
     """
 
     offset: int
