@@ -79,6 +79,7 @@ OPTIONS: Mapping[str, Any] = {
     ],
     "include_stop": _switch("--include-stop", "Keep the stop text in the output.", _FORM),
     "ignore_eos": _switch("--ignore-eos", "Continue after an end-of-sequence token.", _FORM),
+    "session_id": _text("Name the conversation to which the request belongs.", _REQUEST),
     "cache_salt": _text("Share prefix-cache blocks only with the same salt.", _REQUEST),
     "timeout_s": Annotated[
         float | None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from router.ledger.entry import Entry, Event, Move, State
-from router.ledger.listing import Audited, Claim, Item, Listed, Stray
+from router.ledger.listing import Audited, Chunk, Claim, Item, Listed, Stray
 
 
 class Kind(Enum):
@@ -63,8 +63,14 @@ def examine(item: Item, living: Living) -> list[Finding]:
         case Listed(is_maintained=True):
             return []
         case Listed():
-            detail = f"tenant {item.tenant}'s listing has it, and the listing of all has not"
+            whose = f"tenant {item.tenant}" if item.tenant else f"session {item.session}"
+            detail = f"{whose}'s listing has it, and the listing of all has not"
             return [Finding(Kind.MISLISTED, item.request_id, detail)]
+        case Chunk(is_linked=True):
+            return []
+        case Chunk():
+            detail = f"the chunk before c:{item.name}, a part of prompts, is missing"
+            return [Finding(Kind.LOST, "", detail)]
 
 
 Violations = Iterator[tuple[Kind, str]]

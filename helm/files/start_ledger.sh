@@ -8,7 +8,7 @@ umask 077
     # What a router calls (router/ledger/README.md), on the keys of this release; and what asks whether it is ready.
     echo "user everlift on #$(hash "$EVERLIFT_PASSWORD") ~{{ include "everlift.fullname" . }}-* resetchannels -@all" \
         +evalsha "+script|load" +info +time "+config|get" +ping \
-        +get +set +getrange +append +strlen +exists +del +pexpire +pttl \
+        +get +set +getrange +setrange +append +strlen +exists +del +pexpire +pttl \
         +hget +hset +hsetnx +hmget +hgetall +hvals +hdel +hincrby +hstrlen \
         +sadd +srem +smembers +sismember +srandmember +zadd +zcount +zrange +zrangebyscore +zrem +zscore +rpush +lrange +lpop
     # What Ray's head calls. It deletes the key DUMMY to see who leads.

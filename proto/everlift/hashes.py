@@ -43,13 +43,23 @@ def chunk_id(end: bytes) -> int:
     return int.from_bytes(end[:8], "little")
 
 
-def chunk_ids(tokens: Sequence[int], salt: bytes = b"") -> list[int]:
-    """Return the id of each full chunk of ``tokens``, in order.
+def chunk_hashes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """Return the hash of the last block of each full chunk of ``tokens``, in order.
 
-    The id of a chunk depends on all tokens up to its end and on the salt.
+    It depends on all tokens up to the end of the chunk and on the salt.
     """
     ends = islice(block_hashes(tokens, salt), BLOCKS_PER_CHUNK - 1, None, BLOCKS_PER_CHUNK)
-    return [chunk_id(end) for end in ends]
+    return list(ends)
+
+
+def chunk_ids(tokens: Sequence[int], salt: bytes = b"") -> list[int]:
+    """Return the id of each full chunk of ``tokens``, in order (``chunk_hashes``)."""
+    return [chunk_id(end) for end in chunk_hashes(tokens, salt)]
+
+
+def session_hash(tenant: str, session_id: str) -> bytes:
+    """Return the SHA-256 that identifies a session of a tenant (empty: no tenants)."""
+    return hashlib.sha256(f"{tenant}/{session_id}".encode()).digest()
 
 
 def little_endian(tokens: Sequence[int]) -> bytes:

@@ -280,8 +280,10 @@ class Request:
     the client ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up
     to ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's
     context is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
-    ``chunks`` are the ids of the prompt's chunks (hashes.py) if they were computed; they are not
-    stored in the ledger.
+    ``chunks`` are the ids of the prompt's chunks if dispatch is to consider cached prefixes, and
+    ``chunk_hashes`` the chunks' hashes (hashes.py) if they were computed; neither is stored in the
+    ledger. ``turn`` has facts by which a router recognises that a later prompt of the session
+    continues this request; empty if the request has no session.
     """
 
     request_id: str
@@ -307,14 +309,17 @@ class Request:
     application: str = ""
     clamp_max_tokens: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    turn: bytes = b""
     chunks: tuple[int, ...] = field(default=(), compare=False)
+    chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, prompt_offset: int = 0) -> bytes:
+        """Return a StoredRequest that has the prompt's tokens from ``prompt_offset`` on."""
         return ledger_pb2.StoredRequest(
             request_id=self.request_id,
             model=self.model,
             fingerprint=self.fingerprint,
-            prompt_ids=self.prompt_ids,
+            prompt_ids=self.prompt_ids[prompt_offset:],
             max_tokens=self.max_tokens,
             sampling=self.sampling.to_proto(),
             stop=self.stop,
@@ -334,16 +339,18 @@ class Request:
             application=self.application,
             clamp_max_tokens=self.clamp_max_tokens,
             eos_token_ids=self.eos_token_ids,
+            turn=self.turn,
         ).SerializeToString()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes, prompt_start: tuple[int, ...] = ()) -> Self:
+        """Return the request from a StoredRequest, whose prompt follows ``prompt_start``."""
         stored = ledger_pb2.StoredRequest.FromString(data)
         return cls(
             request_id=stored.request_id,
             model=stored.model,
             fingerprint=stored.fingerprint,
-            prompt_ids=tuple(stored.prompt_ids),
+            prompt_ids=prompt_start + tuple(stored.prompt_ids),
             max_tokens=stored.max_tokens,
             sampling=SamplingParams.from_proto(stored.sampling, seed=0),
             stop=tuple(stored.stop),
@@ -363,4 +370,5 @@ class Request:
             application=stored.application,
             clamp_max_tokens=stored.clamp_max_tokens,
             eos_token_ids=tuple(stored.eos_token_ids),
+            turn=stored.turn,
         )

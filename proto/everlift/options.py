@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypedDict
 from everlift.checks import Range, sendable
 from everlift.errors import InvalidRequest
 from everlift.messages import MAX_TIMEOUT_S, RANGES, OnDisconnect, check_field
-from everlift.request_id import check_request_id
+from everlift.request_id import check_request_id, in_session
 from everlift.sampling import unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 
@@ -79,6 +79,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     #: share cached KV blocks only with requests of the same salt
     cache_salt: str
+    #: name of the conversation to which the request belongs
+    session_id: str
     #: name of the model; default: the model that the cluster serves
     model: str
     #: include the request's time in each phase, such as queue and decode, in the stream's timing
@@ -129,8 +131,11 @@ def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:
     stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
     on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
     ttft_target_s = options.get("ttft_target_s")
+    session_id = options.get("session_id", "")
+    request_id = options.get("request_id") or in_session(uuid.uuid4().hex, session_id)
     return pb.GenerateRequest(
-        request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
+        request_id=check_request_id(request_id),
+        session_id=session_id,
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
         clamp_max_tokens=options.get("clamp_max_tokens", False),

@@ -7,6 +7,7 @@ the same.
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from everlift.errors import InvalidRequest
@@ -14,6 +15,8 @@ from everlift.errors import InvalidRequest
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _SEPARATOR = "/"
+#: What follows it in an id selects the shard of the ledger.
+_TAG_SEPARATOR = "::"
 #: Prefix of the ids that clients did not choose.
 _UNNAMED_PREFIX = "unnamed-"
 
@@ -38,6 +41,28 @@ def is_request_id(request_id: str) -> bool:
 def unnamed_request_id(nonce: str) -> str:
     """Return an id for a request whose client chose none, made unique by the text ``nonce``."""
     return _UNNAMED_PREFIX + nonce
+
+
+def in_session(request_id: str, session_id: str) -> str:
+    """Return ``request_id`` with a tag that all requests of the session share, if it is not empty.
+
+    The ledger stores requests with the same tag on the same shard (``shard_key``), where they share
+    the chunks of their prompts.
+    """
+    if not session_id:
+        return request_id
+    tag = hashlib.sha256(session_id.encode()).hexdigest()[:16]
+    return f"{request_id}{_TAG_SEPARATOR}{tag}"
+
+
+def shard_key(request_id: str) -> str:
+    """Return the text that selects the shard of a request: its tag with the tenant, or its id."""
+    _, separator, rest = request_id.rpartition(_TAG_SEPARATOR)
+    if not separator:
+        return request_id
+    # A number of a request among several of one call follows the tag after a colon.
+    tag, _, _ = rest.partition(":")
+    return f"{tenant_of(request_id)}{_SEPARATOR}{tag}"
 
 
 def is_named(request_id: str) -> bool:

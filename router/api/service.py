@@ -230,7 +230,7 @@ class Inference:
     ) -> Opened:
         trace = self._tracer.start_span(headers.items())
         x_request_id = header_request_id(headers)
-        message.request_id = message.request_id or new_request_id()
+        message.request_id = message.request_id or new_request_id(message.session_id)
         with self._recording_rejections(trace, journal.called_at, x_request_id):
             request_id = caller.qualify(message.request_id)
             self._model.check_fits(message.text or message.tokens.ids)

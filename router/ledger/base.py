@@ -39,12 +39,15 @@ from router.ledger.entry import (
     State,
     Stored,
     Tally,
+    Turn,
 )
 from router.ledger.quota import Charge, Settlement
 
 NOTHING = Tally()
 #: Maximum number of requests that one call of ``list_requests`` examines.
 MAX_PAGE_SIZE = 1000
+#: Number of the newest requests of a session that ``turns`` examines by default.
+MAX_TURNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,15 +378,27 @@ class Ledger(Protocol):
         tenant: str,
         *,
         states: Collection[State] = (),
+        session_id: str = "",
         limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page:
         """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
 
-        An empty ``tenant`` selects all tenants, empty ``states`` all states. The page begins after
+        An empty ``tenant`` selects all tenants, empty ``states`` all states. With a ``session_id``,
+        only requests of this session are returned, and an empty ``tenant`` selects only requests
+        without a tenant. The page begins after
         the position ``before``; if it is None, with the newest request. A page may have fewer
         entries than ``limit`` although more follow; then ``Page.last`` is not None. Raises
         ValueError for a ``limit`` out of range.
+        """
+        ...
+
+    async def turns(self, tenant: str, session_id: str, limit: int = MAX_TURNS) -> tuple[Turn, ...]:
+        """Return the turns of up to ``limit`` requests of a session, newest first.
+
+        Only FINISHED requests that have a ``turn`` are returned, and each shard examines only its
+        newest ``limit`` requests of the session. ``tenant`` is empty if tenants are not
+        distinguished.
         """
         ...
 

@@ -185,6 +185,14 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Finished request of a session, with the ``turn`` of its Request."""
+
+    request_id: str
+    turn: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Dispatch:
     """Assignment of a request to a worker by the leader.
 

@@ -138,19 +138,29 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Request id in the listing of ``tenant``.
+    """Request id in the listing of ``tenant`` or, if that is empty, of the session ``session``.
 
     ``is_maintained`` tells whether the id is removed from this listing when the request no longer
-    exists. This holds if the request belongs to the tenant, and the listing of all tenants has it
-    too.
+    exists. This holds if the request belongs to the tenant or session, and the listing of all
+    requests has it too.
     """
 
     request_id: str
     tenant: str
     is_maintained: bool
+    session: str = ""
 
 
-Item: TypeAlias = Audited | Stray | Claim | Listed
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Chunk of prompts on a shard; ``is_linked`` tells whether the chunk before it exists."""
+
+    shard: int
+    name: str
+    is_linked: bool
+
+
+Item: TypeAlias = Audited | Stray | Claim | Listed | Chunk
 
 
 class Audit(Protocol):

@@ -28,7 +28,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import unnamed_request_id
+from everlift.request_id import in_session, unnamed_request_id
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import EarlyRejection
@@ -501,5 +501,6 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def new_request_id() -> str:
-    return unnamed_request_id(secrets.token_hex(12))
+def new_request_id(session_id: str = "") -> str:
+    """Return an id for a request of the session, if not empty, whose client chose no id."""
+    return in_session(unnamed_request_id(secrets.token_hex(12)), session_id)

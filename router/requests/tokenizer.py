@@ -23,7 +23,7 @@ from everlift.errors import (
     RouterStopping,
     UnknownModel,
 )
-from everlift.hashes import BLOCK_SIZE, chunk_ids
+from everlift.hashes import BLOCK_SIZE, chunk_hashes, chunk_id
 from everlift.hub import name_for_clients
 from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
@@ -303,6 +303,7 @@ class ServedModel:
         self._check_sampling(submission.sampling, max_tokens)
         _check_amount(submission, len(prompt_ids), max_tokens)
         eos_ids = () if submission.ignore_eos else self.eos_ids
+        hashes = tuple(chunk_hashes(prompt_ids, submission.salt))
         return Request(
             request_id=submission.request_id,
             model=self.name,
@@ -327,14 +328,15 @@ class ServedModel:
             x_request_id=submission.x_request_id,
             application=submission.application,
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
-            chunks=self._chunks(submission, prompt_ids),
+            chunks=self._chunks(submission, hashes),
+            chunk_hashes=hashes,
         )
 
-    def _chunks(self, submission: Submission, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def _chunks(self, submission: Submission, hashes: tuple[bytes, ...]) -> tuple[int, ...]:
         # A prompt whose log probabilities are requested is computed as a whole.
         if not self.computes_chunks or submission.sampling.prompt_logprobs is not None:
             return ()
-        return tuple(chunk_ids(prompt_ids, submission.salt))
+        return tuple(map(chunk_id, hashes))
 
     def _max_output(self, num_prompt: int) -> int:
         max_output = self.longest_sequence - num_prompt

@@ -19,7 +19,12 @@ from redis.asyncio import Redis
 
 from router.ledger.redis import scripts
 from router.ledger.redis.scripts import Script
-from tests.contract import test_ledger, test_ledger_keys, test_ledger_tenants
+from tests.contract import (
+    test_ledger,
+    test_ledger_keys,
+    test_ledger_prompts,
+    test_ledger_tenants,
+)
 from tests.support.ledger.ledger_backends import OnServer
 from tests.support.ledger.ledger_machine import check
 from tests.support.ledger.ledger_mutants import MUTANTS, Mutant
@@ -42,7 +47,7 @@ def histories(module: object) -> dict[str, History]:
 
 HISTORIES = {
     name: history
-    for module in (test_ledger, test_ledger_keys, test_ledger_tenants)
+    for module in (test_ledger, test_ledger_keys, test_ledger_prompts, test_ledger_tenants)
     for name, history in histories(module).items()
 }
 NAMED = sorted({mutant.caught_by for mutant in MUTANTS})

@@ -34,7 +34,7 @@ from everlift.client.stream import Stream
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
 from everlift.messages import MAX_REQUESTS
 from everlift.options import GenerateOptions, Prompt, submission_message
-from everlift.request_id import check_request_id
+from everlift.request_id import check_request_id, in_session
 from everlift.tls import Tls
 from everlift.trace_context import TRACEPARENT, TraceContext
 from everlift.transport import Transport, secured
@@ -139,7 +139,8 @@ class AsyncClient:
             raise TypeError("generate_many() takes a list of prompts, not one")
         if concurrency < 1:
             raise ValueError("concurrency must be at least 1")
-        name = options.pop("request_id", None) or uuid.uuid4().hex
+        session_id = options.get("session_id", "")
+        name = options.pop("request_id", None) or in_session(uuid.uuid4().hex, session_id)
         return ManyStream(
             self._routers,
             (

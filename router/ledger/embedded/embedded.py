@@ -70,7 +70,7 @@ user {user} on #{password_hash} ~* resetchannels -@all {commands}
 #: whether the server is ready, and of the audit.
 _COMMANDS = """\
 +evalsha +script|load +info +time +config|get +ping +scan +sscan +zscan
-+get +set +getrange +append +strlen +exists +del +pexpire +pttl
++get +set +getrange +setrange +append +strlen +exists +del +pexpire +pttl
 +hget +hset +hsetnx +hmget +hgetall +hvals +hdel +hincrby +hstrlen
 +sadd +srem +smembers +sismember +srandmember +zadd +zcount +zrange +zrangebyscore +zrem +zscore
 +rpush +lrange +lpop

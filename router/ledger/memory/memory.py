@@ -18,6 +18,7 @@ from everlift.request_id import strip_tenant, tenant_of
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     MAX_PAGE_SIZE,
+    MAX_TURNS,
     NOTHING,
     AccessRecords,
     ClusterPolicy,
@@ -47,10 +48,12 @@ from router.ledger.entry import (
     State,
     Stored,
     Tally,
+    Turn,
     attempts_exhausted_message,
 )
-from router.ledger.listing import Audited, Claim, Item, Listed, Listing, Part, Row, Stray
+from router.ledger.listing import Audited, Chunk, Claim, Item, Listed, Listing, Part, Row, Stray
 from router.ledger.memory.memory_quotas import MemoryQuotas
+from router.ledger.memory.prompt_store import PromptStore
 from router.ledger.memory.record import Record
 from router.ledger.quota import Charge, Settlement
 
@@ -85,6 +88,7 @@ class MemoryLedger:
         self._clock = clock
         self._retention_s = config.retention
         self._records: dict[str, Record] = {}
+        self.prompts = PromptStore()
         #: ids of unfinished requests by gateway; a gateway without any has no item
         self._owned: dict[str, dict[str, None]] = {}
         #: ids of final requests in the order of their ends, and the time when each expires
@@ -113,12 +117,15 @@ class MemoryLedger:
     def _forget_expired(self) -> None:
         now = self._clock()
         while self._ended and next(iter(self._ended.values())) <= now:
-            del self._records[self._ended.popitem(last=False)[0]]
+            self._remove(self._ended.popitem(last=False)[0])
         while self._forgotten and next(iter(self._forgotten.values())) <= now:
             (request_id, _), until = self._forgotten.popitem(last=False)
             # If a later request with this id was erased too, the id expires with that one.
             if self._forgotten_ids.get(request_id) == until:
                 del self._forgotten_ids[request_id]
+
+    def _remove(self, request_id: str) -> None:
+        self.prompts.release(self._records.pop(request_id).last_chunk)
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
@@ -152,7 +159,7 @@ class MemoryLedger:
     def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Record:
         now = self._clock()
         deadline = None if timeout_s is None else now + timeout_s
-        record = Record.blank(replace(request, deadline=deadline), gateway, now)
+        record = Record.blank(replace(request, deadline=deadline), self.prompts, gateway, now)
         record.move(now, "open", gateway)
         self._records[request.request_id] = record
         self._own(record.entry)
@@ -244,7 +251,7 @@ class MemoryLedger:
         if record.entry.state not in Move.DISCARD.sources or record.entry.gateway != owner:
             return record.entry
         self._disown(record.entry)
-        del self._records[request_id]
+        self._remove(request_id)
         return None
 
     async def end_request(
@@ -296,7 +303,8 @@ class MemoryLedger:
         entry = self._get(request_id).entry
         if entry.state not in Move.FORGET.sources:
             return entry
-        del self._records[request_id], self._ended[request_id]
+        self._remove(request_id)
+        del self._ended[request_id]
         until = self._clock() + self._retention_s
         self._forgotten[request_id, entry.arrived] = self._forgotten_ids[request_id] = until
         return None
@@ -313,7 +321,8 @@ class MemoryLedger:
         return answer, record.entry
 
     def _restore(self, copy: Stored) -> Record:
-        record = Record.blank(copy.request, copy.entry.gateway, copy.entry.arrived)
+        entry = copy.entry
+        record = Record.blank(copy.request, self.prompts, entry.gateway, entry.arrived)
         self._records[copy.entry.request_id] = record
         self._own(record.entry)
         return record
@@ -347,22 +356,44 @@ class MemoryLedger:
         tenant: str,
         *,
         states: Collection[State] = (),
+        session_id: str = "",
         limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page:
         self._forget_expired()
-        entries = (record.entry for record in self._records.values())
+        if session_id:
+            found = self._of_session(tenant, session_id)
+        else:
+            records = self._records.values()
+            found = [it for it in records if tenant in ("", tenant_of(it.request.request_id))]
         rows = [
             Row(
                 Position(round(it.arrived, 6), it.request_id),
                 it if not states or it.state in states else None,
             )
-            for it in entries
-            if tenant in ("", tenant_of(it.request_id))
+            for it in (record.entry for record in found)
         ]
         listing = Listing(check_listed(limit), before)
         listing.add([Part(rows, is_end=True)])
         return listing.page()
+
+    def _of_session(self, tenant: str, session_id: str) -> list[Record]:
+        return [
+            record
+            for record in self._records.values()
+            if record.request.session_id == session_id
+            and tenant_of(record.request.request_id) == tenant
+        ]
+
+    async def turns(self, tenant: str, session_id: str, limit: int = MAX_TURNS) -> tuple[Turn, ...]:
+        self._forget_expired()
+        found = self._of_session(tenant, session_id)
+        found.sort(key=lambda it: (it.entry.arrived, it.entry.request_id), reverse=True)
+        return tuple(
+            Turn(it.entry.request_id, it.request.turn)
+            for it in found[:limit]
+            if it.entry.state is State.FINISHED and it.request.turn
+        )
 
     # gateways
 
@@ -561,7 +592,7 @@ class MemoryAudit:
                 return (
                     self._claim(item.gateway, item.request_id) if item.request_id in owned else None
                 )
-            case Stray() | Listed():
+            case Stray() | Listed() | Chunk():
                 return None
 
     def _audited(self, record: Record) -> Audited:

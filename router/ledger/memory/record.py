@@ -26,6 +26,7 @@ from router.ledger.entry import (
     Stored,
     StoredChoice,
 )
+from router.ledger.memory.prompt_store import PromptStore
 
 
 @dataclass(slots=True)
@@ -96,7 +97,15 @@ class Choice:
 
 @dataclass(slots=True)
 class Record:
+    """Record of a request.
+
+    ``request`` lacks the prompt's chunks, which are in ``prompts``; ``last_chunk`` is the last
+    one's name.
+    """
+
     request: Request
+    prompts: PromptStore
+    last_chunk: str
     entry: Entry
     choices: tuple[Choice, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -106,10 +115,11 @@ class Record:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
 
     @classmethod
-    def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
+    def blank(cls, request: Request, prompts: PromptStore, gateway: str, arrived: float) -> Self:
         """Return the record of a queued request without tokens, events or counted state changes.
 
-        The caller then records its creation with ``move``, or its restoration with ``merge``.
+        The prompt is added to ``prompts``. The caller then records its creation with ``move``, or
+        its restoration with ``merge``.
         """
         entry = Entry(
             request.request_id,
@@ -119,7 +129,9 @@ class Record:
             num_tokens=(0,) * request.n,
             finish_reasons=(None,) * request.n,
         )
-        return cls(request, entry, tuple(Choice() for _ in range(request.n)))
+        choices = tuple(Choice() for _ in range(request.n))
+        rest, last_chunk = prompts.add(request)
+        return cls(rest, prompts, last_chunk, entry, choices)
 
     @property
     def is_complete(self) -> bool:
@@ -224,7 +236,7 @@ class Record:
         choices = [choice.stored(at) for choice, at in zip(self.choices, padded, strict=True)]
         return Stored(
             self.entry,
-            self.request,
+            self.prompts.whole(self.request, self.last_chunk),
             tuple(choices),
             now,
             self.prompt_logprobs,

@@ -13,12 +13,24 @@ from typing import Any
 
 import msgpack
 
-from everlift.hashes import little_endian
+from everlift.hashes import CHUNK_SIZE, little_endian
 from everlift.messages import FinishReason, Request
+from everlift.request_id import tenant_of
 from everlift.sampling import TokenLogprobs
 from router.ledger.base import ClusterPolicy, Membership, Position
-from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, StoredChoice, Tally
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Entry,
+    Event,
+    State,
+    Stored,
+    StoredChoice,
+    Tally,
+    Turn,
+)
 from router.ledger.listing import Part, Row
+from router.ledger.prompts import chunk_names, num_chunked, session_name
 
 _UINT32 = "I"
 #: Letter of each finish reason in ``finishes``; "-" for an unfinished choice.
@@ -79,6 +91,21 @@ def unpack_logprobs(data: bytes, num_top: int) -> tuple[TokenLogprobs, ...]:
         return TokenLogprobs(logprob, rank, tuple(pairs))
 
     return tuple(parse(*fields) for fields in _record(num_top).iter_unpack(data))
+
+
+def pack_chunks(request: Request, first: int = 0) -> tuple[str, bytes]:
+    """Return the names of the prompt's chunks from number ``first`` on, and their tokens.
+
+    The names are of 32 hexadecimal digits each, without separators.
+    """
+    names = chunk_names(request)[first:]
+    tokens = request.prompt_ids[first * CHUNK_SIZE : num_chunked(request)]
+    return "".join(names), pack_tokens(tokens)
+
+
+def pack_rest(request: Request) -> bytes:
+    """Return a StoredRequest without the deadline and without the tokens of the prompt's chunks."""
+    return replace(request, deadline=None).to_bytes(num_chunked(request))
 
 
 def microseconds(seconds: float) -> int:
@@ -155,13 +182,16 @@ def reassert_arguments(
         *_entry_fields(stored.entry),
         "" if deadline is None else microseconds(deadline),
         request.body_hash,
-        replace(request, deadline=None).to_bytes(),
+        pack_rest(request),
         request.max_tokens,
         int(has_logprobs(request)),
         retention_ms,
         unfinished_ms,
         pack_logprobs(stored.prompt_logprobs),
         stored.explanation,
+        request.turn,
+        session_name(tenant_of(request.request_id), request.session_id),
+        *pack_chunks(request),
         *chain.from_iterable(
             (pack_tokens(choice.tokens), pack_logprobs(choice.logprobs))
             for choice in stored.choices
@@ -215,8 +245,8 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
     ``answer`` is without its first word. ``offsets`` are the offsets that were requested, one per
     choice; missing ones at the end are 0.
     """
-    fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
-    request = Request.from_bytes(data)
+    fields, data, deadline, choices, prompt_logprobs, now, explanation, chunks = answer
+    request = Request.from_bytes(data, unpack_tokens(b"".join(reversed(chunks))))
     sampling = request.sampling
     return Stored(
         entry=entry(request_id, fields),
@@ -264,6 +294,11 @@ def part(answer: Sequence[Any]) -> Part:
 def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
     name = request_id.decode()
     return Row(Position(seconds(arrived), name), entry(name, fields) if fields else None)
+
+
+def turns(answer: Sequence[Any]) -> list[tuple[int, Turn]]:
+    """Return the turns of one shard from the answer of turns.lua, each with its arrival in µs."""
+    return [(int(arrived), Turn(name.decode(), turn)) for arrived, name, turn in answer]
 
 
 def policy(answer: Sequence[bytes]) -> ClusterPolicy:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from router.ledger.entry import State
-from router.ledger.listing import Audited, Claim, Item, Listed, Stray
+from router.ledger.listing import Audited, Chunk, Claim, Item, Listed, Stray
 from router.ledger.redis import codec, scripts
 from router.ledger.redis.channel import Argument
 from router.ledger.redis.connections import Command
@@ -30,19 +30,21 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Part of the ledger that audit.lua examines for one request.
+    """Part of the ledger that audit.lua examines: it belongs to one request, or is a chunk.
 
-    ``kind`` is a letter:
+    ``shard`` is the number of a chunk's shard. ``kind`` is a letter:
 
         r    the request; ``name`` is empty
         s    the key ``name``
         o    the set of unfinished requests of the router ``name``
-        a    the tenant's listing in the key ``name``
+        a    the listing of a tenant or session in the key ``name``
+        c    the chunk whose name is ``request_id``
     """
 
     kind: str
     request_id: str
     name: str = ""
+    shard: int = -1
 
 
 class RedisAudit:
@@ -81,7 +83,9 @@ class RedisAudit:
             elif kind == "owned":
                 async for request_id in self._members("SSCAN", key):
                     yield _Place("o", request_id, rest)
-            elif kind == "arrivals" and rest:
+            elif kind == "c":
+                yield _Place("c", rest, "", self._numbers[key[: -len(name)]])
+            elif kind in ("arrivals", "session") and rest:
                 async for request_id in self._members("ZSCAN", key):
                     yield _Place("a", request_id, name)
 
@@ -107,11 +111,12 @@ class RedisAudit:
     async def _examine(self, places: Iterable[_Place]) -> list[Item]:
         by_shard: dict[int, list[_Place]] = {}
         for place in places:
-            by_shard.setdefault(self._shards.of(place.request_id), []).append(place)
+            shard = self._shards.of(place.request_id) if place.kind != "c" else place.shard
+            by_shard.setdefault(shard, []).append(place)
         found: list[Item] = []
         for shard, those in by_shard.items():
             for batch in _batches(those, _PLACES_PER_CALL):
-                arguments = [field for place in batch for field in place]
+                arguments = [field for place in batch for field in place[:3]]
                 answers = await self._shards.run(scripts.AUDIT, shard, *arguments)
                 for place, answer in zip(batch, answers, strict=True):
                     if answer is not None:
@@ -134,7 +139,10 @@ def _place(item: Item) -> _Place:
         case Claim():
             return _Place("o", item.request_id, item.gateway)
         case Listed():
-            return _Place("a", item.request_id, f"arrivals:{item.tenant}")
+            name = f"arrivals:{item.tenant}" if item.tenant else f"session:{item.session}"
+            return _Place("a", item.request_id, name)
+        case Chunk():
+            return _Place("c", item.name, "", item.shard)
 
 
 def _item(place: _Place, answer: Any) -> Item:
@@ -144,7 +152,11 @@ def _item(place: _Place, answer: Any) -> Item:
         state, owner = (field.decode() for field in answer)
         return Claim(place.request_id, place.name, State(state) if state else None, owner)
     if place.kind == "a":
-        return Listed(place.request_id, place.name.partition(":")[2], is_maintained=answer == 1)
+        kind, _, whose = place.name.partition(":")
+        tenant, session = ("", whose) if kind == "session" else (whose, "")
+        return Listed(place.request_id, tenant, answer == 1, session)
+    if place.kind == "c":
+        return Chunk(place.shard, place.request_id, is_linked=answer == 1)
     fields, max_tokens, finished_by, owned, listed, events, immortal, missing = answer
     return Audited(
         entry=codec.entry(place.request_id, fields),

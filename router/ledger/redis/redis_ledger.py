@@ -26,11 +26,13 @@ from everlift.errors import (
     RequestConflict,
     UnknownRequest,
 )
+from everlift.hashes import CHUNK_SIZE
 from everlift.messages import Request
 from everlift.request_id import strip_tenant, tenant_of
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     MAX_PAGE_SIZE,
+    MAX_TURNS,
     NOTHING,
     AccessRecords,
     ClusterPolicy,
@@ -59,14 +61,17 @@ from router.ledger.entry import (
     State,
     Stored,
     Tally,
+    Turn,
     attempts_exhausted_message,
 )
 from router.ledger.listing import Listing, Part
+from router.ledger.prompts import chunk_names, session_name
 from router.ledger.quota import Charge, Settlement, refusal
 from router.ledger.redis import codec, scripts
 from router.ledger.redis.address import parse
 from router.ledger.redis.channel import Argument
 from router.ledger.redis.connections import Command
+from router.ledger.redis.known_chunks import KnownChunks
 from router.ledger.redis.redis_audit import RedisAudit
 from router.ledger.redis.scripts import Script
 from router.ledger.redis.server import generation, memory_used
@@ -93,6 +98,8 @@ _LISTED_PER_CALL = 128
 _ACTIVE_MS = 10_000
 #: More log probabilities than this are packed in a thread, because this takes milliseconds.
 _MANY_LOGPROBS = 2048
+#: As many tokens of a prompt are packed in a thread, because this takes a millisecond.
+_MANY_TOKENS = 1 << 15
 
 
 async def connect(config: LedgerConfig | str) -> RedisLedger:
@@ -131,6 +138,7 @@ class RedisLedger:
         self._config = config
         self._generation = self._unfit = ""
         self._is_local = bool(parse(config.url).path)
+        self._known_chunks = [KnownChunks() for _ in range(config.shards)]
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
         """Run a script for a request; return the first word of its answer, and the rest.
@@ -168,20 +176,40 @@ class RedisLedger:
     async def _open(
         self, request: Request, gateway: str, timeout_s: float | None, dispatch: Dispatch | None
     ) -> tuple[str, Any]:
-        return await self._move(
-            scripts.OPEN,
-            request.request_id,
-            gateway,
-            "" if timeout_s is None else codec.microseconds(timeout_s),
-            request.max_tokens,
-            request.n,
-            int(codec.has_logprobs(request)),
-            request.body_hash,
-            request.to_bytes(),
-            os.urandom(8),
-            _UNFINISHED_MS,
-            *_dispatch_arguments(dispatch),
+        name = request.request_id
+        session, call = session_name(tenant_of(name), request.session_id), os.urandom(8)
+
+        async def attempt(base: str, hashes: str, tokens: bytes) -> tuple[str, Any]:
+            return await self._move(
+                scripts.OPEN,
+                name,
+                gateway,
+                "" if timeout_s is None else codec.microseconds(timeout_s),
+                request.max_tokens,
+                request.n,
+                int(codec.has_logprobs(request)),
+                request.body_hash,
+                codec.pack_rest(request),
+                request.turn,
+                call,
+                _UNFINISHED_MS,
+                session,
+                base,
+                hashes,
+                tokens,
+                *_dispatch_arguments(dispatch),
+            )
+
+        known = self._known_chunks[self._shards.of(name)]
+        names = chunk_names(request)
+        first = known.num_leading(names)
+        word, rest = await attempt(
+            names[first - 1] if first else "", *await _packed_chunks(request, first)
         )
+        if word == "missing":
+            word, rest = await attempt("", *await _packed_chunks(request, 0))
+        known.add(names)
+        return word, rest
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
         word, rest = await self._move(
@@ -324,23 +352,33 @@ class RedisLedger:
         tenant: str,
         *,
         states: Collection[State] = (),
+        session_id: str = "",
         limit: int = MAX_PAGE_SIZE,
         before: Position | None = None,
     ) -> Page:
         listing = Listing(check_listed(limit), before)
+        name = _listing_name(tenant, session_id)
         while not listing.is_over:
             # One row more than needed, to see whether the listing ends there.
             count = _LISTED_PER_CALL if states else min(_LISTED_PER_CALL, listing.missing + 1)
-            listing.add(await self._parts(tenant, states, listing.last, count))
+            listing.add(await self._parts(name, states, listing.last, count))
         return listing.page()
 
     async def _parts(
-        self, tenant: str, states: Collection[State], last: Position | None, count: int
+        self, name: str, states: Collection[State], last: Position | None, count: int
     ) -> list[Part]:
         start = "+inf" if last is None else codec.microseconds(last.arrived)
-        arguments = [tenant, start, count, *(state.value for state in states)]
+        arguments = [name, start, count, *(state.value for state in states)]
         calls = [Call(scripts.LIST, shard, arguments) for shard in range(len(self._shards))]
         return [codec.part(answer) for answer in await self._shards.run_all(calls)]
+
+    async def turns(self, tenant: str, session_id: str, limit: int = MAX_TURNS) -> tuple[Turn, ...]:
+        # Most requests of a session are on one shard, but a client may have chosen their ids.
+        arguments: list[Argument] = [session_name(tenant, session_id), limit]
+        calls = [Call(scripts.TURNS, shard, arguments) for shard in range(len(self._shards))]
+        found = [it for answer in await self._shards.run_all(calls) for it in codec.turns(answer)]
+        found.sort(key=lambda pair: pair[0], reverse=True)
+        return tuple(turn for _, turn in found[:limit])
 
     # gateways
 
@@ -586,6 +624,19 @@ class RedisLedger:
 
     async def close(self) -> None:
         await self._shards.close()
+
+
+def _listing_name(tenant: str, session_id: str) -> str:
+    if session_id:
+        return f"session:{session_name(tenant, session_id)}"
+    return f"arrivals:{tenant}" if tenant else "arrivals"
+
+
+async def _packed_chunks(request: Request, first: int) -> tuple[str, bytes]:
+    num_tokens = len(request.prompt_ids) - first * CHUNK_SIZE
+    if num_tokens < _MANY_TOKENS:
+        return codec.pack_chunks(request, first)
+    return await asyncio.to_thread(codec.pack_chunks, request, first)
 
 
 def _load_report(answer: Sequence[Any]) -> LoadReport | None:

@@ -34,6 +34,7 @@ from redis.exceptions import (
 )
 
 from everlift.errors import LedgerUnavailable
+from everlift.request_id import shard_key
 from router.event_loop import Expiry
 from router.ledger.config import LedgerConfig
 from router.ledger.redis.channel import Argument
@@ -117,7 +118,7 @@ class Shards:
         return len(self._roots)
 
     def of(self, request_id: str) -> int:
-        return zlib.crc32(request_id.encode()) % len(self._roots)
+        return zlib.crc32(shard_key(request_id).encode()) % len(self._roots)
 
     def key(self, name: str, shard: int = 0) -> str:
         return self._roots[shard] + name

@@ -4,10 +4,11 @@ keys they leave."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 from redis.asyncio import Redis
@@ -15,8 +16,9 @@ from redis.asyncio import Redis
 from everlift.request_id import tenant_of
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS, LedgerConfig
-from router.ledger.entry import Entry, Stored
+from router.ledger.entry import Stored
 from router.ledger.memory.memory import MemoryLedger
+from router.ledger.prompts import chunk_names, session_name
 from router.ledger.redis import codec, scripts
 from router.ledger.redis.redis_ledger import connect
 from router.ledger.redis.server import SCHEMA
@@ -130,7 +132,8 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
             assert 0 < left <= RETENTION_MS if is_final else left > RETENTION_MS
     for key in keys:
         assert not key.startswith(("f:", "g:")) or await client.pttl(root + key) > 0
-    await check_listings(client, root, [life.entry for life in lives.values()])
+    await check_listings(client, root, lives.values())
+    await check_chunks(client, root, lives.values())
     unfinished = [life.entry for life in lives.values() if not life.entry.state.is_final]
     owners = {entry.gateway for entry in unfinished}
     assert {key for key in keys if key.startswith("owned:")} == {f"owned:{g}" for g in owners}
@@ -140,13 +143,37 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
         assert owned == {entry.request_id for entry in unfinished if entry.gateway == gateway}
 
 
-async def check_listings(client: Redis, root: str, entries: Sequence[Entry]) -> None:
+async def check_chunks(client: Redis, root: str, lives: Collection[Life]) -> None:
+    chains = {life.entry.request_id: chunk_names(life.request) for life in lives}
+    assert await client.hgetall(f"{root}tails") == {
+        request_id: chain[-1] for request_id, chain in chains.items() if chain
+    }
+    references = Counter(chain[-1] for chain in chains.values() if chain)
+    followers = {pair for chain in chains.values() for pair in pairwise(chain)}
+    references.update(before for before, _ in followers)
+    names = await keys_under(client, f"{root}c:")
+    assert references == {
+        name: int(await client.getrange(f"{root}c:{name}", 0, 7)) for name in names
+    }
+
+
+async def check_listings(client: Redis, root: str, lives: Collection[Life]) -> None:
+    entries = [life.entry for life in lives]
     listings = {"arrivals": {entry.request_id: entry.arrived for entry in entries}}
-    for entry in entries:
-        if tenant := tenant_of(entry.request_id):
+    sessions = {}
+    for life in lives:
+        entry, tenant = life.entry, tenant_of(life.entry.request_id)
+        if tenant:
             listings.setdefault(f"arrivals:{tenant}", {})[entry.request_id] = entry.arrived
-    for key in await keys_under(client, f"{root}arrivals"):
-        listings.setdefault(f"arrivals{key}", {})
+        if name := session_name(tenant, life.request.session_id):
+            sessions[entry.request_id] = name
+            listings.setdefault(f"session:{name}", {})[entry.request_id] = entry.arrived
+    assert await client.hgetall(f"{root}sessions") == sessions
+    assert {*await client.zrange(f"{root}expiries", 0, -1)} == {it.request_id for it in entries}
+    for kind in ("arrivals", "session"):
+        for key in await keys_under(client, f"{root}{kind}"):
+            if not (kind == "session" and key == "s"):
+                listings.setdefault(f"{kind}{key}", {})
     for key, listed in listings.items():
         scores = await client.zrange(root + key, 0, -1, withscores=True)
         assert {name: score / 1e6 for name, score in scores} == listed

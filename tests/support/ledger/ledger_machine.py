@@ -11,7 +11,8 @@ What must hold after every step, whatever the model says:
     I6   each move counts once and leaves one event, and moves never become fewer
     I8   no more losses than attempts, and fewer than the limit unless it failed
     I11  an arrival keeps its time
-    I12  no key is left over, and what belongs to a request has an end
+    I12  no key is left over, and what belongs to a request has an end; each chunk of a prompt is
+         kept as long as a prompt has it, and no longer
     I13  where a server came back with less and was told again what it had, nobody reads another
          token at an offset that was read before, and no epoch is taken that was given up before
     I14  every request is listed once, by its arrival, and nothing that is gone
@@ -43,6 +44,7 @@ from hypothesis.stateful import (
 )
 
 from everlift.errors import RequestConflict, UnknownRequest
+from everlift.hashes import CHUNK_SIZE
 from everlift.messages import FinishReason
 from everlift.request_id import tenant_of
 from router.ledger.base import NOTHING, ClusterPolicy, Ledger, NotQueued, Position, StaleTerm
@@ -70,6 +72,9 @@ MORTALS = IDS[:2]
 #: Choices of each request, and alternatives of its tokens where log probabilities are kept.
 NS = {"a": 1, "b:0": 3, "t/c": 1, "t/d": 2}
 TOPS = {"a": None, "b:0": 2, "t/c": 0, "t/d": None}
+#: Lengths of the prompts, which all begin alike and share chunks.
+PROMPT_TOKENS = {"a": 3 * CHUNK_SIZE + 1, "b:0": CHUNK_SIZE, "t/c": 2 * CHUNK_SIZE, "t/d": 3}
+SESSIONS = {"a": "s", "b:0": "s", "t/c": "s", "t/d": ""}
 PROMPT_LOGPROBS = scored(-0.25, -0.5)
 GATEWAYS = ("g1", "g2")
 AGES_S = 3600.0
@@ -196,6 +201,9 @@ class LedgerMachine(RuleBasedStateMachine):
             n=n,
             logprobs=num_top,
             prompt_logprobs=None if num_top is None else 0,
+            # Another body has another prompt.
+            prompt_ids=(body[0], *range(1, PROMPT_TOKENS[request_id])),
+            session_id=SESSIONS[request_id],
         )
         at_once = None
         if dispatch is not None:

@@ -269,8 +269,8 @@ def tls_cluster_node(cert: Path, key: Path) -> Iterator[Server]:
 
 @contextmanager
 def tls_ledger() -> Iterator[tuple[str, dict[str, str]]]:
-    """The url of one whose user may do what the README says, and what else it takes."""
-    with certificate() as (cert, key), tls_server(cert, key, readme_rule()) as one:
+    """The url of one whose user may do what the README says, and scan; and what else it takes."""
+    with certificate() as (cert, key), tls_server(cert, key, f"{readme_rule()} +scan") as one:
         yield tls_url(one), {"tls_ca": str(cert), "tls_cert": str(cert), "tls_key": str(key)}
 
 

@@ -58,12 +58,16 @@ def make_request(
     n: int = 1,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    prompt_ids: tuple[int, ...] = (0, 1, 2**32 - 1),
+    session_id: str = "",
+    turn: bytes = b"",
+    salt: bytes = b"\x00salt",
 ) -> Request:
     return Request(
         request_id=request_id,
         model="demo",
         fingerprint="f00d",
-        prompt_ids=(0, 1, 2**32 - 1),
+        prompt_ids=prompt_ids,
         max_tokens=max_tokens,
         sampling=SamplingParams(
             temperature=0.5,
@@ -83,9 +87,11 @@ def make_request(
         on_disconnect=OnDisconnect.GRACE,
         deadline=None,
         body_hash=body,
-        salt=b"\x00salt",
+        salt=salt,
         n=n,
         include_stop=True,
+        session_id=session_id,
+        turn=turn,
     )
 
 
@@ -109,6 +115,23 @@ def lose_answers(ledger: Ledger) -> None:
         return await run_all(calls)
 
     shards.run_all = run_all_twice  # type: ignore[method-assign]
+
+
+async def chunk_references(ledger: Ledger) -> dict[str, int]:
+    """The number of references to each chunk of the prompts in the ledger, by its name."""
+    if isinstance(ledger, MemoryLedger):
+        ledger._forget_expired()
+        return ledger.prompts.references
+    assert isinstance(ledger, RedisLedger)
+    audit, found = ledger.audit(), {}
+    async for keys in audit._keys():
+        for key in keys:
+            name = key[key.index("}:") + 2 :]
+            if name.startswith("c:"):
+                command = Command(key, ("GETRANGE", key, 0, 7))
+                [count] = await ledger._shards.run_commands("count", command)
+                found[name[2:]] = int(count)
+    return found
 
 
 async def tokens_of(ledger: Ledger, request_id: str = "r", choice: int = 0) -> tuple[int, ...]:

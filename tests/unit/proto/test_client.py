@@ -491,11 +491,13 @@ async def test_choice_and_logit_options_reach_router(wire: Wire) -> None:
             logprobs=0,
             prompt_logprobs=4,
             cache_salt="mine",
+            session_id="chat",
             request_id="r",
         )
         await stream.texts()
         got = router.requests["r"].submission
     assert (got.n, got.include_stop, got.cache_salt) == (3, True, "mine")
+    assert got.session_id == "chat"
     assert got.sampling == SamplingParams(
         seed=got.sampling.seed,
         repetition_penalty=1.5,

@@ -6,8 +6,9 @@
 --   s, id, key         of a key whose request does not exist: ''
 --   o, id, gateway     of a request that the gateway owns: its state and owner; '' and '' if the
 --                      request does not exist
---   a, id, key         of a request in a tenant's listing: 1 if the sweep will remove it from that
---                      listing when it no longer exists, else 0
+--   a, id, key         of a request in the listing of a tenant or session: 1 if the sweep will remove
+--                      it from that listing when it no longer exists, else 0
+--   c, hash, ''        of a chunk: 1 if the chunk before it exists or it is the first one, else 0
 -- ARGV: for each item these three values
 
 local function is_listed(id)
@@ -28,6 +29,10 @@ local function request(id)
         local left = redis.call('PTTL', key)
         local names = left == -1 and immortal or left == -2 and missing or {}
         names[#names + 1] = key:sub(#ROOT + 1)
+    end
+    local tail = redis.call('HGET', request_key(id), 'tail')
+    if tail ~= '' and redis.call('EXISTS', chunk_key(tail)) == 0 then
+        missing[#missing + 1] = 'c:' .. tail
     end
     local owned = redis.call('SISMEMBER', ROOT .. 'owned:' .. gateway, id)
     local events = redis.call('LRANGE', events_key(id), 0, -1)
@@ -54,7 +59,13 @@ local function listing(id, name)
     return is_its and redis.call('ZSCORE', ROOT .. 'arrivals', id) and 1 or 0
 end
 
-local look = {r = request, s = stray, o = claim, a = listing}
+local function chunk(hash)
+    if redis.call('EXISTS', chunk_key(hash)) == 0 then return false end
+    local before = redis.call('GETRANGE', chunk_key(hash), COUNT, COUNT + HASH - 1)
+    return before == NO_CHUNK and 1 or redis.call('EXISTS', chunk_key(before))
+end
+
+local look = {r = request, s = stray, o = claim, a = listing, c = chunk}
 local answers = {}
 for i = 1, #ARGV, 3 do
     answers[#answers + 1] = look[ARGV[i]](ARGV[i + 1], ARGV[i + 2])

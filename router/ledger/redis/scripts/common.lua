@@ -6,7 +6,11 @@
 --
 --   r:<request id>           HASH    a request: the fields of ENTRY below, and
 --                                      body          hash of everything that shapes the result
---                                      request       StoredRequest, without its deadline
+--                                      request       StoredRequest, without its deadline and the
+--                                                    tokens of the prompt's chunks
+--                                      tail          hash of the last chunk of the prompt, or empty
+--                                      turn          opaque facts by which a router recognises that
+--                                                    a prompt continues this request; or empty
 --                                      deadline      µs, or empty
 --                                      max_tokens    maximum number of tokens of each choice
 --                                      call          nonce of the last open or take_over, or empty
@@ -25,11 +29,21 @@
 --                                    reassert does not restore it
 --   h:<hash of id>           STRING  empty; it exists if a request with this id was erased by
 --                                    forget, and not lost
+--   c:<hash>                 STRING  a chunk of 256 tokens of prompts: number of references to it,
+--                                    in COUNT digits; hash of the chunk before it, or NO_CHUNK; its
+--                                    tokens, as in t. Requests of which it is the last chunk refer
+--                                    to it, and so do chunks that follow it. It is deleted with its
+--                                    last reference. A hash depends on the salt, on the chunk's
+--                                    tokens and on all tokens before it.
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own unfinished requests
 --   arrivals                 ZSET    requests, by arrival (µs); listings read it
 --   arrivals:<tenant>        ZSET    requests of one tenant, if tenants are distinguished
---   swept                    STRING  rank in `arrivals` up to which the sweep has checked
+--   session:<session>        ZSET    requests of one session, by arrival (µs)
+--   expiries                 ZSET    requests, by the time (µs) at which their keys expire
+--   sessions                 HASH    request -> session, if it has one
+--   tails                    HASH    request -> hash of the last chunk of its prompt, if it has one
+--   garbage                  LIST    chunks without references that are still to be deleted
 --   term                     HASH    term of the newest leader, and the start of the term (µs)
 --   slots:<tenant>           ZSET    unfinished requests of a tenant that has limits -> time (µs)
 --                                    until which each counts, unless hold.lua extends it
@@ -140,18 +154,85 @@ local function stored_choice(id, choice, offset)
     }
 end
 
+local HASH, COUNT = 32, 8
+local NO_CHUNK = ('0'):rep(HASH)
+
+local function chunk_key(hash) return ROOT .. 'c:' .. hash end
+
+-- Add `by` to the number of references to a chunk, and return the new number; nil: no such chunk.
+local function refer(hash, by)
+    local count = tonumber(redis.call('GETRANGE', chunk_key(hash), 0, COUNT - 1))
+    if not count then return nil end
+    redis.call('SETRANGE', chunk_key(hash), 0, ('%08d'):format(count + by))
+    return count + by
+end
+
+-- Delete chunks without references: `hash`, and the chunks before it that then have none. The rest
+-- is left in `garbage` after `limit` deletions.
+local function delete_chunks(hash, limit)
+    while hash ~= NO_CHUNK do
+        if limit == 0 then
+            redis.call('RPUSH', ROOT .. 'garbage', hash)
+            return
+        end
+        local before = redis.call('GETRANGE', chunk_key(hash), COUNT, COUNT + HASH - 1)
+        redis.call('DEL', chunk_key(hash))
+        limit = limit - 1
+        if refer(before, -1) ~= 0 then return end
+        hash = before
+    end
+end
+
+-- Store those chunks that are not stored yet, and return the hash of the last one, or an empty text
+-- if there are none. `hashes` has their hashes and `tokens` their tokens, after the chunk `base`
+-- (empty: none).
+local function store_chunks(base, hashes, tokens)
+    local num_chunks = #hashes / HASH
+    local size, last = #tokens / num_chunks, base
+    for i = 1, num_chunks do
+        local hash = hashes:sub((i - 1) * HASH + 1, i * HASH)
+        if redis.call('EXISTS', chunk_key(hash)) == 0 then
+            local before = last == '' and NO_CHUNK or last
+            redis.call('SET', chunk_key(hash),
+                ('0'):rep(COUNT) .. before .. tokens:sub((i - 1) * size + 1, i * size))
+            refer(before, 1)
+        end
+        last = hash
+    end
+    return last
+end
+
+-- Return the tokens of the chunks of a prompt, last chunk first.
+local function stored_chunks(tail)
+    local chunks = {}
+    while tail and tail ~= '' and tail ~= NO_CHUNK do
+        local chunk = redis.call('GETRANGE', chunk_key(tail), COUNT, -1)
+        chunks[#chunks + 1], tail = chunk:sub(HASH + 1), chunk:sub(1, HASH)
+    end
+    return chunks
+end
+
+-- Delete those chunks of a prompt that no other prompt has; at most `limit` of them at once.
+local function release_prompt(id, limit)
+    local tail = redis.call('HGET', ROOT .. 'tails', id)
+    if not tail then return end
+    redis.call('HDEL', ROOT .. 'tails', id)
+    if refer(tail, -1) == 0 then delete_chunks(tail, limit) end
+end
+
 -- Return ok, the entry, and what a gateway needs to continue the request: request, deadline, each
 -- choice from its offset on (0 if `offsets` has none for it), log probabilities of the prompt, the
--- current time, explanation.
+-- current time, explanation, tokens of the prompt's chunks, last chunk first.
 local function continuation(id, offsets)
-    local request, deadline, explanation = unpack(redis.call(
-        'HMGET', request_key(id), 'request', 'deadline', 'explanation'))
+    local request, deadline, explanation, tail = unpack(redis.call(
+        'HMGET', request_key(id), 'request', 'deadline', 'explanation', 'tail'))
     local choices = {}
     for choice = 0, num_choices(id) - 1 do
         choices[#choices + 1] = stored_choice(id, choice, offsets[choice + 1] or 0)
     end
     local prompt = redis.call('GETRANGE', prompt_logprobs_key(id), 0, -1)
-    return {'ok', entry(id), request, deadline, choices, prompt, digits(now()), explanation or ''}
+    return {'ok', entry(id), request, deadline, choices, prompt, digits(now()), explanation or '',
+        stored_chunks(tail)}
 end
 
 local function own(id, gateway)
@@ -169,35 +250,54 @@ end
 -- Return the keys of the listings that contain a request.
 local function listings(id)
     local all, tenant = ROOT .. 'arrivals', id:match('^(.*)/')
-    return tenant and {all, all .. ':' .. tenant} or {all}
+    local keys = tenant and {all, all .. ':' .. tenant} or {all}
+    local session = redis.call('HGET', ROOT .. 'sessions', id)
+    if session then keys[#keys + 1] = ROOT .. 'session:' .. session end
+    return keys
 end
 
 local function list(id, arrived)
     for _, key in ipairs(listings(id)) do redis.call('ZADD', key, arrived, id) end
 end
 
-local function unlist(id)
+-- Remove what remains of a request whose keys were deleted or have expired. At most `limit` chunks
+-- of its prompt are deleted at once.
+local function unlist(id, limit)
     for _, key in ipairs(listings(id)) do redis.call('ZREM', key, id) end
+    redis.call('ZREM', ROOT .. 'expiries', id)
+    redis.call('HDEL', ROOT .. 'sessions', id)
+    release_prompt(id, limit)
 end
 
--- Check the next `count` requests of `arrivals` in turn, and remove from the listings those whose
--- keys have expired.
+-- Number of chunks that one step of the sweep deletes, which takes some tenths of a millisecond.
+local SWEPT_CHUNKS = 256
+
+-- Remove what remains of up to `count` requests whose keys have expired, and some garbage.
 local function sweep(count)
-    local before = tonumber(redis.call('GET', ROOT .. 'swept') or 0)
-    local ids, rank = redis.call('ZRANGE', ROOT .. 'arrivals', before, before + count - 1), before
-    for _, id in ipairs(ids) do
-        if redis.call('EXISTS', request_key(id)) == 1 then rank = rank + 1 else unlist(id) end
+    local due = redis.call(
+        'ZRANGEBYSCORE', ROOT .. 'expiries', '-inf', digits(now()), 'LIMIT', 0, count)
+    for _, id in ipairs(due) do
+        if redis.call('EXISTS', request_key(id)) == 0 then unlist(id, SWEPT_CHUNKS) end
     end
-    if #ids < count then rank = 0 end
-    if rank ~= before then redis.call('SET', ROOT .. 'swept', rank) end
+    local hash = redis.call('LPOP', ROOT .. 'garbage')
+    -- Since it became garbage, a new prompt may refer to it.
+    if hash and refer(hash, 0) == 0 then delete_chunks(hash, SWEPT_CHUNKS) end
 end
 
--- Create a queued request that has not run. The further arguments are names and values of fields.
-local function create(id, gateway, n, ...)
+-- Create a queued request that has not run. `chunks` is a list of the arguments of store_chunks.
+-- The further arguments are names and values of fields.
+local function create(id, gateway, n, session, chunks, ...)
+    -- The chunks come first, because a full server refuses only the first write.
+    local tail = store_chunks(unpack(chunks))
     redis.call('HSET', request_key(id),
         'state', 'queued', 'gateway', gateway, 'worker', '', 'epoch', '0', 'attempts', 0,
         'losses', 0, 'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
-        'tally', '0 0 0 0', ...)
+        'tally', '0 0 0 0', 'tail', tail, ...)
+    if tail ~= '' then refer(tail, 1) end
+    -- An earlier request with this id may have expired, and the sweep not have seen it yet.
+    if redis.call('ZSCORE', ROOT .. 'expiries', id) then unlist(id, SWEPT_CHUNKS) end
+    if tail ~= '' then redis.call('HSET', ROOT .. 'tails', id, tail) end
+    if session ~= '' then redis.call('HSET', ROOT .. 'sessions', id, session) end
     -- Create the string keys as empty, so that they can get a time to live before the first append.
     local keys = all_keys(id)
     for i = 3, #keys do redis.call('SET', keys[i], '') end
@@ -243,6 +343,7 @@ end
 
 local function keep_for(id, ms)
     for _, key in ipairs(all_keys(id)) do redis.call('PEXPIRE', key, ms) end
+    redis.call('ZADD', ROOT .. 'expiries', digits(now() + ms * 1000), id)
 end
 
 -- Store a time breakdown; an empty one keeps the stored one. Call this after the first write of a

@@ -12,5 +12,5 @@ elseif state ~= 'queued' or gateway ~= owner then
 end
 disown(id, gateway)
 redis.call('DEL', unpack(all_keys(id)))
-unlist(id)
+unlist(id, math.huge)
 return {'gone'}

@@ -15,7 +15,7 @@ elseif not is_final(state) then
     return {'ok', entry(id)}
 end
 redis.call('DEL', unpack(all_keys(id)))
-unlist(id)
+unlist(id, math.huge)
 redis.call('SET', ROOT .. 'f:' .. call, '', 'PX', call_ms)
 for _, key in ipairs({grave_key(id, arrived), forgotten_key(id)}) do
     redis.call('SET', key, '', 'PX', retention_ms)

@@ -1,29 +1,31 @@
 -- -> queued, or -> queued -> running if a worker is given and the term leads. Returns created or
--- known, with the entry; or conflict, if the id exists with another body.
+-- known, with the entry; conflict, if the id exists with another body; or missing, if the chunk
+-- `base` is not stored.
 -- ARGV: id, gateway, timeout in µs or '', max_tokens, n, 1 if the request has log probabilities
---       else 0, body, request, call, unfinished_ms, and, to dispatch it at once, worker, epoch,
---       term
+--       else 0, body, request, turn, call, unfinished_ms, session or '', base, hashes and tokens of
+--       the prompt's chunks (see store_chunks), and, to dispatch it at once, worker, epoch, term
 
-local id, gateway, timeout, max_tokens, n, logprobs, body, request, call, unfinished_ms, worker, epoch, term =
+local id, gateway, timeout, max_tokens, n, logprobs, body, request, turn, call, unfinished_ms, session, base, hashes, tokens, worker, epoch, term =
     unpack(ARGV)
 
 local function open()
     local arrived = now()
-    create(id, gateway, n,
-        'arrived', digits(arrived), 'body', body, 'request', request, 'max_tokens', max_tokens,
-        'call', call, 'logprobs', logprobs, 'moves', 1,
+    create(id, gateway, n, session, {base, hashes, tokens},
+        'arrived', digits(arrived), 'body', body, 'request', request, 'turn', turn,
+        'max_tokens', max_tokens, 'call', call, 'logprobs', logprobs, 'moves', 1,
         'deadline', timeout == '' and '' or digits(arrived + timeout))
     list(id, digits(arrived))
     note(id, 'open', gateway)
     if worker and leads(term) then run(id, worker, epoch, 1, 2) end
     keep_for(id, unfinished_ms)
-    -- Each new request checks two listed ones. If as many requests expire as arrive, the listings
-    -- therefore have no more expired requests than others.
+    -- Two, so that the sweep keeps up with requests that expire as fast as others arrive.
     sweep(2)
 end
 
 local known_body, known_call = unpack(redis.call('HMGET', request_key(id), 'body', 'call'))
-if not known_body then
+if not known_body and base ~= '' and redis.call('EXISTS', chunk_key(base)) == 0 then
+    return {'missing'}
+elseif not known_body then
     open()
     return {'created', entry(id)}
 elseif known_body ~= body then

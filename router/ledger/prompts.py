@@ -1,0 +1,32 @@
+"""Names of the chunks of prompts and of sessions, as all ledgers use them. Pure.
+
+A prompt is stored as chunks of 256 tokens, each with its tokens and the name of the chunk before
+it, and as the tokens after the last full chunk. Prompts that begin alike share chunks.
+"""
+
+from __future__ import annotations
+
+from everlift.hashes import CHUNK_SIZE, chunk_hashes, session_hash
+from everlift.messages import Request
+
+#: Bytes of a hash that are used: enough that nobody finds two chunks with the same name.
+_HASH_BYTES = 16
+
+
+def chunk_names(request: Request) -> list[str]:
+    """Return the name of each full chunk of the prompt, in order.
+
+    It depends on all tokens up to the end of the chunk and on the request's salt.
+    """
+    hashes = request.chunk_hashes or chunk_hashes(request.prompt_ids, request.salt)
+    return [each[:_HASH_BYTES].hex() for each in hashes]
+
+
+def num_chunked(request: Request) -> int:
+    """Return the number of the prompt's tokens that are in full chunks."""
+    return len(request.prompt_ids) // CHUNK_SIZE * CHUNK_SIZE
+
+
+def session_name(tenant: str, session_id: str) -> str:
+    """Return the name of a session; empty without a ``session_id``."""
+    return session_hash(tenant, session_id)[:_HASH_BYTES].hex() if session_id else ""
