@@ -518,10 +518,14 @@ class LiveRequest:
         """Record the number of tokens that an attempt found in the prefix cache.
 
         At most the prompt's tokens are counted. Do nothing if a number is already recorded, because
-        only that of the first attempt is reported to clients.
+        only that of the first attempt is reported to clients and to the observer.
         """
         if self.cached_tokens is None:
-            self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
+            prompt_tokens = len(self.request.prompt_ids)
+            self.cached_tokens = min(num_tokens, prompt_tokens)
+            self._times.observer.prefix_looked_up(
+                tenant_of(self.request_id), prompt_tokens, self.cached_tokens
+            )
 
     def mark_queued(self, entry: Entry, now: float) -> None:
         """Record that the request is queued again because its worker was lost or returned it.

@@ -18,6 +18,10 @@ Kind = Literal["counter", "gauge", "histogram"]
 OK = "ok"
 OUTCOMES = (OK, *sorted(BY_SLUG))
 FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
+#: Number of tenants that have series of their own at a router; each router takes the first ones.
+MAX_TENANTS = 100
+#: Label of all further tenants. No tenant can have this name.
+OTHER_TENANTS = "(other)"
 #: Parts of an engine step.
 STEP_PARTS = ("schedule", "model", "sample", "commit")
 #: Names of the ledger's methods whose calls are timed.
@@ -166,6 +170,20 @@ _REQUESTS = (
         "counter",
         "tokens",
         "Prompt tokens of accepted requests.",
+    ),
+    Metric(
+        "everlift_tenant_prompt_tokens_total",
+        "counter",
+        "tokens",
+        "Prompt tokens of requests at their first admission into a batch.",
+        ("tenant",),
+    ),
+    Metric(
+        "everlift_tenant_prefix_hit_tokens_total",
+        "counter",
+        "tokens",
+        "Prefix-cache hits among everlift_tenant_prompt_tokens_total.",
+        ("tenant",),
     ),
     Metric(
         "everlift_output_tokens_total",

@@ -17,7 +17,9 @@ from router.observability.metrics.catalogue import (
     CATALOGUE,
     FINISH_REASONS,
     LEDGER_OPERATIONS,
+    MAX_TENANTS,
     OK,
+    OTHER_TENANTS,
     OUTCOMES,
 )
 
@@ -41,6 +43,10 @@ class Instruments:
         self._reasons = {reason: choices.labels(reason) for reason in FINISH_REASONS}
         self._accepted = self._counter("everlift_requests_accepted_total")
         self._prompt_tokens = self._counter("everlift_prompt_tokens_total")
+        self._tenant_prompt_tokens = self._counter("everlift_tenant_prompt_tokens_total")
+        self._tenant_hit_tokens = self._counter("everlift_tenant_prefix_hit_tokens_total")
+        #: counters of prompt tokens and of prefix-cache hits by label
+        self._tenants: dict[str, tuple[Counter, Counter]] = {}
         self._histograms = {
             metric.name: self._histogram(metric.name)
             for metric in CATALOGUE.values()
@@ -83,6 +89,19 @@ class Instruments:
         self._accepted.inc()
         self._prompt_tokens.inc(prompt_tokens)
 
+    def prefix_looked_up(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
+        if tenant:
+            prompts, hits = self._tenants.get(tenant) or self._of_new_tenant(tenant)
+            prompts.inc(prompt_tokens)
+            hits.inc(cached_tokens)
+
+    def _of_new_tenant(self, tenant: str) -> tuple[Counter, Counter]:
+        label = tenant if len(self._tenants) < MAX_TENANTS else OTHER_TENANTS
+        if label not in self._tenants:
+            counters = self._tenant_prompt_tokens, self._tenant_hit_tokens
+            self._tenants[label] = counters[0].labels(label), counters[1].labels(label)
+        return self._tenants[label]
+
     def ended(self, outcome: str) -> None:
         """Count an ended request; ``outcome`` is "ok", or the short name (slug) of its error.
 
@@ -117,6 +136,9 @@ class _Class:
 
     def accepted(self, prompt_tokens: int) -> None:
         self._instruments.accepted(prompt_tokens)
+
+    def prefix_looked_up(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
+        self._instruments.prefix_looked_up(tenant, prompt_tokens, cached_tokens)
 
     def dispatched(self, wait_s: float) -> None:
         self._queue_wait.observe(wait_s)

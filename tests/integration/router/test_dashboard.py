@@ -18,8 +18,9 @@ import yaml
 from everlift.client.client import AsyncClient
 from everlift.errors import BY_SLUG, InvalidRequest, PromptTooLong
 from router.observability.metrics.catalogue import CATALOGUE
-from tests.support.in_process import WORKER, Cluster, cluster, receive
+from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, receive
 from tests.support.ledger.ledgers import found
+from tests.support.router.keyring import Keyring
 from tests.support.router.prometheus import Prometheus, prometheus
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -60,10 +61,13 @@ def queries(panel: Any) -> Iterator[str]:
 
 async def test_dashboard_queries_all_return_results(tmp_path: Path) -> None:
     found("prometheus")
-    async with cluster(routers=2, worker_config=replace(WORKER, num_blocks=8)) as parts:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    key = await keyring.key("acme")
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    async with cluster(2, 2, config, replace(WORKER, num_blocks=8)) as parts:
         targets = [router.metrics_address for router in parts.routers]
         async with prometheus(tmp_path, targets) as server:
-            busy = asyncio.create_task(keep_busy(parts))
+            busy = asyncio.create_task(keep_busy(parts, key))
             try:
                 lacking = await without_result(server)
             finally:
@@ -97,8 +101,8 @@ async def test_dashboard_queries_parse_without_data(tmp_path: Path) -> None:
             await server.query("sum by")
 
 
-async def keep_busy(parts: Cluster) -> None:
-    async with AsyncClient(parts.address) as client:
+async def keep_busy(parts: Cluster, key: str) -> None:
+    async with AsyncClient(parts.address, api_key=key) as client:
         while True:
             await asyncio.gather(*(receive(client, [n] * 40, 60) for n in range(8)))
             with pytest.raises(PromptTooLong):

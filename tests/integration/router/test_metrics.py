@@ -12,6 +12,7 @@ import pytest
 
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
+from everlift.v1.inference_pb2 import Usage
 from router.observability.metrics.catalogue import (
     CATALOGUE,
     LEDGER_OPERATIONS,
@@ -20,6 +21,7 @@ from router.observability.metrics.catalogue import (
     Metric,
 )
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
+from tests.support.router.keyring import Keyring
 from tests.support.router.scrape import Samples, fetch, scraped
 
 #: Whose labels have no values in a cluster without this.
@@ -29,6 +31,8 @@ WITHOUT = {
     "everlift_worker_step_prediction_error_ratio": "enough steps",
     "everlift_predictor_tau": "a predictor",
     "everlift_predictor_coverage_ratio": "a predictor",
+    "everlift_tenant_prompt_tokens_total": "tenants",
+    "everlift_tenant_prefix_hit_tokens_total": "tenants",
 }
 LABEL_VALUES = {
     "outcome": set(OUTCOMES),
@@ -131,6 +135,47 @@ async def test_worker_metrics_are_split_by_part() -> None:
     assert 0 < parts_s["schedule"] and 0 < parts_s["commit"]
     assert sum(parts_s.values()) < samples.total("everlift_worker_busy_seconds_total")
     assert samples.total("everlift_worker_slot_steps_total") == 80
+
+
+async def test_tenant_metrics_count_each_prompt_once(tmp_path: Path) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    keys = {tenant: await keyring.key(tenant) for tenant in ("acme", "other")}
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    usages: dict[str, list[Usage]] = {tenant: [] for tenant in keys}
+    async with cluster(1, 1, config) as parts:
+        for tenant, key in keys.items():
+            async with AsyncClient(parts.address, api_key=key) as client:
+                for choices in (1, 2) if tenant == "acme" else (1,):
+                    async with client.generate([7] * 300, max_tokens=3, n=choices) as stream:
+                        async for _ in stream:
+                            pass
+                    assert stream.usage is not None
+                    usages[tenant].append(stream.usage)
+        samples = (await scraped(parts.routers[0].metrics_address)).samples
+    prompts = samples.values("everlift_tenant_prompt_tokens_total", "tenant")
+    hits = samples.values("everlift_tenant_prefix_hit_tokens_total", "tenant")
+    assert prompts == {"acme": 600, "other": 300}
+    # Tenants share no block.
+    assert hits == {"acme": 288, "other": 0}
+    assert hits == {name: sum(it.cached_tokens for it in each) for name, each in usages.items()}
+
+
+async def test_tenant_metrics_leave_later_attempts_out(tmp_path: Path) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    key = await keyring.key("acme")
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    async with cluster(1, 1, config) as parts:
+        async with AsyncClient(parts.address, api_key=key) as client:
+            stream = client.generate([7] * 300, max_tokens=400)
+            chunks = aiter(stream)
+            await anext(chunks)
+            await parts.add_worker()
+            await parts.drain_worker(parts.workers[0])
+            async for _ in chunks:
+                pass
+        samples = (await scraped(parts.routers[0].metrics_address)).samples
+    assert samples["everlift_migrations_total",] == 1
+    assert samples["everlift_tenant_prompt_tokens_total", "tenant=acme"] == 300
 
 
 async def test_lost_worker_series_are_removed_and_loss_is_counted() -> None:
