@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from everlift.v1 import session_pb2
 from router.console.failures import FailureCount, Failures
 from router.console.parts import Measured, Requests, Sessions
+from router.console.prompts import Prompts, RecentPrompts
 from router.console.rates import Percentiles, RecentHistogram, percentiles
 
 #: Histograms whose percentiles the page shows: name on the page, and name of the metric.
@@ -45,6 +46,12 @@ class Counting:
             moved=counters.moved,
             recomputed_tokens=counters.recomputed_tokens,
             false_alarms=self._sessions.false_alarms,
+            tenant_prompts=[
+                session_pb2.TenantPrompts(
+                    tenant=tenant, prompt_tokens=prompts.tokens, cached_tokens=prompts.cached
+                )
+                for tenant, prompts in measured.tenant_prompts().items()
+            ],
         )
 
 
@@ -62,15 +69,19 @@ _TOTALS = (
 
 
 class _Router:
-    def __init__(self, bounds: Mapping[str, Sequence[float]], failures: Mapping[str, int]) -> None:
+    """Counters of one router; ``before`` are those that are left out of recent values."""
+
+    def __init__(self, bounds: Mapping[str, Sequence[float]], before: session_pb2.Counts) -> None:
         self.histograms = {name: RecentHistogram(each) for name, each in bounds.items()}
-        self.failures = Failures(failures)
+        self.failures = Failures(before.failures)
+        self.prompts = RecentPrompts(dict(_tenant_prompts(before)))
         self.counts = session_pb2.Counts()
         self.last_report_at = -inf
 
     def note(self, counts: session_pb2.Counts, now: float) -> None:
         self.counts, self.last_report_at = counts, now
         self.failures.note(counts.failures, now)
+        self.prompts.note(_tenant_prompts(counts), now)
         for latency in counts.latencies:
             histogram = self.histograms.get(latency.name)
             # A router of another release may have other buckets.
@@ -78,24 +89,29 @@ class _Router:
                 histogram.note(latency.cumulative, now)
 
 
+def _tenant_prompts(counts: session_pb2.Counts) -> Iterator[tuple[str, Prompts]]:
+    for each in counts.tenant_prompts:
+        yield each.tenant, Prompts(each.prompt_tokens, each.cached_tokens)
+
+
 class Aggregates:
     """Sums and percentiles of the counters of all routers.
 
-    ``router_id`` is this router's id. Its failures are counted from its start, those of another
-    router from that router's first report. ``bounds`` maps the names of histograms to the upper
-    bounds of their buckets.
+    ``router_id`` is this router's id. Its failures and prompts are counted from its start, those of
+    another router from that router's first report. ``bounds`` maps the names of histograms to the
+    upper bounds of their buckets.
     """
 
     def __init__(self, router_id: str, bounds: Mapping[str, Sequence[float]]) -> None:
         self._bounds = bounds
-        self._routers = {router_id: _Router(bounds, {})}
+        self._routers = {router_id: _Router(bounds, session_pb2.Counts())}
         #: routers that answered when last asked, including this one, and routers that did not
         self.num_answering, self.num_silent = 1, 0
 
     def note(self, counts: session_pb2.Counts, now: float) -> None:
         router = self._routers.get(counts.router_id)
         if router is None:
-            router = _Router(self._bounds, counts.failures)
+            router = _Router(self._bounds, counts)
             self._routers[counts.router_id] = router
         router.note(counts, now)
 
@@ -123,6 +139,14 @@ class Aggregates:
             for each in router.failures.recent(now):
                 merged[each.slug] = each if each.slug not in merged else each + merged[each.slug]
         return sorted(merged.values(), key=lambda it: (-it.recent, it.slug))
+
+    def tenant_prompts(self) -> dict[str, Prompts]:
+        """Return the prompts of the last five minutes by tenant, summed over all routers."""
+        summed: dict[str, Prompts] = {}
+        for router in self._routers.values():
+            for tenant, prompts in router.prompts.items():
+                summed[tenant] = prompts.plus(summed.get(tenant, Prompts()))
+        return summed
 
     def totals(self) -> dict[str, int]:
         """Return sums over all present routers, by name of the counter.

@@ -14,10 +14,13 @@ from prometheus_client.samples import Sample
 from everlift import logs
 from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
+from router.console.prompts import Prompts
 from router.ledger.base import Ledger
 from router.observability.metrics.catalogue import CATALOGUE, OK
 
 _REQUESTS = "everlift_requests_total"
+_TENANT_PROMPT_TOKENS = "everlift_tenant_prompt_tokens_total"
+_TENANT_HIT_TOKENS = "everlift_tenant_prefix_hit_tokens_total"
 
 
 class Instruments(Protocol):
@@ -43,6 +46,20 @@ class MeasuredRequests:
             outcome: int(sample.value)
             for sample in self._instruments.samples(_REQUESTS)
             if sample.name == _REQUESTS and (outcome := sample.labels["outcome"]) != OK
+        }
+
+    def tenant_prompts(self) -> Mapping[str, Prompts]:
+        cached = self._by_tenant(_TENANT_HIT_TOKENS)
+        return {
+            tenant: Prompts(tokens, cached[tenant])
+            for tenant, tokens in self._by_tenant(_TENANT_PROMPT_TOKENS).items()
+        }
+
+    def _by_tenant(self, name: str) -> Mapping[str, int]:
+        return {
+            sample.labels["tenant"]: int(sample.value)
+            for sample in self._instruments.samples(name)
+            if sample.name == name
         }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.workers import WorkerView
+from router.console.prompts import Prompts
 from router.console.workers import Link
 
 
@@ -97,6 +98,10 @@ class Measured(Protocol):
 
         This includes rejected requests, and requests that continue on another router.
         """
+        ...
+
+    def tenant_prompts(self) -> Mapping[str, Prompts]:
+        """Return the prompts of this router's requests by tenant, as in its metrics."""
         ...
 
 

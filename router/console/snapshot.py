@@ -28,11 +28,13 @@ from router.console.parts import (
     RuntimePolicy,
     Sessions,
 )
+from router.console.prompts import Prompts, RecentPrompts
 from router.console.rates import Percentiles, Rates
 from router.console.workers import Link, Row
 from router.ledger.base import LoadReport
 from router.ledger.config import PROMISES
 from router.missing_workers import missing_workers
+from router.observability.metrics.catalogue import OTHER_TENANTS
 
 Json = dict[str, Any]
 
@@ -42,6 +44,8 @@ _STALE_S = 5.0
 #: Latencies that the page shows as charts.
 _CHARTED = ("ttft", "inter_token")
 _PARTS = ("p50", "p90", "p99")
+#: Maximum number of tenants whose prompts are shown separately.
+_MAX_TENANTS = 64
 #: Labels of the kinds of spans in a time breakdown.
 _SPAN_LABELS = {kind_name(kind): label for kind, label in LABELS.items()}
 
@@ -76,6 +80,8 @@ class Snapshot:
         self.events = EventLog()
         self.history = History()
         self._rates = Rates()
+        #: prompts of workers that are not lost
+        self._prompts = RecentPrompts()
         self._counting = Counting(identity.router_id, sessions, requests, measured)
         bounds = {name: measured.bounds(metric) for name, metric in LATENCIES.items()}
         self._aggregates = Aggregates(identity.router_id, bounds)
@@ -137,11 +143,13 @@ class Snapshot:
 
     def _worker_rows(self, now: float) -> list[Row]:
         links = self._sessions.links
+        self._prompts.note(((it.info.worker_id, _prompts(it)) for it in links if it.is_up), now)
         rows = [
             workers.row(
                 link,
                 self._leader.view(link.info.worker_id),
                 self._rates.of(link.info.worker_id, link.state.output_tokens, now),
+                self._prompts.of(link.info.worker_id),
             )
             for link in links
         ]
@@ -221,10 +229,39 @@ class Snapshot:
             if tenant is None or each.tenant == tenant
         ]
 
+    def worker_prompts(self, worker_ids: Iterable[str]) -> list[Json]:
+        """Return the prompts of the last five minutes of these workers, as JSON."""
+        return [_named(name, self._prompts.of(name)) for name in worker_ids]
+
+    def tenant_prompts(self, tenant: str | None) -> list[Json]:
+        """Return the prompts of the last five minutes by tenant, most tokens first, as JSON.
+
+        ``tenant`` selects one tenant; None means all. All are the 64 with the most tokens, and the
+        sum of the others.
+        """
+        found = {name: it for name, it in self._aggregates.tenant_prompts().items() if it.tokens}
+        if tenant is not None:
+            return [_named(tenant, found[tenant])] if tenant in found else []
+        others = found.pop(OTHER_TENANTS, Prompts())
+        names = sorted(found, key=lambda name: (-found[name].tokens, name))
+        for name in names[_MAX_TENANTS:]:
+            others = others.plus(found[name])
+        listed = [_named(name, found[name]) for name in names[:_MAX_TENANTS]]
+        return [*listed, _named(OTHER_TENANTS, others)] if others.tokens else listed
+
     @property
     def _fresh_load(self) -> session_pb2.ClusterLoad | None:
         report = self.load
         return report.load if report is not None and report.age_s < _STALE_S else None
+
+
+def _prompts(link: Link) -> Prompts:
+    counters = link.state.counters
+    return Prompts(counters.prompt_tokens, counters.prefix_hit_tokens)
+
+
+def _named(name: str, prompts: Prompts) -> Json:
+    return {"name": name, "tokens": prompts.tokens, "cached": prompts.cached}
 
 
 def _rounded(percentiles: Percentiles) -> Json:

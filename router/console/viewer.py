@@ -39,7 +39,16 @@ class Viewer:
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)
         lanes = self._lanes.worker_ids
-        own = {"you": self._permissions(), "lanes": lanes, "tenants": self._tenants()}
+        tenant = None if Scope.ADMIN in self.caller.scopes else self.caller.tenant
+        own = {
+            "you": self._permissions(),
+            "lanes": lanes,
+            "tenants": self._snapshot.tenants(tenant),
+            "prompts": {
+                "workers": self._snapshot.worker_prompts(lanes),
+                "tenants": self._snapshot.tenant_prompts(tenant),
+            },
+        }
         changed = self._changed(sections) | self._changed(
             {name: encode(value) for name, value in own.items()}
         )
@@ -60,11 +69,6 @@ class Viewer:
     def _permissions(self) -> dict[str, Any]:
         scopes = sorted(scope.value for scope in self.caller.scopes)
         return {"tenant": self.caller.tenant, "scopes": scopes}
-
-    def _tenants(self) -> list[dict[str, Any]]:
-        if Scope.ADMIN in self.caller.scopes:
-            return self._snapshot.tenants(None)
-        return self._snapshot.tenants(self.caller.tenant)
 
     def _new_events(self) -> list[dict[str, Any]]:
         events = self._snapshot.events

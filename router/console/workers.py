@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.workers import WorkerView
+from router.console.prompts import Prompts
 from router.console.slot_grid import LOST, Occupancy, Phase, SlotOccupant
 
 Json = dict[str, Any]
@@ -42,8 +43,8 @@ class Row(NamedTuple):
     """State of one worker.
 
     ``blocks_cached`` is the number of free KV blocks with a cached prefix. ``prompt_tokens`` is the
-    number of tokens that all sequences had when they entered the batch: the prompt and any earlier
-    output. ``prefix_hit_tokens`` of them were found in the KV cache.
+    number of tokens that sequences had when they entered the batch in the last five minutes: the
+    prompt and any earlier output. ``cached_tokens`` of them were found in the KV cache.
     """
 
     worker_id: str
@@ -59,13 +60,13 @@ class Row(NamedTuple):
     tokens_per_s: float
     preemptions: int
     prompt_tokens: int
-    prefix_hit_tokens: int
+    cached_tokens: int
 
 
-def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
+def row(link: Link, view: WorkerView | None, tokens_per_s: float, prompts: Prompts) -> Row:
     """Return the state of one worker; ``view`` is this router's view of its load.
 
-    ``view`` is None if the worker is not connected.
+    ``view`` is None if the worker is not connected. ``prompts`` are those of the last five minutes.
     """
     info, state = link.info, link.state
     # A lost worker has no load, whatever it last reported.
@@ -83,8 +84,8 @@ def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
         alive * state.blocks_cached,
         alive * tokens_per_s,
         state.preemptions,
-        state.counters.prompt_tokens,
-        state.counters.prefix_hit_tokens,
+        alive * prompts.tokens,
+        alive * prompts.cached,
     )
 
 
@@ -127,11 +128,12 @@ def names(rows: Sequence[Row]) -> Json:
     }
 
 
-def cells(rows: Sequence[Row]) -> list[list[str | int]]:
-    """Return for each cell a list: state, slots, sequences, KV usage and tokens per second.
+def cells(rows: Sequence[Row]) -> list[list[str | int | None]]:
+    """Return for each cell a list: state, slots, sequences, KV usage, tokens per second, hit share.
 
     Sequences are two numbers, of running and of waiting ones. KV usage is two percentages of all
-    blocks, of the used and of the cached ones.
+    blocks, of the used and of the cached ones. The hit share is the percentage of recent prompt
+    tokens that were cached; None without prompts.
     """
     return [_cell(cell) for cell in _grouped(rows)]
 
@@ -141,7 +143,7 @@ def _grouped(rows: Sequence[Row]) -> list[Sequence[Row]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _cell(rows: Sequence[Row]) -> list[str | int]:
+def _cell(rows: Sequence[Row]) -> list[str | int | None]:
     if len(rows) == 1:
         return _cell_of(rows[0])
     sums = [sum(column) for column in zip(*(each[4:] for each in rows), strict=True)]
@@ -150,7 +152,7 @@ def _cell(rows: Sequence[Row]) -> list[str | int]:
     return _cell_of(Row._make((first.worker_id, first.address, first.ranks, worst, *sums)))
 
 
-def _cell_of(each: Row) -> list[str | int]:
+def _cell_of(each: Row) -> list[str | int | None]:
     blocks = each.blocks or 1
     return [
         each.state.value,
@@ -160,6 +162,7 @@ def _cell_of(each: Row) -> list[str | int]:
         round(100 * each.blocks_used / blocks),
         round(100 * each.blocks_cached / blocks),
         round(each.tokens_per_s),
+        round(100 * each.cached_tokens / each.prompt_tokens) if each.prompt_tokens else None,
     ]
 
 
@@ -182,5 +185,5 @@ def summary(rows: Sequence[Row]) -> Json:
         "blocks_cached": sum(each.blocks_cached for each in up),
         "tokens_per_s": round(sum(each.tokens_per_s for each in up)),
         "prompt_tokens": sum(each.prompt_tokens for each in up),
-        "prefix_hit_tokens": sum(each.prefix_hit_tokens for each in up),
+        "cached_tokens": sum(each.cached_tokens for each in up),
     }

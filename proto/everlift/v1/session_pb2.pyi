@@ -1211,6 +1211,7 @@ class Counts(google.protobuf.message.Message):
     MOVED_FIELD_NUMBER: builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     FALSE_ALARMS_FIELD_NUMBER: builtins.int
+    TENANT_PROMPTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     completed: builtins.int
     failed: builtins.int
@@ -1226,6 +1227,8 @@ class Counts(google.protobuf.message.Message):
     def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """number of requests that failed, by slug"""
 
+    @property
+    def tenant_prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantPrompts]: ...
     def __init__(
         self,
         *,
@@ -1239,10 +1242,35 @@ class Counts(google.protobuf.message.Message):
         moved: builtins.int = ...,
         recomputed_tokens: builtins.int = ...,
         false_alarms: builtins.int = ...,
+        tenant_prompts: collections.abc.Iterable[Global___TenantPrompts] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completed", b"completed", "failed", b"failed", "failures", b"failures", "false_alarms", b"false_alarms", "latencies", b"latencies", "migrated", b"migrated", "moved", b"moved", "preempted", b"preempted", "recomputed_tokens", b"recomputed_tokens", "router_id", b"router_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed", "failed", b"failed", "failures", b"failures", "false_alarms", b"false_alarms", "latencies", b"latencies", "migrated", b"migrated", "moved", b"moved", "preempted", b"preempted", "recomputed_tokens", b"recomputed_tokens", "router_id", b"router_id", "tenant_prompts", b"tenant_prompts"]) -> None: ...
 
 Global___Counts: typing_extensions.TypeAlias = Counts
+
+@typing.final
+class TenantPrompts(google.protobuf.message.Message):
+    """Prompt tokens of a tenant's requests, as counted by the router's metrics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    prompt_tokens: builtins.int
+    cached_tokens: builtins.int
+    """of these, tokens that were found in the KV cache"""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "tenant", b"tenant"]) -> None: ...
+
+Global___TenantPrompts: typing_extensions.TypeAlias = TenantPrompts
 
 @typing.final
 class LatencyCounts(google.protobuf.message.Message):

@@ -65,11 +65,11 @@ export class Grid {
   describe(place) {
     if (!this.cells[place] || !this.values?.[place]) return;
     this.described = this.ids[place];
-    const [state, slots, running, waiting, used, cached, tokens] = this.values[place];
+    const [state, slots, running, waiting, used, cached, tokens, hits] = this.values[place];
     const size = this.workers.sizes[place];
     const who = size > 1 ? `${size} workers from ${short(this.ids[place])} on` : `worker ${short(this.ids[place])}`;
     const where = this.workers.addresses ? ` at ${this.workers.addresses[place]}` : "";
-    const text = `${who}${where}: ${state}, ${count(running)} of ${count(slots)} slots, ${count(waiting)} waiting there, KV blocks ${used} % used and ${cached} % cached, ${count(tokens)} tokens/s`;
+    const text = `${who}${where}: ${state}, ${count(running)} of ${count(slots)} slots, ${count(waiting)} waiting there, KV blocks ${used} % used and ${cached} % cached, ${count(tokens)} tokens/s${hits === null ? "" : `, ${hits} % of prompt tokens cached in the last 5 min`}`;
     this.cells[place].setAttribute("aria-label", text);
     say($("worker-line"), text);
   }

@@ -6,7 +6,7 @@ const TILES = [
   ["Workers up", (t) => count(t.up), (t) => words([t.lost, "lost"], [t.draining, "draining"], [t.slow, "slow"])],
   ["Slots in use", (t) => count(t.running), (t) => `of ${count(t.slots)}`, (t) => percent(t.running, t.slots)],
   ["KV blocks in use", (t) => `${percent(t.blocks_used, t.blocks)} %`, (t) => `${percent(t.blocks_cached, t.blocks)} % cached`, (t) => percent(t.blocks_used, t.blocks)],
-  ["Prefix-cache hits", (t) => `${percent(t.prefix_hit_tokens, t.prompt_tokens)} %`, (t) => `of ${count(t.prompt_tokens)} tokens`],
+  ["Prefix-cache hits", (t) => (t.prompt_tokens ? `${percent(t.cached_tokens, t.prompt_tokens)} %` : "-"), (t) => `of ${count(t.prompt_tokens)} tokens in 5\u00a0min`],
   ["Queued", (t) => count(t.queued), (t) => words([t.waiting, "at workers"])],
   ["Tokens per second", (t) => count(t.tokens_per_s), () => ""],
   ["Finished", (t) => count(t.completed), (t) => words([t.failed, "failed"])],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from playwright.async_api import Browser, Page, Request, Route, expect
 from everlift.client.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
 from router.auth.caller import Scope
-from router.console import console
+from router.console import console, prompts
 from tests.conftest import leaving_nothing
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.support.router.browser import browser, opened, violations
@@ -194,7 +195,7 @@ async def test_page_is_accessible_in_every_theme_and_width(
             await expect(page.locator("#seats tr")).to_have_count(12)
             await expect(page.locator("#percentiles tr")).to_have_count(5)
             hits = page.locator("#tiles > div", has_text="Prefix-cache hits")
-            await expect(hits.locator("dd")).to_contain_text("% of")
+            await expect(hits.locator("dd")).to_contain_text("tokens in 5")
             await check_readable(page, "console")
 
 
@@ -506,6 +507,45 @@ async def test_page_requests_key_and_stores_it_in_session_only(
             assert kept == [0, "", key]
             await page.reload()
             await expect(connection).to_have_text("live")
+
+
+async def test_page_shows_cached_prompt_tokens_by_worker_and_tenant(
+    chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first frame's snapshot notes the worker, however recent the last one is.
+    monkeypatch.setattr(prompts, "_INTERVAL_S", 0.0)
+    keyring = Keyring(tmp_path / "keys.yaml")
+    ops = await keyring.key("ops", Scope.ADMIN)
+    acme, other = await keyring.key("acme", Scope.INFER, Scope.METRICS), await keyring.key("other")
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    async with cluster(1, 1, config) as parts:
+        url, [worker] = url_of(parts), parts.workers
+        async with opened(chromium, url) as page:
+            await page.fill("#key", ops)
+            await page.press("#key", "Enter")
+            line = page.locator("#prompts-line")
+            await expect(line).to_have_text("No prompts in the last five minutes.")
+            await expect(page.locator("#by-worker-prompts")).to_be_hidden()
+            await expect(page.locator("#by-tenant-prompts")).to_be_hidden()
+            for key, count in ((acme, 2), (other, 1)):
+                async with AsyncClient(parts.address, api_key=key) as client:
+                    for _ in range(count):
+                        await client.generate([7] * 300, max_tokens=3).text()
+            # Of acme's second prompt the worker has nine blocks of 32 tokens.
+            await expect(line).to_contain_text("32 % of 900 prompt tokens")
+            workers = page.locator("#by-worker-prompts tbody tr")
+            await expect(workers).to_have_text([re.compile(f"^{worker.worker_id[:8]}90032 %")])
+            tenants = page.locator("#by-tenant-prompts tbody tr")
+            await expect(tenants).to_have_text(
+                [re.compile("^acme60048 %"), re.compile("^other3000 %")]
+            )
+            await page.locator("#grid .cell").focus()
+            told = page.locator("#worker-line")
+            await expect(told).to_contain_text("32 % of prompt tokens cached in the last 5 min")
+            await check_readable(page, "prompts", "#prompts")
+            await page.fill("#key", acme)
+            await page.press("#key", "Enter")
+            await expect(tenants).to_have_text([re.compile("^acme60048 %")])
 
 
 async def test_page_reopens_broken_feed(parts: Cluster, url: str, chromium: Browser) -> None:

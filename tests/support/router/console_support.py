@@ -11,6 +11,7 @@ from everlift.v1 import inference_pb2, session_pb2
 from router.admission.workers import WorkerView
 from router.console.counting import LATENCIES
 from router.console.parts import Identity
+from router.console.prompts import Prompts
 from router.console.snapshot import Snapshot
 from router.ledger.base import LoadReport
 
@@ -72,6 +73,7 @@ class FakeCluster:
     ledger: inference_pb2.LedgerStatus = field(default_factory=inference_pb2.LedgerStatus)
     observed: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, Prompts] = field(default_factory=dict)
     leader_id: str = "me"
     is_leading: bool = True
     false_alarms: int = 0
@@ -92,6 +94,9 @@ class FakeCluster:
 
     def failures(self) -> Mapping[str, int]:
         return self.failed
+
+    def tenant_prompts(self) -> Mapping[str, Prompts]:
+        return self.prompts
 
     def observe(self, latency: str, *cumulative: int) -> None:
         self.observed[LATENCIES[latency]] = list(cumulative)

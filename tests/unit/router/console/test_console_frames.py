@@ -8,9 +8,11 @@ from typing import Any
 from everlift.v1 import session_pb2
 from router.api.openai.writer import encode
 from router.auth.caller import ANYONE, Caller, Scope
+from router.console.prompts import Prompts
 from router.console.slot_grid import Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
+from router.observability.metrics.catalogue import OTHER_TENANTS
 from tests.support.router.console_support import FakeCluster, link, report
 
 ADMIN = Caller("ops", frozenset({Scope.ADMIN}))
@@ -128,6 +130,51 @@ def test_queue_is_shown_by_class_and_by_visible_tenant() -> None:
         [it["tenant"] for it in Page(snapshot, c).frame(1.0)["tenants"]] for c in (ADMIN, TENANT)
     ]
     assert seen == [["other", "acme"], ["acme"]]
+
+
+def test_prompts_are_shown_by_worker_and_by_visible_tenant() -> None:
+    cluster = FakeCluster([link("a"), link("b")])
+    snapshot = cluster.snapshot()
+    pages = {name: Page(snapshot, caller) for name, caller in (("ops", ADMIN), ("acme", TENANT))}
+    assert pages["ops"].frame(0.0)["totals"]["prompt_tokens"] == 0
+    counters = cluster.links[0].state.counters
+    counters.prompt_tokens, counters.prefix_hit_tokens = 200, 150
+    cluster.prompts = {"other": Prompts(120, 90), "acme": Prompts(80, 60), "idle": Prompts()}
+    frame = pages["ops"].frame(1.0)
+    assert [cell[-1] for cell in frame["cells"]] == [75, None]
+    assert (frame["totals"]["prompt_tokens"], frame["totals"]["cached_tokens"]) == (200, 150)
+    assert frame["prompts"] == {
+        "workers": [
+            {"name": "a", "tokens": 200, "cached": 150},
+            {"name": "b", "tokens": 0, "cached": 0},
+        ],
+        "tenants": [
+            {"name": "other", "tokens": 120, "cached": 90},
+            {"name": "acme", "tokens": 80, "cached": 60},
+        ],
+    }
+    own = pages["acme"].frame(1.0)["prompts"]["tenants"]
+    assert own == [{"name": "acme", "tokens": 80, "cached": 60}]
+    # A lost worker has no prompts, and what it counted meanwhile is not recent.
+    cluster.links[0].is_up = False
+    frame = pages["ops"].frame(2.0)
+    assert (frame["totals"]["prompt_tokens"], frame["cells"][0][-1]) == (0, None)
+    counters.prompt_tokens = 900
+    cluster.links[0].is_up = True
+    assert pages["ops"].frame(3.0).get("totals", {"prompt_tokens": 0})["prompt_tokens"] == 0
+
+
+def test_prompts_of_most_tenants_are_summed() -> None:
+    cluster = FakeCluster()
+    cluster.prompts = {f"t{number}": Prompts(1000 + number, number) for number in range(100)}
+    cluster.prompts[OTHER_TENANTS] = Prompts(5000, 7)
+    shown = Page(cluster.snapshot(), ADMIN).frame(0.0)["prompts"]["tenants"]
+    assert [it["name"] for it in shown] == [
+        *(f"t{number}" for number in range(99, 35, -1)),
+        OTHER_TENANTS,
+    ]
+    assert shown[-1]["tokens"] == 5000 + sum(1000 + number for number in range(36))
+    assert shown[-1]["cached"] == 7 + sum(range(36))
 
 
 def test_stale_leader_report_is_ignored() -> None:

@@ -6,9 +6,10 @@ from math import inf
 
 import pytest
 
-from everlift.v1.session_pb2 import Counts, LatencyCounts
+from everlift.v1.session_pb2 import Counts, LatencyCounts, TenantPrompts
 from router.console.counting import Aggregates
 from router.console.failures import FailureCount, Failures, History
+from router.console.prompts import Prompts, RecentPrompts
 from router.console.rates import Percentiles, Rates, RecentHistogram, percentiles, quantile
 from router.console.slot_grid import Lanes
 from router.console.workers import MOST_CELLS, cells, names, row, summary
@@ -75,22 +76,49 @@ def test_cells_are_shared_by_excess_workers() -> None:
     links[3].is_up = False
     for each in links:
         each.state.num_running = 2
-    rows = [row(each, None, 0.0) for each in links]
+    rows = [
+        row(each, None, 0.0, Prompts(300 * number, 100)) for number, each in enumerate(links[:4])
+    ]
+    rows += [row(each, None, 0.0, Prompts()) for each in links[4:]]
     shown = cells(rows)
     assert len(shown) == len(names(rows)["ids"]) <= MOST_CELLS
     assert sum(names(rows)["sizes"]) == len(links)
-    assert shown[0] == ["up", 12, 6, 0, 0, 0, 0]
-    assert shown[1] == ["lost", 12, 4, 0, 0, 0, 0]
+    assert shown[0] == ["up", 12, 6, 0, 0, 0, 0, 33]
+    assert shown[1] == ["lost", 12, 4, 0, 0, 0, 0, None]
+    assert shown[2] == ["up", 12, 6, 0, 0, 0, 0, None]
 
 
 def test_cached_tokens_are_summed_over_present_workers() -> None:
     links = [link(f"w{number}") for number in range(3)]
     links[2].is_up = False
-    for number, each in enumerate(links):
-        each.state.counters.prompt_tokens = 100
-        each.state.counters.prefix_hit_tokens = 10 * number
-    found = summary([row(each, None, 0.0) for each in links])
-    assert (found["prompt_tokens"], found["prefix_hit_tokens"]) == (200, 10)
+    found = summary([row(each, None, 0.0, Prompts(100, 10)) for each in links])
+    assert (found["prompt_tokens"], found["cached_tokens"]) == (200, 20)
+
+
+def test_recent_prompts_are_those_of_five_minutes() -> None:
+    recent = RecentPrompts()
+    recent.note([("w", Prompts(1000, 500))], 0.0)
+    assert recent.of("w") == Prompts(), "nobody knows when these came"
+    for second in range(1, 1000):
+        total = Prompts(1000 + 10 * min(second, 600), 500 + min(second, 600))
+        expected = Prompts(10 * min(second, 300), min(second, 300))
+        recent.note([("w", total)], float(second))
+        noted = recent.of("w")
+        if second <= 600:
+            assert abs(noted.tokens - expected.tokens) <= 50, second
+            assert abs(noted.cached - expected.cached) <= 5, second
+    assert recent.of("w") == Prompts()
+    assert len(recent._counters["w"]._samples) <= 61
+
+
+def test_recent_prompts_leave_given_totals_out() -> None:
+    recent = RecentPrompts({"a": Prompts(10, 5)})
+    recent.note([("a", Prompts(12, 6)), ("b", Prompts(30, 5))], 0.0)
+    assert dict(recent.items()) == {"a": Prompts(2, 1), "b": Prompts(30, 5)}
+    recent.note([("a", Prompts(99, 99))], 0.9)
+    assert recent.of("a") == Prompts(2, 1), "updates are a second apart"
+    recent.note([("b", Prompts(30, 5))], 1.0)
+    assert dict(recent.items()) == {"b": Prompts(30, 5)}
 
 
 def test_lanes_are_assigned_automatically_and_stay_fixed() -> None:
@@ -141,6 +169,26 @@ def test_aggregates_count_each_router_from_its_first_report() -> None:
     aggregates.note(counts("a", 6, (13, 13)), 63.0)
     aggregates.drop_routers(63.0)
     assert aggregates.totals()["completed"] == 6
+
+
+def test_aggregates_sum_tenant_prompts_over_routers() -> None:
+    def report(router_id: str, now: float, **tokens: int) -> None:
+        prompts = [
+            TenantPrompts(tenant=name, prompt_tokens=2 * each, cached_tokens=each)
+            for name, each in tokens.items()
+        ]
+        aggregates.note(Counts(router_id=router_id, tenant_prompts=prompts), now)
+
+    aggregates = Aggregates("a", {})
+    report("a", 0.0, acme=10)
+    report("b", 0.0, acme=1000)
+    assert aggregates.tenant_prompts() == {"acme": Prompts(20, 10)}
+    report("a", 1.0, acme=11)
+    report("b", 1.0, acme=1005, other=7)
+    assert aggregates.tenant_prompts() == {"acme": Prompts(32, 16), "other": Prompts(14, 7)}
+    report("b", 61.0, acme=1005, other=7)
+    aggregates.drop_routers(61.0)
+    assert aggregates.tenant_prompts() == {"acme": Prompts(10, 5), "other": Prompts(14, 7)}
 
 
 def test_aggregates_ignore_buckets_of_another_release() -> None:
