@@ -19,18 +19,23 @@ async def listed(
     *,
     states: Sequence[pb.RequestState.ValueType] = (),
     tenant: str | None = None,
+    session_id: str = "",
     limit: int,
 ) -> AsyncIterator[pb.RequestSummary]:
     """Yield at most ``limit`` requests, newest first, which are read page by page.
 
     Without ``states``, requests in every state are listed. ``tenant`` selects the requests of one
-    tenant, "" those of all tenants, and None those of the caller. Raises Forbidden if the API key
-    does not permit the call.
+    tenant, "" those of all tenants, and None those of the caller. With a ``session_id``, only
+    requests of this session are listed. Raises Forbidden if the API key does not permit the call.
     """
     token = ""
     while limit:
         page = await client.list_requests(
-            states=states, page_size=min(limit, _PAGE), page_token=token, tenant=tenant
+            states=states,
+            page_size=min(limit, _PAGE),
+            page_token=token,
+            tenant=tenant,
+            session_id=session_id,
         )
         for each in page.requests:
             yield each

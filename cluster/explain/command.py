@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from cluster import picture_file, request_ids
 from cluster.connection import Address, connected
-from cluster.explain import tables
+from cluster.explain import session, tables
 from everlift.errors import InvalidRequest, UnknownRequest
 from everlift.explanation import as_json
 from everlift.v1 import inference_pb2 as pb
@@ -26,7 +27,13 @@ The parts add up to the total time. For an unfinished request they cover the tim
 - `everlift explain 3f2a` takes the request whose id begins with 3f2a
 - `everlift explain 3f2a… --json | jq '.spans[] | select(.seconds > 0.1)'`
 - `everlift explain 3f2a… --png 3f2a.png`
+- `everlift explain --session chat-7` shows all turns of a session, and the time between them
 """
+
+#: Largest number of turns of a session that are explained: the newest ones.
+_MAX_TURNS = 1000
+#: Number of explanations that are requested at once.
+_AT_ONCE = 8
 
 
 def explain(
@@ -34,6 +41,10 @@ def explain(
         str, typer.Argument(metavar="ID", help="Request id, or a unique prefix of it.")
     ] = "",
     newest: Annotated[bool, typer.Option("--last", help="Explain the newest request.")] = False,
+    session_id: Annotated[
+        str,
+        typer.Option("--session", metavar="SESSION", help="Explain all turns of a session."),
+    ] = "",
     for_programs: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     png: Annotated[
         Path | None,
@@ -41,9 +52,12 @@ def explain(
     ] = None,
     address: Address = None,
 ) -> None:
-    """Show where the time of a request went."""
-    if bool(request_id) == newest:
-        raise InvalidRequest("give either a request id or --last")
+    """Show where the time of a request went, or that of all turns of a session."""
+    if sum([bool(request_id), newest, bool(session_id)]) != 1:
+        raise InvalidRequest("give either a request id, --last or --session")
+    if session_id:
+        _explain_session(session_id, address, for_programs=for_programs, png=png)
+        return
     if png is not None:
         picture_file.check("--png", png)
     explanation = asyncio.run(_explanation(address, request_id))
@@ -57,6 +71,38 @@ def explain(
         from cluster.explain import picture
 
         picture.draw(explanation, png)
+
+
+def _explain_session(
+    session_id: str, address: str | None, *, for_programs: bool, png: Path | None
+) -> None:
+    if png is not None:
+        raise InvalidRequest("--png shows one request, and not a session")
+    turns = asyncio.run(_turns(address, session_id))
+    if for_programs:
+        typer.echo(json.dumps(session.as_json(session_id, turns), indent=2))
+    else:
+        Console(highlight=False).print(*session.tables(session_id, turns), sep="\n")
+
+
+async def _turns(address: str | None, session_id: str) -> list[session.Turn]:
+    async with connected(address) as client:
+        listing = request_ids.listed(client, session_id=session_id, limit=_MAX_TURNS)
+        found = [each async for each in listing]
+        if not found:
+            raise UnknownRequest(f"there are no requests of the session {session_id!r}")
+        slots = asyncio.Semaphore(_AT_ONCE)
+
+        async def turn(summary: pb.RequestSummary) -> session.Turn | None:
+            async with slots:
+                # A request may have been deleted since it was listed.
+                with suppress(UnknownRequest):
+                    explanation = await client.explain(summary.request_id)
+                    return session.Turn(summary.arrived, explanation)
+            return None
+
+        turns = await asyncio.gather(*map(turn, reversed(found)))
+    return [each for each in turns if each is not None]
 
 
 async def _explanation(address: str | None, request_id: str) -> pb.Explanation:

@@ -469,6 +469,7 @@ class Inference:
             [_state(number) for number in message.states],
             message.page_size or _PAGE_SIZE,
             parse_page_token(message.page_token) if message.page_token else None,
+            message.session_id,
         )
         return pb.ListRequestsResponse(
             requests=[_summary(caller, entry) for entry in page.entries],

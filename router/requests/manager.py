@@ -325,15 +325,20 @@ class Requests:
             return ""
 
     async def list_requests(
-        self, tenant: str, states: Collection[State], limit: int, before: Position | None
+        self,
+        tenant: str,
+        states: Collection[State],
+        limit: int,
+        before: Position | None,
+        session_id: str,
     ) -> Page:
-        """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
+        """Return a page of requests as ``Ledger.list_requests`` does.
 
-        An empty ``tenant`` selects all tenants, empty ``states`` all states. The page begins after
-        the position ``before``; if it is None, with the newest request. Raises ValueError for a
-        ``limit`` out of range, and LedgerUnavailable.
+        Raises ValueError for a ``limit`` out of range, and LedgerUnavailable.
         """
-        return await self._ledger.list_requests(tenant, states=states, limit=limit, before=before)
+        return await self._ledger.list_requests(
+            tenant, states=states, session_id=session_id, limit=limit, before=before
+        )
 
     # the heartbeat
 

@@ -176,6 +176,7 @@ class Client:
         page_size: int = 0,
         page_token: str = "",
         tenant: str | None = None,
+        session_id: str = "",
         timeout_s: float | None = None,
     ) -> pb.ListRequestsResponse:
         """See AsyncClient.list_requests."""
@@ -185,6 +186,7 @@ class Client:
                 page_size=page_size,
                 page_token=page_token,
                 tenant=tenant,
+                session_id=session_id,
                 timeout_s=timeout_s,
             )
         )

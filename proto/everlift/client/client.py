@@ -254,9 +254,12 @@ class AsyncClient:
         page_size: int = 0,
         page_token: str = "",
         tenant: str | None = None,
+        session_id: str = "",
         timeout_s: float | None = None,
     ) -> pb.ListRequestsResponse:
         """Return a page of the caller's requests, newest first; ``states`` selects by state.
+
+        With a ``session_id``, only requests of this session are returned.
 
         The answer's ``next_page_token`` is the ``page_token`` of the next page; it is empty on the
         last page. With ``states``, a page may be short or empty although another page follows. A
@@ -277,7 +280,11 @@ class AsyncClient:
         """
         with sendable():
             message = pb.ListRequestsRequest(
-                states=states, page_size=page_size, page_token=page_token, tenant=tenant
+                states=states,
+                page_size=page_size,
+                page_token=page_token,
+                tenant=tenant,
+                session_id=session_id,
             )
         return await self._call(lambda: self._routers.inference().ListRequests, message, timeout_s)
 

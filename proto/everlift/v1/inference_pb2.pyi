@@ -1284,6 +1284,7 @@ class ListRequestsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """up to 1000; 0: 100"""
     page_token: builtins.str
@@ -1291,6 +1292,10 @@ class ListRequestsRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """Tenant whose requests are listed; empty: all tenants. Only administrators may list the requests
     of other tenants. Unset: the caller's own requests.
+    """
+    session_id: builtins.str
+    """List only requests of this session of the tenant. An empty tenant then selects requests without
+    a tenant.
     """
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___RequestState.ValueType]:
@@ -1303,9 +1308,10 @@ class ListRequestsRequest(google.protobuf.message.Message):
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         tenant: builtins.str | None = ...,
+        session_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "session_id", b"session_id", "states", b"states", "tenant", b"tenant"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
 
 Global___ListRequestsRequest: typing_extensions.TypeAlias = ListRequestsRequest

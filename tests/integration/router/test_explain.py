@@ -409,3 +409,13 @@ async def test_explain_over_http_returns_json_and_server_timing(parts: Cluster) 
     assert {"kind", "start_s", "seconds", "attempt"} == chunks[-1]["timing"][0].keys()
     plain = await ask(address, "/v1/completions", body, JSON)
     assert "server-timing" not in plain.headers
+
+
+async def test_listing_of_session_has_its_turns(parts: Cluster) -> None:
+    async with AsyncClient(parts.routers[0].address) as client:
+        for request_id in ("one", "two"):
+            await client.generate(PROMPT, request_id=request_id, session_id="s").text()
+        await client.generate(PROMPT, request_id="other").text()
+        page = await client.list_requests(session_id="s")
+        assert [each.request_id for each in page.requests] == ["two", "one"]
+        assert not (await client.list_requests(session_id="t")).requests
