@@ -233,3 +233,30 @@ def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
         cluster.report("cold", now, num_running=rng.choice((0, 2, 4)))
     # A wait ends at the next placement, here at most 2 s late.
     assert max(waited.values()) <= TOKENS / 1000 + 2.0
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12))
+def test_credit_is_never_idle_after_a_wait_has_ended(seed: int, num: int) -> None:
+    """Each placement leaves only waits that may still pay, and no request that could leave."""
+    rng = Random(seed)
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    names = [f"r{number}" for number in range(num)]
+    for name in names:
+        cluster.ask(name)
+    now, state = 0.0, cluster.leader_state
+    left: set[str] = set()
+    for _ in range(60):
+        for worker in cluster.placement.workers.values():
+            worker.departures = departing(rng.choice((0.1, 1.0, 10.0)))
+        left |= {name for name, _ in cluster.place_at(now)}
+        for name in set(names) - left:
+            waiting = state._queue._queued[name].waiting
+            parked = state._parking.get(name)
+            if parked is None:
+                assert cluster.placement.choose(waiting) is None
+            else:
+                assert now < parked.wait.until <= parked.since + parked.wait.saved_s
+                assert cluster.placement.take(parked.wait.worker_id, waiting) is None
+        now += rng.uniform(0.05, 2.0)
+        cluster.report("warm", now, num_running=rng.choice((2, 3, 4, 4)))
+        cluster.report("cold", now, num_running=rng.choice((0, 2, 4)))

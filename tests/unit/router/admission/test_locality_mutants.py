@@ -8,6 +8,7 @@ import pytest
 
 from router.admission.parking import Parking
 from router.admission.prefix_index import PrefixIndex
+from router.admission.scheduler import LeaderState
 from tests.unit.router.admission import test_locality, test_prefix_index
 
 
@@ -20,6 +21,20 @@ from tests.unit.router.admission import test_locality, test_prefix_index
             lambda self, now: iter(()),
             test_locality.test_wait_for_a_prefix_ends_at_its_saving,
             id="no expiry",
+        ),
+        pytest.param(
+            Parking,
+            "expire",
+            lambda self, now: iter(()),
+            test_locality.test_credit_is_never_idle_after_a_wait_has_ended,
+            id="no expiry, in any history",
+        ),
+        pytest.param(
+            LeaderState,
+            "_place_parked",
+            lambda self, now, ledger_now, limit, make_epoch: [],
+            test_locality.test_credit_is_never_idle_after_a_wait_has_ended,
+            id="waiting requests are not placed",
         ),
         pytest.param(
             Parking,
