@@ -7,82 +7,104 @@ requests with the same prefix which arrive in a burst follow the first one. Once
 computed the prompt, only chunks that it has reported as stored remain.
 
 The size of the index is bounded by what the workers' caches hold, and by the prompts that are being
-computed.
+computed. A dispatched prompt costs one pass over the chunks that its worker lacks, and one over
+those that the worker reports; only the removal of a worker takes time for all chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import TypeAlias
 
-#: Value of a chunk of one worker: whether it is stored in device memory, in host memory, and how
-#: many dispatched prompts will store it.
-_DEVICE, _HOST, _EXPECTED = 1, 2, 4
+#: By chunk: bit mask of the workers that have it.
+_Masks: TypeAlias = dict[int, int]
+
+
+@dataclass(slots=True)
+class _Worker:
+    bit: int
+    #: by epoch: chunks of prompts that are not yet computed
+    expected: dict[int, Sequence[int]] = field(default_factory=dict)
+    #: chunks of these prompts that count as stored, but are not
+    unconfirmed: set[int] = field(default_factory=set)
 
 
 class PrefixIndex:
     """Index from chunks to the workers that have them in device or host memory."""
 
     def __init__(self) -> None:
-        #: by chunk: bit mask of the workers that have it
-        self._masks: dict[int, int] = {}
-        self._bits: dict[str, int] = {}
-        self._workers: dict[int, str] = {}
-        #: by worker and chunk
-        self._chunks: dict[str, dict[int, int]] = {}
-        self._num_host: dict[str, int] = {}
-        #: by worker and epoch: chunks of prompts that are not yet computed
-        self._expected: dict[str, dict[int, Sequence[int]]] = {}
+        self._device: _Masks = {}
+        self._host: _Masks = {}
+        self._workers: dict[str, _Worker] = {}
+        self._ids: dict[int, str] = {}
 
-    def join(self, worker_id: str, device: Iterable[int] = (), host: Iterable[int] = ()) -> None:
+    def join(self, worker_id: str, device: Sequence[int] = (), host: Sequence[int] = ()) -> None:
         """Add a worker, or replace what is known of it, with all chunks that it has stored."""
         self.remove(worker_id)
-        bit = next(bit for bit in range(len(self._workers) + 1) if 1 << bit not in self._workers)
-        self._bits[worker_id] = 1 << bit
-        self._workers[1 << bit] = worker_id
-        self._chunks[worker_id], self._expected[worker_id] = {}, {}
-        self._num_host[worker_id] = 0
+        bit = next(1 << n for n in range(len(self._ids) + 1) if 1 << n not in self._ids)
+        self._ids[bit], self._workers[worker_id] = worker_id, _Worker(bit)
         self.update(worker_id, device, ())
         self.update_host(worker_id, host, ())
 
     def remove(self, worker_id: str) -> None:
-        """Remove a worker, if it is known, with all its chunks."""
-        bit = self._bits.pop(worker_id, 0)
-        if bit:
-            del self._workers[bit], self._expected[worker_id], self._num_host[worker_id]
-            for chunk in self._chunks.pop(worker_id):
-                self._unmark(chunk, bit)
+        """Remove a worker, if it is known, with all its chunks. O(chunks of all workers)."""
+        if worker := self._workers.pop(worker_id, None):
+            del self._ids[worker.bit]
+            for masks in (self._device, self._host):
+                _unmark(masks, [it for it, mask in masks.items() if mask & worker.bit], worker.bit)
 
-    def update(self, worker_id: str, stored: Iterable[int], evicted: Iterable[int]) -> None:
+    def update(self, worker_id: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
         """Apply a worker's report of changes in its device memory; ignored if it is unknown.
 
         A chunk that is both stored and evicted counts as stored.
         """
-        self._apply(worker_id, _DEVICE, stored, evicted)
+        worker = self._workers.get(worker_id)
+        # Slices of a message's fields are lists, over which iteration is faster.
+        if worker and evicted:
+            _unmark(self._device, set(evicted[:]) - worker.unconfirmed, worker.bit)
+        if worker and (stored := stored[:]):
+            num_unconfirmed = len(worker.unconfirmed)
+            worker.unconfirmed.difference_update(stored)
+            if num_unconfirmed - len(worker.unconfirmed) < len(stored):
+                _mark(self._device, stored, worker.bit)
 
-    def update_host(self, worker_id: str, stored: Iterable[int], evicted: Iterable[int]) -> None:
+    def update_host(self, worker_id: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
         """Apply a worker's report of changes in its host memory; ignored if it is unknown."""
-        if worker_id in self._chunks:
-            self._num_host[worker_id] += self._apply(worker_id, _HOST, stored, evicted)
+        if worker := self._workers.get(worker_id):
+            _unmark(self._host, evicted, worker.bit)
+            _mark(self._host, stored[:], worker.bit)
 
     def expect(self, worker_id: str, epoch: int, chunks: Sequence[int]) -> None:
-        """Record that the prompt with ``chunks`` was dispatched under the number ``epoch``."""
-        if worker_id in self._chunks and epoch not in self._expected[worker_id]:
-            self._expected[worker_id][epoch] = chunks
-            self._add(worker_id, chunks, _EXPECTED)
+        """Record that the prompt with ``chunks`` was dispatched under the number ``epoch``.
+
+        From then on, the chunks that the worker lacks count as stored. If it evicts one of the
+        others before it has computed the prompt, that one no longer counts.
+        """
+        worker = self._workers.get(worker_id)
+        if worker and epoch not in worker.expected:
+            worker.expected[epoch] = chunks
+            depth, _ = self._longest(chunks, len(chunks), worker.bit)
+            worker.unconfirmed.update(_mark(self._device, chunks[depth:], worker.bit))
 
     def settle(self, worker_id: str, epoch: int) -> None:
         """Record that the prompt of a dispatch was computed, or that it will not be."""
-        if chunks := self._expected.get(worker_id, {}).pop(epoch, ()):
-            self._add(worker_id, chunks, -_EXPECTED)
+        worker = self._workers.get(worker_id)
+        chunks = worker.expected.pop(epoch, ()) if worker else ()
+        if worker and worker.unconfirmed and (gone := worker.unconfirmed.intersection(chunks)):
+            gone.difference_update(*worker.expected.values())
+            worker.unconfirmed -= gone
+            _unmark(self._device, gone, worker.bit)
 
     def workers(self, mask: int) -> Iterator[str]:
         """Yield the ids of the workers of a bit mask."""
-        return (self._workers[bit] for bit in _bits_of(mask))
+        return (self._ids[bit] for bit in _bits_of(mask))
 
     def bit(self, worker_id: str) -> int:
         """Return the bit of a worker in the masks; 0 if it is unknown."""
-        return self._bits.get(worker_id, 0)
+        worker = self._workers.get(worker_id)
+        return worker.bit if worker else 0
 
     def depths(self, chain: Sequence[int]) -> list[tuple[int, int]]:
         """Return numbers of leading chunks, largest first, each with the mask of the workers.
@@ -92,72 +114,56 @@ class PrefixIndex:
         however many workers there are.
         """
         depths: list[tuple[int, int]] = []
-        # A worker evicts the end of a prefix before its beginning, so that masks only lose bits
-        # along the chain. ``mask`` has the workers with the first chunk whose depth is unknown.
-        mask, end = self._masks.get(chain[0], 0) if chain else 0, len(chain)
-        while mask:
-            first, last, deepest = 0, end - 1, mask
-            while first < last:
-                middle = (first + last + 1) // 2
-                found = self._masks.get(chain[middle], 0) & mask
-                if found:
-                    first, deepest = middle, found
-                else:
-                    last = middle - 1
-            depths.append((first + 1, deepest))
-            mask, end = mask & ~deepest, first
+        others = -1
+        depth, mask = self._longest(chain, len(chain), others)
+        while depth:
+            depths.append((depth, mask))
+            others &= ~mask
+            depth, mask = self._longest(chain, depth - 1, others)
         return depths
+
+    def _longest(self, chain: Sequence[int], end: int, among: int) -> tuple[int, int]:
+        """Return how many of ``chain[:end]`` workers of a mask have at most, and which do."""
+        device, host = self._device, self._host
+        mask = (device.get(chain[0], 0) | host.get(chain[0], 0)) & among if end else 0
+        if not mask:
+            return 0, 0
+        # A worker evicts the end of a prefix before its beginning, so that masks only lose bits
+        # along the chain.
+        first, last = 0, end - 1
+        while first < last:
+            middle = (first + last + 1) // 2
+            found = (device.get(chain[middle], 0) | host.get(chain[middle], 0)) & among
+            if found:
+                first, mask = middle, found
+            else:
+                last = middle - 1
+        return first + 1, mask
 
     def host_chunks(self, worker_id: str, chain: Sequence[int]) -> int:
         """Return how many of ``chain``'s chunks the worker has in host memory only."""
-        if not self._num_host.get(worker_id):
+        if self._host.keys().isdisjoint(chain):
             return 0
-        chunks = self._chunks[worker_id]
-        return sum(chunks.get(chunk, 0) == _HOST for chunk in chain)
+        bit = self.bit(worker_id)
+        return sum(1 for it in chain if self._host.get(it, 0) & ~self._device.get(it, 0) & bit)
 
-    def _apply(
-        self, worker_id: str, medium: int, stored: Iterable[int], evicted: Iterable[int]
-    ) -> int:
-        """Set or clear the bit ``medium`` of chunks; return by how many more chunks have it."""
-        chunks = self._chunks.get(worker_id)
-        if chunks is None:
-            return 0
-        gone = [chunk for chunk in evicted if chunks.get(chunk, 0) & medium]
-        self._add(worker_id, gone, -medium)
-        new = [chunk for chunk in stored if not chunks.get(chunk, 0) & medium]
-        self._add(worker_id, new, medium)
-        return len(new) - len(gone)
 
-    def _add(self, worker_id: str, chunks: Sequence[int], amount: int) -> None:
-        """Add ``amount`` to a worker's values of different ``chunks``."""
-        mine, bit = self._chunks[worker_id], self._bits[worker_id]
-        # Most chunks of a prompt that follow each other have the same value, so that they are
-        # changed at once.
-        for before, run in groupby(chunks, mine.get):
-            alike = tuple(run)
-            after = (before or 0) + amount
-            if after:
-                mine.update(dict.fromkeys(alike, after))
-            else:
-                for chunk in alike:
-                    del mine[chunk]
-                    self._unmark(chunk, bit)
-            if not before:
-                self._mark(alike, bit)
+def _mark(masks: _Masks, chunks: Collection[int], bit: int) -> Collection[int]:
+    """Add a worker to the masks of chunks, and return the chunks that it lacked."""
+    # Unknown chunks, which are the most frequent case, are added without a Python loop.
+    if masks.keys().isdisjoint(chunks):
+        masks.update(zip(chunks, repeat(bit)))
+        return chunks
+    new = {it: mask | bit for it in chunks if not (mask := masks.get(it, 0)) & bit}
+    masks.update(new)
+    return new
 
-    def _mark(self, chunks: Sequence[int], bit: int) -> None:
-        masks = self._masks
-        if masks.keys().isdisjoint(chunks):
-            masks.update(dict.fromkeys(chunks, bit))
-        else:
-            masks.update({chunk: masks.get(chunk, 0) | bit for chunk in chunks})
 
-    def _unmark(self, chunk: int, bit: int) -> None:
-        mask = self._masks[chunk] & ~bit
-        if mask:
-            self._masks[chunk] = mask
-        else:
-            del self._masks[chunk]
+def _unmark(masks: _Masks, chunks: Iterable[int], bit: int) -> None:
+    """Remove a worker from the masks of chunks."""
+    for chunk in chunks:
+        if mask := masks.pop(chunk, 0) & ~bit:
+            masks[chunk] = mask
 
 
 def _bits_of(mask: int) -> Iterator[int]:

@@ -9,6 +9,7 @@ foreseen.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -140,8 +141,13 @@ def _judge_index(cluster: SimCluster) -> None:
     """Every router's index of prefixes has exactly the chunks that the workers' caches have."""
     pools = {worker.worker_id: worker.cached_chunks() for worker in cluster.workers.values()}
     for number, router in cluster.ready_routers():
-        known = router.leader._placement.index._chunks
-        if known != {worker_id: pools[worker_id] for worker_id in router.leader.views}:
+        index = router.leader._placement.index
+        known = {chunk: {*index.workers(mask)} for chunk, mask in index._device.items()}
+        holders = defaultdict(set)
+        for worker_id in router.leader.views:
+            for chunk in pools[worker_id]:
+                holders[chunk].add(worker_id)
+        if known != holders or index._host:
             raise Wrong(f"router {number} knows {known}, not {pools}")
 
 

@@ -26,9 +26,6 @@ from worker.serving.loop import CONFIRM_S, FirstSteps, LeadingLoop, Report
 from worker.serving.server import SessionServer
 from worker.serving.sessions import Grammars, Sessions
 
-#: Value of a chunk in the index that is stored, and not expected by any dispatch.
-STORED = 1
-
 
 class _Orders(Inbox):
     """Wakes a task instead of a thread."""
@@ -144,11 +141,11 @@ class SimWorker:
             if sequence.request_id == request_id and sequence.slot != NO_SLOT:
                 self.engine.preempt(sequence)
 
-    def cached_chunks(self) -> dict[int, int]:
-        """Return the chunks that its cache has, with the value that the index has for them."""
+    def cached_chunks(self) -> set[int]:
+        """Return the chunks that its cache has."""
         pool = self.engine._scheduler._batch._pool
         hashes = map(pool.hash_of, range(pool.num_blocks))
-        return {chunk_id(it): STORED for it in hashes if it in pool._chunks}
+        return {chunk_id(it) for it in hashes if it in pool._chunks}
 
     async def drain(self) -> None:
         """Hands everything back, and leaves."""

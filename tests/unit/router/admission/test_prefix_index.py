@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ CHAINS = [
     [*range(100, 100 + shared), *range(1000 * n, 1000 * n + 6)]
     for n, shared in enumerate([0, 3, 3, 5, 8], 1)
 ]
+CHUNKS = sorted({chunk for chain in CHAINS for chunk in chain})
 WORKERS = ("a", "b", "c")
 
 
@@ -29,6 +30,8 @@ class Model:
         self.index = PrefixIndex()
         self.stored: dict[str, set[int]] = {}
         self.expected: dict[str, dict[int, Sequence[int]]] = {}
+        #: workers that evicted chunks which they should keep, so that not all expected ones count
+        self.uncertain: set[str] = set()
 
     def join(self, worker: str, chunks: Sequence[int]) -> None:
         self.index.join(worker, chunks)
@@ -42,31 +45,44 @@ class Model:
     def update(self, worker: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
         self.index.update(worker, stored, evicted)
         if worker in self.stored:
-            self.stored[worker] = self.stored[worker] - set(evicted) | set(stored)
+            lost = self.stored[worker].intersection(evicted)
+            if not lost.isdisjoint(self.of(worker, ())):
+                self.uncertain.add(worker)
+            self.stored[worker] = self.stored[worker] - lost | set(stored)
 
     def expect(self, worker: str, epoch: int, chunks: Sequence[int]) -> None:
-        self.index.expect(worker, epoch, chunks)
         if worker in self.stored:
             self.expected[worker].setdefault(epoch, chunks)
+            if not _is_closed(chunks, self.held(worker)):
+                self.uncertain.add(worker)
+        self.index.expect(worker, epoch, chunks)
 
     def settle(self, worker: str, epoch: int) -> None:
         self.index.settle(worker, epoch)
         self.expected.get(worker, {}).pop(epoch, None)
 
-    def of(self, worker: str) -> set[int]:
-        return self.stored[worker].union(*self.expected[worker].values())
+    def of(self, worker: str, stored: Iterable[int]) -> set[int]:
+        """Return the ``stored`` chunks together with those that a worker is expected to have."""
+        return set(stored).union(*self.expected[worker].values())
+
+    def held(self, worker: str) -> set[int]:
+        """Return the chunks that the index has for a worker."""
+        return {it for it, mask in self.index._device.items() if worker in self.index.workers(mask)}
 
     def check(self) -> None:
-        assert self.index._chunks.keys() == self.stored.keys()
-        for worker in self.stored:
-            assert self.index._chunks[worker].keys() == self.of(worker)
-        for chain in CHAINS:
-            depths = {worker: _depth(chain, self.of(worker)) for worker in self.stored}
-            assert cached(self.index, chain) == {w: depth for w, depth in depths.items() if depth}
+        for worker, stored in self.stored.items():
+            if not self.expected[worker]:
+                self.uncertain.discard(worker)
+            most, chunks = self.of(worker, stored), self.held(worker)
+            assert stored <= chunks <= most if worker in self.uncertain else chunks == most
+            for chain in CHAINS:
+                if _is_closed(chain, chunks):
+                    assert cached(self.index, chain).get(worker, 0) == len(chunks & {*chain})
 
 
-def _depth(chain: Sequence[int], chunks: set[int]) -> int:
-    return next((i for i, chunk in enumerate(chain) if chunk not in chunks), len(chain))
+def _is_closed(chain: Sequence[int], chunks: set[int]) -> bool:
+    """Return whether ``chunks`` has no chunk of a chain without all those before it."""
+    return chunks.issuperset(chain[: len(chunks.intersection(chain))])
 
 
 workers = st.sampled_from(WORKERS)
@@ -79,6 +95,7 @@ steps = st.lists(
         st.tuples(st.just("remove"), workers),
         st.tuples(st.just("store"), workers, prefixes),
         st.tuples(st.just("evict"), workers, st.sampled_from(CHAINS), st.integers(0, 14)),
+        st.tuples(st.just("drop"), workers, st.lists(st.sampled_from(CHUNKS))),
         st.tuples(st.just("expect"), workers, st.integers(1, 4), prefixes),
         st.tuples(st.just("settle"), workers, st.integers(1, 4)),
     ),
@@ -107,6 +124,8 @@ def test_prefix_index_matches_the_chunks_of_each_worker(taken: list[tuple]) -> N
                 for chunk in other[min(other.index(c) for c in gone & set(other)) :]
             }
             model.update(worker, (), sorted(gone))
+        elif name == "drop":
+            model.update(worker, (), rest[0])
         elif name == "expect":
             model.expect(worker, *rest)
         else:
@@ -121,7 +140,7 @@ def test_prefix_index_forgets_a_removed_worker() -> None:
     index.remove("a")
     index.update("a", [4], ())
     index.settle("a", 7)
-    assert not index._chunks and not index._masks and cached(index, [1, 2, 3]) == {}
+    assert not index._device and cached(index, [1, 2, 3]) == {}
     index.join("b", [1])
     assert cached(index, [1, 2]) == {"b": 1}
 
@@ -131,15 +150,39 @@ def test_prefix_index_expects_chunks_until_prefilled() -> None:
     index.join("a")
     index.expect("a", 7, [1, 2])
     assert cached(index, [1, 2, 3]) == {"a": 2}
-    index.update("a", [1], ())
+    index.update("a", [1, 4], ())
     index.settle("a", 7)
-    assert cached(index, [1, 2, 3]) == {"a": 1}
+    assert cached(index, [1, 2, 3]) == {"a": 1} and cached(index, [4]) == {"a": 1}
+
+
+def test_prefix_index_keeps_chunks_expected_by_siblings() -> None:
+    index = PrefixIndex()
+    index.join("a")
+    index.expect("a", 7, [1, 2, 3])
+    index.expect("a", 8, [1, 2, 4])
+    index.update("a", (), [2])
+    index.settle("a", 7)
+    assert cached(index, [1, 2, 3]) == {"a": 2} and cached(index, [1, 2, 4]) == {"a": 3}
+    index.update("a", [3], ())
+    assert cached(index, [1, 2, 3]) == {"a": 3}
+
+
+def test_prefix_index_keeps_stored_chunks_behind_a_gap() -> None:
+    index = PrefixIndex()
+    index.join("a", [1, 3])
+    index.expect("a", 7, [1, 2, 3])
+    assert cached(index, [1, 2, 3]) == {"a": 3}
+    index.settle("a", 7)
+    assert cached(index, [1, 2]) == {"a": 1} and cached(index, [3]) == {"a": 1}
 
 
 def test_prefix_index_counts_chunks_in_host_memory_only() -> None:
     index = PrefixIndex()
+    index.join("b", host=[1])
     index.join("a", device=[1, 2], host=[2, 3])
-    assert cached(index, [1, 2, 3]) == {"a": 3} and index.host_chunks("a", [1, 2, 3]) == 1
+    assert index.host_chunks("a", [1, 2, 3]) == 1
+    index.remove("b")
+    assert cached(index, [1, 2, 3]) == {"a": 3}
     index.update("a", (), [2])
     assert index.host_chunks("a", [1, 2, 3]) == 2
     index.update_host("a", (), [3, 2])
