@@ -86,18 +86,6 @@ class _Needs(NamedTuple):
     chunk: int = 0
 
 
-class Choice(NamedTuple):
-    """Worker to dispatch a request to, and the leading tokens of it that the worker has cached.
-
-    ``seconds`` is the predicted time until the worker has computed the other tokens, together with
-    its pending prefill; None if unknown.
-    """
-
-    worker_id: str
-    cached_tokens: int = 0
-    seconds: float | None = None
-
-
 class CachedPrefixes(NamedTuple):
     """Leading tokens of a request that workers have cached.
 
@@ -113,6 +101,21 @@ class CachedPrefixes(NamedTuple):
 
 
 _NOT_CACHED = CachedPrefixes([])
+
+
+class Choice(NamedTuple):
+    """Worker to dispatch a request to, and the leading tokens of it that the worker has cached.
+
+    ``prefixes`` are the tokens that each worker has cached. ``seconds`` is the predicted time until
+    the chosen one has computed the other tokens, together with its pending prefill; None if
+    unknown.
+    """
+
+    worker_id: str
+    prefixes: CachedPrefixes
+    cached_tokens: int
+    seconds: float | None
+
 
 #: Least needs of any request.
 _LEAST = _Needs(1, 1, "")
@@ -292,11 +295,8 @@ class Placement:
             for num_tokens, mask in prefixes.groups:
                 if num_tokens <= chosen.cached_tokens:
                     break
-                group = (
-                    it
-                    for it in self._ready
-                    if self.index.bit(it) & mask and not self._workers[it].is_slow
-                )
+                warm = set(self.index.workers(mask))
+                group = (it for it in self._ready if it in warm and not self._workers[it].is_slow)
                 other = self._first(group, waiting, needs, prefixes)
                 chosen = chosen if other is None else _sooner(chosen, other)
         if chosen is None:
@@ -316,7 +316,8 @@ class Placement:
         for worker_id in worker_ids:
             num_cached = prefixes.tokens_at(self.index.bit(worker_id))
             if self._can_accept(worker_id, needs, num_cached):
-                return self._choice(worker_id, waiting, num_cached)
+                seconds = self._seconds(worker_id, waiting, num_cached)
+                return Choice(worker_id, prefixes, num_cached, seconds)
         return None
 
     def _prefixes(self, waiting: Waiting) -> CachedPrefixes:
@@ -345,7 +346,8 @@ class Placement:
             return None
         return self._first((worker_id,), waiting, _needs_of(waiting), self._prefixes(waiting))
 
-    def _choice(self, worker_id: str, waiting: Waiting, num_cached: int) -> Choice:
+    def _seconds(self, worker_id: str, waiting: Waiting, num_cached: int) -> float | None:
+        """Return the predicted time until a worker has computed a request; None if unknown."""
         worker = self._workers[worker_id]
         uncached = waiting.prefill_tokens - num_cached
         seconds = worker.prefill_s(worker.pending_prefill + uncached, num_cached)
@@ -353,7 +355,7 @@ class Placement:
             chunks = waiting.chunks[: -(-num_cached // CHUNK_SIZE)]
             num_blocks = BLOCKS_PER_CHUNK * self.index.host_chunks(worker_id, chunks)
             seconds += num_blocks * worker.capacity.host_load_s
-        return Choice(worker_id, num_cached, seconds)
+        return seconds
 
     def wait_for(
         self, waiting: Waiting, choice: Choice, parking: Parking, waited_s: float, now: float
@@ -371,10 +373,10 @@ class Placement:
             return None
         best: Wait | None = None
         best_s = choice.seconds
-        longer = self._longer_prefixes(waiting, choice.cached_tokens)
+        longer = self._longer_prefixes(choice)
         for num_cached, worker_id in islice(longer, _MAX_WAITED_FOR):
             worker = self._workers[worker_id]
-            there_s = self._choice(worker_id, waiting, num_cached).seconds
+            there_s = self._seconds(worker_id, waiting, num_cached)
             is_usable = worker.is_open and not (worker.trial or worker.is_slow)
             is_usable = is_usable and worker_id != waiting.avoid
             if there_s is None or not is_usable:
@@ -386,10 +388,10 @@ class Placement:
                 best = Wait(worker_id, num_cached, saved_s, now + saved_s - waited_s)
         return best
 
-    def _longer_prefixes(self, waiting: Waiting, num_tokens: int) -> Iterator[tuple[int, str]]:
-        """Yield workers that have more than ``num_tokens`` tokens of a request cached."""
-        for num_cached, mask in self._prefixes(waiting).groups:
-            if num_cached <= num_tokens:
+    def _longer_prefixes(self, choice: Choice) -> Iterator[tuple[int, str]]:
+        """Yield workers that have more of a request cached than the chosen one, with the tokens."""
+        for num_cached, mask in choice.prefixes.groups:
+            if num_cached <= choice.cached_tokens:
                 break
             for worker_id in self.index.workers(mask):
                 yield num_cached, worker_id
