@@ -46,15 +46,11 @@ def chunk_id(end: bytes) -> int:
 def chunk_hashes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
     """Return the hash of the last block of each full chunk of ``tokens``, in order.
 
-    It depends on all tokens up to the end of the chunk and on the salt.
+    It depends on all tokens up to the end of the chunk and on the salt. With the hash of a chunk as
+    the salt, the result is that of the tokens after this chunk.
     """
     ends = islice(block_hashes(tokens, salt), BLOCKS_PER_CHUNK - 1, None, BLOCKS_PER_CHUNK)
     return list(ends)
-
-
-def chunk_ids(tokens: Sequence[int], salt: bytes = b"") -> list[int]:
-    """Return the id of each full chunk of ``tokens``, in order (``chunk_hashes``)."""
-    return [chunk_id(end) for end in chunk_hashes(tokens, salt)]
 
 
 def session_hash(tenant: str, session_id: str) -> bytes:

@@ -1,7 +1,7 @@
 """Index of the prompt prefixes that workers have in their prefix caches. Pure.
 
 A prefix is divided into chunks of 256 tokens. The id of a chunk depends on all tokens before it and
-on the salt (``everlift.hashes.chunk_ids``), so that a chunk is cached only together with its
+on the salt (``everlift.hashes.chunk_id``), so that a chunk is cached only together with its
 prefix. A worker is expected to have the chunks of a dispatched prompt from the dispatch on, so that
 requests with the same prefix which arrive in a burst follow the first one. Once the worker has
 computed the prompt, only chunks that it has reported as stored remain.

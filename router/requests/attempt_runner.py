@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from everlift import logs
 from everlift.errors import EverliftError, NoWorker
+from everlift.hashes import chunk_id
 from everlift.messages import Request
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
@@ -173,7 +174,7 @@ class AttemptRunner:
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
         is_suspect = live.losses.is_suspect(live.num_tokens, self._config)
-        chunks = live.chunks() if self._config.locality else ()
+        chunks = [chunk_id(it) for it in live.chunk_hashes()] if self._config.locality else []
         cached = self._leader_client.cached_tokens(chunks, live.known_tokens)
         return messages.waiting(live, self._moves_left(live), is_suspect, chunks, cached)
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import Self
 
 from everlift.errors import EverliftError
-from everlift.hashes import CHUNK_SIZE, chunk_ids
+from everlift.hashes import CHUNK_SIZE, chunk_hashes
 from everlift.messages import FinishReason, Request
 from everlift.request_id import strip_tenant, tenant_of
 from everlift.sampling import TokenLogprobs
@@ -308,8 +308,8 @@ class LiveRequest:
         self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
         #: known tokens that the leader expects in the worker's prefix cache
         self.expected_cached_tokens = 0
-        #: number of tokens and ids of chunks, as last computed
-        self._chunks: tuple[int, Sequence[int]] = len(request.prompt_ids), request.chunks
+        #: hashes of the chunks of known tokens, as far as they were computed
+        self._chunk_hashes = list(request.chunk_hashes)
         self.losses = Losses()
         #: whether the worker awaits a confirmation of its report before it runs the first step of
         #: this attempt, and whether it has reported a step
@@ -396,22 +396,21 @@ class LiveRequest:
         outputs = sum(len(choice.output) for choice in self.unfinished)
         return len(self.request.prompt_ids) + outputs
 
-    def chunks(self) -> Sequence[int]:
-        """Return the ids of the chunks of the known tokens that all choices have in common.
+    def chunk_hashes(self) -> Sequence[bytes]:
+        """Return the hashes of the chunks of the known tokens that all choices have in common.
 
         These are the tokens of the prompt and, of a request with a single choice, of its output.
         The list is empty while log probabilities of the prompt must be computed.
         """
         if self.lacks_prompt_logprobs:
             return ()
-        tokens: Sequence[int] = self.request.prompt_ids
-        if len(self.choices) == 1:
-            tokens = (*tokens, *self.choices[0].output.tokens)
-        num_tokens, chunks = self._chunks
-        if len(tokens) != num_tokens or len(chunks) != len(tokens) // CHUNK_SIZE:
-            chunks = chunk_ids(tokens, self.request.salt)
-            self._chunks = len(tokens), chunks
-        return chunks
+        prompt, done = self.request.prompt_ids, len(self._chunk_hashes) * CHUNK_SIZE
+        output = self.choices[0].output.tokens if len(self.choices) == 1 else []
+        if len(prompt) + len(output) - done >= CHUNK_SIZE:
+            tokens = (*prompt[done:], *output[max(0, done - len(prompt)) :])
+            parent = self._chunk_hashes[-1] if self._chunk_hashes else self.request.salt
+            self._chunk_hashes += chunk_hashes(tokens, parent)
+        return self._chunk_hashes
 
     @property
     def queue_key(self) -> QueueKey:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from everlift.client.client import AsyncClient
-from everlift.hashes import CHUNK_SIZE, chunk_ids
+from everlift.hashes import CHUNK_SIZE, chunk_hashes
 from everlift.v1 import inference_pb2 as pb
 from router.requests import tokenizer
 from tests.support.in_process import ROUTER, WORKER, cluster, until
@@ -56,7 +56,7 @@ async def test_prefix_of_another_salt_is_not_expected() -> None:
 
 
 async def test_prefix_without_salt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "chunk_ids", lambda tokens, salt: chunk_ids(tokens))
+    monkeypatch.setattr(tokenizer, "chunk_hashes", lambda tokens, salt: chunk_hashes(tokens))
     with pytest.raises(AssertionError):
         await test_prefix_of_another_salt_is_not_expected()
 
