@@ -15,6 +15,7 @@ from cluster.simulator.workloads.arrivals import Arrival
 from everlift.errors import PromptTooLong
 from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK, CHUNK_SIZE
 from everlift.sampling import SamplingParams
+from worker.engine.chunk import Chunk
 from worker.engine.limits import Limits
 from worker.engine.outcome import Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence
@@ -22,6 +23,7 @@ from worker.engine.sequence import Sequence
 #: Value of every token, because token values are never used.
 TOKEN = 1
 _SAMPLING = SamplingParams(temperature=0.0)
+_NO_TOKENS = Chunk(b"", b"", ())
 _STEM_BYTES = 16
 
 
@@ -116,6 +118,9 @@ class NamedSequence(Sequence):
 
     def block_hash(self, index: int) -> bytes:
         return self.names[index]
+
+    def chunk(self, number: int) -> Chunk:
+        return _NO_TOKENS
 
     def stop(self, limits: Limits) -> Stop | None:
         if (stop := super().stop(limits)) is not None:

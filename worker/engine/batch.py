@@ -11,8 +11,9 @@ import heapq
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 
-from everlift.hashes import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK
 from worker.engine.blocks import BlockPool, ChunkChanges
+from worker.engine.chunk import Chunk
 from worker.engine.host_store import HostStore
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.plan import BlockCopy, Ints, Plan, Row
@@ -36,6 +37,8 @@ class Batch:
         self._free_slots = list(range(limits.max_num_seqs))
         #: slots that were vacated since ``take_vacated``
         self._vacated: set[int] = set()
+        #: chunks whose last block was published since ``take_chunk_changes``, by its hash
+        self._stored_chunks: dict[bytes, Chunk] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -71,7 +74,9 @@ class Batch:
 
     def take_chunk_changes(self) -> ChunkChanges:
         """Return the changes of the prefix cache since the last call. Call between steps."""
-        return ChunkChanges(self._pool.take_chunk_changes(), self._store.take_chunk_changes())
+        stored, self._stored_chunks = self._stored_chunks, {}
+        device, host = self._pool.take_chunk_changes(), self._store.take_chunk_changes()
+        return ChunkChanges(device, host, stored)
 
     # admission and removal
 
@@ -193,7 +198,10 @@ class Batch:
         the range.
         """
         for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
-            self._pool.publish(sequence.block_table[index], sequence.block_hash(index), index)
+            block_hash = sequence.block_hash(index)
+            self._pool.publish(sequence.block_table[index], block_hash, index)
+            if (index + 1) % BLOCKS_PER_CHUNK == 0:
+                self._stored_chunks[block_hash] = sequence.chunk(index // BLOCKS_PER_CHUNK)
 
     def unpublish_row(self, row: Row) -> None:
         """Remove from the prefix cache the blocks that ``row`` was to fill."""

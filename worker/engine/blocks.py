@@ -22,17 +22,20 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from everlift.hashes import BLOCKS_PER_CHUNK
+from worker.engine.chunk import Chunk
 
 
 class ChunkChanges(NamedTuple):
     """Chunks of prefixes that were added to the prefix cache or removed from it.
 
     Each is named by the hash of its last block; the value is whether it is cached now, in the
-    memory of the device or in that of the host.
+    memory of the device or in that of the host. ``stored`` has the chunks that were computed and
+    added, even if they have been removed since.
     """
 
     device: Mapping[bytes, bool] = MappingProxyType({})
     host: Mapping[bytes, bool] = MappingProxyType({})
+    stored: Mapping[bytes, Chunk] = MappingProxyType({})
 
 
 NO_CHANGES = ChunkChanges()

@@ -24,9 +24,10 @@ from everlift.errors import (
     OutOfRange,
     PromptTooLong,
 )
-from everlift.hashes import BLOCK_SIZE, block_hash
+from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK, CHUNK_SIZE, block_hash, block_hashes
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
+from worker.engine.chunk import NO_PREFIX, Chunk, Prefix
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.outcome import NO_UPDATE, Outcome, Residence, SequenceKey, SequenceUpdate, Stop
 from worker.engine.plan import UNKNOWN, Admission, Row, RowResult
@@ -89,16 +90,22 @@ class Sequence:
     _hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def from_start(cls, start: session_pb2.Start, limits: Limits) -> Self:
+    def from_start(
+        cls, start: session_pb2.Start, limits: Limits, prefix: Prefix = NO_PREFIX
+    ) -> Self:
         """Return the new sequence that a Start message describes.
 
-        Raises InvalidRequest if the message is invalid, or if the sequence exceeds ``limits``.
+        ``prefix`` has the tokens that the message leaves out, which are those of an earlier valid
+        sequence. Raises InvalidRequest if the message is invalid, or if the sequence exceeds
+        ``limits``.
         """
+        if num_omitted(start, limits) != len(prefix.tokens):
+            raise InvalidRequest("the tokens of omitted_prefix are missing")
         sequence = cls(
             key=SequenceKey(start.epoch, start.choice),
             request_id=start.request_id,
-            tokens=[*start.prompt_ids, *start.output_ids],
-            num_prompt=len(start.prompt_ids),
+            tokens=[*prefix.tokens, *start.prompt_ids, *start.output_ids],
+            num_prompt=start.omitted_prefix.num_prompt + len(start.prompt_ids),
             max_tokens=start.max_tokens,
             sampling=SamplingParams.from_proto(start.sampling, seed=0),
             stop_token_ids=frozenset(start.stop_token_ids),
@@ -107,8 +114,9 @@ class Sequence:
             predicted_tokens=start.predicted_tokens,
             confirms_first_step=start.confirm_first_step,
         )
+        sequence._hashes.extend(prefix.block_hashes)
         sequence.num_computed_before = min(start.num_computed, sequence.num_known)
-        sequence._check(limits)
+        sequence._check(limits, len(prefix.tokens))
         sequence.num_expected_hits = min(start.expected_cached_tokens, sequence.num_reusable)
         return sequence
 
@@ -129,7 +137,7 @@ class Sequence:
             predicted_tokens=self.predicted_tokens,
         )
 
-    def _check(self, limits: Limits) -> None:
+    def _check(self, limits: Limits, num_valid: int) -> None:
         if not self.key.epoch:
             raise InvalidRequest("epoch must be set")
         if not self.num_prompt:
@@ -144,7 +152,7 @@ class Sequence:
                 f"{self.num_prompt} prompt tokens and {self.num_output} output tokens fill the "
                 f"context of {limits.max_model_len}"
             )
-        if max(self.tokens) >= limits.vocab_size:
+        if max(self.tokens[num_valid:], default=0) >= limits.vocab_size:
             raise OutOfRange(f"a token id is {limits.vocab_size}, the vocabulary's size, or more")
         needed = blocks_for(self.num_known + 1)
         if self.stop(limits) is None and needed > limits.num_blocks:
@@ -383,3 +391,34 @@ class Sequence:
             parent = self._hashes[-1] if self._hashes else self.salt
             self._hashes.append(block_hash(parent, self.tokens[start : start + BLOCK_SIZE]))
         return self._hashes[index]
+
+    def chunk_hashes(self) -> list[bytes]:
+        """Return the hash of each full chunk of the known tokens; compute those of all blocks."""
+        parent, done = self._hashes[-1] if self._hashes else self.salt, len(self._hashes)
+        self._hashes += block_hashes(self.tokens[done * BLOCK_SIZE :], parent)
+        return self._hashes[BLOCKS_PER_CHUNK - 1 :: BLOCKS_PER_CHUNK]
+
+    def chunk(self, number: int) -> Chunk:
+        """Return chunk ``number``, whose tokens must all be known."""
+        first, end = number * BLOCKS_PER_CHUNK, (number + 1) * BLOCKS_PER_CHUNK
+        parent = self.block_hash(first - 1) if number else self.salt
+        self.block_hash(end - 1)  # computes those before it
+        tokens = self.tokens[number * CHUNK_SIZE : (number + 1) * CHUNK_SIZE]
+        return Chunk.of(parent, tokens, self._hashes[first:end])
+
+
+def num_omitted(start: session_pb2.Start, limits: Limits) -> int:
+    """Return the number of leading tokens that a Start message leaves out.
+
+    Raises InvalidRequest unless they are whole chunks within the limits and without a gap.
+    """
+    omitted = start.omitted_prefix
+    count = omitted.num_prompt + omitted.num_output
+    if count % CHUNK_SIZE or (omitted.num_output and start.prompt_ids):
+        raise InvalidRequest(
+            f"omitted_prefix of {count} tokens: expected whole chunks, and no prompt_ids if it has "
+            f"output"
+        )
+    if count > limits.max_model_len:
+        raise PromptTooLong(f"{count} tokens are left out; the context has {limits.max_model_len}")
+    return count

@@ -41,6 +41,8 @@ class Outbox:
         self._host_chunks: dict[int, bool] = {}
         self._occupants: tuple[Occupant, ...] = ()
         self._breakdowns: dict[SequenceKey, TimeBreakdown] = {}
+        #: starts whose omitted prefix the worker lacks
+        self._incomplete: set[SequenceKey] = set()
 
     def __bool__(self) -> bool:
         return bool(self._progress or self._accepted)
@@ -104,6 +106,11 @@ class Outbox:
         self._device_chunks.update(device)
         self._host_chunks.update(host)
 
+    def add_incomplete(self, key: SequenceKey) -> None:
+        """Report in the next frame that the worker lacks the omitted prefix of a start."""
+        self._incomplete.add(key)
+        self.notify()
+
     def set_occupants(self, occupants: tuple[Occupant, ...]) -> None:
         """Report ``occupants`` as the sequences in the batch slots in the next frame."""
         self._occupants = occupants
@@ -111,6 +118,7 @@ class Outbox:
     def drop(self, key: SequenceKey) -> None:
         """Discard the unsent messages about an aborted sequence."""
         self._breakdowns.pop(key, None)
+        self._incomplete.discard(key)
         if (progress := self._progress.pop(key, None)) is not None:
             self._frame.progress.remove(progress)
 
@@ -130,6 +138,9 @@ class Outbox:
         frame.accepted_epochs.extend(self._accepted)
         frame.breakdowns.extend(self._take_breakdowns())
         self._take_chunks(frame)
+        for epoch, choice in sorted(self._incomplete):
+            frame.incomplete_starts.add(epoch=epoch, choice=choice)
+        self._incomplete.clear()
         self._progress.clear()
         self._accepted.clear()
         self._occupants = ()

@@ -7,23 +7,25 @@ loop's thread and uses neither sockets nor a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Protocol
 
 from everlift import logs
 from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
 from everlift.errors import EverliftError, InvalidRequest
-from everlift.hashes import chunk_id
+from everlift.hashes import CHUNK_SIZE, chunk_id
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
 from worker.engine.blocks import ChunkChanges
+from worker.engine.chunk import NO_PREFIX, Prefix
 from worker.engine.limits import Limits
 from worker.engine.load import Load
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import Sequence, num_omitted
 from worker.engine.step_times import NO_TIME
 from worker.engine.time_breakdown import NO_BREAKDOWN
+from worker.serving.chunk_store import ChunkStore
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.outbox import Outbox
 from worker.serving.pending import Pending
@@ -94,6 +96,8 @@ class Attempt:
         self.choices: set[int] = set()
         #: whether its prompt is computed, as routers were told
         self.is_prefilled = False
+        #: names of the chunks that the chunk store holds for it
+        self.chunks: Collection[bytes] = ()
 
 
 class Sessions:
@@ -118,9 +122,10 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._attempts: dict[int, Attempt] = {}
         self._pending = Pending()
-        #: ids of the chunks of prefixes in the device's and in the host's memory
-        self._device_chunks: set[int] = set()
-        self._host_chunks: set[int] = set()
+        self._chunks = ChunkStore()
+        #: output tokens so far of pending sequences whose omitted prefix is missing: the router
+        #: will send their starts again, whole
+        self._incomplete: dict[SequenceKey, int] = {}
         #: pending sequences whose grammar is being compiled, which the engine does not have yet
         self._compiling: dict[SequenceKey, Sequence] = {}
         #: sessions that must confirm a first step, by epoch; and the callback when all have
@@ -149,7 +154,8 @@ class Sessions:
         for epoch in self._attempts:
             session.outbox.accept(epoch)
         session.outbox.add_chunks(
-            dict.fromkeys(self._device_chunks, True), dict.fromkeys(self._host_chunks, True)
+            dict.fromkeys(map(chunk_id, self._chunks.on_device), True),
+            dict.fromkeys(map(chunk_id, self._chunks.on_host), True),
         )
         log.info("session opened", router_id=router_id)
         return session
@@ -218,6 +224,10 @@ class Sessions:
             self._engine.drain()
             for sequence in tuple(self._compiling.values()):
                 self._end_unstarted(sequence, Stop.RETURNED)
+            for key, offset in self._incomplete.items():
+                self._pending.discard(key)
+                self._forward(Outcome(key, offset, (), Stop.RETURNED))
+            self._incomplete.clear()
             for session in self._sessions.values():
                 session.outbox.notify()
 
@@ -225,8 +235,10 @@ class Sessions:
         key = SequenceKey(start.epoch, start.choice)
         attempt = self._attempts.get(key.epoch)
         if attempt is not None and attempt.session is session and key.choice in attempt.choices:
-            log.warning("repeated start", request_id=start.request_id)
-            return
+            if key not in self._incomplete:
+                log.warning("repeated start", request_id=start.request_id)
+                return
+            attempt = self._forget_incomplete(key, attempt)
         self._acknowledge(key.epoch)
         end = self._end_at_start(start, attempt, session, now)
         if end is not None:
@@ -238,25 +250,62 @@ class Sessions:
         self, start: session_pb2.Start, attempt: Attempt | None, session: Session, now: float
     ) -> Outcome | None:
         key, offset = SequenceKey(start.epoch, start.choice), len(start.output_ids)
-        if self.is_draining:
-            return Outcome(key, offset, (), Stop.RETURNED)
         try:
+            num_chunks = num_omitted(start, self._limits) // CHUNK_SIZE
+            offset += start.omitted_prefix.num_output
+            if self.is_draining:
+                return Outcome(key, offset, (), Stop.RETURNED)
             if attempt is not None and attempt.session is not session:
                 raise InvalidRequest("another router runs this epoch")
-            sequence = Sequence.from_start(start, self._limits)
+            sequence = self._sequence(start, num_chunks)
         except InvalidRequest as error:
             log.warning("start refused", request_id=start.request_id, error=error.slug)
             return Outcome(key, offset, (), Stop.REFUSED, error)
+        if sequence is None:
+            self._add_incomplete(session, start, offset)
+            return None
         if (stop := sequence.stop(self._limits)) is not None:
             return Outcome(key, offset, (), stop)
         sequence.arrived_at = now
-        self._attempts.setdefault(key.epoch, Attempt(session)).choices.add(key.choice)
+        attempt = self._attempts.setdefault(key.epoch, Attempt(session))
+        attempt.choices.add(key.choice)
+        # Later starts of the attempt may leave out the common prompt.
+        attempt.chunks = attempt.chunks or self._chunks.hold(sequence)
         self._pending.add(key, sequence.num_known, sequence.num_uncached)
         if (grammar := sequence.sampling.grammar) is None:
             self._engine.start(sequence)
         else:
             self._compiling[key] = sequence
             self._grammars.compile(grammar, partial(self._compiled, sequence))
+        return None
+
+    def _sequence(self, start: session_pb2.Start, num_chunks: int) -> Sequence | None:
+        """Return the sequence of a start that leaves out ``num_chunks``; None if one is missing."""
+        prefix: Prefix | None = NO_PREFIX
+        if num_chunks:
+            prefix = self._chunks.find(start.omitted_prefix.hash, num_chunks, start.salt)
+        return None if prefix is None else Sequence.from_start(start, self._limits, prefix)
+
+    def _add_incomplete(self, session: Session, start: session_pb2.Start, offset: int) -> None:
+        """Count a start whose omitted prefix is missing as pending, until it is sent again.
+
+        ``offset`` is the number of its output tokens so far.
+        """
+        key, omitted = SequenceKey(start.epoch, start.choice), start.omitted_prefix
+        num_known = omitted.num_prompt + len(start.prompt_ids) + offset
+        self._attempts.setdefault(key.epoch, Attempt(session)).choices.add(key.choice)
+        self._pending.add(key, num_known, num_known)
+        self._incomplete[key] = offset
+        session.outbox.add_incomplete(key)
+
+    def _forget_incomplete(self, key: SequenceKey, attempt: Attempt) -> Attempt | None:
+        """Remove an incomplete start; return its attempt, or None if nothing is left of it."""
+        del self._incomplete[key]
+        self._pending.discard(key)
+        attempt.choices.discard(key.choice)
+        if attempt.choices:
+            return attempt
+        self._remove(key.epoch, attempt)
         return None
 
     def _compiled(self, sequence: Sequence, result: Compiled | EverliftError) -> None:
@@ -296,11 +345,12 @@ class Sessions:
             key = SequenceKey(abort.epoch, choice)
             session.outbox.drop(key)
             attempt.choices.discard(choice)
-            if self._compiling.pop(key, None) is not None:
+            unstarted = self._incomplete if key in self._incomplete else self._compiling
+            if unstarted.pop(key, None) is not None:
                 self._pending.discard(key)
         if not attempt.choices:
             self._mark_prefilled(abort.epoch, attempt)
-            del self._attempts[abort.epoch]
+            self._remove(abort.epoch, attempt)
             self._confirm(abort.epoch)
         self._engine.abort(abort)
 
@@ -335,8 +385,8 @@ class Sessions:
     def _report_chunks(self, changes: ChunkChanges) -> None:
         if not changes.device and not changes.host:
             return
-        device = _apply(self._device_chunks, changes.device)
-        host = _apply(self._host_chunks, changes.host)
+        self._chunks.update(changes)
+        device, host = _by_id(changes.device), _by_id(changes.host)
         for session in self._sessions.values():
             session.outbox.add_chunks(device, host)
 
@@ -400,8 +450,12 @@ class Sessions:
             return False
         attempt.choices.remove(choice)
         if not attempt.choices:
-            del self._attempts[epoch]
+            self._remove(epoch, attempt)
         return True
+
+    def _remove(self, epoch: int, attempt: Attempt) -> None:
+        del self._attempts[epoch]
+        self._chunks.release(attempt.chunks)
 
     def take_frame(self, session: Session) -> session_pb2.WorkerFrame:
         """Return the session's next frame, with the worker's current state; empty its outbox."""
@@ -439,15 +493,9 @@ class Sessions:
         )
 
 
-def _apply(chunks: set[int], changes: Mapping[bytes, bool]) -> dict[int, bool]:
-    """Apply changes to the ids of cached chunks, and return them by id.
-
-    A change has the hash of a chunk's last block, and whether the chunk is cached now.
-    """
-    by_id = {chunk_id(block_hash): is_cached for block_hash, is_cached in changes.items()}
-    for chunk, is_cached in by_id.items():
-        (chunks.add if is_cached else chunks.discard)(chunk)
-    return by_id
+def _by_id(changes: Mapping[bytes, bool]) -> dict[int, bool]:
+    """Return changes of the prefix cache by the ids of the chunks instead of their names."""
+    return {chunk_id(name): is_cached for name, is_cached in changes.items()}
 
 
 def _do_nothing() -> None:

@@ -191,6 +191,7 @@ class Start(google.protobuf.message.Message):
     PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     CONFIRM_FIRST_STEP_FIELD_NUMBER: builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    OMITTED_PREFIX_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """identifies the sequence in this session, together with choice"""
     choice: builtins.int
@@ -227,6 +228,12 @@ class Start(google.protobuf.message.Message):
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """includes end-of-sequence tokens unless they are ignored"""
 
+    @property
+    def omitted_prefix(self) -> Global___OmittedPrefix:
+        """Set if prompt_ids and output_ids lack tokens that the worker should have. If it does not have
+        them, it reports the Start in WorkerFrame.incomplete_starts.
+        """
+
     def __init__(
         self,
         *,
@@ -244,11 +251,38 @@ class Start(google.protobuf.message.Message):
         predicted_tokens: builtins.int = ...,
         confirm_first_step: builtins.bool = ...,
         expected_cached_tokens: builtins.int = ...,
+        omitted_prefix: Global___OmittedPrefix | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["omitted_prefix", b"omitted_prefix", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
+
+@typing.final
+class OmittedPrefix(google.protobuf.message.Message):
+    """Leading known tokens of a sequence that a Start leaves out: whole chunks of 256 tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: builtins.int
+    NUM_PROMPT_FIELD_NUMBER: builtins.int
+    NUM_OUTPUT_FIELD_NUMBER: builtins.int
+    hash: builtins.bytes
+    """hash of their last block, which depends on all of them and on the salt"""
+    num_prompt: builtins.int
+    """number of leading tokens that prompt_ids lacks"""
+    num_output: builtins.int
+    """number of leading tokens that output_ids lacks"""
+    def __init__(
+        self,
+        *,
+        hash: builtins.bytes = ...,
+        num_prompt: builtins.int = ...,
+        num_output: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hash", b"hash", "num_output", b"num_output", "num_prompt", b"num_prompt"]) -> None: ...
+
+Global___OmittedPrefix: typing_extensions.TypeAlias = OmittedPrefix
 
 @typing.final
 class Abort(google.protobuf.message.Message):
@@ -780,6 +814,7 @@ class WorkerFrame(google.protobuf.message.Message):
     PREFILLED_EPOCHS_FIELD_NUMBER: builtins.int
     STORED_HOST_CHUNKS_FIELD_NUMBER: builtins.int
     EVICTED_HOST_CHUNKS_FIELD_NUMBER: builtins.int
+    INCOMPLETE_STARTS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___WorkerInfo: ...
     @property
@@ -818,6 +853,12 @@ class WorkerFrame(google.protobuf.message.Message):
 
     @property
     def evicted_host_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def incomplete_starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___IncompleteStart]:
+        """Starts of this router with an omitted prefix that the worker lacks. The worker counts them as
+        waiting until the router has sent them again, whole, under the same epoch, or aborts them.
+        """
+
     def __init__(
         self,
         *,
@@ -831,11 +872,30 @@ class WorkerFrame(google.protobuf.message.Message):
         prefilled_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         stored_host_chunks: collections.abc.Iterable[builtins.int] | None = ...,
         evicted_host_chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        incomplete_starts: collections.abc.Iterable[Global___IncompleteStart] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hello", b"hello", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "evicted_chunks", b"evicted_chunks", "evicted_host_chunks", b"evicted_host_chunks", "hello", b"hello", "prefilled_epochs", b"prefilled_epochs", "progress", b"progress", "state", b"state", "stored_chunks", b"stored_chunks", "stored_host_chunks", b"stored_host_chunks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "evicted_chunks", b"evicted_chunks", "evicted_host_chunks", b"evicted_host_chunks", "hello", b"hello", "incomplete_starts", b"incomplete_starts", "prefilled_epochs", b"prefilled_epochs", "progress", b"progress", "state", b"state", "stored_chunks", b"stored_chunks", "stored_host_chunks", b"stored_host_chunks"]) -> None: ...
 
 Global___WorkerFrame: typing_extensions.TypeAlias = WorkerFrame
+
+@typing.final
+class IncompleteStart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    choice: builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        choice: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch"]) -> None: ...
+
+Global___IncompleteStart: typing_extensions.TypeAlias = IncompleteStart
 
 @typing.final
 class Progress(google.protobuf.message.Message):

@@ -16,9 +16,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from everlift.hashes import CHUNK_SIZE
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.support.router.session_support import Router
-from tests.support.worker.worker_support import prompt, start, tensor_parallel
+from tests.support.worker.worker_support import prompt, shortened, start, tensor_parallel
 from worker.config import WorkerConfig
 from worker.parallel.step_log import ChannelBroken, StepLogListener, StepLogReader
 from worker.runner.fake_runner import expected_tokens
@@ -93,6 +94,25 @@ async def test_ranks_serve_as_one_worker_and_stop_together(config: WorkerConfig)
         await rank.stop()
         await rank.wait()
         assert await process.wait() == 0
+
+
+@in_steps_and_ahead
+async def test_omitted_prefix_is_completed_for_both_ranks(config: WorkerConfig) -> None:
+    config, long = replace(config, num_blocks=80), prompt(2 * CHUNK_SIZE + 9)
+    async with two_ranks(80, config) as (_, _, address), router_of(address) as router:
+        await router.start(start(1, long, 300), shortened(start(2, long, 40), 2))
+        await router.ended(1, 2)
+        whole = expected_tokens(long, 300)
+        assert (router.tokens[1], router.tokens[2]) == (whole, whole[:40])
+        # The third chunk has generated tokens.
+        again = start(3, [*long, *whole[:280], 5], 40)
+        await router.start(shortened(again, 3), shortened(start(4, long[1:], 40), 1))
+        await router.ended(3)
+        assert router.tokens[3] == expected_tokens(list(again.prompt_ids), 40)
+        assert [it.epoch for frame in router.frames for it in frame.incomplete_starts] == [4]
+        await router.start(start(4, long[1:], 40))
+        await router.ended(4)
+        assert router.tokens[4] == expected_tokens(long[1:], 40)
 
 
 @in_steps_and_ahead

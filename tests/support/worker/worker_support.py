@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from everlift.hashes import CHUNK_SIZE, chunk_hashes
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
 from worker.config import FakeModel, Scheduling, Speculation, WorkerConfig
@@ -89,6 +90,20 @@ def start(
         priority=priority,
         predicted_tokens=predicted_tokens,
     )
+
+
+def shortened(message: session_pb2.Start, num_chunks: int) -> session_pb2.Start:
+    """Leave out the first chunks of a start."""
+    prompt, output = list(message.prompt_ids), list(message.output_ids)
+    count = num_chunks * CHUNK_SIZE
+    num_prompt = min(count, len(prompt))
+    short = session_pb2.Start()
+    short.CopyFrom(message)
+    del short.prompt_ids[:num_prompt], short.output_ids[: count - num_prompt]
+    short.omitted_prefix.hash = chunk_hashes(prompt + output, message.salt)[num_chunks - 1]
+    short.omitted_prefix.num_prompt = num_prompt
+    short.omitted_prefix.num_output = count - num_prompt
+    return short
 
 
 def sequence(bounds: Limits, epoch: int, prompt: Iterable[int], **fields: Any) -> EngineSequence:

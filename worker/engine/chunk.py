@@ -1,0 +1,42 @@
+"""Chunks of prefixes with their tokens, from which omitted prompts are completed. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Chunk(NamedTuple):
+    """Chunk of a prefix: ``everlift.hashes.CHUNK_SIZE`` tokens after those of its parent.
+
+    The hash of its last block names the chunk. ``parent`` is the name of the chunk before it or,
+    of the first one, the salt. ``tokens`` are unsigned integers of four bytes in the byte order of
+    this machine, which take an eighth of the memory of a list.
+    """
+
+    parent: bytes
+    tokens: bytes
+    block_hashes: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, parent: bytes, tokens: Iterable[int], block_hashes: Iterable[bytes]) -> Chunk:
+        return cls(parent, array("I", tokens).tobytes(), tuple(block_hashes))
+
+
+class Prefix(NamedTuple):
+    """Leading tokens of a sequence, and the hashes of their blocks."""
+
+    tokens: list[int]
+    block_hashes: list[bytes]
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Prefix:
+        """Return the prefix that consists of ``chunks``, in the order of their tokens."""
+        chunks = tuple(chunks)
+        tokens = array("I", b"".join(chunk.tokens for chunk in chunks)).tolist()
+        return cls(tokens, [it for chunk in chunks for it in chunk.block_hashes])
+
+
+#: Prefix of a sequence of which nothing is left out.
+NO_PREFIX = Prefix([], [])
