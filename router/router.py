@@ -483,6 +483,8 @@ class Router:
         self._leader.worker_frame(worker_id, frame)
         for breakdown in frame.breakdowns:
             self._requests.attempts.breakdown(breakdown)
+        if frame.incomplete_starts:
+            self._requests.attempts.incomplete_starts(worker_id, frame.incomplete_starts)
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
         self._requests.attempts.progress(worker_id, progress)

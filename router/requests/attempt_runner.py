@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 from typing import Any, Protocol
 
 from everlift import logs
 from everlift.errors import EverliftError, NoWorker
-from everlift.hashes import chunk_id
+from everlift.hashes import CHUNK_SIZE, chunk_id
 from everlift.messages import Request
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
@@ -174,7 +175,7 @@ class AttemptRunner:
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
         is_suspect = live.losses.is_suspect(live.num_tokens, self._config)
-        chunks = [chunk_id(it) for it in live.chunk_hashes()] if self._config.locality else []
+        chunks = [chunk_id(it) for it in self._chunk_hashes(live)]
         cached = self._leader_client.cached_tokens(chunks, live.known_tokens)
         return messages.waiting(live, self._moves_left(live), is_suspect, chunks, cached)
 
@@ -213,25 +214,45 @@ class AttemptRunner:
         if answer is not None and not answer.done():
             answer.set_result(message.queue_wait)
 
-    def _start(self, effect: Start) -> None:
-        if not self._send_starts(effect.live, effect.choices):
-            self._apply(self._attempts.on_unreachable(effect.live, now()))
+    def _chunk_hashes(self, live: LiveRequest) -> Sequence[bytes]:
+        return live.chunk_hashes() if self._config.locality else ()
 
-    def _send_starts(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
+    def _start(self, effect: Start) -> None:
+        live, expected = effect.live, effect.live.expected_cached_tokens
+        num_chunks = 0 if effect.is_whole else ceil(expected / CHUNK_SIZE)
+        prefix = self._chunk_hashes(live)[:num_chunks]
+        if not self._send_starts(live, effect.choices, prefix):
+            self._apply(self._attempts.on_unreachable(live, now()))
+
+    def _send_starts(
+        self, live: LiveRequest, choices: Sequence[Choice], prefix: Sequence[bytes]
+    ) -> bool:
         """Send the Start messages of these choices; return False if no stream to the worker exists.
 
-        If the choices are long, some are sent now and the others in later turns of the event loop.
+        The chunks of ``prefix`` are left out of the first one, and all common chunks out of the
+        others, because the worker then has them. If the choices are long, some are sent now and the
+        others in later turns of the event loop.
         """
-        longest = len(live.request.prompt_ids) + max(len(choice.output) for choice in choices)
-        count = max(1, _TOKENS_PER_TURN // longest)
-        if later := choices[count:]:
-            asyncio.get_running_loop().call_soon(self._send_later, live, live.epoch, later)
-        starts = [messages.start(live, choice) for choice in choices[:count]]
+        shared = self._chunk_hashes(live) if len(choices) > 1 else ()
+        starts: list[session_pb2.Start] = []
+        room = _TOKENS_PER_TURN
+        for choice in choices:
+            known = len(live.request.prompt_ids) + len(choice.output)
+            room -= known - CHUNK_SIZE * len(prefix)
+            if starts and room < 0:
+                break
+            starts.append(messages.start(live, choice, prefix))
+            prefix = shared
+        if later := choices[len(starts) :]:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._send_later, live, live.epoch, later, prefix)
         return self._workers.start(live.worker_id, starts)
 
-    def _send_later(self, live: LiveRequest, epoch: int, choices: Sequence[Choice]) -> None:
+    def _send_later(
+        self, live: LiveRequest, epoch: int, choices: Sequence[Choice], prefix: Sequence[bytes]
+    ) -> None:
         if self._attempts.running.get(epoch) is live:
-            self._send_starts(live, choices)
+            self._send_starts(live, choices, prefix)
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         """Undo, in the ledger, the dispatch of a request that is not waiting at this router.
@@ -269,6 +290,16 @@ class AttemptRunner:
 
     def progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
         self._apply(self._attempts.on_progress(worker_id, progress, now()))
+
+    def incomplete_starts(
+        self, worker_id: str, starts: Iterable[session_pb2.IncompleteStart]
+    ) -> None:
+        """Send these Start messages again, whole: the worker lacks tokens that they left out."""
+        choices: dict[int, list[int]] = {}
+        for start in starts:
+            choices.setdefault(start.epoch, []).append(start.choice)
+        for epoch, indices in choices.items():
+            self._apply(self._attempts.on_incomplete(worker_id, epoch, indices))
 
     def worker_up(self) -> None:
         self._worker_wait.worker_up(self._registry)

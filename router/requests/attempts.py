@@ -117,10 +117,14 @@ _UNREACHABLE_S = 0.1
 
 
 class Start(NamedTuple):
-    """Effect: send choices of a request to its worker."""
+    """Effect: send choices of a request to its worker.
+
+    Unless ``is_whole``, tokens that the worker is expected to have are left out.
+    """
 
     live: LiveRequest
     choices: Sequence[Choice]
+    is_whole: bool = False
 
 
 class Abort(NamedTuple):
@@ -393,6 +397,19 @@ class Attempts:
         elif stop:
             effects += self._on_choice_failed(live, progress, now)
         return effects
+
+    def on_incomplete(self, worker_id: str, epoch: int, choices: Sequence[int]) -> list[Effect]:
+        """Send choices to their worker again, because it lacks tokens that were left out.
+
+        Choices that do not run at a worker under this epoch are ignored: they were aborted.
+        """
+        if (live := self.running.get(epoch)) is None:
+            return []
+        lacking = [live.choices[index] for index in choices if index in live.at_worker]
+        if not lacking:
+            return []
+        log.info("prefix not at worker", request_id=live.request_id, worker_id=worker_id)
+        return [Start(live, lacking, is_whole=True)]
 
     def on_worker_lost(self, worker_id: str, now: float) -> list[Effect]:
         """Release all requests of a lost worker, which queues them again with their tokens."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from everlift.hashes import CHUNK_SIZE
 from everlift.messages import Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
@@ -13,15 +14,27 @@ from router.prediction.predictor import Prediction
 from router.requests.request import Choice, LiveRequest
 
 
-def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
-    """Return the message that makes a worker start a choice, or resume it after earlier output."""
+def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
+    """Return the message that makes a worker start a choice, or resume it after earlier output.
+
+    ``prefix`` has the hashes of the leading chunks that the worker should have. Their tokens are
+    left out.
+    """
     request = live.request
+    num_omitted = len(prefix) * CHUNK_SIZE
+    num_prompt = min(num_omitted, len(request.prompt_ids))
+    num_output = num_omitted - num_prompt
+    omitted = (
+        session_pb2.OmittedPrefix(hash=prefix[-1], num_prompt=num_prompt, num_output=num_output)
+        if prefix
+        else None
+    )
     return session_pb2.Start(
         epoch=live.epoch,
         choice=choice.index,
         request_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        output_ids=choice.output.tokens,
+        prompt_ids=request.prompt_ids[num_prompt:],
+        output_ids=choice.output.tokens[num_output:],
         max_tokens=request.max_tokens,
         sampling=_sampling(live, choice).to_proto(),
         stop_token_ids=request.stop_token_ids,
@@ -30,7 +43,8 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         priority=request.priority,
         predicted_tokens=live.prediction.length.expected_remaining(0, request.max_tokens),
         confirm_first_step=live.confirms_first_step,
-        expected_cached_tokens=live.expected_cached_tokens,
+        expected_cached_tokens=live.expected_cached_tokens if prefix else 0,
+        omitted_prefix=omitted,
     )
 
 

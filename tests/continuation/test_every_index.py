@@ -3,7 +3,7 @@ tokens, text, log probabilities, ends and usage, each of them once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -14,6 +14,8 @@ from tests.simulated_cluster.asked import Asked, undisturbed
 from tests.simulated_cluster.judgement import listening
 from tests.support.continuation_support import BREAKS, Bench, Break, kill, kinds
 from tests.support.example_counts import examples
+from worker.engine.chunk import Prefix
+from worker.serving.chunk_store import ChunkStore
 
 KINDS = kinds()
 Loss = Callable[[session_pb2.Start], None]
@@ -47,8 +49,8 @@ def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
     """``see`` sees, and may change, all that workers are told to start."""
     start_of = messages.start
 
-    def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
-        message = start_of(live, choice)
+    def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
+        message = start_of(live, choice, prefix)
         see(message)
         return message
 
@@ -62,6 +64,30 @@ def test_continuation_keeps_cache_salt(bench: Bench, monkeypatch: pytest.MonkeyP
     check(bench, KINDS["max_tokens"], 5, kill)
     mine, mine_again, nobodys, nobodys_again = salts
     assert mine == mine_again != nobodys == nobodys_again
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)
+def test_missing_prefix_leaves_the_output_exact(
+    bench: Bench, break_it: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers never have what routers leave out, and ask for the whole prompt each time."""
+    asked: list[bytes] = []
+    monkeypatch.setattr(ChunkStore, "find", lambda store, end, *_: asked.append(end))
+    for index in (0, 1, 7):
+        check(bench, KINDS["an omitted prefix"], index, break_it)
+    assert asked
+
+
+def test_wrong_prefix_is_detected(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = ChunkStore.find
+
+    def wrong(store: ChunkStore, end: bytes, num_chunks: int, salt: bytes) -> Prefix | None:
+        prefix = find(store, end, num_chunks, salt)
+        return prefix and Prefix([7, *prefix.tokens[1:]], [])
+
+    monkeypatch.setattr(ChunkStore, "find", wrong)
+    asked = KINDS["an omitted prefix"]
+    assert bench.broken(asked, 1, kill).result() != undisturbed(asked).result()
 
 
 # Each thing that a continuation has to carry on is missed when it is left behind.

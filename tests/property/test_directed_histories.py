@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -522,8 +522,8 @@ def a_worker_keeps_what_a_dead_gateway_started(patch: pytest.MonkeyPatch) -> Non
 def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
     whole = messages.start
 
-    def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
-        message = whole(live, choice)
+    def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
+        message = whole(live, choice, prefix)
         if message.output_ids:
             message.output_ids[-1] += 1
         return message

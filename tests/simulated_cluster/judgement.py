@@ -168,6 +168,9 @@ def _judge_workers(cluster: SimCluster) -> None:
             raise Wrong(f"{worker.worker_id} still has {load}")
         if not worker.sessions.is_idle:
             raise Wrong(f"{worker.worker_id} still has claims")
+        chunks = worker.sessions._chunks
+        if chunks._num_holders or chunks._chunks.keys() != chunks.on_device:
+            raise Wrong(f"{worker.worker_id} keeps other prompts than its cache has")
 
 
 @contextmanager

@@ -31,6 +31,9 @@ def kinds() -> dict[str, Asked]:
     return {
         "max_tokens": PLAIN,
         "a prompt in chunks": Asked.of(range(1, 101), temperature=0, max_tokens=10),
+        "an omitted prefix": Asked.of(
+            [1 + i % 90 for i in range(290)], **{**sampled, "max_tokens": 7}, n=2
+        ),
         "seed": Asked.of(_PROMPT, **sampled),
         "filters": Asked.of(_PROMPT, **sampled, top_p=0.9, top_k=40, min_p=0.01),
         "presence": Asked.of(_PROMPT, temperature=0, max_tokens=24, presence_penalty=0.7),
