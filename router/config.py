@@ -23,6 +23,8 @@ _LOOPBACK = {"localhost": "127.0.0.1"}
 
 #: Names of the admission queue's orders.
 Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
+#: Fields of a body of the OpenAI API that may name the request's session.
+SessionField: TypeAlias = Literal["prompt_cache_key", "user"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class RouterConfig:
     console: bool = True
     #: web pages that may use the OpenAI API, as https://chat.example.com; "*": all
     cors_origins: tuple[str, ...] = ()
+    #: fields of the OpenAI API whose value names the session of a request without x-session-id; the
+    #: first one that is set applies
+    session_from: tuple[SessionField, ...] = ("prompt_cache_key",)
     #: largest body of an HTTP request; a larger one is refused with 413
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 8 << 20
     #: a stream of server-sent events without an event for this many seconds sends its headers, then

@@ -95,8 +95,9 @@ class Submission:
     request from another one under the same id. ``request_id`` is prefixed with the tenant's name,
     if tenants are distinguished (request_id.py). ``x_request_id`` is the id
     of the call in other systems' logs and traces; Everlift identifies nothing by it. ``session_id``
-    (conversation) and ``fairness_id`` (party) are labels that are only recorded in traces.
-    ``application`` names the purpose, by which output lengths are predicted.
+    names the conversation, by which the admission queue may order requests. ``fairness_id`` (party)
+    is a label that is only recorded in traces. ``application`` names the purpose, by which output
+    lengths are predicted.
 
     The constructor raises InvalidRequest if a field is invalid.
     """

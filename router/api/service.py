@@ -75,7 +75,7 @@ def parse_page_token(token: str) -> Position:
 IDEMPOTENCY_KEY = "idempotency-key"
 X_REQUEST_ID = "x-request-id"
 _TTFT_TARGET = "x-slo-ttft-ms"
-_SESSION_ID = "x-session-id"
+SESSION_ID = "x-session-id"
 _FAIRNESS_ID = "x-gateway-inference-fairness-id"
 _APPLICATION = "x-application"
 _EXPLAIN = "x-explain"
@@ -92,7 +92,7 @@ def apply_headers(
     InvalidRequest or OutOfRange if a header is invalid; the error names the header.
     """
     message.request_id = message.request_id or _request_id(headers, place)
-    message.session_id = message.session_id or _label(headers, _SESSION_ID)
+    message.session_id = message.session_id or _label(headers, SESSION_ID)
     message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
     message.application = message.application or _label(headers, _APPLICATION)
     message.explain = message.explain or headers.get(_EXPLAIN, "").lower() in ("1", "true")

@@ -449,8 +449,9 @@ class GenerateRequest(google.protobuf.message.Message):
     continues, unless router.refuse_late is set: requests that cannot meet it are then rejected.
     """
     session_id: builtins.str
-    """Name of the conversation that the request belongs to, at most 128 bytes. It is recorded in the
-    trace of the request; no decision depends on it yet.
+    """Name of the conversation (session) that the request belongs to, at most 128 bytes, unique within
+    a tenant. The KV blocks of a session are retained between its requests, and the order attained
+    prefers sessions that were served less. It is recorded in traces and explanations.
     """
     fairness_id: builtins.str
     """Name of the party that the request counts for when capacity is shared fairly, at most 128

@@ -66,6 +66,7 @@ class Answering:
             name = _named(call)
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
+            self._set_session(call, fields, messages)
             self._check_amount(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
@@ -88,6 +89,7 @@ class Answering:
         with self._counting_rejections():
             conversation = await self._conversations.of(fields)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
+            self._set_session(call, fields, [message])
             self._check_amount(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
@@ -150,6 +152,15 @@ class Answering:
         return await Generation.attach(
             self._inference, call.caller, messages, had_output=transcript.had_output
         )
+
+    def _set_session(
+        self, call: Call, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
+    ) -> None:
+        # The header takes precedence; it is applied when the messages are submitted.
+        if not call.headers.get(service.SESSION_ID):
+            session_id = submissions.session_id(fields, self._config.session_from)
+            for message in messages:
+                message.session_id = session_id
 
     def _check_amount(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]

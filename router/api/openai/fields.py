@@ -190,13 +190,15 @@ class Generation(Fields):
         None, description="behaviour of the request when its client disconnects"
     )
 
-    # Accepted, but without effect.
+    # These name the request's session, if router.session_from includes them.
+    prompt_cache_key: str | None = None
     user: str | None = None
+
+    # Accepted, but without effect.
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 

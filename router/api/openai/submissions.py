@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everlift.errors import InvalidRequest, OutOfRange, TooManyRequests, Unsupported
+from everlift.messages import MAX_LABEL_BYTES
 from everlift.sampling import Grammar, unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 from router.api.openai.fields import (
@@ -17,6 +18,7 @@ from router.api.openai.fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from router.config import SessionField
 
 #: Default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
@@ -81,6 +83,19 @@ def of_chat(
         message.sampling.grammar.CopyFrom(tools.to_proto())
     message.tokens.ids.extend(prompt)
     return message
+
+
+def session_id(fields: Generation, names: Sequence[SessionField]) -> str:
+    """Return the value of the first of the fields ``names`` that is set; empty if none is.
+
+    Raises OutOfRange if the value is too long.
+    """
+    for name in names:
+        if value := getattr(fields, name):
+            if len(value.encode()) > MAX_LABEL_BYTES:
+                raise OutOfRange(f"{name} is longer than {MAX_LABEL_BYTES} bytes", field=name)
+            return str(value)
+    return ""
 
 
 def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) -> None:

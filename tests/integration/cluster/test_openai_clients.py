@@ -32,6 +32,23 @@ with OpenAI(base_url=f"http://{os.environ['EVERLIFT_HTTP']}/v1", api_key="none")
     print(answer.usage.completion_tokens)
 """
 
+CHATS = """
+import os
+from openai import OpenAI
+
+def say(**more):
+    messages = [{"role": "user", "content": "say:four"}]
+    client.chat.completions.create(model="caller", messages=messages, **more)
+
+def name(request, **more):
+    return {"Idempotency-Key": request, **more}
+
+with OpenAI(base_url=f"http://{os.environ['EVERLIFT_HTTP']}/v1", api_key="none") as client:
+    say(prompt_cache_key="talk", user="ann", extra_headers=name("by-key"))
+    say(prompt_cache_key="talk", extra_headers=name("by-header", **{"x-session-id": "mine"}))
+    say(user="ann", extra_headers=name("by-user"))
+"""
+
 
 async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> str:
     """What it prints; a failure is one here."""
@@ -92,6 +109,14 @@ async def test_openai_client_retries_after_a_full_queue() -> None:
             await parts.add_worker()
             await waited_for
             assert (await asking).strip() == "4"
+
+
+async def test_openai_client_names_its_session(tmp_path: Path) -> None:
+    names = ("by-key", "by-header", "by-user")
+    async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
+        await run(parts.routers[0].http_address, program("python"), "-c", CHATS)
+        stored = [await parts.ledger.read(name) for name in names]
+    assert [it.request.session_id for it in stored] == ["talk", "mine", ""]
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ from router.api.openai.fields import (
     TokenizeFields,
     parse,
 )
+from router.config import SessionField
 
 USER = {"role": "user", "content": "hi"}
 
@@ -273,6 +274,36 @@ def test_ineffective_openai_fields_are_accepted() -> None:
     assert chat(reasoning_effort="low", modalities=["text"], **harmless) == chat()
     with pytest.raises(InvalidRequest):
         chat(modalities=["audio"])
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "session"),
+    [
+        ({"prompt_cache_key": "k", "user": "u"}, ("prompt_cache_key", "user"), "k"),
+        ({"prompt_cache_key": "k", "user": "u"}, ("user", "prompt_cache_key"), "u"),
+        ({"prompt_cache_key": "", "user": "u"}, ("prompt_cache_key", "user"), "u"),
+        ({"user": "u"}, ("prompt_cache_key",), ""),
+        ({"prompt_cache_key": "k" * 129}, (), ""),
+        ({"prompt_cache_key": "k" * 128}, ("prompt_cache_key",), "k" * 128),
+    ],
+)
+def test_session_is_the_first_configured_field(
+    given: dict[str, str], names: tuple[SessionField, ...], session: str
+) -> None:
+    parsed = fields.parse(ChatFields, {"messages": [USER], **given})
+    assert submissions.session_id(parsed, names) == session
+
+
+def test_session_of_more_than_128_bytes_is_refused() -> None:
+    parsed = fields.parse(CompletionFields, {"prompt": "a", "prompt_cache_key": "é" * 65})
+    with pytest.raises(OutOfRange, match="prompt_cache_key is longer than 128") as caught:
+        submissions.session_id(parsed, ("prompt_cache_key",))
+    assert caught.value.field == "prompt_cache_key"
+
+
+def test_prompt_cache_key_must_be_a_text() -> None:
+    with pytest.raises(InvalidRequest, match="prompt_cache_key"):
+        completion(prompt_cache_key=7)
 
 
 #: All fields of OpenAI's API, by the types of its Python library 3.57.

@@ -1,0 +1,87 @@
+"""Sessions of requests, by each protocol's way of naming one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
+from tests.support.in_process import ROUTER, Cluster, cluster
+from tests.support.router.http_client import JSON, ask
+
+HEADER = (("x-session-id", "talk-7"),)
+BODY = {"prompt": [1, 2], "max_tokens": 1, "user": "ann"}
+
+
+async def session_of(parts: Cluster, request_id: str) -> str:
+    return (await parts.ledger.read(request_id)).request.session_id
+
+
+async def test_grpc_metadata_names_the_session() -> None:
+    async with (
+        cluster(workers=1) as parts,
+        grpc.aio.insecure_channel(parts.address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        both = {"": "talk-7", "talk-8": "talk-8"}
+        for number, (named, session) in enumerate(both.items()):
+            message = pb.GenerateRequest(
+                request_id=str(number), text="a", max_tokens=1, session_id=named
+            )
+            assert [it async for it in stub.Generate(message, metadata=HEADER)]
+            assert await session_of(parts, str(number)) == session
+
+
+async def test_kserve_metadata_names_the_session() -> None:
+    request = kserve_pb.ModelInferRequest(model_name="fake")
+    request.parameters["request_id"].string_param = "r"
+    request.parameters["max_tokens"].int64_param = 1
+    text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    text.contents.bytes_contents.append(b"a")
+    async with (
+        cluster(workers=1) as parts,
+        grpc.aio.insecure_channel(parts.address) as channel,
+    ):
+        stub = cast(
+            "kserve_grpc.GRPCInferenceServiceAsyncStub",
+            kserve_grpc.GRPCInferenceServiceStub(channel),
+        )
+        await stub.ModelInfer(request, metadata=HEADER)
+        assert await session_of(parts, "r") == "talk-7"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "session"),
+    [
+        ({}, {}, ""),
+        ({"prompt_cache_key": "talk-8"}, {}, "talk-8"),
+        ({"prompt_cache_key": "talk-8" * 99}, dict(HEADER), "talk-7"),
+    ],
+)
+async def test_http_header_precedes_prompt_cache_key(
+    body: dict[str, str], headers: dict[str, str], session: str
+) -> None:
+    async with cluster(workers=1) as parts:
+        asked: dict[str, Any] = {**BODY, "prompt": [[1], [2]], **body}
+        name = {"idempotency-key": "r"}
+        address = parts.routers[0].http_address
+        answer = await ask(address, "/v1/completions", asked, {**JSON, **name, **headers})
+        assert answer.status == 200
+        assert [await session_of(parts, f"r:{place}") for place in (0, 1)] == [session, session]
+
+
+async def test_http_session_from_is_configured() -> None:
+    config = replace(ROUTER, session_from=("user",))
+    async with cluster(workers=1, router_config=config) as parts:
+        address, name = parts.routers[0].http_address, {"idempotency-key": "r"}
+        body = {**BODY, "prompt_cache_key": "talk-8"}
+        assert (await ask(address, "/v1/completions", body, {**JSON, **name})).status == 200
+        assert await session_of(parts, "r") == "ann"
+        refused = await ask(address, "/v1/completions", {**BODY, "user": "u" * 129})
+        assert (refused.status, refused.error) == (400, ("out_of_range", "user"))
