@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.explanation import server_timing
+from everlift.request_id import in_session, is_named
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
@@ -66,7 +67,7 @@ class Answering:
             name = _named(call)
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
-            self._set_session(call, fields, messages)
+            name = self._set_session(call, name, fields, messages)
             self._check_amount(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
@@ -89,7 +90,7 @@ class Answering:
         with self._counting_rejections():
             conversation = await self._conversations.of(fields)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
-            self._set_session(call, fields, [message])
+            name = self._set_session(call, name, fields, [message])
             self._check_amount(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
@@ -154,13 +155,20 @@ class Answering:
         )
 
     def _set_session(
-        self, call: Call, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
-    ) -> None:
+        self,
+        call: Call,
+        name: str,
+        fields: GenerationFields,
+        messages: Sequence[pb.GenerateRequest],
+    ) -> str:
+        """Set the session of the messages, and return ``name``, which may get the session's tag."""
         # The header takes precedence; it is applied when the messages are submitted.
-        if not call.headers.get(service.SESSION_ID):
+        session_id = call.headers.get(service.SESSION_ID, "")
+        if not session_id:
             session_id = submissions.session_id(fields, self._config.session_from)
             for message in messages:
                 message.session_id = session_id
+        return name if is_named(name) else _set_name(call, in_session(name, session_id))
 
     def _check_amount(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
@@ -218,8 +226,15 @@ def _named(call: Call) -> str:
     if _LAST_EVENT_ID in call.headers:
         named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
     service.apply_headers(named, call.headers)
-    call.response_headers[service.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
-    call.response_headers.setdefault(service.X_REQUEST_ID, name)
+    return _set_name(call, named.request_id or new_request_id())
+
+
+def _set_name(call: Call, name: str) -> str:
+    """Send ``name`` in the answer's headers, and return it."""
+    headers = call.response_headers
+    if headers.get(service.X_REQUEST_ID) in (None, headers.get(service.IDEMPOTENCY_KEY)):
+        headers[service.X_REQUEST_ID] = name
+    headers[service.IDEMPOTENCY_KEY] = name
     return name
 
 

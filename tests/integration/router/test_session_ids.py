@@ -8,6 +8,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from everlift.request_id import shard_key
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
@@ -85,3 +86,19 @@ async def test_http_session_from_is_configured() -> None:
         assert await session_of(parts, "r") == "ann"
         refused = await ask(address, "/v1/completions", {**BODY, "user": "u" * 129})
         assert (refused.status, refused.error) == (400, ("out_of_range", "user"))
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}])
+async def test_http_request_id_selects_the_shard_of_its_session(headers: dict[str, str]) -> None:
+    async with cluster(workers=1) as parts:
+        address, keys = parts.routers[0].http_address, set()
+        for body in ({"prompt_cache_key": "talk-7"}, {}):
+            more = {} if body else dict(HEADER)
+            asked: dict[str, Any] = {**BODY, "prompt": [[1], [2]], **body}
+            answer = await ask(address, "/v1/completions", asked, {**JSON, **headers, **more})
+            name = answer.headers["idempotency-key"]
+            assert answer.headers["x-request-id"] == headers.get("x-request-id", name)
+            assert answer.json["id"] == f"cmpl-{name}"
+            keys |= {shard_key(f"{name}:{place}") for place in (0, 1)}
+            assert await session_of(parts, f"{name}:1") == "talk-7"
+        assert len(keys) == 1
