@@ -101,6 +101,9 @@ class EarlyQueue:
     def running(self, running: session_pb2.Running, now: float) -> None:
         """It waits where it is."""
 
+    def session_output(self, session: int, tokens: int, now: float) -> None:
+        """Requests are not ordered."""
+
     def expired(self, now: float) -> list[Refusal]:
         return []
 

@@ -22,7 +22,7 @@ _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = {"localhost": "127.0.0.1"}
 
 #: Names of the admission queue's orders.
-Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
+Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn", "attained"]
 #: Fields of a body of the OpenAI API that may name the request's session.
 SessionField: TypeAlias = Literal["prompt_cache_key", "user"]
 
@@ -130,12 +130,13 @@ class RouterConfig:
     retry_burst: Amount = 10
     #: order of the queue within a class: earliest arrival (fifo), earliest deadline or
     #: ttft_target_ms (deadline), fewest predicted tokens (shortest), shortest predicted output by
-    #: rank (ranked), or longest wait relative to its tokens (hrrn)
+    #: rank (ranked), or longest wait relative to its tokens (hrrn). Order attained: least computed
+    #: for the request's session so far
     order: Order = "fifo"
     #: deadline: due time of a request without a deadline, in seconds after its arrival
     undated_due: Positive = 60.0
-    #: shortest, ranked: how long a request yields to shorter ones, in multiples of its estimated
-    #: wait; short requests yield for less, long ones for more
+    #: shortest, ranked, attained: how long a request yields to others, in multiples of its
+    #: estimated wait; short requests (attained: sessions) yield for less, long ones for more
     ageing_factor: NotNegative = 1.5
     #: file of `everlift train-predictor` that predicts output lengths; a new version is loaded at
     #: once. Empty: the mean of the last outputs
@@ -150,7 +151,7 @@ class RouterConfig:
     #: with access: share each class fairly between tenants, by the tokens that they were served;
     #: the order applies within a tenant
     fair_share: bool = True
-    #: weight of an uncached prompt token and of an output token in fair_share
+    #: weight of an uncached prompt token and of an output token in fair_share and attained service
     prompt_token_weight: Positive = 1.0
     output_token_weight: Positive = 2.0
     #: requests dispatched to a worker beyond its free slots

@@ -53,6 +53,7 @@ class LeaderBench:
             max_tokens=told.max_tokens,
             choices=1,
             predicted_tokens=told.predicted_tokens,
+            session=told.session,
             **told.queue_key._asdict(),
         )
         message = pb.GatewayMessage(router_id=told.gateway, enqueue=[waiting])
@@ -70,7 +71,8 @@ class LeaderBench:
         leader_state.on_dispatched(placed, placed.waiting.gateway)
         _told(placed, leader_state.queued)
         self._cluster.placement.acknowledge(_WORKER, placed.epoch)
-        ended = pb.GatewayMessage(withdraw=[placed.waiting.request_id])
+        output = pb.SessionOutput(session=placed.waiting.session, tokens=100)
+        ended = pb.GatewayMessage(withdraw=[placed.waiting.request_id], session_outputs=[output])
         leader_state.on_message(placed.waiting.gateway, ended, now)
 
 

@@ -35,7 +35,8 @@ _Text: TypeAlias = str | None
 
 def policy(
     order: Annotated[
-        _Text, _option("ORDER", "Order of the queue: fifo, deadline, shortest, ranked or hrrn.")
+        _Text,
+        _option("ORDER", "Order of the queue: fifo, deadline, shortest, ranked, hrrn or attained."),
     ] = None,
     max_queued: Annotated[_Text, _option("N", "Largest number of queued requests.")] = None,
     queue_ttl: Annotated[
@@ -56,8 +57,8 @@ def policy(
         _Text,
         _option(
             "TIMES",
-            "Ageing factor: how long a request yields to shorter ones, in multiples of its "
-            "estimated wait (shortest, ranked).",
+            "Ageing factor: how long a request yields to others, in multiples of its "
+            "estimated wait (shortest, ranked, attained).",
         ),
     ] = None,
     starvation: Annotated[

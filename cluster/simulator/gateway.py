@@ -130,6 +130,8 @@ class Gateway:
 
     def _remove(self, request: SimulatedRequest) -> None:
         request.record.output_tokens = request.num_tokens
+        if request.num_tokens and (session := request.record.arrival.session):
+            self._dispatcher.session_output(session, request.num_tokens, self._timeline.now)
         del self._requests[request.request_id]
 
     # the leader

@@ -100,6 +100,11 @@ class GlobalQueue:
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._send(session_pb2.GatewayMessage(served=outputs), now)
 
+    def session_output(self, session: int, tokens: int, now: float) -> None:
+        """Record the number of output tokens of a request that has ended, and its session."""
+        output = session_pb2.SessionOutput(session=session, tokens=tokens)
+        self._send(session_pb2.GatewayMessage(session_outputs=[output]), now)
+
     def finished(self, tpot_ratio: float, now: float) -> None:
         """Record the ratio of measured to predicted time per output token of a finished request."""
         self._send(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)

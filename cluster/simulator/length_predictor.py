@@ -13,7 +13,8 @@ from random import Random
 from typing import NamedTuple
 
 from cluster.simulator.workloads.arrivals import Arrival
-from router.prediction.predictor import LEAST, LengthDistribution, OutputLengths, RecentRanks
+from router.admission.recent_ranks import RecentRanks
+from router.prediction.predictor import LEAST, LengthDistribution, OutputLengths
 
 #: ``rank`` of all requests without a prediction of their own, and both ranks of requests whose
 #: prediction is distrusted, as in ``router.prediction``.

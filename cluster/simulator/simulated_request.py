@@ -167,6 +167,7 @@ class SimulatedRequest:
             least_tokens=self.prediction.least_tokens,
             chunks=self.chunks,
             cached_tokens=self.num_cached,
+            session=arrival.session,
         )
 
     def running(self, moves_left: int) -> session_pb2.Running:

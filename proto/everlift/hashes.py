@@ -58,6 +58,13 @@ def session_hash(tenant: str, session_id: str) -> bytes:
     return hashlib.sha256(f"{tenant}/{session_id}".encode()).digest()
 
 
+def session_key(tenant: str, session_id: str) -> int:
+    """Return the 64-bit number of a tenant's session; 0 if ``session_id`` is empty."""
+    if not session_id:
+        return 0
+    return int.from_bytes(session_hash(tenant, session_id)[:8], "little")
+
+
 def little_endian(tokens: Sequence[int]) -> bytes:
     """Return each number as four little-endian bytes.
 

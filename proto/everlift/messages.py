@@ -23,6 +23,7 @@ from everlift.errors import (
     TooManyChoices,
     TooManyStops,
 )
+from everlift.hashes import session_key
 from everlift.request_id import check_qualified, tenant_of
 from everlift.sampling import SamplingParams
 from everlift.trace_context import TraceContext
@@ -313,6 +314,11 @@ class Request:
     turn: bytes = b""
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
+
+    @property
+    def session(self) -> int:
+        """64-bit number of the tenant's session; 0 without one."""
+        return session_key(tenant_of(self.request_id), self.session_id)
 
     def to_bytes(self, prompt_offset: int = 0) -> bytes:
         """Return a StoredRequest that has the prompt's tokens from ``prompt_offset`` on."""

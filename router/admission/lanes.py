@@ -172,6 +172,30 @@ class RatioLane(Lane):
             heap.note_removed(queued)
 
 
+class LeaderKeyLane(Lane):
+    """Lane ordered by ``key``, which is known to the leader only.
+
+    ``head(None)`` returns the request with the smallest sort key, by which routers report requests.
+    """
+
+    def __init__(self, key: Callable[[Waiting], Place]) -> None:
+        self._key = key
+        self._by_key = RequestHeap()
+        self._by_place = RequestHeap()
+
+    def push(self, queued: Queued, place: Place) -> None:
+        self._by_key.push(queued, self._key(queued.waiting))
+        self._by_place.push(queued, place)
+
+    def head(self, ledger_now: float | None) -> Queued | None:
+        heap = self._by_place if ledger_now is None else self._by_key
+        return _queued(heap.first())
+
+    def note_removed(self, queued: Queued) -> None:
+        self._by_key.note_removed(queued)
+        self._by_place.note_removed(queued)
+
+
 class StarvationLane(Lane):
     """Lane ordered by ``inner``, except for requests that have waited ``limit_s`` seconds.
 

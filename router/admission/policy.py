@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, log1p
 from typing import Protocol, Self, get_args
 
-from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
+from router.admission.lanes import KeyLane, Lane, LeaderKeyLane, RatioLane, StarvationLane
 from router.admission.request import Key, Ordered, Place
 from router.config import Order, RouterConfig
 
@@ -185,6 +185,35 @@ class HighestResponseRatio:
 
 
 @dataclass(frozen=True, slots=True)
+class LeastAttained:
+    """Order by the service that a request's session has attained (PLAS, arXiv 2502.13965).
+
+    The yield time is computed as in ShortestWork, but ``rank`` is the share of recent requests
+    whose sessions had attained less when this one entered the queue. It is fixed then, because the
+    requests of a session that follow one another find their predecessors' service complete. Without
+    sessions the order is by arrival. Only the leader knows the rank, so routers report by arrival.
+    """
+
+    ageing_factor: float
+
+    @property
+    def name(self) -> Order:
+        return "attained"
+
+    @property
+    def place_name(self) -> str:
+        return "fifo"
+
+    def place(self, waiting: Ordered) -> Place:
+        return _FIFO.place(waiting)
+
+    def lane(self) -> Lane:
+        return LeaderKeyLane(
+            lambda waiting: _yielding(waiting, self.ageing_factor, waiting.attained_rank)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StarvationLimit:
     """Order of another policy, with a limit of the wait against starvation.
 
@@ -223,6 +252,7 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
         "shortest": ShortestWork(config.ageing_factor),
         "ranked": PredictedRank(config.ageing_factor),
         "hrrn": HighestResponseRatio(),
+        "attained": LeastAttained(config.ageing_factor),
     }
     policy = policies[order]
     return StarvationLimit(policy, config.starvation) if config.starvation else policy

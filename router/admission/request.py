@@ -112,6 +112,11 @@ class Waiting(NamedTuple):
     chunks: tuple[int, ...] = ()
     #: leading known tokens that some worker had in its prefix cache when the request arrived
     cached_tokens: int = 0
+    #: number of the tenant's session; 0: none
+    session: int = 0
+    #: share of the recent requests whose sessions had attained less service, below 1; set by the
+    #: leader when the request enters its queue
+    attained_rank: float = 0.0
 
     @property
     def due(self) -> float:
@@ -150,6 +155,7 @@ class Waiting(NamedTuple):
             max(1, message.least_tokens),
             chunks=tuple(message.chunks),
             cached_tokens=min(message.cached_tokens, max(0, message.prompt_tokens - 1)),
+            session=message.session,
         )
 
 

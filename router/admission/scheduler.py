@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from everlift.v1 import session_pb2
+from router.admission.attained_service import AttainedService
 from router.admission.demands import Demands
 from router.admission.fair_share import FairShare
 from router.admission.handover import Generations, QueueHandover
@@ -130,6 +131,9 @@ class LeaderState:
         self._order, self._fair_share_enabled = rules.order, rules.fair_share
         self._placement = placement
         self._fair_share = fair_share
+        self._attained_service = AttainedService(
+            config.prompt_token_weight, config.output_token_weight
+        )
         self._queue = AdmissionQueue(
             rules.order, rules.class_floor, fair_share, is_fair=rules.fair_share
         )
@@ -273,6 +277,7 @@ class LeaderState:
             self.generations.note_resync(gateway, message.generation, now)
         if self._fair_share is not None:
             self._fair_share.charge_outputs(message.served)
+        self._attained_service.charge_outputs(message.session_outputs, now)
         for ratio in message.tpot_ratios:
             self._waits.least_tpot_ratio.note(ratio)
         self.starts.update(message.starts, now)
@@ -295,7 +300,7 @@ class LeaderState:
             self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
         self._parking.remove(waiting.request_id)
-        replaced = self._queue.push(waiting, now)
+        replaced = self._queue.push(self._attained_service.ranked(waiting, now), now)
         if replaced is not None and replaced.gateway != waiting.gateway:
             effects.replaced.append(replaced)
 
@@ -381,6 +386,7 @@ class LeaderState:
         queue_wait = self._queue_wait(waiting, now)
         self._parking.remove(waiting.request_id)
         self._queue.dispatch(waiting)
+        self._attained_service.charge_prompt(waiting, now)
         self._placement.reserve(placed.worker_id, placed.epoch, waiting, now, placed.cached_tokens)
         self._waits.note_departure(waiting, ledger_now)
         return replace(placed, queue_wait=queue_wait)
@@ -512,9 +518,10 @@ class LeaderState:
         self._placement.cancel(placed.worker_id, placed.epoch)
         self.offered_tokens -= placed.waiting.work_tokens
 
-    def confirm_reservation(self, placed: Placed, gateway: str) -> None:
+    def confirm_reservation(self, placed: Placed, gateway: str, now: float) -> None:
         """Confirm a reservation, because the ledger has dispatched its request."""
         self._queue.note_direct_dispatch(placed.waiting)
+        self._attained_service.charge_prompt(placed.waiting, now)
         self.on_dispatched(placed, gateway)
 
     def on_dispatched(self, placed: Placed, gateway: str) -> None:

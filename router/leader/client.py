@@ -87,6 +87,7 @@ class LeaderClient:
         self._demand = session_pb2.WorkerDemand()
         self._is_demand_due = False
         self._tpot_ratios: list[float] = []
+        self._session_outputs: list[session_pb2.SessionOutput] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
@@ -176,6 +177,16 @@ class LeaderClient:
         """
         if self._sender is not None:
             self._tpot_ratios.append(tpot_ratio)
+
+    def report_session_output(self, session: int, tokens: int) -> None:
+        """Report the number of output tokens of a request that has ended, and its session.
+
+        Without a stream it is ignored.
+        """
+        if self._sender is not None:
+            output = session_pb2.SessionOutput(session=session, tokens=tokens)
+            self._session_outputs.append(output)
+            self._changed.set()
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         """Report to the leader that a worker is starting; ignored without a stream to a leader.
@@ -291,14 +302,18 @@ class LeaderClient:
 
     @property
     def _has_more(self) -> bool:
-        return self._is_served_due or self._is_demand_due or bool(self._starts)
+        return bool(
+            self._is_served_due or self._is_demand_due or self._starts or self._session_outputs
+        )
 
     def _next_message(self, sender: HandoverSender) -> session_pb2.GatewayMessage:
         message = sender.next_message()
         message.served.extend(self._served.drain())
         message.starts.extend(self._starts)
         message.tpot_ratios.extend(self._tpot_ratios)
+        message.session_outputs.extend(self._session_outputs)
         self._starts.clear()
+        self._session_outputs.clear()
         self._tpot_ratios.clear()
         self._is_served_due = False
         if self._is_demand_due:

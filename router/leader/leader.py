@@ -335,7 +335,7 @@ class Leader:
         """
         leader_state, placed = reservation.leader_state, reservation.placed
         if is_dispatched:
-            leader_state.confirm_reservation(placed, placed.waiting.gateway)
+            leader_state.confirm_reservation(placed, placed.waiting.gateway, now())
         else:
             leader_state.cancel_reservation(placed)
             self._wake.set()

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -24,6 +23,7 @@ from zlib import crc32
 from everlift.messages import Request
 from everlift.request_id import tenant_of
 from everlift.text import Vocabulary
+from router.admission.recent_ranks import RecentRanks
 from router.admission.request import BY_ARRIVAL, QueueKey
 from router.prediction.corrections import Corrections
 from router.prediction.model import QUANTILES, WORDS, History, Model
@@ -96,32 +96,6 @@ class OutputLengths:
         """Record an output that ended by itself or by its ``max_tokens``."""
         self._count = min(_LENGTH_MEMORY, self._count + 1)
         self.mean += (num_tokens - self.mean) / self._count
-
-
-#: Number of last predictions that a new one is ranked among.
-_WINDOW = 1024
-
-
-class RecentRanks:
-    """Ranks of predicted lengths among the last predictions."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def rank(self, length: float) -> float:
-        """Return the fraction of recent predictions that are shorter than ``length``.
-
-        The result is above 0 and below 1, and predictions of equal length count half. ``length`` is
-        then added to the recent predictions.
-        """
-        low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
-        rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
-        insort(self._sorted, length)
-        self._recent.append(length)
-        if len(self._recent) > _WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        return rank
 
 
 #: Tokens that are read at the beginning and at the end of a prompt.

@@ -33,6 +33,7 @@ from router.requests.attempts import (
     ReportFinished,
     ReportRunning,
     ReportServed,
+    ReportSessionOutput,
     Start,
     Withdraw,
     Write,
@@ -121,6 +122,7 @@ class AttemptRunner:
             ReportRunning: lambda it: self._report_running(it.live),
             ReportServed: self._report_served,
             ReportFinished: lambda it: leader_client.report_finished(it.tpot_ratio),
+            ReportSessionOutput: lambda it: self._report_session_output(it.live),
             Write: lambda it: self.writer.write(*it),
             WriteUnstored: lambda it: self.writer.write_unstored(it.live),
             Release: lambda it: tasks.spawn_for(it.live, self._release(it)),
@@ -192,6 +194,10 @@ class AttemptRunner:
     def _report_served(self, effect: ReportServed) -> None:
         live = effect.live
         self._leader_client.report_served(live.request_id, live.priority, effect.tokens)
+
+    def _report_session_output(self, live: LiveRequest) -> None:
+        if live.num_tokens and (session := live.request.session):
+            self._leader_client.report_session_output(session, live.num_tokens)
 
     # the leader's events
 

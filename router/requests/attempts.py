@@ -176,6 +176,12 @@ class ReportFinished(NamedTuple):
     tpot_ratio: float
 
 
+class ReportSessionOutput(NamedTuple):
+    """Effect: report to the leader the output of a request that has ended, if it has a session."""
+
+    live: LiveRequest
+
+
 class Write(NamedTuple):
     """Effect: write the output of a choice to the ledger, from token ``offset`` on."""
 
@@ -248,6 +254,7 @@ Effect = (
     | ReportRunning
     | ReportServed
     | ReportFinished
+    | ReportSessionOutput
     | Write
     | WriteUnstored
     | Release
@@ -452,7 +459,7 @@ class Attempts:
         live.phase = Phase.FINISHING
         tpot_ratio = live.report_tpot_ratio(now)
         finished = [] if tpot_ratio is None else [ReportFinished(tpot_ratio)]
-        return [*finished, Withdraw(live.request_id)]
+        return [*finished, ReportSessionOutput(live), Withdraw(live.request_id)]
 
     def _on_choice_failed(
         self, live: LiveRequest, progress: session_pb2.Progress, now: float
@@ -520,6 +527,8 @@ class Attempts:
         ``end`` is that reason, which the journal records for the attempt.
         """
         effects = self.on_dropped(live, now, end)
+        if live.phase in (Phase.WAITING, Phase.RUNNING):
+            effects.append(ReportSessionOutput(live))
         if not live.is_over:
             live.phase = Phase.ENDING
         return effects

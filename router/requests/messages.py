@@ -91,6 +91,7 @@ def waiting(
         least_tokens=live.prediction.least_tokens,
         chunks=chunks,
         cached_tokens=cached_tokens,
+        session=request.session,
         **live.prediction.queue_key._asdict(),
     )
 
@@ -123,6 +124,7 @@ def arriving(
         least_tokens=prediction.least_tokens,
         chunks=request.chunks,
         cached_tokens=prediction.cached_tokens,
+        session=request.session,
         **prediction.queue_key._asdict(),
     )
 

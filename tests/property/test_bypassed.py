@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from router.admission.policy import (
     EarliestDeadline,
     HighestResponseRatio,
+    LeastAttained,
     Policy,
     PredictedRank,
     ShortestWork,
@@ -54,6 +55,7 @@ class Arrival:
             deadline=arrived + self.due,
             ttft_deadline=arrived + self.first_due,
             queue_key=QueueKey(self.tokens, self.rank, self.rank, self.foreseen),
+            attained_rank=self.rank,
         )
 
 
@@ -168,7 +170,9 @@ class Life:
     def _after(self, waiting: Waiting) -> Waiting:
         """As it comes back: with tokens, it waits for its first one no more."""
         tokens = min(LONGEST, waiting.prefill_tokens + self._dice.randrange(9))
-        after = waiting._replace(accepted=True, has_run=True, prefill_tokens=tokens)
+        after = waiting._replace(
+            accepted=True, has_run=True, prefill_tokens=tokens, attained_rank=0.0
+        )
         return after if tokens == waiting.prefill_tokens else after._replace(ttft_deadline=inf)
 
 
@@ -207,6 +211,8 @@ def _may_pass(policy: Policy, later: Waiting, queue_wait: QueueWait) -> bool:
             )
         case PredictedRank(ageing_factor):
             return behind_s <= _timeout_s(ageing_factor, waiting, waiting.queue_key.predicted_rank)
+        case LeastAttained(ageing_factor):
+            return behind_s <= _timeout_s(ageing_factor, waiting, waiting.attained_rank)
         case HighestResponseRatio():
             part = later.queue_key.predicted_total / waiting.queue_key.predicted_total / 2**0.5
             is_shorter = later.queue_key.predicted_total < waiting.queue_key.predicted_total

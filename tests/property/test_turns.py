@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from everlift.request_id import qualify, tenant_of
 from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
-from router.admission.policy import Fifo, HighestResponseRatio, Policy, ShortestWork
+from router.admission.policy import (
+    Fifo,
+    HighestResponseRatio,
+    LeastAttained,
+    Policy,
+    ShortestWork,
+)
 from router.admission.queue import AdmissionQueue
 from router.admission.request import QueueKey, Waiting
 
@@ -136,7 +142,7 @@ def _again(running: Running) -> Waiting:
 
 @given(
     TIMES,
-    st.sampled_from([Fifo(), ShortestWork(1.5), HighestResponseRatio()]),
+    st.sampled_from([Fifo(), ShortestWork(1.5), HighestResponseRatio(), LeastAttained(1.5)]),
     st.builds(random.Random, st.integers(0, 2**32)),
 )
 def test_waiting_tenant_is_passed_by_a_bounded_amount(

@@ -77,16 +77,16 @@ class SetPolicyRequest(google.protobuf.message.Message):
     order: builtins.str
     """Order in which requests of a class leave the queue: earliest arrival (fifo), earliest deadline
     or ttft_target_ms (deadline), fewest predicted tokens (shortest), shortest predicted outputs
-    relative to those of other requests (ranked), or longest wait relative to the request's tokens
-    (hrrn).
+    relative to those of other requests (ranked), longest wait relative to the request's tokens
+    (hrrn), or least computed for the request's session so far (attained).
     """
     max_queued: builtins.int
     """maximum number of queued requests; further ones are rejected"""
     undated_due: builtins.float
     """Order deadline: seconds after arrival at which a request without a deadline is due."""
     ageing_factor: builtins.float
-    """Orders shortest and ranked: how long a request yields to shorter ones on average, in multiples
-    of the wait that was estimated at its arrival.
+    """Orders shortest, ranked and attained: how long a request yields to others on average, in
+    multiples of the wait that was estimated at its arrival.
     """
     starvation: builtins.float
     """Seconds of waiting after which a request leaves before all others of its class; 0: never."""

@@ -1383,6 +1383,7 @@ class Waiting(google.protobuf.message.Message):
     LEAST_TOKENS_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """Ledger time in seconds. The queue orders by it, and it is kept when the request is queued
@@ -1429,6 +1430,10 @@ class Waiting(google.protobuf.message.Message):
     """tokens that nearly every output reaches, as the gateway predicts"""
     cached_tokens: builtins.int
     """Known tokens that some worker had in its prefix cache when the request arrived."""
+    session: builtins.int
+    """Number of the tenant's session: the first 8 bytes, little-endian, of the SHA-256 of
+    "TENANT/SESSION_ID"; 0: none.
+    """
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Names of the chunks of the known tokens, as in WorkerFrame, if locality is on."""
@@ -1457,8 +1462,9 @@ class Waiting(google.protobuf.message.Message):
         least_tokens: builtins.int = ...,
         chunks: collections.abc.Iterable[builtins.int] | None = ...,
         cached_tokens: builtins.int = ...,
+        session: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -1542,6 +1548,7 @@ class GatewayMessage(google.protobuf.message.Message):
     STARTS_FIELD_NUMBER: builtins.int
     TPOT_RATIOS_FIELD_NUMBER: builtins.int
     DEMAND_FIELD_NUMBER: builtins.int
+    SESSION_OUTPUTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """set on the first message"""
     is_complete: builtins.bool
@@ -1580,6 +1587,10 @@ class GatewayMessage(google.protobuf.message.Message):
     def demand(self) -> Global___WorkerDemand:
         """sent on a new stream, and when it changes"""
 
+    @property
+    def session_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionOutput]:
+        """Outputs of requests with a session that ended since the last report."""
+
     def __init__(
         self,
         *,
@@ -1594,11 +1605,34 @@ class GatewayMessage(google.protobuf.message.Message):
         starts: collections.abc.Iterable[Global___WorkerStart] | None = ...,
         tpot_ratios: collections.abc.Iterable[builtins.float] | None = ...,
         demand: Global___WorkerDemand | None = ...,
+        session_outputs: collections.abc.Iterable[Global___SessionOutput] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["demand", b"demand"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["demand", b"demand", "enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["demand", b"demand", "enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "session_outputs", b"session_outputs", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
+
+@typing.final
+class SessionOutput(google.protobuf.message.Message):
+    """Output of a request that has ended, for the attained service of its session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    session: builtins.int
+    """as in Waiting"""
+    tokens: builtins.int
+    """output tokens of all choices"""
+    def __init__(
+        self,
+        *,
+        session: builtins.int = ...,
+        tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session", "tokens", b"tokens"]) -> None: ...
+
+Global___SessionOutput: typing_extensions.TypeAlias = SessionOutput
 
 @typing.final
 class ServedTokens(google.protobuf.message.Message):

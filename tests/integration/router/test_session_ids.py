@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 import pytest
 
+from everlift.hashes import session_key
 from everlift.request_id import shard_key
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
 from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
-from tests.support.in_process import ROUTER, Cluster, cluster
+from tests.support.in_process import ROUTER, Cluster, cluster, until
 from tests.support.router.http_client import JSON, ask
 
 HEADER = (("x-session-id", "talk-7"),)
@@ -102,3 +104,22 @@ async def test_http_request_id_selects_the_shard_of_its_session(headers: dict[st
             keys |= {shard_key(f"{name}:{place}") for place in (0, 1)}
             assert await session_of(parts, f"{name}:1") == "talk-7"
         assert len(keys) == 1
+
+
+@pytest.mark.parametrize("queued", [False, True])
+async def test_leader_learns_what_a_session_was_served(queued: bool) -> None:
+    async with cluster(routers=2, workers=not queued) as parts:
+        follower, leader = sorted(parts.routers, key=lambda it: it._leader.is_leading)
+        await until(lambda: follower._leader_client.is_open)
+        body, headers = {"prompt": [1, 2, 3], "max_tokens": 5}, {**JSON, **dict(HEADER)}
+        both = [
+            asyncio.create_task(ask(router.http_address, "/v1/completions", body, headers))
+            for router in parts.routers
+        ]
+        if queued:
+            await until(lambda: leader._leader.queued == 2)
+            await parts.add_worker()
+        assert [answer.status for answer in await asyncio.gather(*both)] == [200, 200]
+        assert leader._leader._leader_state is not None
+        service = leader._leader._leader_state._attained_service
+        await until(lambda: service.attained(session_key("", "talk-7")) == 2 * (3 + 2 * 5))

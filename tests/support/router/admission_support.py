@@ -13,6 +13,7 @@ from router.admission.policy import (
     EarliestDeadline,
     Fifo,
     HighestResponseRatio,
+    LeastAttained,
     Policy,
     PredictedRank,
     Rules,
@@ -32,6 +33,7 @@ POLICIES: tuple[Policy, ...] = (
     ShortestWork(1.5),
     PredictedRank(2.0),
     HighestResponseRatio(),
+    LeastAttained(1.5),
     StarvationLimit(ShortestWork(1.5), 4.0),
 )
 CONFIG = RouterConfig(

@@ -92,6 +92,8 @@ class RecordedLine:
         #: output tokens, by request id and class
         self.outputs: Counter[tuple[str, int]] = Counter()
         self.tpot_ratios: list[float] = []
+        #: of requests that ended: sessions, and their output tokens
+        self.session_outputs: list[tuple[int, int]] = []
         self.generations: list[str] = []
         #: prompt tokens that some worker has cached
         self.cached = 0
@@ -117,6 +119,9 @@ class RecordedLine:
 
     def report_finished(self, tpot_ratio: float) -> None:
         self.tpot_ratios.append(tpot_ratio)
+
+    def report_session_output(self, session: int, tokens: int) -> None:
+        self.session_outputs.append((session, tokens))
 
     def report_generation(self, generation: str) -> None:
         self.generations.append(generation)

@@ -209,7 +209,7 @@ async def test_policy_command_sets_shows_and_resets_values(router: Router) -> No
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
+        ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, attained, not 'lifo'"),
         ({"ageing_factor": -1.0}, "ageing_factor must be at least 0, not -1"),
         ({"engine_policy": "magnum"}, "not 'magnum'; did you mean magnus?"),
         ({"max_queued": 5, "reset": ["heartbeat"]}, "heartbeat: must be one of order, max_queued"),

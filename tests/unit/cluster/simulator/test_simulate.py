@@ -217,6 +217,25 @@ def test_simulated_distrusted_predictions_leave_in_fifo_order(order: Order) -> N
     assert dispatched(distrusted, order) == fifo != dispatched(load, order)
 
 
+def test_simulated_sessions_attain_service() -> None:
+    """Of two sessions, whose turns compete for a slot, that with the shorter turns is ahead."""
+    turns = [
+        Arrival(0.05 * at, 20, output, 400, session=session)
+        for at in range(150)
+        for session, output in ((1, 60), (2, 3))
+    ]
+    workers = scenario(spec(max_num_seqs=1))
+
+    def waited(order: Order) -> list[float]:
+        router = RouterConfig(order=order, local_depth=0, prompt_token_weight=0.01)
+        records = simulate(turns, replace(workers, router=router)).records
+        return [sum(it.queued_s for it in records[first::2]) for first in (0, 1)]
+
+    fifo, attained = waited("fifo"), waited("attained")
+    assert fifo[1] == pytest.approx(fifo[0], rel=0.05)
+    assert attained[1] < 0.5 * attained[0]
+
+
 @pytest.mark.parametrize(("sigma", "together"), [(None, [1, 2, 3, 4]), (0.0, [2, 4, 6, 8])])
 def test_simulated_worker_batches_by_predicted_outputs(
     sigma: float | None, together: list[int]

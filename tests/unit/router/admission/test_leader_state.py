@@ -271,12 +271,41 @@ def test_reservation_is_charged_when_confirmed() -> None:
     cluster.add_worker("w", Load(1), capacity=HUGE)
     kept, given_back = reserve(cluster, "a/1"), reserve(cluster, "b/1")
     assert kept is not None and given_back is not None
-    cluster.leader_state.confirm_reservation(kept, "g")
+    cluster.leader_state.confirm_reservation(kept, "g", 0.0)
     cluster.leader_state.cancel_reservation(given_back)
     assert cluster.leader_state.running == 1
     for name in ("a/2", "b/2"):
         cluster.enqueue(name)
     assert cluster.leader_state.service_gap == kept.waiting.prefill_tokens
+
+
+def test_attained_order_counts_prompts_and_reported_outputs() -> None:
+    """Of sessions that all had one request: by what that had in uncached prompt and in output."""
+    cluster = Cluster(replace(CONFIG, order="attained", max_queued=100))
+    cluster.connect()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    reserved = reserve(cluster, "0", session=1, prefill_tokens=400)
+    assert reserved is not None
+    cluster.leader_state.confirm_reservation(reserved, "g", 0.0)
+    cluster.enqueue("1", session=2, prompt_tokens=500, cached_tokens=450)
+    assert names(cluster) == ["1"]
+    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=3, tokens=100)]))
+    for number, session in enumerate((1, 3, 2, 0)):
+        cluster.enqueue(
+            f"next of {session}", session=session, estimated_wait_s=9.0, arrived=0.01 * number
+        )
+    assert names(cluster) == [f"next of {session}" for session in (0, 2, 3, 1)]
+
+
+def test_attained_order_does_not_hold_back_returning_requests() -> None:
+    cluster = Cluster(replace(CONFIG, order="attained", max_queued=100))
+    cluster.connect()
+    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=1, tokens=100)]))
+    cluster.enqueue("other", arrived=2.0, estimated_wait_s=9.0)
+    cluster.enqueue("new", session=1, arrived=1.0, estimated_wait_s=9.0)
+    cluster.enqueue("lost its worker", session=1, arrived=1.5, estimated_wait_s=9.0, attempt=1)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    assert names(cluster) == ["lost its worker", "other", "new"]
 
 
 def test_rules_reorder_already_queued_requests() -> None:

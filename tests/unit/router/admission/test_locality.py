@@ -161,6 +161,7 @@ def test_change_of_order_returns_waiting_requests(monkeypatch: pytest.MonkeyPatc
         ({"starvation": 30.0}, None),
         ({"order": "ranked"}, None),
         ({"order": "hrrn"}, None),
+        ({"order": "attained"}, None),
         ({}, lambda tenant: 1.0),
     ],
 )

@@ -16,6 +16,7 @@ from router.admission.policy import (
     EarliestDeadline,
     Fifo,
     HighestResponseRatio,
+    LeastAttained,
     Policy,
     PredictedRank,
     ShortestWork,
@@ -44,6 +45,7 @@ def waiting(request_id: str, arrived: float = 0.0, tokens: int = 10, **fields: o
         tokens,
         max_tokens=5,
         queue_key=QueueKey(tokens, min(tokens, 400) / 401, min(tokens, 400) / 401, 10.0),
+        attained_rank=min(tokens, 400) / 401,
     )
     return made._replace(**fields)  # type: ignore[arg-type]
 
@@ -72,6 +74,7 @@ def test_policy_of_maps_each_order_name() -> None:
         ShortestWork(0.2),
         PredictedRank(0.2),
         HighestResponseRatio(),
+        LeastAttained(0.2),
     ]
     assert [policy_of(order, config).name for order in ORDERS] == list(ORDERS)
     limited = policy_of("shortest", replace(config, starvation=3.0))
@@ -129,6 +132,25 @@ def test_shortest_first_yields_to_starved_requests(policy: Policy, by: str) -> N
         with_key(waiting("nothing waited", 9.5), **{by: AVERAGE}, estimated_wait_s=0.0),
     )
     assert drain(queue) == ["short", "nothing waited", "in time", "long", "too late"]
+
+
+def test_attained_order_prefers_less_served_sessions() -> None:
+    """A session that got more than the others yields for two of its estimated waits."""
+    queue = queue_of(
+        LeastAttained(2.0),
+        with_key(waiting("served", 0.0), estimated_wait_s=5.0)._replace(attained_rank=AVERAGE),
+        waiting("new", 3.0)._replace(attained_rank=0.0),
+        waiting("in time", 9.9)._replace(attained_rank=0.0),
+        waiting("too late", 10.1)._replace(attained_rank=0.0),
+    )
+    assert drain(queue, 20.0) == ["new", "in time", "served", "too late"]
+
+
+def test_attained_order_is_fifo_without_a_time() -> None:
+    """Routers report their requests in this order to a new leader, which has no service yet."""
+    requests = [waiting(name, 0.1 * n, 300 - 100 * n) for n, name in enumerate("abc")]
+    assert drain(queue_of(LeastAttained(2.0), *requests), 50.0) == ["c", "b", "a"]
+    assert drain(queue_of(LeastAttained(2.0), *requests)) == ["a", "b", "c"]
 
 
 @given(ARRIVALS)
@@ -191,6 +213,8 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
                 * older.queue_key.estimated_wait_s
                 * -log(1 - older.queue_key.predicted_rank)
             )
+        case LeastAttained(ageing_factor):
+            return ageing_factor * older.queue_key.estimated_wait_s * -log(1 - older.attained_rank)
         case HighestResponseRatio():
             if tokens >= older.queue_key.predicted_total:
                 return 0.0
@@ -277,7 +301,9 @@ def _items(queue: AdmissionQueue) -> int:
     for lane in queue._classes._lanes.values():
         for part in (lane, getattr(lane, "_inner", None)):
             lines += [
-                getattr(part, name) for name in ("_heap", "_by_arrival") if hasattr(part, name)
+                getattr(part, name)
+                for name in ("_heap", "_by_arrival", "_by_key", "_by_place")
+                if hasattr(part, name)
             ]
             lines += getattr(part, "_heaps", {}).values()
     return sum(len(line._items) for line in lines)

@@ -255,6 +255,28 @@ async def test_client_reports_worker_demand_to_each_new_leader(
     await until(lambda: told == [2, 2, 3])
 
 
+async def test_client_reports_session_outputs_once(leader: Leader, gateway: Gateway) -> None:
+    told: list[tuple[int, int]] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend((it.session, it.tokens) for it in message.session_outputs)
+        receive(name, message)
+
+    leader.receive = heard  # type: ignore[method-assign]
+    await until(lambda: leader_state(leader) == (3, 1))
+    line = gateway.line
+    for tokens in (3, 4):
+        line.report_session_output(7, tokens)
+    await until(lambda: told == [(7, 3), (7, 4)])
+    await line.close()
+    line.report_session_output(8, 5)
+    await line.follow("g", "here:1")
+    await until(lambda: leader_state(leader) == (3, 1))
+    line.report_session_output(9, 6)
+    await until(lambda: told == [(7, 3), (7, 4), (9, 6)])
+
+
 async def test_client_reports_served_tokens_once_across_leaders(
     leader: Leader, gateway: Gateway
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from cluster.prediction.examples import from_lines
 from cluster.prediction.training import trained
 from everlift.errors import DeadlineUnmeetable
+from everlift.hashes import session_key
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.event_loop import now
@@ -119,6 +120,42 @@ async def test_token_times_reach_the_leader_if_predicted(
         await gateway.read(live)
     (ratio,) = gateway.line.tpot_ratios
     assert 0 < ratio < 1000
+
+
+async def test_session_reaches_the_leader(gateway: Gateway) -> None:
+    await gateway.submit(request_id="acme/r", session_id="talk")
+    await gateway.submit(request_id="acme/s")
+    for told in (gateway.line.arriving, gateway.line.enqueued):
+        assert [it.session for it in told] == [session_key("acme", "talk"), 0]
+
+
+async def test_session_output_is_reported_when_a_request_ends(gateway: Gateway) -> None:
+    """All of it, once, and not when only an attempt has ended."""
+    session, outputs = session_key("", "talk"), gateway.line.session_outputs
+    live = await gateway.submit(request_id="moved", session_id="talk", n=2)
+    epoch = await gateway.dispatch("moved")
+    gateway.make(epoch, 0, "abc")
+    gateway.requests.move(epoch)
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    epoch = await gateway.dispatch("moved")
+    gateway.make(epoch, 3, "de", session_pb2.STOP_CAUSE_LENGTH)
+    assert outputs == []
+    gateway.make(epoch, 0, "f", session_pb2.STOP_CAUSE_LENGTH, choice=1)
+    await gateway.read(live)
+    assert outputs == [(session, 6)]
+
+    await gateway.submit(request_id="cancelled", session_id="talk")
+    gateway.make(await gateway.dispatch("cancelled"), 0, "abcd")
+    for _ in range(2):
+        await gateway.requests.cancel("cancelled")
+    assert outputs == [(session, 6), (session, 4)]
+
+    await gateway.submit(request_id="no-output", session_id="talk")
+    await gateway.requests.cancel("no-output")
+    await gateway.submit(request_id="no-session")
+    gateway.make(await gateway.dispatch("no-session"), 0, "ab")
+    await gateway.requests.cancel("no-session")
+    assert len(outputs) == 2
 
 
 async def test_estimated_wait_follows_the_leaders_estimate(gateway: Gateway) -> None:

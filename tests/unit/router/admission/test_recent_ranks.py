@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prediction.predictor import _WINDOW, RecentRanks
+from router.admission.recent_ranks import WINDOW, RecentRanks
 
 
 def test_recent_ranks_put_equal_lengths_in_the_middle() -> None:
@@ -29,9 +29,9 @@ def test_recent_ranks_increase_with_length(lengths: list[int]) -> None:
 
 def test_recent_ranks_forget_old_lengths() -> None:
     ranks = RecentRanks()
-    for _ in range(_WINDOW):
+    for _ in range(WINDOW):
         ranks.rank(1000)
-    for _ in range(_WINDOW):
+    for _ in range(WINDOW):
         ranks.rank(10)
     assert ranks.rank(11) > 0.99
-    assert len(ranks._sorted) == _WINDOW
+    assert len(ranks._sorted) == WINDOW

@@ -1,0 +1,89 @@
+"""Service that sessions have attained, for least attained service first. Pure.
+
+Least attained service of programs is PLAS in Autellix (arXiv 2502.13965). The service of a session
+is the cost of the tokens that were computed for its earlier requests, as in fair share: uncached
+prompt tokens from the first dispatch on, and output tokens from the end of the request on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from everlift.v1 import session_pb2
+from router.admission.recent_ranks import RecentRanks
+from router.admission.request import Waiting
+
+#: A session without a request for this many seconds is forgotten.
+EXPIRES_S = 3600.0
+#: Sessions that are remembered; beyond that the one that was used least recently is forgotten.
+MAX_SESSIONS = 1 << 16
+
+
+class _Session(NamedTuple):
+    service: float
+    used_at: float
+
+
+class AttainedService:
+    """Attained service by session, and ranks of requests by it; ``now`` is in seconds.
+
+    ``prompt_token`` and ``output_token`` are the costs of a prompt and of an output token. A new
+    leader begins without any attained service, so that its order begins as fifo. Operations are
+    O(1) amortised, except for a search among the last 1,024 requests.
+    """
+
+    def __init__(self, prompt_token: float, output_token: float) -> None:
+        self._prompt_token = prompt_token
+        self._output_token = output_token
+        #: by number of the session, the least recently used first
+        self._sessions: OrderedDict[int, _Session] = OrderedDict()
+        self._ranks = RecentRanks()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def attained(self, session: int) -> float:
+        """Return the cost of what a session was served; 0 for an unknown session, and for none."""
+        known = self._sessions.get(session)
+        return 0.0 if known is None else known.service
+
+    def ranked(self, waiting: Waiting, now: float) -> Waiting:
+        """Return a request that enters the queue, with its rank by its session's service.
+
+        The rank is the share of recent requests whose sessions had attained less. It is 0 without
+        attained service, and for a request that has run, because such a request does not yield
+        again.
+        """
+        if waiting.has_run:
+            return waiting._replace(attained_rank=0.0)
+        self._forget_expired(now)
+        attained = self.attained(waiting.session)
+        rank = self._ranks.rank(attained)
+        return waiting._replace(attained_rank=rank if attained else 0.0)
+
+    def charge_prompt(self, waiting: Waiting, now: float) -> None:
+        """Add the cost of a dispatched request's prompt, unless the request has run before."""
+        if not waiting.has_run:
+            self._charge(waiting.session, self._prompt_token * waiting.uncached_tokens, now)
+
+    def charge_outputs(self, outputs: Iterable[session_pb2.SessionOutput], now: float) -> None:
+        """Add the costs of the outputs of requests that have ended."""
+        for output in outputs:
+            self._charge(output.session, self._output_token * output.tokens, now)
+
+    def _charge(self, session: int, cost: float, now: float) -> None:
+        if not session:
+            return
+        self._sessions[session] = _Session(self.attained(session) + cost, now)
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def _forget_expired(self, now: float) -> None:
+        while self._sessions:
+            session, oldest = next(iter(self._sessions.items()))
+            if now - oldest.used_at < EXPIRES_S:
+                return
+            del self._sessions[session]
