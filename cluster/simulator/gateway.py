@@ -14,7 +14,7 @@ attempt that has ended are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Protocol
@@ -65,6 +65,7 @@ class Gateway:
         workers: Workers,
         timeline: Timeline,
         length_predictor: LengthPredictor,
+        on_end: Callable[[Record], None],
     ) -> None:
         self._config = config
         #: maximum sequence length, prompt and output, that every worker accepts
@@ -73,6 +74,8 @@ class Gateway:
         self._workers = workers
         self._timeline = timeline
         self._length_predictor = length_predictor
+        #: called with the record of each request that ends
+        self._on_end = on_end
         self._requests: dict[str, SimulatedRequest] = {}
         self._by_epoch: dict[int, SimulatedRequest] = {}
         #: number of completed steps that each worker last reported
@@ -133,6 +136,7 @@ class Gateway:
         if request.num_tokens and (session := request.record.arrival.session):
             self._dispatcher.session_output(session, request.num_tokens, self._timeline.now)
         del self._requests[request.request_id]
+        self._on_end(request.record)
 
     # the leader
 

@@ -7,8 +7,9 @@ arrivals --> Gateway --waiting--> GlobalQueue --placed--> Gateway --start--> Sim
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeAlias
 
 from cluster.autoscale.policy import Autoscaler
 from cluster.simulator.fleet import Fleet
@@ -18,10 +19,19 @@ from cluster.simulator.gateway import Gateway
 from cluster.simulator.global_queue import GlobalQueue
 from cluster.simulator.length_predictor import LengthPredictor
 from cluster.simulator.scenario import Scenario
+from cluster.simulator.summary import Record
 from cluster.simulator.timeline import Timeline
 from cluster.simulator.worker import SimulatedWorker
 from cluster.simulator.workloads.arrivals import Arrival
 from router.admission.handover import TICK_S
+
+#: Request that a client sends after the end of another one, given the latter's record; None if it
+#: sends none.
+FollowUp: TypeAlias = Callable[[Record], Arrival | None]
+
+
+def _no_follow_up(record: Record) -> None:
+    return None
 
 
 def simulate(
@@ -30,23 +40,29 @@ def simulate(
     *,
     one_by_one: bool = False,
     dispatcher: GlobalQueue | None = None,
+    follow_up: FollowUp = _no_follow_up,
 ) -> Forecast:
     """Simulate ``arrivals``, sorted by time, until all requests have ended; return the forecast.
 
     With ``one_by_one`` every step of every engine is scheduled separately, which changes only how
     long the simulation takes and the forecast's ``num_jumped``. ``dispatcher`` is used instead of
-    the product's queue. Raises ValueError if an arrival is earlier than the one before it. Raises
-    it also if both a dispatcher and an autoscaler are set, because the autoscaler needs the
-    product's queue.
+    the product's queue. ``follow_up`` adds arrivals that depend on the end of an earlier request (a
+    closed loop); they must not be before that end. Raises ValueError if an arrival is earlier than
+    the one before it. Raises it also if both a dispatcher and an autoscaler are set, because the
+    autoscaler needs the product's queue.
     """
-    simulation = _Simulation(scenario, one_by_one, dispatcher)
+    simulation = _Simulation(scenario, one_by_one, dispatcher, follow_up)
     simulation.run(iter(arrivals))
     return simulation.forecast()
 
 
 class _Simulation:
     def __init__(
-        self, scenario: Scenario, one_by_one: bool, dispatcher: GlobalQueue | None
+        self,
+        scenario: Scenario,
+        one_by_one: bool,
+        dispatcher: GlobalQueue | None,
+        follow_up: FollowUp,
     ) -> None:
         self._scenario = scenario
         self._timeline = Timeline()
@@ -58,7 +74,11 @@ class _Simulation:
             self._fleet,
             self._timeline,
             LengthPredictor(scenario.foresight_sigma, scenario.seed),
+            self._on_end,
         )
+        self._follow_up = follow_up
+        #: follow-ups that have not arrived yet
+        self._num_coming = 0
         self._loads: dict[str, Frame] = {}
         self._samples: list[Sample] = []
         self._has_more = True
@@ -80,7 +100,7 @@ class _Simulation:
         self._schedule_next(arrivals)
         self._tick()
         self._sample(0)
-        while self._has_more or not self._gateway.is_idle:
+        while self._has_more or self._num_coming or not self._gateway.is_idle:
             self._timeline.step()
 
     def forecast(self) -> Forecast:
@@ -107,6 +127,16 @@ class _Simulation:
         self._gateway.arrive(arrival)
         self._gateway.decide()
         self._schedule_next(arrivals)
+
+    def _on_end(self, record: Record) -> None:
+        if (arrival := self._follow_up(record)) is not None:
+            self._num_coming += 1
+            self._timeline.at(arrival.at, self._arrive_after, arrival)
+
+    def _arrive_after(self, arrival: Arrival) -> None:
+        self._num_coming -= 1
+        self._gateway.arrive(arrival)
+        self._gateway.decide()
 
     def worker_up(self, worker: SimulatedWorker) -> None:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)

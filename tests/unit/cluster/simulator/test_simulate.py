@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ from cluster.simulator import fleet
 from cluster.simulator.forecast import Forecast
 from cluster.simulator.scenario import Event, WorkerDrain, WorkerLoss, WorkerStart
 from cluster.simulator.simulate import simulate
-from cluster.simulator.summary import Quantiles, Slo
+from cluster.simulator.summary import Quantiles, Record, Slo
 from cluster.simulator.worker import SimulatedWorker
 from cluster.simulator.workloads.arrivals import Arrival
 from router.config import Order, RouterConfig
@@ -305,6 +306,17 @@ def test_simulation_frees_removed_workers(monkeypatch: pytest.MonkeyPatch) -> No
     check_conserved(answer)
     assert answer.num_steps > 100
     assert most <= 3
+
+
+def test_simulated_follow_up_arrives_after_the_end() -> None:
+    def follow_up(record: Record) -> Arrival | None:
+        is_last = record.index == 2
+        return None if is_last else replace(record.arrival, at=record.finished + 5.0)
+
+    records = simulate([Arrival(0.0, 100, 5, 200)], scenario(), follow_up=follow_up).records
+    assert len(records) == 3 and all(it.is_finished for it in records)
+    for before, after in pairwise(records):
+        assert after.arrival.at == before.finished + 5.0
 
 
 def test_simulation_rejects_arrivals_out_of_order() -> None:
