@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import dropwhile, takewhile
+from operator import attrgetter
 from random import Random
 from typing import Self
 
+from cluster.simulator.summary import Record
 from cluster.simulator.workloads.arrivals import Arrival, Traffic
 from cluster.simulator.workloads.lengths import Lengths, LogNormal
 
@@ -58,25 +60,15 @@ class AgentSessions:
 
         Only the arrival times depend on the rate; everything else depends on ``seed`` alone.
         """
+        return heapq.merge(*self.sessions(seed, until_s), key=attrgetter("at"))
+
+    def sessions(self, seed: int, until_s: float) -> Iterator[Iterator[Arrival]]:
+        """Yield the turns of each session that starts before ``until_s`` seconds."""
         rng = Random(f"{self.name}/{seed}")
         times = self.traffic.times(Random(f"{self.name}/{seed}/times"))
-        open_turns: list[tuple[float, int, Iterator[Arrival], Arrival]] = []
-        for number in count(1):
-            start = next(times)
-            while open_turns and (start >= until_s or open_turns[0][0] <= start):
-                _, session, turns, arrival = open_turns[0]
-                yield arrival
-                following = next(turns, None)
-                if following is None:
-                    heapq.heappop(open_turns)
-                else:
-                    heapq.heapreplace(open_turns, (following.at, session, turns, following))
-            if start >= until_s:
-                return
-            turns = self._turns(start, number, Random(rng.random()))
-            # A session whose first prompt would be too long has no turn.
-            if (first := next(turns, None)) is not None:
-                heapq.heappush(open_turns, (first.at, number, turns, first))
+        starts = takewhile(lambda start: start < until_s, times)
+        for number, start in enumerate(starts, start=1):
+            yield self._turns(start, number, Random(rng.random()))
 
     def _turns(self, at: float, session: int, rng: Random) -> Iterator[Arrival]:
         parts = self.prefix_tokens // _PART_TOKENS
@@ -100,3 +92,40 @@ class AgentSessions:
             )
             prompt_tokens += output_tokens + self.added.sample(rng)
             at += self.gap.sample(rng) / 1000 + output_tokens * self.tpot_s
+
+
+#: Longer than nearly all sessions take without waiting.
+_HISTORY_S = 1000.0
+
+
+class ClosedLoop:
+    """Sessions whose next turn arrives a tool call after the end of the previous one.
+
+    They begin in the midst: those in progress after ``_HISTORY_S`` seconds without any wait send
+    their next turn when it would be due. No turn arrives at ``until_s`` seconds or later.
+    """
+
+    def __init__(self, sessions: AgentSessions, seed: int, until_s: float) -> None:
+        self._until_s = until_s
+        self._tpot_s = sessions.tpot_s
+        #: by session: its last turn that has arrived, at the time without waits, and later turns
+        self._last: dict[int, tuple[Arrival, Iterator[Arrival]]] = {}
+        for turns in sessions.sessions(seed, _HISTORY_S + until_s):
+            left = dropwhile(lambda turn: turn.at < _HISTORY_S, turns)
+            if (first := next(left, None)) is not None:
+                self._last[first.session] = first, left
+        #: first turns of all sessions, by arrival
+        self.arrivals = sorted(
+            (replace(it, at=it.at - _HISTORY_S) for it, _ in self._last.values()),
+            key=attrgetter("at"),
+        )
+
+    def follow_up(self, record: Record) -> Arrival | None:
+        """Return the turn after the one that has ended; None if the session has no other."""
+        last, turns = self._last[record.arrival.session]
+        if (turn := next(turns, None)) is None:
+            return None
+        self._last[turn.session] = turn, turns
+        tool_s = turn.at - last.at - last.output_tokens * self._tpot_s
+        at = record.finished + tool_s
+        return replace(turn, at=at) if at < self._until_s else None
