@@ -96,9 +96,10 @@ class Submission:
     request from another one under the same id. ``request_id`` is prefixed with the tenant's name,
     if tenants are distinguished (request_id.py). ``x_request_id`` is the id
     of the call in other systems' logs and traces; Everlift identifies nothing by it. ``session_id``
-    names the conversation, by which the admission queue may order requests. ``fairness_id`` (party)
-    is a label that is only recorded in traces. ``application`` names the purpose, by which output
-    lengths are predicted.
+    names the conversation, whose later prompts reuse the token ids of earlier ones, and by which
+    the admission queue may order requests. ``fairness_id`` (party) is a label that is only recorded
+    in traces. ``application`` names the purpose, by which output lengths are predicted. With
+    ``add_special_tokens``, the tokenizer adds its special tokens to a text.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -125,6 +126,7 @@ class Submission:
     x_request_id: str = ""
     application: str = ""
     clamp_max_tokens: bool = False
+    add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -199,6 +201,9 @@ class Submission:
             application=message.application,
             x_request_id=x_request_id,
             clamp_max_tokens=message.clamp_max_tokens,
+            add_special_tokens=(
+                message.add_special_tokens if message.HasField("add_special_tokens") else True
+            ),
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -284,8 +289,8 @@ class Request:
     context is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
     ``chunks`` are the ids of the prompt's chunks if dispatch is to consider cached prefixes, and
     ``chunk_hashes`` the chunks' hashes (hashes.py) if they were computed; neither is stored in the
-    ledger. ``turn`` has facts by which a router recognises that a later prompt of the session
-    continues this request; empty if the request has no session.
+    ledger. ``turn`` has digests of the prompt's text, by which later prompts of the session are
+    recognised (``PromptMark`` of the router); it is empty without a session or a text.
     """
 
     request_id: str

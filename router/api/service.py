@@ -243,9 +243,10 @@ class Inference:
                 self._model.sampling_defaults,
             )
             fitted = caller.limits.fitted(submission)
+            turns = self._requests.turns.of(fitted)
             request = await tokenizer.with_text(
                 max(len(message.text), len(message.tokens.ids)),
-                lambda: self._model.resolve(fitted),
+                lambda: self._model.resolve(fitted, turns),
             )
             journal.received(now())
             try:

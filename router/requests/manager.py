@@ -59,6 +59,7 @@ from router.requests.timeouts import Timeouts
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 from router.requests.tracer import NO_TRACES, Tracer
+from router.requests.turns import Turns
 
 log = logs.get_logger(__name__)
 
@@ -96,8 +97,16 @@ class Requests:
         self._deliveries = Deliveries(ledger)
         self._tasks = TaskGroup(self._fail)
         self._recent = RecentRequests(config.reassert)
+        self.turns = Turns()
         self._registry = RequestRegistry(
-            router_id, self._recent, self.quotas, self.predictor, self._tasks, observer, tracer
+            router_id,
+            self._recent,
+            self.quotas,
+            self.predictor,
+            self.turns,
+            self._tasks,
+            observer,
+            tracer,
         )
         self.counters = self._registry.counters
         self._ledger_client = LedgerClient(ledger, self._registry, self._ledger_health)
@@ -282,6 +291,7 @@ class Requests:
             if await self._ledger.erase(request_id) is not None:
                 raise Moved("another router owns this request: retry forget there")
             self._recent.add_erased(request_id, entry.arrived)
+            self.turns.forget(request_id)
         log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:

@@ -17,6 +17,7 @@ from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.request import LiveRequest
 from router.requests.tasks import TaskGroup
 from router.requests.tracer import NO_TRACES, Tracer
+from router.requests.turns import Turns
 
 log = logs.get_logger(__name__)
 
@@ -141,6 +142,7 @@ class RequestRegistry:
         recent: RecentRequests,
         quotas: Quotas,
         predictor: Predictor,
+        turns: Turns,
         tasks: TaskGroup,
         observer: Observer = NO_OBSERVER,
         tracer: Tracer = NO_TRACES,
@@ -149,6 +151,7 @@ class RequestRegistry:
         self.recent = recent
         self.quotas = quotas
         self.predictor = predictor
+        self.turns = turns
         self.observer = observer
         self.tracer = tracer
         self.counters = Counters()
@@ -219,6 +222,8 @@ class RequestRegistry:
         is_ours = live.has_unreported_end
         self.close(live, entry)
         if is_ours:
+            if entry.state is State.FINISHED:
+                self.turns.add(live)
             self.recent.add_ended(live)
             self.trace_end(live)
 

@@ -80,6 +80,11 @@ class Output:
         return "".join(self._released[start:stop])
 
     @property
+    def whole_text(self) -> str:
+        """Return all text that was released, including the tail."""
+        return "".join(self._released) + self._tail
+
+    @property
     def stop_reason(self) -> str | int | None:
         """Return the stop string that ended the text, or the last token if it is a stop token.
 

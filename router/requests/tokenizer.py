@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 import tokenizers
 
-from everlift import model_files, text
+from everlift import model_files
 from everlift.checks import check_range
 from everlift.end_tokens import end_token_ids
 from everlift.errors import (
@@ -29,7 +29,9 @@ from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
+from router.requests import splicing
 from router.requests.sampling_defaults import of_model
+from router.requests.splicing import Turn
 
 #: Most characters of a token. The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
@@ -51,7 +53,10 @@ _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_LOGPROBS = 1 << 22
 
 
-class Tokenizer(text.Vocabulary, Protocol):
+class Tokenizer(splicing.Tokenizer, Protocol):
+    #: whether ``encode`` adds special tokens after a text
+    adds_end: bool
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
@@ -63,7 +68,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises a plain Exception
             raise UnknownModel(f"{path} is no tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        self.special_tokens = {i: token.content for i, token in added.items() if token.special}
         self.vocab_size = self._tokenizer.get_vocab_size()
         decoder = self._tokenizer.decoder
         types = decoder_types(None if decoder is None else json.loads(decoder.__getstate__()))
@@ -71,6 +76,7 @@ class HuggingFaceTokenizer:
         self._has_byte_pieces = "ByteFallback" in types
         #: bytes of a token, by token id and whether the token is the first of its text
         self._bytes: dict[tuple[int, bool], bytes] = {}
+        self.adds_end = self.encode("a")[-1:] != self.encode("a", add_special_tokens=False)[-1:]
 
     # The tokenizers library releases Python's lock only in its batch methods.
 
@@ -91,7 +97,7 @@ class HuggingFaceTokenizer:
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
         key = token_id, is_first
         if (data := self._bytes.get(key)) is None:
-            if token_id in self._special or (token := self.token_string(token_id)) is None:
+            if token_id in self.special_tokens or (token := self.token_string(token_id)) is None:
                 return None
             data = self._bytes[key] = self._bytes_of(token_id, token, is_first=is_first)
         return data
@@ -117,6 +123,8 @@ class ByteTokenizer:
     """Tokenizer of the fake model: tokens below 256 are bytes, others are written as numbers."""
 
     vocab_size = len(_BYTES)
+    special_tokens: Mapping[int, str] = {}
+    adds_end = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -285,15 +293,17 @@ class ServedModel:
             )
         return replace(request, fingerprint=self.fingerprint)
 
-    def resolve(self, submission: Submission) -> Request:
+    def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
+
+        ``turns`` are earlier turns of its session, whose token ids its prompt reuses.
 
         Raises UnknownModel if another model is asked for, or RouterStopping instead while models
         are being switched. Raises EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange
         for an invalid token id or parameter.
         """
         self.check_requested(submission.model)
-        prompt_ids = self._prompt_ids(submission.prompt)
+        prompt_ids, turn = self._prompt(submission, turns)
         max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
         if submission.max_tokens is not None and not is_clamped:
@@ -330,6 +340,7 @@ class ServedModel:
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
             chunks=self._chunks(submission, hashes),
             chunk_hashes=hashes,
+            turn=turn,
         )
 
     def _chunks(self, submission: Submission, hashes: tuple[bytes, ...]) -> tuple[int, ...]:
@@ -345,14 +356,26 @@ class ServedModel:
             raise PromptTooLong(self._too_long(detail), field="prompt")
         return max_output
 
-    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def _prompt(
+        self, submission: Submission, turns: Sequence[Turn]
+    ) -> tuple[tuple[int, ...], bytes]:
+        """Return the token ids of a prompt, and its mark in the session, which may be empty."""
+        prompt, has_added = submission.prompt, submission.add_special_tokens
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
-            return prompt
-        ids = self.encode_prompt(prompt)
+            return prompt, b""
+        self.check_fits(prompt)
+        turn = b""
+        if not submission.session_id or (has_added and self.tokenizer.adds_end):
+            ids = self.encode_prompt(prompt, add_special_tokens=has_added)
+        else:
+            ids, mark = splicing.splice(
+                prompt, turns, self.tokenizer, self.encode_prompt, has_added=has_added
+            )
+            turn = mark.to_bytes()
         if not ids:
             raise EmptyPrompt("the prompt has no tokens", field="prompt")
-        return ids
+        return ids, turn
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
         """Check a prompt before it is tokenised.
@@ -365,7 +388,7 @@ class ServedModel:
             self._check_ids("prompt", prompt)
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt or of a part of one.
 
         Raises PromptTooLong, before all of the text is tokenised, if it has far more tokens than
         the context. The result can still exceed the context, so the caller must check its length.

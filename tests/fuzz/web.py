@@ -128,7 +128,7 @@ def _body(data: bytes) -> None:
         for message in submissions.of_completion(read):
             message.SerializeToString()
     elif isinstance(read, fields.ChatFields):
-        submissions.of_chat(read, (1, 2), None).SerializeToString()
+        submissions.of_chat(read, "hi", None).SerializeToString()
 
 
 def _body_reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:

@@ -416,6 +416,7 @@ class GenerateRequest(google.protobuf.message.Message):
     APPLICATION_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
     CLAMP_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -450,8 +451,9 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     session_id: builtins.str
     """Name of the conversation (session) that the request belongs to, at most 128 bytes, unique within
-    a tenant. The KV blocks of a session are retained between its requests, and the order attained
-    prefers sessions that were served less. It is recorded in traces and explanations.
+    a tenant. If the text begins with the prompt and the output of an earlier request of the session,
+    it gets their token ids, so that the KV cache of both is reused. The KV blocks of a session are
+    retained between its requests, and the order attained prefers sessions that were served less.
     """
     fairness_id: builtins.str
     """Name of the party that the request counts for when capacity is shared fairly, at most 128
@@ -466,6 +468,10 @@ class GenerateRequest(google.protobuf.message.Message):
     clamp_max_tokens: builtins.bool
     """Lower max_tokens to what the context leaves, instead of rejecting the request
     (context_length_exceeded).
+    """
+    add_special_tokens: builtins.bool
+    """Add the tokenizer's special tokens to the text; default: true. A text that the model's chat
+    template rendered has them already.
     """
     @property
     def tokens(self) -> Global___TokenIds: ...
@@ -502,9 +508,12 @@ class GenerateRequest(google.protobuf.message.Message):
         application: builtins.str = ...,
         explain: builtins.bool = ...,
         clamp_max_tokens: builtins.bool = ...,
+        add_special_tokens: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload

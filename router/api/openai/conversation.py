@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from everlift.errors import NoChatTemplate
@@ -20,11 +19,11 @@ from router.requests.tokenizer import ServedModel
 class Conversation:
     """Prompt of a chat, and the tools that its output may call.
 
-    ``prompt`` has token ids. ``grammar`` constrains the output, unless it is None. ``form`` is the
-    format in which the model writes tool calls; None if it is unknown.
+    ``prompt`` is a text with special tokens. ``grammar`` constrains the output, unless it is None.
+    ``form`` is the format in which the model writes tool calls; None if it is unknown.
     """
 
-    prompt: tuple[int, ...]
+    prompt: str
     grammar: Grammar | None
     tools: ToolUse
     form: ToolFormat | None
@@ -53,14 +52,18 @@ class Conversations:
         tools = ToolUse.of(
             fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
         )
-        text = await self._text(fields, tools)
-        prompt = await self._tokens(text, self._model.encode_prompt)
+        prompt = await self._text(fields, tools)
+        self._model.check_fits(prompt)
         form = self._template.tool_format if self._template is not None else None
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt. Raises the same errors as ``of``."""
-        return await self._tokens(await self._text(fields, tools), self._model.encode)
+        text = await self._text(fields, tools)
+        # A template writes the special tokens itself.
+        return await tokenizer.with_text(
+            len(text), lambda: self._model.encode(text, add_special_tokens=False)
+        )
 
     async def _text(self, fields: Chat, tools: ToolUse) -> str:
         if self._template is None:
@@ -71,7 +74,3 @@ class Conversations:
             add_generation_prompt=fields.add_generation_prompt,
             more=fields.chat_template_kwargs or {},
         )
-
-    async def _tokens(self, text: str, encode: Callable[..., tuple[int, ...]]) -> tuple[int, ...]:
-        # A template writes the special tokens itself.
-        return await tokenizer.with_text(len(text), lambda: encode(text, add_special_tokens=False))

@@ -59,9 +59,7 @@ def _prompted(message: pb.GenerateRequest, prompt: str | list[int]) -> pb.Genera
     return prompted
 
 
-def of_chat(
-    fields: ChatFields, prompt: tuple[int, ...], tools: Grammar | None
-) -> pb.GenerateRequest:
+def of_chat(fields: ChatFields, prompt: str, tools: Grammar | None) -> pb.GenerateRequest:
     """Return the request for a chat whose rendered conversation is ``prompt``.
 
     ``tools`` is the grammar of tool calls if the output must be a tool call, else None. It replaces
@@ -81,7 +79,9 @@ def of_chat(
                 field="structured_outputs",
             )
         message.sampling.grammar.CopyFrom(tools.to_proto())
-    message.tokens.ids.extend(prompt)
+    message.text = prompt
+    # A template writes the special tokens itself.
+    message.add_special_tokens = False
     return message
 
 

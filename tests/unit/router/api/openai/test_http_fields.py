@@ -48,7 +48,7 @@ def completion(**more: Any) -> list[pb.GenerateRequest]:
 
 def chat(tools: Grammar | None = None, **more: Any) -> pb.GenerateRequest:
     asked = fields.parse(ChatFields, {"messages": [USER], **more})
-    return submissions.of_chat(asked, (1, 2), tools)
+    return submissions.of_chat(asked, "hi", tools)
 
 
 def test_completion_passes_every_parameter() -> None:
@@ -375,7 +375,7 @@ def test_unsupported_completion_features_are_rejected() -> None:
         (completion(prompt=["a"] * 128, n=4, max_tokens=1024, logprobs=1), 9000),
         # no more than the context has room for
         (completion(prompt=[1] * 10, n=128, max_tokens=9000, logprobs=0), 8202),
-        ([chat(n=128, logprobs=True)], 8194),
+        ([chat(n=128, logprobs=True)], 8192),
         (completion(max_tokens=2**30), 2**30),
     ],
 )

@@ -1,0 +1,240 @@
+"""Prompts of later turns of a session, spliced from the token ids of earlier turns. Pure.
+
+    earlier turn      A: text of the prompt           O: text of an output
+    later text        A + O, as the template writes it + a special token + ...
+    its token ids     ids of A + ids of O + encode(a special token + ...)
+
+The model generated the ids of O, and the KV cache has them. Tokenising O again may yield others.
+Tokenizers divide a text at its special tokens first, so a text can be cut before one. White space
+of O is not compared, because templates trim contents and format the JSON of tool calls.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from struct import Struct
+from typing import NamedTuple, Protocol, Self
+
+from everlift.text import Vocabulary
+
+_DIGEST_BYTES = 16
+_PREFIX = Struct(f"<II{_DIGEST_BYTES}s")
+_SPACES = re.compile(r"\s*")
+_WORD = re.compile(r"\S*")
+#: Token ids that are copied without a chance for other threads to run.
+_IDS_PER_COPY = 1 << 14
+
+
+class Tokenizer(Vocabulary, Protocol):
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """Texts of the special tokens by token id."""
+        ...
+
+
+class Prefix(NamedTuple):
+    """Beginning of a prompt: its length in characters and in tokens, and a digest of its text.
+
+    Without characters there is no prefix.
+    """
+
+    num_characters: int = 0
+    num_ids: int = 0
+    digest: bytes = b""
+
+    def begins(self, text: str, *, has_added: bool) -> bool:
+        """Return whether ``text`` begins with the text of this prefix; ``has_added`` as there."""
+        return (
+            0 < self.num_characters <= len(text)
+            and _digest(text[: self.num_characters], has_added=has_added) == self.digest
+        )
+
+
+def _digest(text: str, *, has_added: bool) -> bytes:
+    data = text.encode(errors="surrogatepass")
+    return sha256(data + (b"\1" if has_added else b"\0")).digest()[:_DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMark:
+    """Digests by which a later text that begins with a prompt is recognised.
+
+    ``whole`` is the whole prompt. ``divisible`` ends before its last special token, and is empty if
+    there is none after its first token.
+    """
+
+    whole: Prefix
+    divisible: Prefix
+
+    def to_bytes(self) -> bytes:
+        return _PREFIX.pack(*self.whole) + _PREFIX.pack(*self.divisible)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self | None:
+        """Return the mark that ``to_bytes`` wrote; None if ``data`` has another form."""
+        if len(data) != 2 * _PREFIX.size:
+            return None
+        whole, divisible = _PREFIX.iter_unpack(data)
+        return cls(Prefix(*whole), Prefix(*divisible))
+
+
+class TurnOutput(NamedTuple):
+    """Tokens of one output, and its text without the stop string or stop token that ended it."""
+
+    ids: array[int]
+    text: str
+
+
+@dataclass(slots=True)
+class Turn:
+    """Finished request of a session.
+
+    Its prompt is the first ``mark.whole.num_ids`` of ``ids``. Turns whose prompts begin with each
+    other share the array of the longest one.
+    """
+
+    request_id: str
+    mark: PromptMark
+    ids: array[int]
+    outputs: Sequence[TurnOutput]
+
+
+class Encode(Protocol):
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Sequence[int]: ...
+
+
+def splice(
+    text: str, turns: Sequence[Turn], tokenizer: Tokenizer, encode: Encode, *, has_added: bool
+) -> tuple[tuple[int, ...], PromptMark]:
+    """Return the token ids of a prompt, as far as possible those of ``turns``, and its mark.
+
+    ``turns`` are earlier turns of its session with the same salt. ``has_added`` states whether the
+    tokenizer puts special tokens before the text. Without a suitable turn, the ids are those of the
+    whole text's tokenisation.
+    """
+    ids, start = _known(text, turns, tokenizer, has_added=has_added)
+    ids += encode(text[start:], add_special_tokens=has_added and not start)
+    whole = Prefix(len(text), len(ids), _digest(text, has_added=has_added))
+    divisible = _divisible(text, ids, tokenizer, encode, has_added=has_added)
+    return tuple(ids), PromptMark(whole, divisible)
+
+
+def _known(
+    text: str, turns: Sequence[Turn], tokenizer: Tokenizer, *, has_added: bool
+) -> tuple[list[int], int]:
+    """Return ids that earlier turns have for the beginning of ``text``, and its length."""
+    special = _special(tokenizer)
+    for turn in sorted(turns, key=lambda turn: turn.mark.whole.num_characters, reverse=True):
+        whole, divisible = turn.mark.whole, turn.mark.divisible
+        if is_whole := whole.begins(text, has_added=has_added):
+            for output in turn.outputs:
+                if (end := _output_end(text, whole.num_characters, output.text, special)) and (
+                    ids := _shown_ids(output, tokenizer)
+                ) is not None:
+                    return [*_prompt_ids(turn, whole), *ids], end
+        if special.match(text, divisible.num_characters) and (
+            (is_whole and divisible.num_characters) or divisible.begins(text, has_added=has_added)
+        ):
+            return _prompt_ids(turn, divisible), divisible.num_characters
+    return [], 0
+
+
+def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
+    texts = sorted(tokenizer.special_tokens.values(), key=len, reverse=True)
+    # A pattern of no texts must not match everything.
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _prompt_ids(turn: Turn, prefix: Prefix) -> list[int]:
+    ids: list[int] = []
+    for start in range(0, prefix.num_ids, _IDS_PER_COPY):
+        ids += turn.ids[start : min(start + _IDS_PER_COPY, prefix.num_ids)]
+    return ids
+
+
+def _output_end(text: str, start: int, output: str, special: re.Pattern[str]) -> int | None:
+    """Return the position of the special token that follows an output in ``text``.
+
+    The output is expected at ``start``; white space is ignored, except that none may appear or be
+    missing within a word. Return None if there is another text.
+    """
+    begin, shown = _skip_spaces(text, start), output.strip()
+    end = begin + len(shown)
+    if not text.startswith(shown, begin):
+        other_end = _loose_end(text, begin, shown)
+        if other_end is None:
+            return None
+        end = other_end
+    end = _skip_spaces(text, end)
+    return end if special.match(text, end) else None
+
+
+def _loose_end(text: str, start: int, output: str) -> int | None:
+    at = start, 0
+    while True:
+        found = _skip_spaces(text, at[0]), _skip_spaces(output, at[1])
+        if found[1] == len(output):
+            return at[0]
+        has_gap = found[0] > at[0], found[1] > at[1]
+        if has_gap[0] != has_gap[1] and _is_within_word(output, at[1], found[1]):
+            return None
+        words = _word(text, found[0]), _word(output, found[1])
+        length = min(map(len, words))
+        if not length or words[0][:length] != words[1][:length]:
+            return None
+        at = found[0] + length, found[1] + length
+
+
+def _is_within_word(text: str, end: int, begin: int) -> bool:
+    return end > 0 and text[end - 1].isalnum() and text[begin].isalnum()
+
+
+def _skip_spaces(text: str, start: int) -> int:
+    match = _SPACES.match(text, start)
+    assert match is not None
+    return match.end()
+
+
+def _word(text: str, start: int) -> str:
+    match = _WORD.match(text, start)
+    assert match is not None
+    return match.group()
+
+
+def _shown_ids(output: TurnOutput, tokenizer: Tokenizer) -> array[int] | None:
+    """Return the ids of an output's text, without those of a stop string or stop token.
+
+    Return None if a stop string begins within a token, or if the text lacks a special token.
+    """
+    pieces = [
+        tokenizer.token_bytes(token, is_first=not place) for place, token in enumerate(output.ids)
+    ]
+    while pieces and pieces[-1] is None:
+        pieces.pop()
+    data = [piece for piece in pieces if piece is not None]
+    if len(data) < len(pieces):
+        return None
+    text = _decoded(data)
+    num_hidden = len(text[len(output.text) :].encode())
+    while data and num_hidden > 0:
+        num_hidden -= len(data.pop())
+    return output.ids[: len(data)] if _decoded(data) == output.text else None
+
+
+def _decoded(data: Sequence[bytes]) -> str:
+    return b"".join(data).decode(errors="replace")
+
+
+def _divisible(
+    text: str, ids: list[int], tokenizer: Tokenizer, encode: Encode, *, has_added: bool
+) -> Prefix:
+    special = tokenizer.special_tokens
+    last = next((place for place in range(len(ids) - 1, 0, -1) if ids[place] in special), 0)
+    start = text.rfind(special[ids[last]]) if last else 0
+    if start <= 0 or [*encode(text[start:], add_special_tokens=False)] != ids[last:]:
+        return Prefix()
+    return Prefix(start, last, _digest(text[:start], has_added=has_added))

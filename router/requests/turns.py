@@ -1,0 +1,108 @@
+"""Earlier turns of sessions, whose token ids later prompts reuse."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from everlift.messages import Request, Submission
+from everlift.request_id import tenant_of
+from router.requests.request import LiveRequest
+from router.requests.splicing import PromptMark, Turn, TurnOutput
+
+#: Most turns of a session.
+_MAX_TURNS = 8
+#: Most token ids of all sessions. An id takes 4 bytes.
+_MAX_IDS = 8 << 20
+
+
+class SessionKey(NamedTuple):
+    """Requests with equal keys may share token ids."""
+
+    tenant: str
+    session_id: str
+    salt: bytes
+
+    @classmethod
+    def of(cls, it: Submission | Request) -> SessionKey:
+        return cls(tenant_of(it.request_id), it.session_id, it.salt)
+
+
+class Turns:
+    """Turns of recently used sessions that finished at this router."""
+
+    def __init__(self, max_ids: int = _MAX_IDS) -> None:
+        """Create an empty store that holds at most ``max_ids`` token ids."""
+        self._max_ids = max_ids
+        #: turns of each session, oldest first; the most recently used session is the last one
+        self._sessions: OrderedDict[SessionKey, list[Turn]] = OrderedDict()
+        self._sizes: dict[SessionKey, int] = {}
+        self._num_ids = 0
+        self._key_of: dict[str, SessionKey] = {}
+
+    def of(self, submission: Submission) -> Sequence[Turn]:
+        """Return the known turns of a submission's session, newest first."""
+        key = SessionKey.of(submission)
+        if not submission.session_id or key not in self._sessions:
+            return ()
+        self._sessions.move_to_end(key)
+        return self._sessions[key][::-1]
+
+    def add(self, live: LiveRequest) -> None:
+        """Add a finished request, if it belongs to a session and its prompt was a text."""
+        request = live.request
+        mark = PromptMark.from_bytes(request.turn)
+        if not request.session_id or mark is None:
+            return
+        outputs = [
+            TurnOutput(array("I", choice.output.tokens), choice.output.whole_text)
+            for choice in live.choices
+        ]
+        turn = Turn(request.request_id, mark, array("I", request.prompt_ids), outputs)
+        key = SessionKey.of(request)
+        turns = self._sessions.setdefault(key, [])
+        _share_ids(turns, turn)
+        turns.append(turn)
+        self._key_of[request.request_id] = key
+        self._keep(key, turns[-_MAX_TURNS:])
+        while self._num_ids > self._max_ids:
+            self._keep(next(iter(self._sessions)), [])
+
+    def forget(self, request_id: str) -> None:
+        """Remove a request, because it is erased."""
+        if (key := self._key_of.get(request_id)) is not None:
+            self._keep(key, [turn for turn in self._sessions[key] if turn.request_id != request_id])
+
+    def _keep(self, key: SessionKey, turns: list[Turn]) -> None:
+        """Replace the turns of a session by some of them."""
+        for turn in self._sessions.pop(key):
+            self._key_of.pop(turn.request_id, None)
+        self._num_ids -= self._sizes.pop(key, 0)
+        if turns:
+            self._sessions[key] = turns
+            self._sizes[key] = size = _num_ids(turns)
+            self._num_ids += size
+            self._key_of.update((turn.request_id, key) for turn in turns)
+
+
+def _share_ids(turns: Sequence[Turn], new: Turn) -> None:
+    """Let turns whose prompts begin with each other share the longest array of ids."""
+    arrays = {id(turn.ids): turn.ids for turn in turns}
+    for ids in arrays.values():
+        length = min(len(ids), len(new.ids))
+        if ids[:length] != new.ids[:length]:
+            continue
+        if len(ids) > length:
+            new.ids = ids
+            return
+        for turn in turns:
+            if turn.ids is ids:
+                turn.ids = new.ids
+
+
+def _num_ids(turns: Sequence[Turn]) -> int:
+    arrays = {id(turn.ids): len(turn.ids) for turn in turns}
+    outputs = sum(len(output.ids) for turn in turns for output in turn.outputs)
+    return sum(arrays.values()) + outputs

@@ -1,0 +1,149 @@
+"""Prompts of later turns: which token ids of earlier turns they reuse."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from router.requests.splicing import PromptMark, Turn, TurnOutput, splice
+from tests.support.worker.vocabularies import BYTE_LEVEL, byte_ids
+
+ASK, ANSWER = "<s>user\n", "<s>assistant\n"
+#: "count" in two tokens or more than its tokenisation has
+COUNT = [*BYTE_LEVEL.encode("co"), *BYTE_LEVEL.encode("unt")]
+BOS, EOS = BYTE_LEVEL.encode("<s></s>")
+
+
+def encode(text: str, *, add_special_tokens: bool = False) -> list[int]:
+    return BYTE_LEVEL.encode(text, add_special_tokens=add_special_tokens)
+
+
+def prompt(text: str, *turns: Turn) -> tuple[list[int], PromptMark]:
+    ids, mark = splice(text, turns, BYTE_LEVEL, encode, has_added=False)
+    return [*ids], mark
+
+
+def turn(text: str, *outputs: tuple[Sequence[int], str]) -> Turn:
+    ids, mark = prompt(text)
+    return Turn(
+        "r", mark, array("I", ids), [TurnOutput(array("I", it), say) for it, say in outputs]
+    )
+
+
+FIRST = f"{ASK}how?{ANSWER}"
+
+
+def test_output_is_not_what_tokenisation_yields() -> None:
+    assert encode("count") != COUNT
+    assert prompt(f"{FIRST}count</s>{ASK}on")[0] == encode(f"{FIRST}count</s>{ASK}on")
+
+
+@pytest.mark.parametrize("end", [[], [EOS], [BOS]])
+def test_splice_reuses_prompt_and_output(end: list[int]) -> None:
+    first = turn(FIRST, ([*COUNT, *end], "count"))
+    ids, _ = prompt(f"{FIRST}count</s>{ASK}on", first)
+    assert ids == [*encode(FIRST), *COUNT, EOS, *encode(f"{ASK}on")]
+
+
+@pytest.mark.parametrize("answer", ["edited", "count on", "count", "counting</s>", "c ount</s>"])
+def test_splice_reuses_only_the_prompt_of_another_answer(answer: str) -> None:
+    first = turn(FIRST, (COUNT, "count"))
+    text = f"{FIRST}{answer}"
+    ids, _ = prompt(text, first)
+    assert ids == encode(text)
+
+
+def test_splice_ignores_changed_white_space() -> None:
+    call = encode('\n{"a":1,') + encode('\n  "b": [2]}\n')
+    first = turn(FIRST, (call, '\n{"a":1,\n  "b": [2]}\n'))
+    for written in ('{"a": 1, "b": [2]}', '  {"a":1,"b":[2]}\n\n'):
+        ids, _ = prompt(f"{FIRST}{written}</s>", first)
+        assert ids == [*encode(FIRST), *call, EOS]
+
+
+def test_splice_chooses_the_output_that_continues() -> None:
+    outputs = [(COUNT, "count"), ([*COUNT, *encode(" on")], "count on"), (encode("no"), "no")]
+    for ids, text in outputs:
+        assert prompt(f"{FIRST}{text}</s>", turn(FIRST, *outputs))[0] == [
+            *encode(FIRST),
+            *ids,
+            EOS,
+        ]
+
+
+def test_splice_prefers_the_longest_turn() -> None:
+    first = turn(FIRST, (COUNT, "count"))
+    text = f"{FIRST}count</s>{ASK}more?{ANSWER}"
+    ids, mark = prompt(text, first)
+    second = Turn("r", mark, array("I", ids), [TurnOutput(array("I", COUNT), "count")])
+    assert prompt(f"{text}count</s>", first, second)[0] == [*ids, *COUNT, EOS]
+    # The last message was edited, so only the first turn continues.
+    edited = f"{FIRST}count</s>{ASK}less?{ANSWER}"
+    assert prompt(edited, first, second)[0] == [
+        *encode(FIRST),
+        *COUNT,
+        *encode(f"</s>{ASK}less?{ANSWER}"),
+    ]
+
+
+def test_splice_omits_tokens_of_the_stop_string() -> None:
+    stop = encode("\n\n") + encode("q")
+    first = turn(FIRST, ([*COUNT, *stop], "count"))
+    assert prompt(f"{FIRST}count</s>", first)[0] == [*encode(FIRST), *COUNT, EOS]
+
+
+def test_splice_cuts_no_token_at_a_stop_string() -> None:
+    count = encode("count")
+    assert len(count) == 1
+    text = f"{FIRST}cou</s>"
+    assert prompt(text, turn(FIRST, (count, "cou")))[0] == encode(text)
+
+
+def test_splice_keeps_a_character_that_length_cut() -> None:
+    cut = [*COUNT, *byte_ids(BYTE_LEVEL, "你".encode()[:2])]
+    first = turn(FIRST, (cut, "count�"))
+    assert prompt(f"{FIRST}count�</s>", first)[0] == [*encode(FIRST), *cut, EOS]
+
+
+def test_splice_rejects_output_with_an_unseen_special_token() -> None:
+    first = turn(FIRST, ([BOS, *COUNT], "count"))
+    text = f"{FIRST}count</s>"
+    assert prompt(text, first)[0] == encode(text)
+
+
+def test_splice_survives_a_dropped_generation_prompt() -> None:
+    """Templates drop the reasoning of earlier turns, also what they put before an output."""
+    first_text = f"{ASK}how?</s>{ANSWER}count</s>{ASK}why?{ANSWER}"
+    spliced = [*encode(f"{ASK}how?</s>{ANSWER}"), *COUNT, *encode(f"</s>{ASK}why?{ANSWER}<think>")]
+    _, mark = prompt(f"{first_text}<think>")
+    assert mark.divisible.num_characters == len(first_text) - len(ANSWER)
+    difference = len(spliced) - mark.whole.num_ids
+    divisible = mark.divisible._replace(num_ids=mark.divisible.num_ids + difference)
+    before = Turn("r", PromptMark(mark.whole, divisible), array("I", spliced), [])
+    ids, _ = prompt(f"{first_text}because</s>", before)
+    assert ids == [*spliced[: divisible.num_ids], *encode(f"{ANSWER}because</s>")]
+
+
+def test_prompt_without_special_tokens_is_not_spliced() -> None:
+    first = turn("how? ", (COUNT, "count"))
+    assert first.mark.divisible.num_characters == 0
+    for text in ("how? count on", "how? count</s>"):
+        ids = prompt(text, first)[0]
+        assert BYTE_LEVEL.decode(ids) == BYTE_LEVEL.decode(encode(text))
+    assert prompt("how? count on", first)[0] == encode("how? count on")
+
+
+def test_prompt_mark_survives_the_ledger() -> None:
+    mark = turn(FIRST).mark
+    assert PromptMark.from_bytes(mark.to_bytes()) == mark
+    assert PromptMark.from_bytes(b"other") is None
+    assert PromptMark.from_bytes(b"") is None
+
+
+def test_text_with_added_tokens_is_another_prompt() -> None:
+    first = turn(FIRST, (COUNT, "count"))
+    text = f"{FIRST}count</s>"
+    ids, _ = splice(text, [first], BYTE_LEVEL, encode, has_added=True)
+    assert [*ids] == encode(text, add_special_tokens=True)
