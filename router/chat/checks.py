@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
 
 #: Most levels of a JSON value: as many as a grammar's schema may have, and far fewer than Python's
@@ -23,13 +25,21 @@ def check_json(name: str, value: Any, max_bytes: int) -> None:
     """
     check_depth(name, value)
     try:
-        num_bytes = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
-    except UnicodeEncodeError:
+        # A quarter of the time of json.dumps.
+        data = to_json(value, inf_nan_mode="constants")
+    except PydanticSerializationError:
         raise NotUtf8(f"{name} has half of a surrogate pair") from None
+    if b"NaN" in data or b"Infinity" in data:
+        _check_numbers(name, value)
+    if len(data) > max_bytes:
+        raise OutOfRange(f"{name} takes {len(data)} bytes, and at most {max_bytes} are allowed")
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
     except ValueError:
         raise InvalidRequest(f"{name} has a number that JSON does not know") from None
-    if num_bytes > max_bytes:
-        raise OutOfRange(f"{name} takes {num_bytes} bytes, and at most {max_bytes} are allowed")
 
 
 def check_depth(name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Start parameters and messages of a renderer process, which renders chats. Pure.
 
 A message is the length in bytes of a frame, as a big-endian integer of 4 bytes, followed by the
-frame, a JSON object in UTF-8.
+frame, a JSON object in UTF-8. The frame of a rendered text is a zero byte and the text in UTF-8.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,20 @@ class Launch:
 
 
 LENGTH_BYTES = 4
+_TEXT = b"\0"
 Frame = dict[str, Any]
 
 
 def encode(frame: Frame) -> bytes:
-    body = json.dumps(frame, ensure_ascii=False, separators=(",", ":")).encode()
+    return _with_length(to_json(frame))
+
+
+def encode_text(text: str) -> bytes:
+    """Return the message of a rendered text. Raises UnicodeEncodeError."""
+    return _with_length(_TEXT + text.encode())
+
+
+def _with_length(body: bytes) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
@@ -44,7 +55,12 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame of a message body. Raises ValueError if the body is not a JSON object."""
+    """Return the frame of a message body; that of a rendered text has the key "text".
+
+    Raises ValueError if the body is neither a text nor a JSON object.
+    """
+    if body.startswith(_TEXT):
+        return {"text": body[len(_TEXT) :].decode()}
     frame = json.loads(body)
     if not isinstance(frame, dict):
         raise ValueError("no frame")

@@ -22,8 +22,8 @@ _PATIENCE = 5
 #: Seconds for the start of the process. It loads transformers, which takes 1 s, and more the first
 #: time.
 _START_S = 120.0
-#: Most bytes of one character in UTF-8, written as JSON.
-_MAX_BYTES_PER_CHARACTER = 6
+#: Most bytes of one character in UTF-8.
+_MAX_BYTES_PER_CHARACTER = 4
 #: Most bytes of an answer besides its text, and of an error in total.
 _MAX_FRAME_HEAD = 4096
 #: Variables of the environment that the process receives. All others are withheld from templates.

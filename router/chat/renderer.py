@@ -11,7 +11,7 @@ this process with it.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
     to the router     {"ready": signal that ended the child before, or ""} from each new child;
-                      then an answer to each chat: {text}, {too_long: characters} or {error: cause}
+                      then an answer to each chat: a text, {too_long: characters} or {error: cause}
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _answer(request: Frame, launch: Launch) -> bytes:
         text = _rendered(request, launch)
         if len(text) > launch.max_characters:
             return frames.encode({"too_long": len(text)})
-        return frames.encode({"text": text})
+        return frames.encode_text(text)
     except jinja2.exceptions.TemplateSyntaxError as error:
         return _refusal(f"the chat template is wrong in line {error.lineno}: {error.message}")
     except jinja2.exceptions.SecurityError as error:

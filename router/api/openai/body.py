@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any, NoReturn
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from everlift.errors import MalformedBody, NotUtf8
 
 #: Maximum nesting of a body. Legitimate bodies have fewer levels; schemas are limited to 64 levels
@@ -104,6 +106,6 @@ def _too_deep() -> MalformedBody:
 
 def _check_surrogates(body: Json) -> None:
     try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+        to_json(body)
+    except PydanticSerializationError:
         raise NotUtf8("a text of the body has half a surrogate pair") from None
