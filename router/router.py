@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import secrets
+import sys
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,10 @@ from router.worker_sessions import Sessions
 
 log = logs.get_logger(__name__)
 
+#: Most seconds for which the event loop waits for Python's lock while threads process long prompts.
+#: Python's default of 5 ms delays tokens noticeably.
+_SWITCH_INTERVAL_S = 1e-3
+
 
 class Router:
     """Router replica: ``start`` creates it, and ``stop`` ends it."""
@@ -126,6 +131,7 @@ class Router:
         UnknownModel if the model is not found or cannot be used, LedgerUnavailable, SettingsError
         for an unusable setting, and OSError if a port is in use.
         """
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(
             config.model, config.model_revision, sampling_defaults=config.sampling_defaults

@@ -104,7 +104,13 @@ class WorkerLink:
         ]
 
     def start(self, starts: Sequence[session_pb2.Start]) -> None:
-        self._outbox.add(session_pb2.RouterFrame(starts=starts))
+        frame = session_pb2.RouterFrame()
+        for start in starts:
+            # A message is merged by way of its serialised form, but a list of numbers is copied.
+            added = frame.starts.add(prompt_ids=start.prompt_ids)
+            start.ClearField("prompt_ids")
+            added.MergeFrom(start)
+        self._outbox.add(frame)
 
     def abort(self, epoch: int, choices: Sequence[int]) -> None:
         abort = session_pb2.Abort(epoch=epoch, choices=choices)

@@ -9,7 +9,7 @@ stored ``Request`` and the tokens generated so far.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
@@ -39,6 +39,8 @@ MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
 #: Largest length of session_id, fairness_id and application.
 MAX_LABEL_BYTES = 128
+#: Token ids that are copied without a chance for other threads to run.
+_IDS_PER_COPY = 1 << 14
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
 
@@ -229,9 +231,12 @@ def _num_choices(message: pb.GenerateRequest) -> int:
 
 
 def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...]:
-    if message.WhichOneof("prompt") == "tokens":
-        return tuple(message.tokens.ids)
-    return message.text
+    if message.WhichOneof("prompt") != "tokens":
+        return message.text
+    field, ids = message.tokens.ids, list[int]()
+    for start in range(0, len(field), _IDS_PER_COPY):
+        ids += field[start : start + _IDS_PER_COPY]
+    return tuple(ids)
 
 
 def _on_disconnect(value: int) -> OnDisconnect:
@@ -290,7 +295,9 @@ class Request:
     ``chunks`` are the ids of the prompt's chunks if dispatch is to consider cached prefixes, and
     ``chunk_hashes`` the chunks' hashes (hashes.py) if they were computed; neither is stored in the
     ledger. ``turn`` has digests of the prompt's text, by which later prompts of the session are
-    recognised (``PromptMark`` of the router); it is empty without a session or a text.
+    recognised (``PromptMark`` of the router); it is empty without a session or a
+    text. ``prompt_field`` has the ``prompt_ids`` as a field of a message, which other messages copy
+    at once; it may be empty.
     """
 
     request_id: str
@@ -319,6 +326,7 @@ class Request:
     turn: bytes = b""
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
+    prompt_field: Sequence[int] = field(default=(), compare=False, repr=False)
 
     @property
     def session(self) -> int:

@@ -233,20 +233,24 @@ class Inference:
         message.request_id = message.request_id or new_request_id(message.session_id)
         with self._recording_rejections(trace, journal.called_at, x_request_id):
             request_id = caller.qualify(message.request_id)
-            self._model.check_fits(message.text or message.tokens.ids)
-            submission = Submission.from_proto(
-                message,
-                request_id,
-                secrets.randbits(63),
-                trace,
-                x_request_id,
-                self._model.sampling_defaults,
+            prompt = message.text or message.tokens.ids
+            self._model.check_fits(prompt)
+            submission = await tokenizer.with_text(
+                len(prompt),
+                lambda: caller.limits.fitted(
+                    Submission.from_proto(
+                        message,
+                        request_id,
+                        secrets.randbits(63),
+                        trace,
+                        x_request_id,
+                        self._model.sampling_defaults,
+                    )
+                ),
             )
-            fitted = caller.limits.fitted(submission)
-            turns = self._requests.turns.of(fitted)
+            turns = self._requests.turns.of(submission)
             request = await tokenizer.with_text(
-                max(len(message.text), len(message.tokens.ids)),
-                lambda: self._model.resolve(fitted, turns),
+                len(prompt), lambda: self._model.resolve(submission, turns)
             )
             journal.received(now())
             try:

@@ -33,7 +33,7 @@ def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> se
         epoch=live.epoch,
         choice=choice.index,
         request_id=request.request_id,
-        prompt_ids=request.prompt_ids[num_prompt:],
+        prompt_ids=_prompt_ids(request, num_prompt),
         output_ids=choice.output.tokens[num_output:],
         max_tokens=request.max_tokens,
         sampling=_sampling(live, choice).to_proto(),
@@ -46,6 +46,10 @@ def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> se
         expected_cached_tokens=live.expected_cached_tokens if prefix else 0,
         omitted_prefix=omitted,
     )
+
+
+def _prompt_ids(request: Request, first: int) -> Sequence[int]:
+    return request.prompt_ids[first:] if first else request.prompt_field or request.prompt_ids
 
 
 def _num_computed(live: LiveRequest, choice: Choice) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from struct import Struct
@@ -31,9 +31,24 @@ _IDS_PER_COPY = 1 << 14
 
 class Tokenizer(Vocabulary, Protocol):
     @property
-    def special_tokens(self) -> Mapping[int, str]:
-        """Texts of the special tokens by token id."""
+    def boundaries(self) -> Mapping[int, str]:
+        """Texts of special tokens, by token id, before which a text can be cut.
+
+        The parts have the same token ids as the whole text.
+        """
         ...
+
+    @property
+    def boundary(self) -> re.Pattern[str]:
+        """Pattern of the texts in ``boundaries``."""
+        ...
+
+
+def boundary_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches one of ``texts``, the longest one that fits."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    # A pattern of no texts must not match everything.
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class Prefix(NamedTuple):
@@ -127,26 +142,20 @@ def _known(
     text: str, turns: Sequence[Turn], tokenizer: Tokenizer, *, has_added: bool
 ) -> tuple[list[int], int]:
     """Return ids that earlier turns have for the beginning of ``text``, and its length."""
-    special = _special(tokenizer)
+    boundary = tokenizer.boundary
     for turn in sorted(turns, key=lambda turn: turn.mark.whole.num_characters, reverse=True):
         whole, divisible = turn.mark.whole, turn.mark.divisible
         if is_whole := whole.begins(text, has_added=has_added):
             for output in turn.outputs:
-                if (end := _output_end(text, whole.num_characters, output.text, special)) and (
+                if (end := _output_end(text, whole.num_characters, output.text, boundary)) and (
                     ids := _shown_ids(output, tokenizer)
                 ) is not None:
                     return [*_prompt_ids(turn, whole), *ids], end
-        if special.match(text, divisible.num_characters) and (
+        if boundary.match(text, divisible.num_characters) and (
             (is_whole and divisible.num_characters) or divisible.begins(text, has_added=has_added)
         ):
             return _prompt_ids(turn, divisible), divisible.num_characters
     return [], 0
-
-
-def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
-    texts = sorted(tokenizer.special_tokens.values(), key=len, reverse=True)
-    # A pattern of no texts must not match everything.
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def _prompt_ids(turn: Turn, prefix: Prefix) -> list[int]:
@@ -156,7 +165,7 @@ def _prompt_ids(turn: Turn, prefix: Prefix) -> list[int]:
     return ids
 
 
-def _output_end(text: str, start: int, output: str, special: re.Pattern[str]) -> int | None:
+def _output_end(text: str, start: int, output: str, boundary: re.Pattern[str]) -> int | None:
     """Return the position of the special token that follows an output in ``text``.
 
     The output is expected at ``start``; white space is ignored, except that none may appear or be
@@ -170,7 +179,7 @@ def _output_end(text: str, start: int, output: str, special: re.Pattern[str]) ->
             return None
         end = other_end
     end = _skip_spaces(text, end)
-    return end if special.match(text, end) else None
+    return end if boundary.match(text, end) else None
 
 
 def _loose_end(text: str, start: int, output: str) -> int | None:
@@ -232,9 +241,9 @@ def _decoded(data: Sequence[bytes]) -> str:
 def _divisible(
     text: str, ids: list[int], tokenizer: Tokenizer, encode: Encode, *, has_added: bool
 ) -> Prefix:
-    special = tokenizer.special_tokens
-    last = next((place for place in range(len(ids) - 1, 0, -1) if ids[place] in special), 0)
-    start = text.rfind(special[ids[last]]) if last else 0
+    boundaries = tokenizer.boundaries
+    last = next((place for place in range(len(ids) - 1, 0, -1) if ids[place] in boundaries), 0)
+    start = text.rfind(boundaries[ids[last]]) if last else 0
     if start <= 0 or [*encode(text[start:], add_special_tokens=False)] != ids[last:]:
         return Prefix()
     return Prefix(start, last, _digest(text[:start], has_added=has_added))

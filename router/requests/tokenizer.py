@@ -27,6 +27,7 @@ from everlift.hashes import BLOCK_SIZE, chunk_hashes, chunk_id
 from everlift.hub import name_for_clients
 from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
+from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
 from router.requests import splicing
@@ -51,6 +52,12 @@ _MAX_PROMPT_LOGPROBS = 1 << 18
 #: Most log probabilities of the output of all choices, including alternatives. They stay in the
 #: memory of the router and of the ledger.
 _MAX_LOGPROBS = 1 << 22
+#: Least characters of a part of a text that is tokenised by itself, and most parts of one call of
+#: the tokenizer. The conversion of a call's results delays other threads.
+_PART_CHARACTERS = 1 << 14
+_PARTS_PER_CALL = 8
+#: Token ids that are copied without a chance for other threads to run.
+_IDS_PER_COPY = 1 << 14
 
 
 class Tokenizer(splicing.Tokenizer, Protocol):
@@ -68,7 +75,13 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises a plain Exception
             raise UnknownModel(f"{path} is no tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_tokens = {i: token.content for i, token in added.items() if token.special}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self.boundaries = {
+            i: token.content
+            for i, token in added.items()
+            if token.special and not (token.lstrip or token.normalized or token.single_word)
+        }
+        self.boundary = splicing.boundary_pattern(self.boundaries.values())
         self.vocab_size = self._tokenizer.get_vocab_size()
         decoder = self._tokenizer.decoder
         types = decoder_types(None if decoder is None else json.loads(decoder.__getstate__()))
@@ -76,15 +89,35 @@ class HuggingFaceTokenizer:
         self._has_byte_pieces = "ByteFallback" in types
         #: bytes of a token, by token id and whether the token is the first of its text
         self._bytes: dict[tuple[int, bool], bytes] = {}
+        self.adds_end = False
         self.adds_end = self.encode("a")[-1:] != self.encode("a", add_special_tokens=False)[-1:]
 
     # The tokenizers library releases Python's lock only in its batch methods.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return list(encoding.ids)
+        first, *rest = self._parts(text)
+        ids = self._encode_batch([first], add_special_tokens=add_special_tokens)
+        for start in range(0, len(rest), _PARTS_PER_CALL):
+            ids += self._encode_batch(rest[start : start + _PARTS_PER_CALL])
+        return ids
+
+    def _parts(self, text: str) -> list[str]:
+        """Cut a long text before special tokens, which does not change its token ids."""
+        parts, start = [], 0
+        while not self.adds_end and (
+            boundary := self.boundary.search(text, start + _PART_CHARACTERS)
+        ):
+            parts.append(text[start : boundary.start()])
+            start = boundary.start()
+        return [*parts, text[start:]]
+
+    def _encode_batch(self, texts: list[str], *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = []
+        for encoding in self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=add_special_tokens
+        ):
+            ids += encoding.ids
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
@@ -97,7 +130,7 @@ class HuggingFaceTokenizer:
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
         key = token_id, is_first
         if (data := self._bytes.get(key)) is None:
-            if token_id in self.special_tokens or (token := self.token_string(token_id)) is None:
+            if token_id in self._special or (token := self.token_string(token_id)) is None:
                 return None
             data = self._bytes[key] = self._bytes_of(token_id, token, is_first=is_first)
         return data
@@ -123,7 +156,8 @@ class ByteTokenizer:
     """Tokenizer of the fake model: tokens below 256 are bytes, others are written as numbers."""
 
     vocab_size = len(_BYTES)
-    special_tokens: Mapping[int, str] = {}
+    boundaries: Mapping[int, str] = {}
+    boundary = splicing.boundary_pattern(())
     adds_end = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -341,6 +375,7 @@ class ServedModel:
             chunks=self._chunks(submission, hashes),
             chunk_hashes=hashes,
             turn=turn,
+            prompt_field=_as_field(prompt_ids),
         )
 
     def _chunks(self, submission: Submission, hashes: tuple[bytes, ...]) -> tuple[int, ...]:
@@ -476,6 +511,13 @@ class ServedModel:
             raise OutOfRange(
                 f"{name} holds token {worst}; the vocabulary has {self.vocab_size}", field=name
             )
+
+
+def _as_field(ids: Sequence[int]) -> Sequence[int]:
+    field = pb.TokenIds().ids
+    for start in range(0, len(ids), _IDS_PER_COPY):
+        field.extend(ids[start : start + _IDS_PER_COPY])
+    return field
 
 
 def _capacity(worker: session_pb2.WorkerInfo) -> int:

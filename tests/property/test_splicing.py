@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everlift.text import Stops, TextState
+from router.requests import tokenizer as module
 from router.requests.splicing import PromptMark, Turn, TurnOutput, splice
 from router.requests.tokenizer import HuggingFaceTokenizer
 from tests.support.example_counts import examples
-from tests.support.worker.vocabularies import BYTE_LEVEL, GEMMA, SENTENCEPIECE
+from tests.support.worker.vocabularies import ALL, BYTE_LEVEL, GEMMA, SENTENCEPIECE
 
 TOKENIZERS = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCEPIECE, "gemma": GEMMA}
 BEGIN = "<s>"
@@ -38,7 +39,7 @@ def decoded(tokenizer: HuggingFaceTokenizer, ids: tuple[int, ...]) -> str:
     """The text with its special tokens, each of which begins a new text."""
     text, state = "", TextState(tokenizer)
     for token in ids:
-        if special := tokenizer.special_tokens.get(token, ""):
+        if special := tokenizer.boundaries.get(token, ""):
             text += state.finish() + special
             state = TextState(tokenizer)
         else:
@@ -124,3 +125,17 @@ def test_spliced_prompts_decode_to_the_chat(kind: str, data: st.DataObject) -> N
     session = Session(TOKENIZERS[kind], data)
     for _ in range(data.draw(st.integers(2, 5))):
         session.turn()
+
+
+@pytest.mark.parametrize("kind", ALL)
+@given(
+    st.lists(st.sampled_from(["a", "b ", " ", "\n", "é", "你", "<s>", "</s>", "<unk>", "chess"]))
+)
+def test_encode_in_parts_equals_encode(kind: str, pieces: list[str]) -> None:
+    tokenizer, text = ALL[kind], "".join(pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PART_CHARACTERS", 1)
+        patch.setattr(module, "_PARTS_PER_CALL", 2)
+        for has_added in (False, True):
+            whole = tokenizer._tokenizer.encode(text, add_special_tokens=has_added)
+            assert tokenizer.encode(text, add_special_tokens=has_added) == whole.ids
