@@ -248,7 +248,7 @@ class Inference:
                     )
                 ),
             )
-            turns = self._requests.turns.of(submission)
+            turns = await self._requests.session_turns.find(submission)
             request = await tokenizer.with_text(
                 len(prompt), lambda: self._model.resolve(submission, turns)
             )

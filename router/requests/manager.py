@@ -52,6 +52,7 @@ from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.recovery import Resync, Takeover
 from router.requests.registry import RecentRequests, RequestRegistry
 from router.requests.request import LiveRequest, Phase
+from router.requests.session_turns import SessionTurns
 from router.requests.stream import ChoiceReader, LiveSource
 from router.requests.submission import Submissions
 from router.requests.tasks import TaskGroup
@@ -97,13 +98,14 @@ class Requests:
         self._deliveries = Deliveries(ledger)
         self._tasks = TaskGroup(self._fail)
         self._recent = RecentRequests(config.reassert)
-        self.turns = Turns()
+        self._turns = Turns()
+        self.session_turns = SessionTurns(self._turns, ledger, model)
         self._registry = RequestRegistry(
             router_id,
             self._recent,
             self.quotas,
             self.predictor,
-            self.turns,
+            self._turns,
             self._tasks,
             observer,
             tracer,
@@ -291,7 +293,7 @@ class Requests:
             if await self._ledger.erase(request_id) is not None:
                 raise Moved("another router owns this request: retry forget there")
             self._recent.add_erased(request_id, entry.arrived)
-            self.turns.forget(request_id)
+            self._turns.forget(request_id)
         log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:

@@ -85,6 +85,21 @@ class PromptMark:
     whole: Prefix
     divisible: Prefix
 
+    def match(self, text: str, *, has_added: bool) -> int:
+        """Return the length of the longer prefix with which ``text`` begins; 0 if with neither."""
+        prefixes = self.whole, self.divisible
+        matches = (it for it in prefixes if it.begins(text, has_added=has_added))
+        return next((it.num_characters for it in matches), 0)
+
+    def is_last(self, text: str, *, has_added: bool) -> bool:
+        """Return whether ``text`` continues this prompt and no later prompt of its session.
+
+        A later prompt ends with the same generation prompt, the text behind ``divisible``.
+        """
+        start, end = self.divisible.num_characters, self.whole.num_characters
+        is_later = start > 0 and text.count(text[start:end], end) > 1
+        return not is_later and self.whole.begins(text, has_added=has_added)
+
     def to_bytes(self) -> bytes:
         return _PREFIX.pack(*self.whole) + _PREFIX.pack(*self.divisible)
 

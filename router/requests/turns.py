@@ -1,4 +1,4 @@
-"""Earlier turns of sessions, whose token ids later prompts reuse."""
+"""Memory of earlier turns of sessions, whose token ids later prompts reuse."""
 
 from __future__ import annotations
 

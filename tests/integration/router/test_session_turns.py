@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 
 from everlift import model_files
 from everlift.client.client import AsyncClient
+from everlift.errors import LedgerUnavailable
 from everlift.hashes import BLOCK_SIZE
 from everlift.model_files import ModelUnavailable
-from router.ledger.entry import Stored
-from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
+from router.ledger.base import MAX_TURNS
+from router.ledger.entry import Stored, Turn
+from tests.support.in_process import ROUTER, WORKER, Cluster, KeptLedger, cluster
 from tests.support.router.http_client import JSON, ask
 from worker.config import FakeModel
 
@@ -30,12 +35,43 @@ def model() -> None:
         pytest.skip(str(error))
 
 
-@pytest.fixture
-async def parts() -> AsyncIterator[Cluster]:
+class WatchedLedger(KeptLedger):
+    """Counts the calls for a session's turns, fails them with ``error`` or lets them wait."""
+
+    calls = 0
+    error: Exception | None = None
+    is_stuck = False
+
+    async def turns(self, tenant: str, session_id: str, limit: int = MAX_TURNS) -> tuple[Turn, ...]:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        return await super().turns(tenant, session_id, limit)
+
+
+def served(routers: int) -> AbstractAsyncContextManager[Cluster]:
     router = replace(ROUTER, model="smollm2")
     worker = replace(WORKER, fake=FAKE, num_blocks=1024)
-    async with cluster(1, 1, router, worker) as parts:
+    return cluster(routers, 1, router, worker, WatchedLedger(time.monotonic))
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Cluster]:
+    async with served(1) as parts:
         yield parts
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Cluster]:
+    async with served(2) as parts:
+        yield parts
+
+
+def watched(parts: Cluster) -> WatchedLedger:
+    assert isinstance(parts.ledger, WatchedLedger)
+    return parts.ledger
 
 
 class Chat:
@@ -48,13 +84,13 @@ class Chat:
         self.answers: list[dict[str, Any]] = []
         self.usage: dict[str, Any] = {}
 
-    async def say(self, content: str, **options: Any) -> Stored:
+    async def say(self, content: str, router: int = 0, **options: Any) -> Stored:
         self.messages.append({"role": "user", "content": content})
         self._number += 1
         name = f"r{self._number}-{id(self)}"
         body = {"messages": self.messages, **self._options, **options}
         headers = {**self._headers, "idempotency-key": name}
-        address = self._parts.routers[0].http_address
+        address = self._parts.routers[router].http_address
         answer = await ask(address, "/v1/chat/completions", body, headers)
         assert answer.status == 200, answer.json
         self.usage = answer.json["usage"]
@@ -149,7 +185,40 @@ async def test_repeated_chat_is_the_same_request(parts: Cluster) -> None:
     headers = {**JSON, "x-session-id": "s", "idempotency-key": "same"}
     address = parts.routers[0].http_address
     first = await ask(address, "/v1/chat/completions", body, headers)
-    parts.routers[0]._requests.turns.forget(before.request.request_id)
+    parts.routers[0]._requests._turns.forget(before.request.request_id)
     second = await ask(address, "/v1/chat/completions", body, headers)
     assert (first.status, second.status) == (200, 200)
     assert second.json["choices"] == first.json["choices"]
+
+
+async def test_turn_continues_at_another_router(two: Cluster) -> None:
+    chat = Chat(two, "s")
+    before = await chat.say("How many?")
+    for number, router in enumerate((1, 0, 0, 1)):
+        turn = await chat.say(f"And {number} more?", router)
+        begin = known(before)
+        assert list(turn.request.prompt_ids[: len(begin)]) == begin
+        before = turn
+    # Of the first turn, and of each turn whose predecessor ended at the other router.
+    assert watched(two).calls == 4
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+async def test_turn_is_tokenised_if_the_ledger_fails(two: Cluster, is_stuck: bool) -> None:
+    chat = Chat(two, "s")
+    before = await chat.say("How many?")
+    watched(two).is_stuck = is_stuck
+    watched(two).error = None if is_stuck else LedgerUnavailable("away")
+    turn = await chat.say("More?", 1)
+    begin = known(before)
+    assert watched(two).calls == 2
+    assert list(turn.request.prompt_ids[: len(begin)]) != begin
+
+
+async def test_turn_of_another_model_is_not_read(two: Cluster) -> None:
+    chat = Chat(two, "s")
+    before = await chat.say("How many?")
+    two.routers[1]._model.fingerprint = "other"
+    turn = await chat.say("More?", 1)
+    begin = known(before)
+    assert list(turn.request.prompt_ids[: len(begin)]) != begin

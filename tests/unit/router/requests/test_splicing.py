@@ -147,3 +147,22 @@ def test_text_with_added_tokens_is_another_prompt() -> None:
     text = f"{FIRST}count</s>"
     ids, _ = splice(text, [first], BYTE_LEVEL, encode, has_added=True)
     assert [*ids] == encode(text, add_special_tokens=True)
+
+
+def test_mark_matches_the_longer_prefix() -> None:
+    mark = turn(f"{ASK}how?{ANSWER}").mark
+    for text, length in (
+        (f"{FIRST}count", len(FIRST)),
+        (f"{ASK}how?<s>other", len(f"{ASK}how?")),
+        (f"{ASK}what?{ANSWER}", 0),
+    ):
+        assert mark.match(text, has_added=False) == length
+        assert mark.match(text, has_added=True) == 0
+
+
+def test_mark_is_last_unless_a_later_prompt_follows() -> None:
+    mark = turn(FIRST).mark
+    second = f"{FIRST}count</s>{ASK}more?{ANSWER}"
+    assert mark.is_last(second, has_added=False)
+    assert not mark.is_last(f"{second}no</s>{ASK}why?{ANSWER}", has_added=False)
+    assert not mark.is_last(f"{ASK}what?{ANSWER}", has_added=False)

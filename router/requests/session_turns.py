@@ -1,0 +1,80 @@
+"""Earlier turns of a session: those that this router remembers, and the ledger's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from everlift import logs
+from everlift.errors import EverliftError
+from everlift.messages import Submission
+from everlift.request_id import tenant_of
+from router.ledger.base import Ledger
+from router.requests import tokenizer
+from router.requests.recovery import restored_request
+from router.requests.splicing import PromptMark, Turn
+from router.requests.tokenizer import ServedModel
+from router.requests.turns import Turns
+
+log = logs.get_logger(__name__)
+
+#: Most seconds that a prompt waits for turns from the ledger, before it is tokenised without them.
+_LEDGER_S = 0.25
+
+
+class SessionTurns:
+    """Finder of the earlier turns that a submission's prompt continues."""
+
+    def __init__(self, turns: Turns, ledger: Ledger, model: ServedModel) -> None:
+        self._turns = turns
+        self._ledger = ledger
+        self._model = model
+
+    async def find(self, submission: Submission) -> Sequence[Turn]:
+        """Return known turns of a submission's session, newest first.
+
+        If this router does not remember the turn before, because it ended at another router or
+        before a restart, it is read from the ledger. A ledger that fails or is slow changes
+        nothing.
+        """
+        known, text = self._turns.of(submission), submission.prompt
+        if not submission.session_id or not isinstance(text, str):
+            return ()
+        if not self._model.tokenizer.boundaries:
+            return known
+        has_added = submission.add_special_tokens
+        knows_last = await tokenizer.with_text(
+            len(text), lambda: any(it.mark.is_last(text, has_added=has_added) for it in known)
+        )
+        if knows_last:
+            return known
+        try:
+            async with asyncio.timeout(_LEDGER_S):
+                await self._read(submission, text, known)
+        except (TimeoutError, EverliftError) as error:
+            log.info("session not read from the ledger", cause=str(error))
+        return self._turns.of(submission)
+
+    async def _read(self, submission: Submission, text: str, known: Sequence[Turn]) -> None:
+        """Remember the longest turn with which ``text`` begins, if only the ledger has it."""
+        ids = {turn.request_id for turn in known}
+        marks = {turn.request_id: turn.mark for turn in known}
+        for stored in await self._ledger.turns(
+            tenant_of(submission.request_id), submission.session_id
+        ):
+            mark = PromptMark.from_bytes(stored.turn)
+            if mark is not None and stored.request_id not in ids:
+                marks[stored.request_id] = mark
+        has_added = submission.add_special_tokens
+        matches = await tokenizer.with_text(
+            len(text),
+            lambda: {it: mark.match(text, has_added=has_added) for it, mark in marks.items()},
+        )
+        longest = max(matches, key=matches.__getitem__, default="")
+        if longest in ids or not matches.get(longest):
+            return
+        stored_request = await self._ledger.read(longest)
+        request = stored_request.request
+        is_same = request.model == self._model.name
+        if is_same and request.fingerprint == self._model.fingerprint:
+            self._turns.add(await restored_request(stored_request, self._model.tokenizer))
