@@ -19,6 +19,7 @@ from hashlib import sha256
 from struct import Struct
 from typing import NamedTuple, Protocol, Self
 
+from everlift.hashes import CHUNK_SIZE
 from everlift.text import Vocabulary
 
 _DIGEST_BYTES = 16
@@ -124,13 +125,23 @@ class Turn:
     """Finished request of a session.
 
     Its prompt is the first ``mark.whole.num_ids`` of ``ids``. Turns whose prompts begin with each
-    other share the array of the longest one.
+    other share the array of the longest one. ``chunk_hashes`` are those of the prompt, or empty if
+    they are unknown.
     """
 
     request_id: str
     mark: PromptMark
     ids: array[int]
     outputs: Sequence[TurnOutput]
+    chunk_hashes: Sequence[bytes] = ()
+
+
+class Spliced(NamedTuple):
+    """Token ids of a prompt, its mark, and the known hashes of its first chunks."""
+
+    ids: tuple[int, ...]
+    mark: PromptMark
+    chunk_hashes: Sequence[bytes]
 
 
 class Encode(Protocol):
@@ -139,24 +150,27 @@ class Encode(Protocol):
 
 def splice(
     text: str, turns: Sequence[Turn], tokenizer: Tokenizer, encode: Encode, *, has_added: bool
-) -> tuple[tuple[int, ...], PromptMark]:
-    """Return the token ids of a prompt, as far as possible those of ``turns``, and its mark.
+) -> Spliced:
+    """Return a prompt with the token ids of ``turns``, as far as possible.
 
     ``turns`` are earlier turns of its session with the same salt. ``has_added`` states whether the
     tokenizer puts special tokens before the text. Without a suitable turn, the ids are those of the
     whole text's tokenisation.
     """
-    ids, start = _known(text, turns, tokenizer, has_added=has_added)
+    ids, start, chunk_hashes = _known(text, turns, tokenizer, has_added=has_added)
     ids += encode(text[start:], add_special_tokens=has_added and not start)
     whole = Prefix(len(text), len(ids), _digest(text, has_added=has_added))
     divisible = _divisible(text, ids, tokenizer, encode, has_added=has_added)
-    return tuple(ids), PromptMark(whole, divisible)
+    return Spliced(tuple(ids), PromptMark(whole, divisible), chunk_hashes)
 
 
 def _known(
     text: str, turns: Sequence[Turn], tokenizer: Tokenizer, *, has_added: bool
-) -> tuple[list[int], int]:
-    """Return ids that earlier turns have for the beginning of ``text``, and its length."""
+) -> tuple[list[int], int, Sequence[bytes]]:
+    """Return what an earlier turn has for the beginning of ``text``.
+
+    These are token ids, the length of the beginning, and hashes of the ids' first chunks.
+    """
     boundary = tokenizer.boundary
     for turn in sorted(turns, key=lambda turn: turn.mark.whole.num_characters, reverse=True):
         whole, divisible = turn.mark.whole, turn.mark.divisible
@@ -165,12 +179,13 @@ def _known(
                 if (end := _output_end(text, whole.num_characters, output.text, boundary)) and (
                     ids := _shown_ids(output, tokenizer)
                 ) is not None:
-                    return [*_prompt_ids(turn, whole), *ids], end
+                    return [*_prompt_ids(turn, whole), *ids], end, turn.chunk_hashes
         if boundary.match(text, divisible.num_characters) and (
             (is_whole and divisible.num_characters) or divisible.begins(text, has_added=has_added)
         ):
-            return _prompt_ids(turn, divisible), divisible.num_characters
-    return [], 0
+            chunk_hashes = turn.chunk_hashes[: divisible.num_ids // CHUNK_SIZE]
+            return _prompt_ids(turn, divisible), divisible.num_characters, chunk_hashes
+    return [], 0, ()
 
 
 def _prompt_ids(turn: Turn, prefix: Prefix) -> list[int]:

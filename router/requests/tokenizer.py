@@ -23,7 +23,7 @@ from everlift.errors import (
     RouterStopping,
     UnknownModel,
 )
-from everlift.hashes import BLOCK_SIZE, chunk_hashes, chunk_id
+from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes, chunk_id
 from everlift.hub import name_for_clients
 from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
@@ -337,7 +337,7 @@ class ServedModel:
         for an invalid token id or parameter.
         """
         self.check_requested(submission.model)
-        prompt_ids, turn = self._prompt(submission, turns)
+        prompt_ids, turn, hashes = self._prompt(submission, turns)
         max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
         if submission.max_tokens is not None and not is_clamped:
@@ -347,7 +347,9 @@ class ServedModel:
         self._check_sampling(submission.sampling, max_tokens)
         _check_amount(submission, len(prompt_ids), max_tokens)
         eos_ids = () if submission.ignore_eos else self.eos_ids
-        hashes = tuple(chunk_hashes(prompt_ids, submission.salt))
+        hashes += chunk_hashes(
+            prompt_ids[len(hashes) * CHUNK_SIZE :], hashes[-1] if hashes else submission.salt
+        )
         return Request(
             request_id=submission.request_id,
             model=self.name,
@@ -373,12 +375,12 @@ class ServedModel:
             application=submission.application,
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
             chunks=self._chunks(submission, hashes),
-            chunk_hashes=hashes,
+            chunk_hashes=tuple(hashes),
             turn=turn,
             prompt_field=_as_field(prompt_ids),
         )
 
-    def _chunks(self, submission: Submission, hashes: tuple[bytes, ...]) -> tuple[int, ...]:
+    def _chunks(self, submission: Submission, hashes: Sequence[bytes]) -> tuple[int, ...]:
         # A prompt whose log probabilities are requested is computed as a whole.
         if not self.computes_chunks or submission.sampling.prompt_logprobs is not None:
             return ()
@@ -393,24 +395,24 @@ class ServedModel:
 
     def _prompt(
         self, submission: Submission, turns: Sequence[Turn]
-    ) -> tuple[tuple[int, ...], bytes]:
-        """Return the token ids of a prompt, and its mark in the session, which may be empty."""
+    ) -> tuple[tuple[int, ...], bytes, list[bytes]]:
+        """Return a prompt's token ids, its mark in the session, and hashes of its first chunks."""
         prompt, has_added = submission.prompt, submission.add_special_tokens
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
-            return prompt, b""
+            return prompt, b"", []
         self.check_fits(prompt)
-        turn = b""
+        turn, hashes = b"", list[bytes]()
         if not submission.session_id or (has_added and self.tokenizer.adds_end):
             ids = self.encode_prompt(prompt, add_special_tokens=has_added)
         else:
-            ids, mark = splicing.splice(
+            spliced = splicing.splice(
                 prompt, turns, self.tokenizer, self.encode_prompt, has_added=has_added
             )
-            turn = mark.to_bytes()
+            ids, turn, hashes = spliced.ids, spliced.mark.to_bytes(), [*spliced.chunk_hashes]
         if not ids:
             raise EmptyPrompt("the prompt has no tokens", field="prompt")
-        return ids, turn
+        return ids, turn, hashes
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
         """Check a prompt before it is tokenised.

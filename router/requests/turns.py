@@ -60,7 +60,8 @@ class Turns:
             TurnOutput(array("I", choice.output.tokens), choice.output.whole_text)
             for choice in live.choices
         ]
-        turn = Turn(request.request_id, mark, array("I", request.prompt_ids), outputs)
+        ids = array("I", request.prompt_ids)
+        turn = Turn(request.request_id, mark, ids, outputs, request.chunk_hashes)
         key = SessionKey.of(request)
         turns = self._sessions.setdefault(key, [])
         _share_ids(turns, turn)

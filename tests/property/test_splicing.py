@@ -76,10 +76,10 @@ class Session:
         self.answer(self.data.draw(st.sampled_from(outputs)))
 
     def splice(self, text: str, turns: list[Turn]) -> tuple[tuple[int, ...], PromptMark]:
-        alone, mark = splice(text, (), self.tokenizer, self.encode, has_added=False)
+        alone, mark, _ = splice(text, (), self.tokenizer, self.encode, has_added=False)
         assert list(alone) == self.tokenizer.encode(text, add_special_tokens=False)
         assert PromptMark.from_bytes(mark.to_bytes()) in (mark, None)
-        return splice(text, turns, self.tokenizer, self.encode, has_added=False)
+        return splice(text, turns, self.tokenizer, self.encode, has_added=False)[:2]
 
     def output(self) -> TurnOutput:
         """Tokens of a text that are not those of its tokenisation, and often bytes."""

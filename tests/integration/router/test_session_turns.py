@@ -14,7 +14,7 @@ import pytest
 from everlift import model_files
 from everlift.client.client import AsyncClient
 from everlift.errors import LedgerUnavailable
-from everlift.hashes import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE, chunk_hashes
 from everlift.model_files import ModelUnavailable
 from router.ledger.base import MAX_TURNS
 from router.ledger.entry import Stored, Turn
@@ -116,6 +116,9 @@ async def test_turn_begins_with_prompt_and_answer(parts: Cluster) -> None:
         turn = await chat.say(f"And {number} more?")
         begin = known(before)
         assert list(turn.request.prompt_ids[: len(begin)]) == begin
+        live = parts.routers[0]._requests._registry.recent.get(turn.request.request_id)
+        assert live is not None
+        assert list(live.request.chunk_hashes) == chunk_hashes(turn.request.prompt_ids)
         # The last token of an output was never computed.
         assert chat.cached == (len(begin) - 1) // BLOCK_SIZE * BLOCK_SIZE
         before = turn

@@ -26,6 +26,7 @@ def finished(
     mark = PromptMark(Prefix(10 * len(prompt), len(prompt), b"d" * 16), Prefix())
     request: dict[str, Any] = {"request_id": request_id, "session_id": session, "salt": like.salt}
     request |= {"prompt_ids": tuple(prompt), "turn": mark.to_bytes() if prompt else b""}
+    request["chunk_hashes"] = ()
     choice = SimpleNamespace(output=SimpleNamespace(tokens=[9] * output, whole_text="x"))
     return cast(
         "LiveRequest", SimpleNamespace(request=SimpleNamespace(**request), choices=[choice])

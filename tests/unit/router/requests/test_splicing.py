@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from everlift.hashes import chunk_hashes
 from router.requests.splicing import PromptMark, Turn, TurnOutput, splice
 from tests.support.worker.vocabularies import BYTE_LEVEL, byte_ids
 
@@ -21,7 +22,7 @@ def encode(text: str, *, add_special_tokens: bool = False) -> list[int]:
 
 
 def prompt(text: str, *turns: Turn) -> tuple[list[int], PromptMark]:
-    ids, mark = splice(text, turns, BYTE_LEVEL, encode, has_added=False)
+    ids, mark, _ = splice(text, turns, BYTE_LEVEL, encode, has_added=False)
     return [*ids], mark
 
 
@@ -145,7 +146,7 @@ def test_prompt_mark_survives_the_ledger() -> None:
 def test_text_with_added_tokens_is_another_prompt() -> None:
     first = turn(FIRST, (COUNT, "count"))
     text = f"{FIRST}count</s>"
-    ids, _ = splice(text, [first], BYTE_LEVEL, encode, has_added=True)
+    ids, _, _ = splice(text, [first], BYTE_LEVEL, encode, has_added=True)
     assert [*ids] == encode(text, add_special_tokens=True)
 
 
@@ -166,3 +167,15 @@ def test_mark_is_last_unless_a_later_prompt_follows() -> None:
     assert mark.is_last(second, has_added=False)
     assert not mark.is_last(f"{second}no</s>{ASK}why?{ANSWER}", has_added=False)
     assert not mark.is_last(f"{ASK}what?{ANSWER}", has_added=False)
+
+
+def test_splice_keeps_the_hashes_of_known_chunks() -> None:
+    for length in range(240, 262):
+        text = f"{ASK}{'a ' * length}{ANSWER}"
+        first = turn(text, (COUNT, "count"))
+        first.chunk_hashes = chunk_hashes(first.ids)
+        before = text.removesuffix(ANSWER)
+        for later in (f"{text}count</s>", f"{text}edited</s>", f"{before}<s>other"):
+            ids, _, hashes = splice(later, [first], BYTE_LEVEL, encode, has_added=False)
+            assert list(hashes) == chunk_hashes(ids)[: len(hashes)]
+            assert len(hashes) >= len(first.chunk_hashes) - 1
