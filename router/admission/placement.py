@@ -316,7 +316,8 @@ class Placement:
         for worker_id in worker_ids:
             num_cached = prefixes.tokens_at(self.index.bit(worker_id))
             if self._can_accept(worker_id, needs, num_cached):
-                seconds = self._seconds(worker_id, waiting, num_cached)
+                pending = self._workers[worker_id].pending_prefill
+                seconds = self._seconds(worker_id, waiting, num_cached, pending)
                 return Choice(worker_id, prefixes, num_cached, seconds)
         return None
 
@@ -346,11 +347,16 @@ class Placement:
             return None
         return self._first((worker_id,), waiting, _needs_of(waiting), self._prefixes(waiting))
 
-    def _seconds(self, worker_id: str, waiting: Waiting, num_cached: int) -> float | None:
-        """Return the predicted time until a worker has computed a request; None if unknown."""
+    def _seconds(
+        self, worker_id: str, waiting: Waiting, num_cached: int, pending: int
+    ) -> float | None:
+        """Return the seconds until a worker has computed ``pending`` tokens and a request.
+
+        They are None if its speed is unknown.
+        """
         worker = self._workers[worker_id]
         uncached = waiting.prefill_tokens - num_cached
-        seconds = worker.prefill_s(worker.pending_prefill + uncached, num_cached)
+        seconds = worker.prefill_s(pending + uncached, num_cached)
         if seconds is not None and worker.capacity.host_load_s:
             chunks = waiting.chunks[: -(-num_cached // CHUNK_SIZE)]
             num_blocks = BLOCKS_PER_CHUNK * self.index.host_chunks(worker_id, chunks)
@@ -376,15 +382,21 @@ class Placement:
         longer = self._longer_prefixes(choice)
         for num_cached, worker_id in islice(longer, _MAX_WAITED_FOR):
             worker = self._workers[worker_id]
-            there_s = self._seconds(worker_id, waiting, num_cached)
+            ahead = parking.ahead(worker_id)
+            own_s = self._seconds(worker_id, waiting, num_cached, 0)
+            in_turn_s = self._seconds(
+                worker_id, waiting, num_cached, worker.pending_prefill + ahead[0]
+            )
             is_usable = worker.is_open and not (worker.trial or worker.is_slow)
             is_usable = is_usable and worker_id != waiting.avoid
-            if there_s is None or not is_usable:
+            if own_s is None or in_turn_s is None or not is_usable:
                 continue
-            saved_s = choice.seconds - there_s
-            wait_s = self._wait_s(worker, waiting, num_cached, parking.ahead(worker_id))
-            if wait_s + there_s < best_s and wait_s <= saved_s - waited_s:
-                best_s = wait_s + there_s
+            saved_s = choice.seconds - own_s
+            wait_s = self._wait_s(worker, waiting, num_cached, ahead)
+            # While the request waits for credit, the worker computes the pending tokens.
+            there_s = max(in_turn_s, wait_s + own_s)
+            if there_s < best_s and wait_s <= saved_s - waited_s:
+                best_s = there_s
                 best = Wait(worker_id, num_cached, saved_s, now + saved_s - waited_s)
         return best
 

@@ -100,6 +100,25 @@ def test_wait_for_a_prefix_ends_at_its_saving() -> None:
     assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
 
 
+def test_wait_for_a_prefix_counts_pending_prefill_once() -> None:
+    # The request needs 10.24 s at "cold", and 1.02 s at "warm" after its pending prefill.
+    soon = Warm(Load(1, num_running=1, pending_prefill_tokens=9000), Load(1))
+    soon.ask("a")
+    assert soon.place_at(0.0) == [] and soon.is_parked("a")
+    late = Warm(Load(1, num_running=1, pending_prefill_tokens=9400), Load(1))
+    late.ask("a")
+    assert late.place_at(0.0) == [("a", "cold")]
+
+
+def test_saving_of_a_prefix_is_independent_of_pending_prefill() -> None:
+    cluster = Warm(Load(1, num_running=1, pending_prefill_tokens=6000), Load(1))
+    cluster.ask("a", arrived=0.0)
+    assert cluster.place_at(0.0) == []
+    saved_s = 36 * CHUNK_SIZE / 1000
+    assert cluster.place_at(saved_s - 0.01) == []
+    assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
+
+
 def test_request_waits_for_no_worker_with_unknown_departures() -> None:
     cluster = Warm(Load(1, num_running=4), Load(1))
     cluster.ask("a")
