@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
+.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -127,6 +127,9 @@ bench-threads: $(VENV)/.installed ## how idle OpenMP threads wait, beside a busy
 
 bench-autoscale: $(VENV)/.installed ## workers that follow the load, on fake GPUs (build/bench/autoscale.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/autoscale.py
+
+bench-locality: $(VENV)/.installed ## dispatch by cached prefix against other routers' policies, in virtual time; 25 minutes (build/bench/locality.json, .png)
+	PYTHONPATH=. $(BIN)/python benchmarks/locality.py $(ARGS)
 
 bench-takeover: $(VENV)/.installed ## a new leader with few and with 1,000,000 waiting (build/bench/takeover.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/takeover.py

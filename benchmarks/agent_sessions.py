@@ -96,13 +96,15 @@ class AgentSessions:
 
 #: Longer than nearly all sessions take without waiting.
 _HISTORY_S = 1000.0
+_RAMP_S = 50.0
 
 
 class ClosedLoop:
     """Sessions whose next turn arrives a tool call after the end of the previous one.
 
     They begin in the midst: those in progress after ``_HISTORY_S`` seconds without any wait send
-    their next turn when it would be due. No turn arrives at ``until_s`` seconds or later.
+    their next turns one by one in the first ``_RAMP_S`` seconds, since no prompt is cached yet. No
+    turn arrives at ``until_s`` seconds or later.
     """
 
     def __init__(self, sessions: AgentSessions, seed: int, until_s: float) -> None:
@@ -114,11 +116,14 @@ class ClosedLoop:
             left = dropwhile(lambda turn: turn.at < _HISTORY_S, turns)
             if (first := next(left, None)) is not None:
                 self._last[first.session] = first, left
+        started = [it for it, _ in self._last.values() if it.at < _HISTORY_S + _RAMP_S]
+        ramp = (replace(it, at=_RAMP_S * i / len(started)) for i, it in enumerate(started))
+        later = (replace(it, at=it.at - _HISTORY_S) for it, _ in self._last.values())
         #: first turns of all sessions, by arrival
-        self.arrivals = sorted(
-            (replace(it, at=it.at - _HISTORY_S) for it, _ in self._last.values()),
-            key=attrgetter("at"),
-        )
+        self.arrivals = [
+            *ramp,
+            *sorted((it for it in later if it.at >= _RAMP_S), key=attrgetter("at")),
+        ]
 
     def follow_up(self, record: Record) -> Arrival | None:
         """Return the turn after the one that has ended; None if the session has no other."""

@@ -36,6 +36,9 @@ class GlobalQueue:
     are virtual seconds.
     """
 
+    #: subclasses may observe the placement
+    placement_class: type[Placement] = Placement
+
     def __init__(
         self,
         config: RouterConfig,
@@ -43,7 +46,7 @@ class GlobalQueue:
         weights: Mapping[str, float] | None = None,
         now: float = 0.0,
     ) -> None:
-        self._placement = Placement(config)
+        self._placement = self.placement_class(config)
         share = None if weights is None else _fair_share(config, weights)
         rules = Rules.of(config)
         self._leader_state = LeaderState(config, rules, self._placement, occupants, "", now, share)
