@@ -59,7 +59,7 @@ class WatchedPlacement(Placement):
         wait = super().wait_for(waiting, choice, parking, waited_s, now)
         self._parking, self._now = parking, now
         if waiting.request_id not in self.decisions and choice.seconds is not None:
-            warm = [worker for _, worker in self._longer_prefixes(waiting, choice.cached_tokens)]
+            warm = [worker for _, worker in self._longer_prefixes(choice)]
             if warm:
                 decision = Decision(waiting, now, choice.seconds, wait is not None)
                 self.decisions[waiting.request_id] = decision
@@ -91,7 +91,8 @@ class WatchedPlacement(Placement):
     ) -> None:
         decision = self.decisions.get(waiting.request_id)
         if decision is not None and decision.cost_s is None:
-            seconds = self._choice(worker_id, waiting, cached_tokens).seconds
+            pending = self._workers[worker_id].pending_prefill
+            seconds = self._seconds(worker_id, waiting, cached_tokens, pending)
             assert seconds is not None
             decision.cost_s = now - decision.at + seconds
             if decision.has_waited and cached_tokens:
