@@ -376,12 +376,12 @@ class Attempts:
         """Handle a worker's progress report of one choice, including its new output.
 
         If the choice is not running at a worker under the report's epoch, only abort it at the
-        worker, unless the worker has stopped it already. If the report leaves a gap in the output,
-        release the request as lost.
+        worker, unless the worker has stopped it already; with all choices if the epoch is unknown.
+        If the report leaves a gap in the output, release the request as lost.
         """
         live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
-            choices = (progress.choice,)
+            choices = () if live is None else (progress.choice,)
             return [] if progress.stop else [Abort(worker_id, progress.epoch, choices)]
         choice = live.choices[progress.choice]
         offset = len(choice.output)

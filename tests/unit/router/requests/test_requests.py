@@ -112,7 +112,7 @@ async def test_worker_loss_neither_drops_nor_repeats_tokens(gateway: Gateway) ->
     assert again.arrived == before.arrived
     assert again.prompt_tokens == 5
     gateway.make(first, 3, "LATE")
-    assert gateway.workers.aborted == [(first, (0,))]
+    assert gateway.workers.aborted == [(first, ())]
     second = await gateway.dispatch(worker_id="other")
     assert bytes(gateway.workers.started[-1].output_ids) == b"abc"
     gateway.make(second, 3, "de", session_pb2.STOP_CAUSE_EOS)
