@@ -45,6 +45,7 @@ def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> se
         confirm_first_step=live.confirms_first_step,
         expected_cached_tokens=live.expected_cached_tokens if prefix else 0,
         omitted_prefix=omitted,
+        session=request.session,
     )
 
 

@@ -45,7 +45,8 @@ class Sequence:
     ``max_tokens`` limits the output. ``order`` numbers the sequences by arrival (smaller = earlier)
     and does not change when the sequence is preempted. Sequences with a larger ``priority`` are
     admitted earlier and preempted later. Only sequences with the same ``salt`` can share KV blocks,
-    because it is part of the hash of every block.
+    because it is part of the hash of every block. When the sequence is finished, its ``session``
+    retains its blocks (0: none).
     """
 
     key: SequenceKey
@@ -57,6 +58,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     salt: bytes
     priority: int = 0
+    session: int = 0
     #: predicted number of tokens of the whole output; 0: unknown
     predicted_tokens: int = 0
     order: int = 0
@@ -111,6 +113,7 @@ class Sequence:
             stop_token_ids=frozenset(start.stop_token_ids),
             salt=start.salt,
             priority=start.priority,
+            session=start.session,
             predicted_tokens=start.predicted_tokens,
             confirms_first_step=start.confirm_first_step,
         )
@@ -134,6 +137,7 @@ class Sequence:
             salt=self.salt,
             num_computed=self.most_computed,
             priority=self.priority,
+            session=self.session,
             predicted_tokens=self.predicted_tokens,
         )
 

@@ -192,6 +192,7 @@ class Start(google.protobuf.message.Message):
     CONFIRM_FIRST_STEP_FIELD_NUMBER: builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     OMITTED_PREFIX_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """identifies the sequence in this session, together with choice"""
     choice: builtins.int
@@ -214,6 +215,10 @@ class Start(google.protobuf.message.Message):
     """
     expected_cached_tokens: builtins.int
     """Leading known tokens that the router expects in the worker's prefix cache."""
+    session: builtins.int
+    """Number of the tenant's session, as in Waiting; 0: none. The worker retains the KV blocks of a
+    session between its turns.
+    """
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -252,9 +257,10 @@ class Start(google.protobuf.message.Message):
         confirm_first_step: builtins.bool = ...,
         expected_cached_tokens: builtins.int = ...,
         omitted_prefix: Global___OmittedPrefix | None = ...,
+        session: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["omitted_prefix", b"omitted_prefix", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
 
@@ -293,7 +299,7 @@ class Abort(google.protobuf.message.Message):
     epoch: builtins.int
     @property
     def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """choices of this epoch to abort; empty: all"""
+        """Choices of this epoch whose outputs are complete; empty: all, whose attempt is given up."""
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ def start(
     num_computed: int = 0,
     priority: int = 0,
     predicted_tokens: int = 0,
+    session: int = 0,
 ) -> session_pb2.Start:
     return session_pb2.Start(
         epoch=epoch,
@@ -89,6 +90,7 @@ def start(
         num_computed=num_computed,
         priority=priority,
         predicted_tokens=predicted_tokens,
+        session=session,
     )
 
 

@@ -32,6 +32,7 @@ from everlift.errors import (
     UnknownModel,
     UnknownRequest,
 )
+from everlift.hashes import session_key
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
@@ -88,6 +89,22 @@ async def test_tokens_pass_from_worker_to_ledger_to_client(gateway: Gateway) -> 
     assert pieces[-1].usage == pb.Usage(prompt_tokens=2, output_tokens=4)
     assert {piece.epoch for piece in pieces[1:]} == {epoch}
     assert await gateway.stored() == (State.FINISHED, b"abcd")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "session_id", "session"),
+    [
+        ("r", "", 0),
+        ("r", "s", session_key("", "s")),
+        ("acme/r", "s", session_key("acme", "s")),
+    ],
+)
+async def test_start_names_the_session_of_the_tenant(
+    gateway: Gateway, request_id: str, session_id: str, session: int
+) -> None:
+    await gateway.submit(request_id=request_id, session_id=session_id, n=2)
+    await gateway.dispatch(request_id)
+    assert [start.session for start in gateway.workers.started] == [session] * 2
 
 
 async def test_stop_string_truncates_text_before_the_append(gateway: Gateway) -> None:

@@ -25,6 +25,7 @@ def test_sequence_from_start_round_trips() -> None:
         salt=b"s",
         num_computed=4,
         priority=-2,
+        session=1 << 63,
     )
     this = Sequence.from_start(message, LIMITS)
     assert (this.key, this.request_id) == (SequenceKey(7, 1), "request-7")
@@ -32,7 +33,7 @@ def test_sequence_from_start_round_trips() -> None:
     assert (this.max_tokens, this.sampling, this.salt) == (10, sampling, b"s")
     assert this.stop_token_ids == {8}
     assert (this.num_known, this.num_computed, this.remaining) == (5, 0, 5)
-    assert (this.num_computed_before, this.priority) == (4, -2)
+    assert (this.num_computed_before, this.priority, this.session) == (4, -2, 1 << 63)
     assert this.to_start() == message
 
 
