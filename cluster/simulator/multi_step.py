@@ -8,6 +8,7 @@ last step.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 import numpy as np
@@ -99,13 +100,14 @@ class MultiStepScheduler(Scheduler):
         """
         return self._batch.slot_table.allocated(steps)
 
-    def decode(self, token: int, steps: int) -> list[Outcome]:
-        """Compute ``steps`` uniform steps at once, as if all sequences sampled ``token`` in each.
+    def decode(self, token: int, starts: Several[float]) -> list[Outcome]:
+        """Compute uniform steps at once, as if all sequences sampled ``token`` in each.
 
-        Sequences can end only with the last step; return the outcome of each of these. Scheduler
-        and outcomes are the same afterwards as if ``schedule`` and ``commit_sampled`` had been
-        called for one step after the other.
+        ``starts`` are the times at which the steps begin. Sequences can end only with the last
+        step; return the outcome of each of these. Scheduler and outcomes are the same afterwards as
+        if ``schedule`` and ``commit_sampled`` had been called for one step after the other.
         """
+        steps = len(starts)
         num_tokens = len(self._batch) * steps
         # A sequence reads all its known tokens, which are one more with each step.
         num_read = steps * self._batch.slot_table.num_known + num_tokens * (steps - 1) // 2
@@ -117,7 +119,7 @@ class MultiStepScheduler(Scheduler):
         self._computed_tokens += num_tokens
         self._output_tokens += num_tokens
         self._counters.slot_steps += num_tokens
-        self._batch.decode(token, steps)
+        self._batch.decode(token, starts)
         return [self._ended(each) for each in self._batch.at(self._batch.slot_table.ended())]
 
     def _ended(self, sequence: Sequence) -> Outcome:
@@ -126,7 +128,7 @@ class MultiStepScheduler(Scheduler):
         stop = sequence.stop(self._limits)
         stop, error = (stop, None) if stop else self._check_outgrown(sequence)
         computed = sequence.most_computed
-        self.remove(sequence)
+        self.remove(sequence, is_finished=error is None)
         return Outcome(sequence.key, offset, tuple(last), stop, error, num_computed=computed)
 
 
@@ -148,18 +150,20 @@ class MultiStepBatch(Batch):
             steps = bisect_right(range(1, steps), free, key=self.slot_table.num_lacking)
         return steps
 
-    def decode(self, token: int, times: int) -> None:
-        """Update sequences and blocks as if each sequence had sampled ``token`` ``times`` times."""
-        slot_table = self.slot_table
+    def decode(self, token: int, starts: Several[float]) -> None:
+        """Update sequences and blocks as if each had sampled ``token`` in steps at ``starts``."""
+        slot_table, times = self.slot_table, len(starts)
         changes, slots = slot_table.changes(times), slot_table.decoding()
         for sequence in self.at(slots):
             sequence.append_repeated(token, times)
         for change in changes:
+            self.set_time(starts[change.step])
             sequence = self._slots[change.slot]
             if change.fills:
                 self.publish(sequence, change.num_known - 1, change.num_known)
             else:
                 self._extend(sequence, self._pool.allocate(1))
+        self.set_time(starts[-1])
         slot_table.append_tokens(slots, token, times)
 
 

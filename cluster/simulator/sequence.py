@@ -108,6 +108,7 @@ class NamedSequence(Sequence):
             stop_token_ids=frozenset(),
             salt=b"",
             priority=arrival.priority,
+            session=arrival.session,
             predicted_tokens=predicted_tokens,
             num_computed_before=num_computed,
             num_expected_hits=num_cached,

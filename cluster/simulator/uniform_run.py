@@ -32,12 +32,14 @@ class UniformRun:
     """Run of uniform steps, in each of which ``num_rows`` sequences sample one token.
 
     ``before`` is the engine's load at the start of the run. ``allocated`` has one element per step:
-    the cumulative number of blocks allocated by the end of that step.
+    the cumulative number of blocks allocated by the end of that step. ``starts`` are the times at
+    which the steps so far began.
     """
 
     def __init__(self, before: Load, allocated: Sequence[int]) -> None:
         self.before = before
         self.num_rows = before.num_running
+        self.starts: list[float] = []
         #: number of completed steps
         self.num_done = 0
         # No running sequence prefills, so all pending tokens belong to queued sequences.
@@ -48,8 +50,9 @@ class UniformRun:
     def is_over(self) -> bool:
         return self.num_done == len(self._allocated)
 
-    def step_size(self) -> StepSize:
-        """Return the size of the next step of the run."""
+    def begin_step(self, now: float) -> StepSize:
+        """Begin the next step of the run, and return its size."""
+        self.starts.append(now)
         known = self._known_tokens + self.num_rows * self.num_done
         return StepSize(self.num_rows, self.num_rows, known, known)
 

@@ -138,7 +138,7 @@ class SimulatedWorker:
         if steps:
             before = self._scheduler.load() if has_changed else self._load
             self._run = UniformRun(before, self._scheduler.blocks_allocated(steps))
-            self._step_s = self._seconds(self._run.step_size())
+            self._step_s = self._seconds(self._run.begin_step(self._timeline.now))
         else:
             self._step_s = self._start_step()
         if self._is_stepping:
@@ -179,7 +179,7 @@ class SimulatedWorker:
             if not (self._starts or self._aborts or self.is_draining or run.is_over):
                 self._continue_run(run)
                 return
-            self._outcomes += self._scheduler.decode(TOKEN, run.num_done)
+            self._outcomes += self._scheduler.decode(TOKEN, run.starts)
             self.num_jumped += run.num_done - 1
             self._run = None
         elif self._plan is not None:
@@ -193,7 +193,7 @@ class SimulatedWorker:
         self._count_started()
         self._send_frame(self._outcomes)
         self._outcomes = []
-        self._step_s = self._seconds(run.step_size())
+        self._step_s = self._seconds(run.begin_step(self._timeline.now))
         self._timeline.after(self._step_s, self._on_step_end)
 
     # messages to the router

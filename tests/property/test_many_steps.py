@@ -29,6 +29,7 @@ class Come:
     done: int
     max_tokens: int
     priority: int
+    session: int
 
     def sequence(self, bounds: Limits, epoch: int) -> Sequence:
         own = [100 + epoch] * self.own
@@ -41,6 +42,7 @@ class Come:
             prompt,
             max_tokens=self.done + self.max_tokens,
             priority=self.priority,
+            session=self.session,
             **fields,
         )
 
@@ -63,6 +65,7 @@ comes = st.builds(
     done=st.sampled_from([0, 0, 0, 1, 40]),
     max_tokens=st.integers(1, 150),
     priority=st.integers(0, 1),
+    session=st.integers(0, 2),
 )
 turns = st.builds(
     Turn,
@@ -78,7 +81,11 @@ bounds = st.builds(
     max_num_batched_tokens=st.sampled_from([8, 64]),
     max_model_len=st.sampled_from([200, 4096]),
     scheduling=st.sampled_from([*POLICIES.values()]),
+    session_retention_s=st.sampled_from([1.0, 20.0]),
+    max_retained_blocks=st.sampled_from([0, 4, 24]),
 )
+#: Steps a second.
+RATE = 4
 
 
 def results(plan: Plan) -> list[RowResult]:
@@ -86,14 +93,24 @@ def results(plan: Plan) -> list[RowResult]:
     return [drawn if samples else NOTHING_SAMPLED for samples in plan.rows.samples.tolist()]
 
 
+def now(scheduler: MultiStepScheduler) -> float:
+    """Return the time at which the next step begins."""
+    return scheduler.load().step / RATE
+
+
 def step(scheduler: MultiStepScheduler) -> list[Outcome]:
     """As it is for whoever does not know what is drawn."""
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(now=now(scheduler))
     return scheduler.commit(plan, results(plan)) if plan.rows else []
 
 
+def steps_at_once(scheduler: MultiStepScheduler, count: int) -> list[Outcome]:
+    first = scheduler.load().step
+    return scheduler.decode(DRAWN, [(first + number) / RATE for number in range(count)])
+
+
 def drawn_step(scheduler: MultiStepScheduler) -> list[Outcome]:
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(now=now(scheduler))
     return scheduler.commit_sampled(plan, DRAWN) if plan.rows else []
 
 
@@ -117,7 +134,8 @@ def state(scheduler: MultiStepScheduler) -> object:
         )
         for it in sorted(scheduler, key=lambda it: it.order)
     ]
-    blocks = (pool._users, pool._hashes, pool._by_hash, list(pool._free), pool.num_cached)
+    free = (list(pool._free), pool._free.num_retained, pool._free._owners)
+    blocks = (pool._users, pool._hashes, pool._by_hash, free, pool.num_cached)
     return (
         sequences,
         blocks,
@@ -157,7 +175,7 @@ def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list
         while steps < turn.most:
             count = at_once.num_uniform_steps(turn.most - steps)
             taken, used = at_once.blocks_allocated(count), at_once.load().blocks_used
-            told = at_once.decode(DRAWN, count) if count else drawn_step(at_once)
+            told = steps_at_once(at_once, count) if count else drawn_step(at_once)
             for number in range(1, (count or 1) + 1):
                 expected, drawn = step(usual), drawn_step(one_by_one)
                 assert {*filter(is_news, expected)} <= {*drawn} <= {*expected}
@@ -181,7 +199,7 @@ def test_multi_step_scheduler_counts_all_uniform_steps(bounds: Limits, come: lis
             scheduler.add(new)
     for _ in range(400):
         if count := scheduler.num_uniform_steps(1000):
-            ended = scheduler.decode(DRAWN, count)
+            ended = steps_at_once(scheduler, count)
             assert ended or scheduler.num_uniform_steps(1000) == 0
         elif not (plan := scheduler.schedule()).rows:
             break
@@ -200,7 +218,7 @@ def test_multi_step_scheduler_admits_on_newly_shared_block() -> None:
     steps = 0
     while steps < 40:
         count = at_once.num_uniform_steps(40 - steps)
-        told = at_once.decode(DRAWN, count) if count else drawn_step(at_once)
+        told = steps_at_once(at_once, count) if count else drawn_step(at_once)
         drawn = [it for _ in range(count or 1) for it in drawn_step(one_by_one)]
         assert told == drawn
         assert state(at_once) == state(one_by_one)

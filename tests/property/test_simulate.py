@@ -27,6 +27,7 @@ requests = st.lists(
         deadline_s=st.sampled_from([float("inf"), 2.0]),
         prefix=st.sampled_from([(), (1,), (1, 2)]),
         prefix_part_tokens=st.just(48),
+        session=st.integers(0, 3),
     ),
     min_size=1,
     max_size=30,
@@ -37,6 +38,7 @@ specs = st.builds(
     num_blocks=st.sampled_from([24, 60]),
     max_model_len=st.just(600),
     max_num_seqs=st.sampled_from([2, 5]),
+    session_retention_s=st.sampled_from([0.2, 60.0]),
 )
 numbers = st.integers(0, 2)
 events = st.lists(

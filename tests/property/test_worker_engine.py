@@ -39,6 +39,7 @@ class Job:
     choice: int
     salt: bytes
     priority: int
+    session: int = 0
 
     def tokens(self) -> list[int]:
         return expected_tokens(
@@ -58,6 +59,7 @@ class Job:
             num_computed=self.done and len(self.prompt) + self.done - 1,
             priority=self.priority,
             predicted_tokens=self.max_tokens // 3,
+            session=self.session,
         )
         return Sequence.from_start(message, bounds)
 
@@ -99,9 +101,10 @@ def requests(draw: st.DrawFn) -> list[Job]:
     sampling = draw(greedy | sampled)
     salt = draw(st.sampled_from([b"", b"tenant"]))
     priority = draw(st.sampled_from([0, 0, 1, -1]))
+    session = draw(st.integers(0, 3))
     jobs = []
     for choice in draw(st.sampled_from([(0,), (1,), (0, 1, 2)])):
-        job = Job([*stem, *tail], 0, max_tokens, sampling, choice, salt, priority)
+        job = Job([*stem, *tail], 0, max_tokens, sampling, choice, salt, priority, session)
         jobs.append(replace(job, done=draw(st.just(0) | st.integers(0, len(job.tokens()) - 1))))
     return jobs
 
@@ -143,6 +146,8 @@ bounds = st.builds(
     num_host_blocks=st.sampled_from([0, 1, 2, 3, 20]),
     speculation=st.builds(Speculation, st.sampled_from([0, 1, 4]), st.just(1), st.integers(1, 3)),
     scheduling=st.sampled_from([*POLICIES.values()]),
+    session_retention_s=st.sampled_from([2.0, 20.0]),
+    max_retained_blocks=st.sampled_from([0, 3, 9]),
 )
 
 

@@ -31,7 +31,8 @@ class Batch:
     def __init__(self, limits: Limits, slot_table: SlotTable | None = None) -> None:
         self._limits = limits
         self._store = HostStore(limits.num_host_blocks)
-        self._pool = BlockPool(limits.num_blocks, self._store)
+        retention = limits.session_retention_s, limits.max_retained_blocks
+        self._pool = BlockPool(limits.num_blocks, self._store, *retention)
         self._slots: dict[int, Sequence] = {}
         self.slot_table = SlotTable(limits) if slot_table is None else slot_table
         self._free_slots = list(range(limits.max_num_seqs))
@@ -121,9 +122,12 @@ class Batch:
         self._extend(sequence, self._pool.claim(hits))
         self.allocate_blocks(sequence, sequence.num_known)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from the batch: free its slot and blocks; full blocks stay cached."""
-        self._pool.free(sequence.block_table)
+    def remove(self, sequence: Sequence, *, is_finished: bool = False) -> None:
+        """Remove a sequence from the batch: free its slot and blocks; full blocks stay cached.
+
+        If it is finished, its session retains the full blocks.
+        """
+        self._pool.free(sequence.block_table, sequence.session if is_finished else 0)
         sequence.block_table = ()
         sequence.num_computed = 0
         self.slot_table.clear(sequence.slot)
@@ -162,6 +166,10 @@ class Batch:
         return slots
 
     # blocks
+
+    def set_time(self, now: float) -> None:
+        """Set the time to that of the step that is being planned, for the retention of blocks."""
+        self._pool.set_time(now)
 
     def allocate_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Extend the block table of a sequence until it covers ``num_tokens`` tokens.

@@ -9,20 +9,21 @@
 The last block of each chunk of a prefix (everlift.hashes.CHUNK_SIZE tokens) stands for the chunk:
 the pool records which chunks its blocks add to the prefix cache and remove from it.
 
-A freed block keeps its content and its hash until it is reused; the least recently freed block is
-reused first. At that moment the pool's ``store``, a cache in other memory, may keep a copy of the
-content. The pool handles block ids and hashes, never tokens or tensors.
+A freed block keeps its content and its hash until it is reused; ``free_blocks.py`` decides the
+order. At that moment the pool's ``store``, a cache in other memory, may keep a copy of the content.
+The pool handles block ids and hashes, never tokens or tensors.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from everlift.hashes import BLOCKS_PER_CHUNK
 from worker.engine.chunk import Chunk
+from worker.engine.free_blocks import FreeBlocks
 
 
 class ChunkChanges(NamedTuple):
@@ -73,16 +74,18 @@ class BlockStore(Protocol):
 class BlockPool:
     """Pool of ``num_blocks`` blocks with ids from 0; blocks evicted from it may go to ``store``.
 
-    Every operation is O(1) per block.
+    A session retains its free blocks for ``retention_s`` seconds, and all sessions together at most
+    ``max_retained`` blocks. Every operation is O(1) per block, amortised.
     """
 
-    def __init__(self, num_blocks: int, store: BlockStore) -> None:
+    def __init__(
+        self, num_blocks: int, store: BlockStore, retention_s: float = 0.0, max_retained: int = 0
+    ) -> None:
         self._store = store
         self._users = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        #: least recently freed first
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = FreeBlocks(num_blocks, retention_s, max_retained)
         self._num_cached = 0
         #: hashes of cached blocks that end a chunk
         self._chunks: set[bytes] = set()
@@ -106,6 +109,10 @@ class BlockPool:
     def num_cached(self) -> int:
         """Number of unused blocks with a hash, which means that they are in the prefix cache."""
         return self._num_cached
+
+    def set_time(self, now: float) -> None:
+        """Set the time to that of the step that is being planned; retentions may end."""
+        self._free.set_time(now)
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Return whether a block with this hash can be claimed: it is in the pool or the store."""
@@ -138,8 +145,8 @@ class BlockPool:
         if block is None:
             self._store.pin(block_hash)
             return None
-        if block in self._free:
-            del self._free[block]
+        if not self._users[block]:
+            self._free.remove(block)
             self._num_cached -= 1
         self._users[block] += 1
         return block
@@ -151,19 +158,19 @@ class BlockPool:
         return block
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take the ``count`` least recently freed blocks, and return their ids.
+        """Take the ``count`` blocks that are to be reused next, and return their ids.
 
         Each then has one user and no hash. At least ``count`` blocks must be free.
         """
         return tuple([self._take() for _ in range(count)])
 
     def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
+        block = self._free.pop()
+        self._users[block] = 1
         if (block_hash := self._hashes[block]) is not None:
             self._store.evicted(block, block_hash, ends_chunk=block_hash in self._chunks)
             self._num_cached -= 1
             self.unpublish(block)
-        self._users[block] = 1
         return block
 
     def publish(self, block: int, block_hash: bytes, index: int) -> None:
@@ -183,7 +190,10 @@ class BlockPool:
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
             del self._by_hash[block_hash]
-            self._num_cached -= block in self._free
+            if not self._users[block]:
+                self._free.remove(block)
+                self._free.add_empty(block)
+                self._num_cached -= 1
             if block_hash in self._chunks:
                 self._chunks.remove(block_hash)
                 self._chunk_changes[block_hash] = False
@@ -213,21 +223,24 @@ class BlockPool:
         if (block := self._by_hash.get(block_hash)) is not None:
             self.unpublish(block)
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int], session: int = 0) -> None:
         """Remove one user of each of ``blocks``, which are in the order of a sequence's tokens.
 
-        Blocks that have no user left become free; those with a hash stay in the prefix cache.
+        Blocks that have no user left become free; those with a hash stay in the prefix cache, and
+        ``session`` retains them (0: none).
         """
         # The last block is freed first and thus reused first, because a prefix is useful without
         # its continuation, but not vice versa.
+        cached = []
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
-                self._free[block] = None
                 if self._hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    self._free.add_empty(block)
                 else:
-                    self._num_cached += 1
+                    cached.append(block)
+        self._num_cached += len(cached)
+        self._free.add(cached, session)
 
     def hash_of(self, block: int) -> bytes | None:
         return self._hashes[block]
@@ -238,10 +251,12 @@ class BlockPool:
         Raises AssertionError if they do not match.
         """
         users = Counter(block for table in tables for block in table)
+        free = {*self._free}
         for block, count in enumerate(self._users):
             assert count == users[block], f"block {block}: {count} users, {users[block]} tables"
-            assert (count == 0) == (block in self._free), f"block {block}: wrongly free or used"
+            assert (count == 0) == (block in free), f"block {block}: wrongly free or used"
         hashed = {block: hash_ for block, hash_ in enumerate(self._hashes) if hash_ is not None}
         assert {hash_: block for block, hash_ in hashed.items()} == self._by_hash, "hash map"
-        assert len(hashed.keys() & self._free.keys()) == self._num_cached, "cached blocks"
+        assert len(hashed.keys() & free) == self._num_cached, "cached blocks"
+        self._free.check_integrity(self._hashes)
         assert self._chunks <= self._by_hash.keys(), "chunks"

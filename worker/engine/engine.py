@@ -111,7 +111,7 @@ class Engine:
         """Remove the sequences to which ``abort`` applies, if any; free their blocks at once."""
         for sequence in self._scheduler.of_epoch(abort.epoch):
             if sequence.key in abort:
-                self._scheduler.remove(sequence)
+                self._scheduler.remove(sequence, is_finished=abort.is_finished)
         self._release()
 
     def set_policy(self, name: EnginePolicy) -> None:

@@ -46,7 +46,8 @@ class Limits:
     ``max_model_len`` limits the tokens of one sequence, prompt and output together;
     ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the tokens of one step.
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
-    while others are in the batch.
+    while others are in the batch. Sessions retain at most ``max_retained_blocks`` free blocks, each
+    for ``session_retention_s`` seconds.
     """
 
     num_blocks: int
@@ -59,6 +60,8 @@ class Limits:
     speculation: Speculation
     scheduling: Scheduling = field(default_factory=Scheduling)
     host_load_s: float = 0.0
+    session_retention_s: float = 0.0
+    max_retained_blocks: int = 0
 
     @property
     def can_launch_ahead(self) -> bool:
@@ -87,6 +90,8 @@ class Limits:
             speculation=config.speculation,
             scheduling=config.scheduling,
             host_load_s=runner.host_load_s,
+            session_retention_s=config.session_retention_s,
+            max_retained_blocks=int(config.session_share * runner.num_blocks),
         )
 
 

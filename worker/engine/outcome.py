@@ -26,12 +26,17 @@ class SequenceKey(NamedTuple):
 class Abort:
     """Abort of the sequences of one attempt (``epoch``, see SequenceKey) at a request.
 
-    It applies to the given ``choices``, or to all choices if ``choices`` is empty. ``key in abort``
-    tells whether it applies to the sequence with that key.
+    It applies to the given ``choices``, whose outputs are complete, or gives up all choices if
+    ``choices`` is empty. ``key in abort`` tells whether it applies to the sequence with that key.
     """
 
     epoch: int
     choices: tuple[int, ...] = ()
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the outputs are complete, for example because of a stop string."""
+        return bool(self.choices)
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key.epoch == self.epoch and (not self.choices or key.choice in self.choices)

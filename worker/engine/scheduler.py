@@ -11,6 +11,8 @@ continuation and speculation all follow from it.
     running  --commit-->   ended      it stopped, or needs more blocks than the pool has
     either   --remove-->   removed
 
+Free blocks that sessions retain between turns are allocated before a sequence is preempted.
+
 A policy (`policies/`) decides which sequence is admitted next and whose rows come first. A step
 costs O(running), independent of the number of waiting sequences.
 """
@@ -94,8 +96,11 @@ class Scheduler:
         self._epochs.setdefault(sequence.key.epoch, []).append(sequence)
         self._waiting.push(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, running or waiting; its blocks are free at once."""
+    def remove(self, sequence: Sequence, *, is_finished: bool = False) -> None:
+        """Remove a sequence, running or waiting; its blocks are free at once.
+
+        If its output is complete (``is_finished``), its session retains the cached ones.
+        """
         siblings = self._epochs[sequence.key.epoch]
         siblings.remove(sequence)
         if not siblings:
@@ -106,7 +111,7 @@ class Scheduler:
             self._batch.stop_swapping(sequence)
         else:
             self._released_blocks -= self._batch.num_blocks_free
-            self._batch.remove(sequence)
+            self._batch.remove(sequence, is_finished=is_finished)
             self._released_blocks += self._batch.num_blocks_free
 
     def set_policy(self, name: EnginePolicy) -> None:
@@ -148,6 +153,7 @@ class Scheduler:
         run.
         """
         self._step += 1
+        self._batch.set_time(now)
         self._allocate_or_preempt()
         selected = self._selection.select(self._budget.tokens, held_slots, now)
         drafts = self._drafts(selected.decoding, self._budget.tokens - selected.num_tokens)
@@ -397,7 +403,7 @@ class Scheduler:
         scores = sequence.score(row, result.prompt_logprobs) if row.scores_prompt else (0, ())
         num_computed = sequence.most_computed
         if stop is not None:
-            self.remove(sequence)
+            self.remove(sequence, is_finished=error is None)
         else:
             self._batch.slot_table.write(sequence)
         if not count and not scores[1] and sequence.pending_update.residence is None:

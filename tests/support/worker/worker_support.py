@@ -40,6 +40,8 @@ def limits(
     speculation: Speculation | None = None,
     model: FakeModel | None = None,
     scheduling: Scheduling | None = None,
+    session_retention_s: float = 0.0,
+    max_retained_blocks: int = 0,
 ) -> Limits:
     return Limits(
         num_blocks=num_blocks,
@@ -51,6 +53,8 @@ def limits(
         num_host_blocks=num_host_blocks,
         speculation=speculation or Speculation(),
         scheduling=scheduling or Scheduling(),
+        session_retention_s=session_retention_s,
+        max_retained_blocks=max_retained_blocks,
     )
 
 

@@ -46,6 +46,15 @@ def test_simulated_output_ends_at_max_tokens_or_context() -> None:
     assert [record.output_tokens for record in forecast.records] == [20, 24]
 
 
+@pytest.mark.parametrize(("seconds", "hits"), [(0.0, 0), (5.0, 0), (60.0, 288)])
+def test_simulated_session_is_retained_between_turns(seconds: float, hits: int) -> None:
+    turns = [Arrival(at, 290, 10, 200, session=1) for at in (0.0, 10.0)]
+    others = [Arrival(1.0 + number, 300, 10, 200) for number in range(8)]
+    worker = spec(num_blocks=40, session_retention_s=seconds, session_share=0.5)
+    records = simulate([turns[0], *others, turns[1]], scenario(worker)).records
+    assert records[-1].cached_tokens == hits
+
+
 def test_simulation_is_reproducible_by_seed() -> None:
     shortest = RouterConfig(order="shortest")
     load, cluster = arrivals(60, 90.0), scenario(spec(), router=shortest, foresight_sigma=0.5)

@@ -1,0 +1,169 @@
+"""Unused blocks of the pool, in the order in which they are reused. Pure.
+
+    empty       no hash; reused first
+    ordinary    cached; least recently freed first
+    retained    cached for a session; least recently used session first, tails first inside it
+
+The blocks of a session are retained while it is between two turns, such as during a tool call.
+They become ordinary blocks when the session has not been used for a time, or when too many blocks
+are retained. Then they are reused as if they had never been retained: their age counts from the
+last use of the session.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(slots=True)
+class _Session:
+    """Session that retains ``blocks``, in the order in which they are reused.
+
+    ``used_at`` is the time of its last use, ``age`` the number of calls of ``add`` until then.
+    """
+
+    used_at: float
+    age: int
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+class FreeBlocks:
+    """Unused blocks, of the ``num_blocks`` blocks of a pool with ids from 0; first all of them.
+
+    A session retains its blocks for ``retention_s`` seconds after its last use. All sessions
+    together retain at most ``max_retained`` blocks; if there are more, the least recently used
+    session loses some, tails first. Every operation is O(1) per block, amortised.
+    """
+
+    def __init__(self, num_blocks: int, retention_s: float, max_retained: int) -> None:
+        self._retention_s = retention_s
+        self._max_retained = max_retained
+        #: empty and ordinary blocks with their ages (0: empty), the first to reuse first
+        self._ordinary = OrderedDict.fromkeys(range(num_blocks), 0)
+        #: ordinary blocks that were retained before, likewise
+        self._lapsed: OrderedDict[int, int] = OrderedDict()
+        #: least recently used first
+        self._sessions: OrderedDict[int, _Session] = OrderedDict()
+        #: by block, the last session that used it; 0: none
+        self._owners = [0] * num_blocks
+        self._num_retained = 0
+        self._age = 0
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._ordinary) + len(self._lapsed) + self._num_retained
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._ordinary
+        yield from self._lapsed
+        for session in self._sessions.values():
+            yield from session.blocks
+
+    @property
+    def num_retained(self) -> int:
+        return self._num_retained
+
+    def set_time(self, now: float) -> None:
+        """Set the time to ``now``, in seconds, which must not decrease; end retentions."""
+        self._now = now
+        while self._sessions:
+            number, session = next(iter(self._sessions.items()))
+            if session.used_at + self._retention_s > now:
+                break
+            self._lapsed.update(dict.fromkeys(session.blocks, session.age))
+            self._num_retained -= len(session.blocks)
+            del self._sessions[number]
+
+    def add_empty(self, block: int) -> None:
+        """Add a block without a hash, to be reused next."""
+        self._ordinary[block] = 0
+        self._ordinary.move_to_end(block, last=False)
+
+    def add(self, blocks: Sequence[int], session: int) -> None:
+        """Add cached blocks that ``session`` used until now (0: none), the first to reuse first.
+
+        The session then retains them, and its other blocks for longer. Without a session, a block
+        returns to the session that used it last if that session still retains blocks.
+        """
+        self._age += 1
+        if session in self._sessions or (session and blocks):
+            self._retain(blocks, self._use(session), session)
+        elif self._sessions:
+            for block in blocks:
+                owner = self._owners[block]
+                if (owning := self._sessions.get(owner)) is None:
+                    self._ordinary[block] = self._age
+                else:
+                    self._retain((block,), owning, owner)
+        else:
+            self._ordinary.update(dict.fromkeys(blocks, self._age))
+        while self._num_retained > self._max_retained:
+            age, block = self._pop_retained()
+            self._lapsed[block] = age
+
+    def _use(self, session: int) -> _Session:
+        blocks = before.blocks if (before := self._sessions.pop(session, None)) else OrderedDict()
+        used = self._sessions[session] = _Session(self._now, self._age, blocks)
+        return used
+
+    def _retain(self, blocks: Iterable[int], retaining: _Session, session: int) -> None:
+        for block in blocks:
+            self._owners[block] = session
+            retaining.blocks[block] = None
+            self._num_retained += 1
+
+    def remove(self, block: int) -> None:
+        """Remove a block that is used again."""
+        if self._ordinary.pop(block, None) is None and self._lapsed.pop(block, None) is None:
+            del self._sessions[self._owners[block]].blocks[block]
+            self._num_retained -= 1
+
+    def pop(self) -> int:
+        """Remove and return the block to reuse next; there must be one."""
+        if (blocks := self._older()) is not None:
+            block, _ = blocks.popitem(last=False)
+        else:
+            _, block = self._pop_retained()
+        self._owners[block] = 0
+        return block
+
+    def _older(self) -> OrderedDict[int, int] | None:
+        """Return whichever has the ordinary block to reuse next; None if there is no such block."""
+        ordinary, lapsed = self._ordinary, self._lapsed
+        if ordinary and lapsed:
+            is_lapsed = next(iter(lapsed.values())) < next(iter(ordinary.values()))
+            return lapsed if is_lapsed else ordinary
+        return ordinary or lapsed or None
+
+    def _pop_retained(self) -> tuple[int, int]:
+        """Remove a block of the least recently used session; return the session's age and it."""
+        number, session = next(iter(self._sessions.items()))
+        while not session.blocks:
+            del self._sessions[number]
+            number, session = next(iter(self._sessions.items()))
+        block, _ = session.blocks.popitem(last=False)
+        self._num_retained -= 1
+        if not session.blocks:
+            del self._sessions[number]
+        return session.age, block
+
+    def check_integrity(self, hashes: Sequence[bytes | None]) -> None:
+        """Check invariants; raise AssertionError if one is violated. O(blocks).
+
+        ``hashes`` are those of all blocks of the pool.
+        """
+        sessions = self._sessions.values()
+        assert len({*self}) == len([*self]) == len(self), "a block is free twice"
+        assert self._num_retained == sum(len(it.blocks) for it in sessions), "retained blocks"
+        assert self._num_retained <= self._max_retained, "too many blocks are retained"
+        for queue in (self._ordinary, self._lapsed):
+            assert all(one <= other for one, other in pairwise(queue.values())), "ages"
+            assert all((age > 0) == (hashes[block] is not None) for block, age in queue.items())
+        for one, other in pairwise(sessions):
+            assert one.used_at <= other.used_at and one.age < other.age, "order of sessions"
+        for number, session in self._sessions.items():
+            assert all(self._owners[block] == number for block in session.blocks), "owners"
+            assert all(hashes[block] is not None for block in session.blocks), "retained, empty"
