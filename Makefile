@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
+.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -115,6 +115,9 @@ bench-durability: $(VENV)/.installed ## tokens before or after the ledger has th
 
 bench-preemption: $(VENV)/.installed ## preempted requests that move, against those that wait (build/bench/preemption.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/preemption.py
+
+bench-long-prompt: $(VENV)/.installed ## streams beside prompts of 200,000 tokens; token ids that sessions reuse (build/bench/long_prompt.json)
+	PYTHONPATH=. $(BIN)/python benchmarks/long_prompt.py
 
 bench-start: $(VENV)/.installed ## until a new worker takes requests, by part (build/bench/worker_start.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/worker_start.py
