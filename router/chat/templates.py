@@ -26,6 +26,8 @@ _MAX_CHARACTERS = 1 << 24
 _MEMORY_MIB = 512
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 64 << 20
+#: Most characters of messages that are checked and serialised in the event loop.
+_INLINE_CHARACTERS = 1 << 16
 _DEFAULTS = RouterConfig()
 _NO_VARIABLES: Mapping[str, object] = {}
 
@@ -100,16 +102,19 @@ class ChatTemplate:
         PromptTextTooLong. Raises QueueFull if too many chats are waiting, and EverliftError if no
         process can be started.
         """
-        shown = self._with_roles(shown_messages(messages))
-        request = frames.encode(
-            {
-                "messages": shown,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-                "variables": checked(more),
-            }
-        )
-        return await self._enqueue(request)
+
+        def encode() -> bytes:
+            return frames.encode(
+                {
+                    "messages": self._with_roles(shown_messages(messages)),
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                    "variables": checked(more),
+                }
+            )
+
+        is_long = _num_characters(messages) > _INLINE_CHARACTERS
+        return await self._enqueue(await asyncio.to_thread(encode) if is_long else encode())
 
     async def close(self) -> None:
         """End the processes and cancel waiting chats."""
@@ -147,6 +152,16 @@ class ChatTemplate:
             self._waiting_bytes -= len(chat.request)
             if not chat.text.done():
                 await _render(process, chat)
+
+
+def _num_characters(messages: object) -> int:
+    """Return the length of the contents that are texts."""
+    contents = [
+        message.get("content")
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+    ]
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 async def _render(process: RendererProcess, chat: _Chat) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,10 +53,11 @@ _MAX_PROMPT_LOGPROBS = 1 << 18
 #: Most log probabilities of the output of all choices, including alternatives. They stay in the
 #: memory of the router and of the ledger.
 _MAX_LOGPROBS = 1 << 22
-#: Least characters of a part of a text that is tokenised by itself, and most parts of one call of
-#: the tokenizer. The conversion of a call's results delays other threads.
+#: Least characters of a part of a text that is tokenised by itself.
 _PART_CHARACTERS = 1 << 14
-_PARTS_PER_CALL = 8
+#: Most parts in one call of the tokenizer, each of which takes a core. Half of the cores are left
+#: to the event loop and others. Converting the results of more parts would delay other threads.
+_PARTS_PER_CALL = max(1, min(8, (os.cpu_count() or 1) // 2))
 #: Token ids that are copied without a chance for other threads to run.
 _IDS_PER_COPY = 1 << 14
 
