@@ -16,7 +16,9 @@ named after the workload and the load, and end in ``_64`` with 64 workers:
     no_sharing_vs_off           p99 TTFT where nothing is shared; judged at 0.9
     wait_vs_clairvoyant         time of all decisions to wait, or not, by a clairvoyant's
                                 (locality_wait.py): the largest of the loads
-    leader_us_added_*           CPU of the leader for a 12,000-token prompt (locality_leader.py)
+    leader_us_added_*           CPU of the index for a cold prompt of 12,000 tokens, by the number
+                                of queued requests; ..._turn_* for a session's turn, and
+                                leader_us_path_* for all that the leader does (locality_leader.py)
 
 Judged are those of ``agents`` with 8 workers. Each section adds its own ratios; with --sections the
 others are kept as they are in the file. --trace adds a recorded workload in Mooncake's format.

@@ -122,8 +122,10 @@ def test_locality_ratios_compare_with_the_best_rival() -> None:
 def test_leader_measures_what_chunks_add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.locality_leader._ROUNDS", 3)
     monkeypatch.setattr("benchmarks.locality_leader._CYCLES", 2)
+    monkeypatch.setattr("benchmarks.locality_leader._REQUESTS", 20)
     found = measure(20)
-    assert 0 < found["without_us"] < found["with_us"]
+    assert 0 < found["path"]["without_us"] < found["path"]["with_us"]
+    assert 0 < found["index"]["turn_us"] < found["index"]["cold_us"]
 
 
 def test_locality_picture_shows_all_policies(tmp_path: Path) -> None:
