@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -44,7 +45,8 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     wire, start, on_frame = Wire(), WorkerLink.start, WorkerLink._on_frame
 
     def recorded(link: WorkerLink, starts: Sequence[session_pb2.Start]) -> None:
-        wire.starts.extend(starts)
+        # The link takes the prompts out of the messages.
+        wire.starts.extend(map(copy.deepcopy, starts))
         start(link, starts)
 
     async def heard(link: WorkerLink, frame: session_pb2.WorkerFrame) -> None:
