@@ -16,6 +16,9 @@ forecast
         (scheduling_forecast.py)
 victims whom a full KV cache preempts, and where that request goes on, in virtual time
         (scheduling_victims.py)
+sessions
+        how long sessions of agents take by the order of the queue, in virtual time
+        (scheduling_sessions.py)
 faithful
         a forecast against a live cluster that gets the same requests (scheduling_faithful.py)
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
@@ -49,6 +52,7 @@ from benchmarks.scheduling import (
     scheduling_live,
     scheduling_picture,
     scheduling_queue,
+    scheduling_sessions,
     scheduling_turns,
     scheduling_victims,
 )
@@ -142,6 +146,11 @@ def victims(options: argparse.Namespace) -> Part:
     }
 
 
+def sessions(options: argparse.Namespace) -> Part:
+    raw = scheduling_sessions.measure()
+    return {"settings": {}, "raw": raw, "ratios": scheduling_sessions.ratios(raw)}
+
+
 def batches(options: argparse.Namespace) -> Part:
     """A part of bench-batching."""
     bench = Live(checkpoints.ensure("tiny"), len(os.sched_getaffinity(0)))
@@ -200,6 +209,7 @@ PARTS = {
     "turns": turns,
     "forecast": forecast,
     "victims": victims,
+    "sessions": sessions,
     "faithful": faithful,
     "live": live,
 }

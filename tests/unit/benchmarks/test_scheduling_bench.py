@@ -14,6 +14,7 @@ from benchmarks.scheduling import (
     scheduling_forecast,
     scheduling_picture,
     scheduling_queue,
+    scheduling_sessions,
     scheduling_turns,
     scheduling_victims,
 )
@@ -172,3 +173,17 @@ def test_picture_is_drawn_only_for_measured_parts(tmp_path: Path) -> None:
     scheduling_picture.draw({"queue": {}}, nothing)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not nothing.exists()
+
+
+def test_sessions_benchmark_follows_its_sessions_to_their_ends() -> None:
+    run = scheduling_sessions.Run("mixed", "attained", 0.1, duration_s=100.0)
+    loop = scheduling_sessions.ClosedLoop("mixed", run.rate, 100.0)
+    figures = run.figures()
+    assert 0 < figures["sessions"] <= len(loop.starting) < len(loop.arrivals)
+    assert figures["ttft_mean_s"] < 1.0 < figures["session_mean_s"]
+    assert figures["cached_share"] > 0.9
+    found = {"mixed_0.1": dict.fromkeys(("fifo", "attained"), figures)}
+    assert scheduling_sessions.ratios(found) == {
+        "mixed_0.1_attained_vs_fifo_session_mean_s": 1.0,
+        "mixed_0.1_attained_vs_fifo_session_p99_s": 1.0,
+    }
