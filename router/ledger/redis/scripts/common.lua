@@ -188,16 +188,19 @@ end
 -- (empty: none).
 local function store_chunks(base, hashes, tokens)
     local num_chunks = #hashes / HASH
-    local size, last = #tokens / num_chunks, base
-    for i = 1, num_chunks do
-        local hash = hashes:sub((i - 1) * HASH + 1, i * HASH)
-        if redis.call('EXISTS', chunk_key(hash)) == 0 then
-            local before = last == '' and NO_CHUNK or last
-            redis.call('SET', chunk_key(hash),
-                ('0'):rep(COUNT) .. before .. tokens:sub((i - 1) * size + 1, i * size))
-            refer(before, 1)
-        end
-        last = hash
+    local size, last, next = #tokens / num_chunks, base, 1
+    local function hash(i) return hashes:sub((i - 1) * HASH + 1, i * HASH) end
+    while next <= num_chunks and redis.call('EXISTS', chunk_key(hash(next))) == 1 do
+        last, next = hash(next), next + 1
+    end
+    -- A stored chunk implies those before it, so that none of the others is stored.
+    if next <= num_chunks then refer(last, 1) end
+    for i = next, num_chunks do
+        local before = last == '' and NO_CHUNK or last
+        local count = ('%08d'):format(i < num_chunks and 1 or 0)
+        redis.call('SET', chunk_key(hash(i)),
+            count .. before .. tokens:sub((i - 1) * size + 1, i * size))
+        last = hash(i)
     end
     return last
 end
