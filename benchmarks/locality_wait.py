@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.simulator.global_queue import GlobalQueue
 from router.admission.parking import Parking, Wait
-from router.admission.placement import Choice, Placement
+from router.admission.placement import Choice, Placement, Waited
 from router.admission.request import Waiting
 from router.admission.workers import Load
 from router.config import RouterConfig
@@ -54,9 +54,9 @@ class WatchedPlacement(Placement):
         self._now = 0.0
 
     def wait_for(
-        self, waiting: Waiting, choice: Choice, parking: Parking, waited_s: float, now: float
+        self, waiting: Waiting, choice: Choice, parking: Parking, waited: Waited, now: float
     ) -> Wait | None:
-        wait = super().wait_for(waiting, choice, parking, waited_s, now)
+        wait = super().wait_for(waiting, choice, parking, waited, now)
         self._parking, self._now = parking, now
         if waiting.request_id not in self.decisions and choice.seconds is not None:
             warm = [worker for _, worker in self._longer_prefixes(choice)]

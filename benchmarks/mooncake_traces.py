@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
 from random import Random
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 from cluster.simulator.workloads.lengths import Lengths, LogNormal, Quantiles
@@ -159,9 +160,10 @@ SHAPES = {shape.name: shape for shape in (_CONVERSATION, _TOOLAGENT)}
 def write(requests: Iterator[Request], path: Path) -> Path:
     """Write a trace file, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    # Runs at the same time may write the same trace.
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.writelines(request.line() + "\n" for request in requests)
-    return path
+    return Path(file.name).replace(path)
 
 
 class Statistics(NamedTuple):

@@ -117,6 +117,16 @@ class Choice(NamedTuple):
     seconds: float | None
 
 
+class Waited(NamedTuple):
+    """Time in seconds that a request has waited for workers, and that its first wait would save.
+
+    ``saved_s`` is inf if it has not waited.
+    """
+
+    seconds: float = 0.0
+    saved_s: float = inf
+
+
 #: Least needs of any request.
 _LEAST = _Needs(1, 1, "")
 
@@ -364,15 +374,15 @@ class Placement:
         return seconds
 
     def wait_for(
-        self, waiting: Waiting, choice: Choice, parking: Parking, waited_s: float, now: float
+        self, waiting: Waiting, choice: Choice, parking: Parking, waited: Waited, now: float
     ) -> Wait | None:
         """Return the busy worker that a request should wait for, instead of ``choice``; else None.
 
         It is the one that will have computed the request first, including the estimated wait, if
         that is earlier than for ``choice``. The request waits for at most the time that the
-        worker's cached prefix saves, less the ``waited_s`` seconds that it has waited in this way
-        before. Whatever the true wait is, the request thus loses at most as much time again as the
-        better of the two workers would have taken (the ski-rental bound).
+        worker's cached prefix saves, and with all earlier waits (``waited``) for at most the time
+        that the first one would have saved. Whatever the true wait is, the request thus waits no
+        longer than computing the prefix at once would have taken (the ski-rental bound).
         """
         is_reserved = self._reserved.get(waiting.request_id) == choice.worker_id
         if choice.seconds is None or waiting.is_suspect or is_reserved:
@@ -382,22 +392,20 @@ class Placement:
         longer = self._longer_prefixes(choice)
         for num_cached, worker_id in islice(longer, _MAX_WAITED_FOR):
             worker = self._workers[worker_id]
+            if not worker.is_open or worker.trial or worker.is_slow or worker_id == waiting.avoid:
+                continue
             ahead = parking.ahead(worker_id)
             own_s = self._seconds(worker_id, waiting, num_cached, 0)
-            in_turn_s = self._seconds(
-                worker_id, waiting, num_cached, worker.pending_prefill + ahead[0]
-            )
-            is_usable = worker.is_open and not (worker.trial or worker.is_slow)
-            is_usable = is_usable and worker_id != waiting.avoid
-            if own_s is None or in_turn_s is None or not is_usable:
+            pending_s = worker.prefill_s(worker.pending_prefill + ahead[0], num_cached)
+            if own_s is None or pending_s is None:
                 continue
-            saved_s = choice.seconds - own_s
+            saved_s = min(choice.seconds - own_s, waited.saved_s)
             wait_s = self._wait_s(worker, waiting, num_cached, ahead)
             # While the request waits for credit, the worker computes the pending tokens.
-            there_s = max(in_turn_s, wait_s + own_s)
-            if there_s < best_s and wait_s <= saved_s - waited_s:
+            there_s = max(pending_s, wait_s) + own_s
+            if there_s < best_s and wait_s <= saved_s - waited.seconds:
                 best_s = there_s
-                best = Wait(worker_id, num_cached, saved_s, now + saved_s - waited_s)
+                best = Wait(worker_id, num_cached, saved_s, now + saved_s - waited.seconds)
         return best
 
     def _longer_prefixes(self, choice: Choice) -> Iterator[tuple[int, str]]:

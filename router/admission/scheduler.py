@@ -18,7 +18,7 @@ from router.admission.fair_share import FairShare
 from router.admission.handover import Generations, QueueHandover
 from router.admission.load_shedding import Bounds, Refusal
 from router.admission.parking import Parked, Parking, Wait
-from router.admission.placement import Choice, Placement
+from router.admission.placement import Choice, Placement, Waited
 from router.admission.policy import Rules, key_of
 from router.admission.preemption import (
     MOVE_HEADROOM,
@@ -423,10 +423,12 @@ class LeaderState:
                     continue
                 if head is not None and head.priority > waiting.priority:
                     break
-                choice = self._placement.take(worker_id, waiting)
-                if choice is None:
+                taken = self._placement.take(worker_id, waiting)
+                if taken is None:
                     break
-                one = Placed(waiting, worker_id, make_epoch(), (), choice.cached_tokens)
+                # The worker may have evicted the prefix meanwhile, or may have more to compute.
+                choice = self._placement.choose(waiting) or taken
+                one = Placed(waiting, choice.worker_id, make_epoch(), (), choice.cached_tokens)
                 placed.append(self._dispatch(one, now, ledger_now))
         return placed
 
@@ -466,8 +468,11 @@ class LeaderState:
     ) -> Placed | Wait | None:
         choice = self._placement.choose(head)
         if choice is not None:
-            waited_s = self._queue.parked_s(head.request_id)
-            wait = self._wait_for(head, choice, waited_s, now)
+            last = self._queue.last_wait(head.request_id)
+            waited = (
+                Waited(self._queue.parked_s(head.request_id), last.saved_s) if last else Waited()
+            )
+            wait = self._wait_for(head, choice, waited, now)
             return wait or Placed(head, choice.worker_id, make_epoch(), (), choice.cached_tokens)
         # If the head is next because of its class's credit, it must not keep a request of a higher
         # class from evicting others.
@@ -483,11 +488,11 @@ class LeaderState:
         return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
 
     def _wait_for(
-        self, waiting: Waiting, choice: Choice, waited_s: float, now: float
+        self, waiting: Waiting, choice: Choice, waited: Waited, now: float
     ) -> Wait | None:
         if not self._may_park:
             return None
-        return self._placement.wait_for(waiting, choice, self._parking, waited_s, now)
+        return self._placement.wait_for(waiting, choice, self._parking, waited, now)
 
     def _spared_s(self, victim: Running) -> float:
         worker = self._placement.workers[victim.worker_id]
@@ -506,7 +511,7 @@ class LeaderState:
         if others or not self.handover.allows(self._key(waiting), now):
             return None
         choice = self._placement.choose(waiting)
-        if choice is None or self._wait_for(waiting, choice, 0.0, now):
+        if choice is None or self._wait_for(waiting, choice, Waited(), now):
             return None
         waiting, epoch = self._bounds.predict(waiting), make_epoch()
         self._placement.reserve(choice.worker_id, epoch, waiting, now, choice.cached_tokens)

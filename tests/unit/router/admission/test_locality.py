@@ -232,6 +232,43 @@ def test_withdrawn_request_stops_waiting_for_prefix() -> None:
     assert cluster.place_at(1.0) == [] and cluster.leader_state.queued == 0
 
 
+class Short(Warm):
+    """A cluster in which ``warm`` has three chunks of a prompt of four, which takes 1.024 s."""
+
+    def __init__(self, warm: Load, cold: Load) -> None:
+        super().__init__(warm, cold)
+        self.placement.workers["warm"].departures = departing(2.0)
+        self.placement.index.update("warm", (), CHAIN[3:])
+        self.enqueue("a", prompt_tokens=1024, max_tokens=10, chunks=CHAIN[:4], accepted=True)
+        assert self.place_at(0.0) == []
+
+
+def test_later_waits_end_at_the_first_saving() -> None:
+    cluster = Short(Load(1, num_running=4), Load(1))
+    now = 0.0
+    while cluster.is_parked("a"):
+        now += 0.01
+        # What another worker would take grows, so that each new wait would save more.
+        cluster.report("cold", now, num_running=1, pending_prefill_tokens=1000)
+        cluster.report("warm", now, num_running=4)
+        cluster.placement.workers["warm"].departures = departing(2.0)
+        cluster.place_at(now)
+    assert now == pytest.approx(0.768, abs=0.02)
+
+
+def test_request_that_waited_goes_where_it_is_computed_first() -> None:
+    cluster = Short(Load(1, num_running=3, blocks_used=9_990), Load(1))
+    cluster.report("warm", 0.76, num_running=2, blocks_used=3000, pending_prefill_tokens=1700)
+    assert cluster.place_at(0.76) == [("a", "cold")]
+
+
+def test_request_does_not_follow_an_evicted_prefix() -> None:
+    cluster = Short(Load(1, num_running=4), Load(1))
+    cluster.placement.index.update("warm", (), CHAIN[:4])
+    cluster.report("warm", 0.5, num_running=3, pending_prefill_tokens=1000)
+    assert cluster.place_at(0.5) == [("a", "cold")]
+
+
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
     """With departures that are nothing like the estimates."""
