@@ -153,7 +153,7 @@ class WorkerConfig:
     #: tool calls of 2 to 30 s and the queue; 10 s retained nothing that LRU lost, 120 s no more
     session_retention_s: NotNegative = 60.0
     #: largest share of the blocks that sessions retain so; 0 disables. Under load, agents reused
-    #: 0.82 of their tokens without, 0.84 with 0.3, 0.88 with 0.5; others may reuse less
+    #: 0.88 of their tokens without, 0.91 with 0.3, 0.93 with 0.5; others may reuse less
     session_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     #: treatment of a preempted sequence's blocks when others need them: recompute drops them, swap
     #: copies them to host memory if that is faster than recomputing
