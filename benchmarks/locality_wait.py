@@ -1,4 +1,4 @@
-"""Waits for warm workers, against a clairvoyant who knows how long each wait will be.
+"""Waits for warm workers, against a clairvoyant policy that knows how long each wait will be.
 
 A decision is made when a request could be dispatched, and a busy worker has more of it cached. Its
 cost is the time until the request is dispatched, plus the time that the chosen worker then needs to

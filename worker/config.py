@@ -149,11 +149,9 @@ class WorkerConfig:
     max_model_len: _AtLeast2 | None = None
     #: share of the blocks that admission leaves free for growing sequences
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    #: after a turn, the cached blocks of its session are evicted last for this long. 60 s covers
-    #: tool calls of 2 to 30 s and the queue; 10 s retained nothing that LRU lost, 120 s no more
+    #: seconds after the last request of a session for which its cached blocks are evicted last
     session_retention_s: NotNegative = 60.0
-    #: largest share of the blocks that sessions retain so; 0 disables. Under load, agents reused
-    #: 0.88 of their tokens without, 0.91 with 0.3, 0.93 with 0.5; others may reuse less
+    #: largest share of the blocks that sessions retain in this way; 0 disables
     session_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     #: treatment of a preempted sequence's blocks when others need them: recompute drops them, swap
     #: copies them to host memory if that is faster than recomputing

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
-from router.admission.request import Key, Waiting
+from router.admission.request import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +27,19 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Request that waits for a worker since ``since``, in seconds of the leader's clock."""
+    """Request that waits for a worker since ``since``, in seconds of the leader's clock.
+
+    ``number`` counts the requests that began to wait.
+    """
 
     waiting: Waiting
-    key: Key
+    number: int
     wait: Wait
     since: float
 
 
 class Parking:
-    """Parked requests, by the worker for which they wait.
+    """Parked requests by the worker for which they wait, in the order in which they left the queue.
 
     A request that leaves the queue in another way is to be removed. Every operation is O(log n),
     except ``workers``, ``keep`` and ``release``.
@@ -42,8 +47,9 @@ class Parking:
 
     def __init__(self) -> None:
         self._parked: dict[str, Parked] = {}
-        #: by worker: sort keys and ids of its requests, some of which may have left
-        self._lines: dict[str, list[tuple[Key, str]]] = {}
+        self._numbers = count()
+        #: by worker: numbers and ids of its requests, some of which may have left
+        self._lines: dict[str, deque[tuple[int, str]]] = {}
         #: uncached tokens and choices of the requests that wait for each worker
         self._ahead: dict[str, tuple[int, int]] = {}
         #: ends of waits, some of which may be outdated
@@ -60,11 +66,11 @@ class Parking:
         """Time of the first end of a wait, possibly an outdated one; None if nothing is parked."""
         return self._ends[0][0] if self._ends and self._parked else None
 
-    def add(self, waiting: Waiting, key: Key, wait: Wait, now: float) -> None:
-        request_id = waiting.request_id
+    def add(self, waiting: Waiting, wait: Wait, now: float) -> None:
+        request_id, number = waiting.request_id, next(self._numbers)
         self.remove(request_id)
-        self._parked[request_id] = Parked(waiting, key, wait, now)
-        heapq.heappush(self._lines.setdefault(wait.worker_id, []), (key, request_id))
+        self._parked[request_id] = Parked(waiting, number, wait, now)
+        self._lines.setdefault(wait.worker_id, deque()).append((number, request_id))
         heapq.heappush(self._ends, (wait.until, request_id))
         self._count(waiting, wait, 1)
 
@@ -93,14 +99,14 @@ class Parking:
         return list(self._ahead)
 
     def first(self, worker_id: str) -> Parked | None:
-        """Return the request with the smallest sort key that waits for a worker; None if none."""
-        line = self._lines.get(worker_id, [])
+        """Return the request that has waited longest for a worker; None if none waits for it."""
+        line = self._lines.get(worker_id, deque())
         while line:
-            key, request_id = line[0]
+            number, request_id = line[0]
             parked = self._parked.get(request_id)
-            if parked is not None and parked.wait.worker_id == worker_id and parked.key == key:
+            if parked is not None and parked.number == number:
                 return parked
-            heapq.heappop(line)
+            line.popleft()
         self._lines.pop(worker_id, None)
         return None
 

@@ -427,7 +427,7 @@ class AdmissionQueue:
         """
         head = self.peek(ledger_now)
         if head is None:
-            raise IndexError("nothing waits")
+            raise IndexError("no request is queued")
         self.dispatch(head)
         return head
 

@@ -300,7 +300,12 @@ class LeaderState:
             self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
         self._parking.remove(waiting.request_id)
-        replaced = self._queue.push(self._attained_service.ranked(waiting, now), now)
+        known = self._queue.get(waiting.request_id, waiting.gateway)
+        if self._order.name == "attained" and known is None:
+            waiting = self._attained_service.ranked(waiting, now)
+        elif known is not None:
+            waiting = waiting._replace(attained_rank=known.attained_rank)
+        replaced = self._queue.push(waiting, now)
         if replaced is not None and replaced.gateway != waiting.gateway:
             effects.replaced.append(replaced)
 
@@ -374,7 +379,7 @@ class LeaderState:
                 break
             if isinstance(one, Wait):
                 self._queue.park(head.request_id, one)
-                self._parking.add(head, self._key(head), one, now)
+                self._parking.add(head, one, now)
             else:
                 placed.append(self._dispatch(one, now, ledger_now))
         if len(self._queue) == self._queue.num_parked:

@@ -363,3 +363,18 @@ def test_move_order_prefers_earlier_deadline_over_arrival() -> None:
         cluster.leader_state._running.preempted(), None, cluster.leader_state._key
     )
     assert [running.request_id for running, _ in moving] == ["due", "old"]
+
+
+def test_attained_rank_is_kept_when_a_request_is_reported_again() -> None:
+    cluster = Cluster(replace(CONFIG, order="attained", max_queued=100))
+    cluster.connect()
+    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=100)]))
+    cluster.enqueue("a", session=7)
+    before = cluster.leader_state._queue.get("a", "g")
+    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=900)]))
+    for number in range(9):
+        cluster.enqueue(f"other{number}")
+    cluster.enqueue("a", session=7)
+    after = cluster.leader_state._queue.get("a", "g")
+    assert before is not None and after is not None
+    assert before.attained_rank == after.attained_rank > 0
