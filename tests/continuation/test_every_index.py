@@ -60,10 +60,14 @@ def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
 def test_continuation_keeps_cache_salt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     salts: list[bytes] = []
     on_start(monkeypatch, lambda start: salts.append(start.salt))
-    check(bench, KINDS["cache_salt"], 5, kill)
-    check(bench, KINDS["max_tokens"], 5, kill)
-    mine, mine_again, nobodys, nobodys_again = salts
-    assert mine == mine_again != nobodys == nobodys_again
+    found = []
+    for kind in ("cache_salt", "max_tokens"):
+        salts.clear()
+        check(bench, KINDS[kind], 5, kill)
+        # A busy machine may lose a worker once more.
+        assert len(salts) >= 2 and len(set(salts)) == 1
+        found.append(salts[0])
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)

@@ -434,7 +434,7 @@ async def test_explain_takes_the_newest_request_or_a_prefix_of_an_id() -> None:
         )
         unknown = "no request id is or begins with 'none'"
         assert await failure("explain", "none", *place) == unknown
-        neither = "give either a request id or --last"
+        neither = "give either a request id, --last or --session"
         assert await failure("explain", *place) == neither
         assert await failure("explain", "o", "--last", *place) == neither
 
