@@ -47,7 +47,7 @@ def _prompt(length: int, first: int) -> list[int]:
 #: One of each thing that a continuation has to carry on.
 ASKED: tuple[Asked, ...] = (
     Asked.of(_prompt(5, 1), temperature=0, max_tokens=16),
-    Asked.of(_prompt(40, 2), temperature=0, max_tokens=30),
+    Asked.of(_prompt(40, 2), temperature=0, max_tokens=30, session_id="t"),
     Asked.of(_prompt(70, 3), temperature=1, seed=7, max_tokens=30),
     Asked.of(_prompt(9, 4), temperature=1, seed=8, n=3, max_tokens=12),
     Asked.of(_prompt(11, 5), temperature=0, presence_penalty=0.5, max_tokens=15),
@@ -65,8 +65,9 @@ ASKED: tuple[Asked, ...] = (
         on_disconnect=OnDisconnect.CONTINUE,
     ),
     # The first chunk of both prompts is the same, unlike that of another tenant's salt.
-    Asked.of(_prompt(262, 10), temperature=0, max_tokens=12),
-    Asked.of(_prompt(290, 10), temperature=1, seed=4, max_tokens=8),
+    # Workers retain the blocks of the sessions, also of the one that two requests share.
+    Asked.of(_prompt(262, 10), temperature=0, max_tokens=12, session_id="s"),
+    Asked.of(_prompt(290, 10), temperature=1, seed=4, max_tokens=8, session_id="s"),
     Asked.of(_prompt(262, 10), temperature=0, max_tokens=9, cache_salt="b"),
 )
 #: Number of KV blocks that each request of ASKED fits into.
