@@ -21,7 +21,7 @@ named after the workload and the load, and end in ``_64`` with 64 workers:
                                 leader_us_path_* for all that the leader does (locality_leader.py)
     ledger_bytes_per_turn       bytes of a turn at 200,000 tokens beyond its new tokens
                                 (ledger_turns.py)
-    session_reuse               share of a prompt and answer with which the next prompt of the session
+    session_reuse               share of a prompt and answer with which the session's next prompt
                                 begins (session_reuse.py)
     live_*                      sessions on a cluster of real workers (locality_live.py)
 

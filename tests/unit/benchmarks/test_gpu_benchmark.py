@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 
@@ -125,6 +126,8 @@ def test_transformers_part_reports_attention_and_graphs(
     """It keeps that in a copy of the configuration that it is given."""
     from transformers.generation import configuration_utils as generation
 
+    # Its annotations name the class that is replaced.
+    import_module("transformers.generation.continuous_batching")
     few = partial(generation.ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=64)
     monkeypatch.setattr(generation, "ContinuousBatchingConfig", few)
     [found] = gpu_parts.transformers_continuous(TINY)
