@@ -172,7 +172,8 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
         if not skipped:
             skipped = quiet(scheduler, live.entries[turn:-1], num_at_once)
             if skipped:
-                scheduler.decode(TOKEN, skipped)
+                skipped_entries = live.entries[turn : turn + skipped]
+                scheduler.decode(TOKEN, [each.now for each in skipped_entries])
         if skipped:
             skipped -= 1
             yield turn, None
