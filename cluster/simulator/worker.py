@@ -249,6 +249,7 @@ class SimulatedWorker:
             self.is_draining,
             work,
             load.waiting_cached_tokens + pending.num_tokens - pending.num_uncached,
+            load.blocks_cached,
         )
 
 

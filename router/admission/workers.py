@@ -186,6 +186,8 @@ class Load:
     work: Work = NO_WORK
     #: tokens of waiting sequences that are expected to be prefix-cache hits
     waiting_cached_tokens: int = 0
+    #: free blocks that hold a known prefix
+    blocks_cached: int = 0
 
     @classmethod
     def from_proto(cls, state: session_pb2.WorkerState) -> Self:
@@ -209,6 +211,7 @@ class Load:
                 spared_tokens=spared_tokens(state.counters),
             ),
             waiting_cached_tokens=state.waiting_cached_tokens,
+            blocks_cached=state.blocks_cached,
         )
 
 
@@ -366,9 +369,13 @@ class WorkerView:
         return StepSize(running, running, tokens, tokens)
 
     @property
-    def load_rank(self) -> tuple[bool, int, int]:
-        """Sort key, lowest first: not slow, less pending prefill, fewer committed tokens."""
-        return self.is_slow, self.pending_prefill, self.committed_tokens
+    def load_rank(self) -> tuple[bool, int, int, int]:
+        """Sort key, lowest first.
+
+        Not slow, less pending prefill, fewer blocks with keys and values, fewer committed tokens.
+        """
+        filled = self.load.blocks_used + self.load.blocks_cached
+        return self.is_slow, self.pending_prefill, filled, self.committed_tokens
 
     @property
     def is_decode_only(self) -> bool:

@@ -150,8 +150,21 @@ def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
     assert choose(placement, waiting()) == "slow"
 
 
+def test_request_goes_where_fewer_cached_blocks_are_evicted() -> None:
+    placement = placement_of(
+        a=Load(1, num_running=1, blocks_used=10, blocks_cached=80, committed_tokens=100),
+        b=Load(1, num_running=1, blocks_used=30, blocks_cached=20, committed_tokens=900),
+    )
+    assert choose(placement, waiting()) == "b"
+    busy = replace(placement.workers["b"].load, sequence_number=2, pending_prefill_tokens=64)
+    placement.report("b", busy, now=1.0)
+    assert choose(placement, waiting()) == "a", "pending prefill comes first"
+
+
 def test_reserved_capacity_is_exclusive_to_its_request() -> None:
-    placement = placement_of(a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2))
+    placement = placement_of(
+        a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2, blocks_used=90)
+    )
     placement.reserve_for_move("a", "coming", tokens=300, choices=1, now=0.0)
     assert choose(placement, waiting()) == "b"
     coming = waiting(prefill_tokens=50)._replace(request_id="coming")
