@@ -82,8 +82,8 @@ class RouterConfig:
     #: web pages that may use the OpenAI API, as https://chat.example.com; "*": all
     cors_origins: tuple[str, ...] = ()
     #: fields of the OpenAI API whose value names the session of a request without x-session-id; the
-    #: first one that is set applies
-    session_from: tuple[SessionField, ...] = ("prompt_cache_key",)
+    #: first one that is set applies. A value must name one conversation, and not an application
+    session_from: tuple[SessionField, ...] = ()
     #: largest body of an HTTP request; a larger one is refused with 413
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 8 << 20
     #: a stream of server-sent events without an event for this many seconds sends its headers, then

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -95,8 +95,10 @@ def as_json(session_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def _gaps(turns: Sequence[Turn]) -> Iterator[float | None]:
-    """Yield the time from each turn's end to the next one's arrival, if that is later."""
-    for turn, after in pairwise(turns):
-        yield after.arrived - turn.ended if after.arrived > turn.ended else None
+    """Yield for each turn the time from which no turn runs until the next one arrives, if any."""
+    # Turns of parallel agents may end after later ones.
+    ends = accumulate((turn.ended for turn in turns), max)
+    for ended, after in zip(ends, turns[1:], strict=False):
+        yield after.arrived - ended if after.arrived > ended else None
     if turns:
         yield None

@@ -25,7 +25,6 @@ from everlift.text import Vocabulary
 _DIGEST_BYTES = 16
 _PREFIX = Struct(f"<II{_DIGEST_BYTES}s")
 _SPACES = re.compile(r"\s*")
-_WORD = re.compile(r"\S*")
 #: Token ids that are copied without a chance for other threads to run.
 _IDS_PER_COPY = 1 << 14
 
@@ -198,50 +197,20 @@ def _prompt_ids(turn: Turn, prefix: Prefix) -> list[int]:
 def _output_end(text: str, start: int, output: str, boundary: re.Pattern[str]) -> int | None:
     """Return the position of the special token that follows an output in ``text``.
 
-    The output is expected at ``start``; white space is ignored, except that none may appear or be
-    missing within a word. Return None if there is another text.
+    The output is expected at ``start``; white space before and after it is ignored. Return None if
+    there is another text.
     """
     begin, shown = _skip_spaces(text, start), output.strip()
-    end = begin + len(shown)
     if not text.startswith(shown, begin):
-        other_end = _loose_end(text, begin, shown)
-        if other_end is None:
-            return None
-        end = other_end
-    end = _skip_spaces(text, end)
+        return None
+    end = _skip_spaces(text, begin + len(shown))
     return end if boundary.match(text, end) else None
-
-
-def _loose_end(text: str, start: int, output: str) -> int | None:
-    at = start, 0
-    while True:
-        found = _skip_spaces(text, at[0]), _skip_spaces(output, at[1])
-        if found[1] == len(output):
-            return at[0]
-        has_gap = found[0] > at[0], found[1] > at[1]
-        if has_gap[0] != has_gap[1] and _is_within_word(output, at[1], found[1]):
-            return None
-        words = _word(text, found[0]), _word(output, found[1])
-        length = min(map(len, words))
-        if not length or words[0][:length] != words[1][:length]:
-            return None
-        at = found[0] + length, found[1] + length
-
-
-def _is_within_word(text: str, end: int, begin: int) -> bool:
-    return end > 0 and text[end - 1].isalnum() and text[begin].isalnum()
 
 
 def _skip_spaces(text: str, start: int) -> int:
     match = _SPACES.match(text, start)
     assert match is not None
     return match.end()
-
-
-def _word(text: str, start: int) -> str:
-    match = _WORD.match(text, start)
-    assert match is not None
-    return match.group()
 
 
 def _shown_ids(output: TurnOutput, tokenizer: Tokenizer) -> array[int] | None:

@@ -12,6 +12,8 @@ from everlift.request_id import tenant_of
 from router.requests.request import LiveRequest
 from router.requests.splicing import PromptMark, Turn, TurnOutput
 
+#: Most sessions. A session takes a kilobyte besides its token ids.
+_MAX_SESSIONS = 1 << 14
 #: Most turns of a session.
 _MAX_TURNS = 8
 #: Most token ids of all sessions. An id takes 4 bytes.
@@ -54,7 +56,7 @@ class Turns:
         """Add a finished request, if it belongs to a session and its prompt was a text."""
         request = live.request
         mark = PromptMark.from_bytes(request.turn)
-        if not request.session_id or mark is None:
+        if not request.session_id or mark is None or request.request_id in self._key_of:
             return
         outputs = [
             TurnOutput(array("I", choice.output.tokens), choice.output.whole_text)
@@ -68,7 +70,7 @@ class Turns:
         turns.append(turn)
         self._key_of[request.request_id] = key
         self._keep(key, turns[-_MAX_TURNS:])
-        while self._num_ids > self._max_ids:
+        while self._num_ids > self._max_ids or len(self._sessions) > _MAX_SESSIONS:
             self._keep(next(iter(self._sessions)), [])
 
     def forget(self, request_id: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from router.config import RouterConfig
 from router.requests.tokenizer import HuggingFaceTokenizer
 from tests.support.in_process import ROUTER, Cluster, cluster
 from tests.support.worker.grammar_support import DEMO_MODEL
@@ -62,7 +63,10 @@ class ScriptedRunner:
 
 @asynccontextmanager
 async def scripted_cluster(
-    directory: Path, template: str, change: Callable[[Path], None] = lambda directory: None
+    directory: Path,
+    template: str,
+    change: Callable[[Path], None] = lambda directory: None,
+    router_config: RouterConfig = ROUTER,
 ) -> AsyncIterator[Cluster]:
     """Serve the demo model with ``template`` as its chat template from ``directory``, after
     ``change`` has edited its files there."""
@@ -72,7 +76,7 @@ async def scripted_cluster(
     config = WorkerConfig(
         model=str(directory), device="cpu", dtype="float32", num_blocks=256, num_threads=1
     )
-    router = replace(ROUTER, model=str(directory))
+    router = replace(router_config, model=str(directory))
     async with cluster(workers=1, router_config=router, worker_config=config) as parts:
         [rank] = parts.workers
         assert rank._thread is not None

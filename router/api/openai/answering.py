@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.explanation import server_timing
-from everlift.request_id import in_session, is_named
+from everlift.request_id import in_session
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
@@ -168,7 +168,8 @@ class Answering:
             session_id = submissions.session_id(fields, self._config.session_from)
             for message in messages:
                 message.session_id = session_id
-        return name if is_named(name) else _set_name(call, in_session(name, session_id))
+        # An id that the client sent again has its tag already.
+        return name if _sent_name(call) else _set_name(call, in_session(name, session_id))
 
     def _check_amount(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
@@ -222,11 +223,16 @@ async def _collect_answer(generation: Generation, transcript: Transcript, answer
 
 
 def _named(call: Call) -> str:
+    return _set_name(call, _sent_name(call) or new_request_id())
+
+
+def _sent_name(call: Call) -> str:
+    """Return the request id that the client sent; empty if it sent none."""
     named = pb.GenerateRequest()
     if _LAST_EVENT_ID in call.headers:
         named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
     service.apply_headers(named, call.headers)
-    return _set_name(call, named.request_id or new_request_id())
+    return named.request_id
 
 
 def _set_name(call: Call, name: str) -> str:

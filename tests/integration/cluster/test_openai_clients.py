@@ -113,7 +113,9 @@ async def test_openai_client_retries_after_a_full_queue() -> None:
 
 async def test_openai_client_names_its_session(tmp_path: Path) -> None:
     names = ("by-key", "by-header", "by-user")
-    async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
+    template, by_key = TEMPLATES["hermes"], replace(ROUTER, session_from=("prompt_cache_key",))
+    directory = tmp_path / "caller"
+    async with scripted_cluster(directory, template, router_config=by_key) as parts:
         await run(parts.routers[0].http_address, program("python"), "-c", CHATS)
         stored = [await parts.ledger.read(name) for name in names]
     assert [it.request.session_id for it in stored] == ["talk", "mine", ""]

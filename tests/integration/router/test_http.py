@@ -576,20 +576,23 @@ async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[st
     raise AssertionError("there was none")
 
 
+@pytest.mark.parametrize("session", [{}, {"x-session-id": "talk"}])
 @pytest.mark.parametrize("router", [0, 1])
-async def test_stream_resumes_on_any_router(router: int) -> None:
+async def test_stream_resumes_on_any_router(router: int, session: dict[str, str]) -> None:
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(routers=2, workers=1, worker_config=slow) as parts:
         body = {"prompt": [[5], [6]], "n": 2, "temperature": 0, "max_tokens": 60}
         body |= {"on_disconnect": "grace", "stream": True}
         seen: list[Event] = []
-        async with streamed(parts.routers[0].http_address, "/v1/completions", body) as stream:
+        headers = {**JSON, **session}
+        address = parts.routers[0].http_address
+        async with streamed(address, "/v1/completions", body, headers) as stream:
             async for event in stream.events():
                 seen.append(event)
                 if len(seen) == 25:
                     stream.hang_up()
                     break
-        headers = {**JSON, "last-event-id": seen[-1].id}
+        headers |= {"last-event-id": seen[-1].id}
         *rest, done = await events(parts.routers[router].http_address, body, headers)
         assert done.data == "[DONE]"
         for choice in range(4):

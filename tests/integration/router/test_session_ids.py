@@ -19,6 +19,7 @@ from tests.support.in_process import ROUTER, Cluster, cluster, until
 from tests.support.router.http_client import JSON, ask
 
 HEADER = (("x-session-id", "talk-7"),)
+BY_KEY = replace(ROUTER, session_from=("prompt_cache_key",))
 BODY = {"prompt": [1, 2], "max_tokens": 1, "user": "ann"}
 
 
@@ -70,7 +71,7 @@ async def test_kserve_metadata_names_the_session() -> None:
 async def test_http_header_precedes_prompt_cache_key(
     body: dict[str, str], headers: dict[str, str], session: str
 ) -> None:
-    async with cluster(workers=1) as parts:
+    async with cluster(workers=1, router_config=BY_KEY) as parts:
         asked: dict[str, Any] = {**BODY, "prompt": [[1], [2]], **body}
         name = {"idempotency-key": "r"}
         address = parts.routers[0].http_address
@@ -92,7 +93,7 @@ async def test_http_session_from_is_configured() -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}])
 async def test_http_request_id_selects_the_shard_of_its_session(headers: dict[str, str]) -> None:
-    async with cluster(workers=1) as parts:
+    async with cluster(workers=1, router_config=BY_KEY) as parts:
         address, keys = parts.routers[0].http_address, set()
         for body in ({"prompt_cache_key": "talk-7"}, {}):
             more = {} if body else dict(HEADER)
@@ -123,3 +124,14 @@ async def test_leader_learns_what_a_session_was_served(queued: bool) -> None:
         assert leader._leader._leader_state is not None
         service = leader._leader._leader_state._attained_service
         await until(lambda: service.attained(session_key("", "talk-7")) == 2 * (3 + 2 * 5))
+
+
+async def test_http_retry_with_the_returned_id_is_the_same_request() -> None:
+    async with cluster(workers=1) as parts:
+        address, headers = parts.routers[0].http_address, {**JSON, **dict(HEADER)}
+        first = await ask(address, "/v1/completions", BODY, headers)
+        headers["idempotency-key"] = first.headers["idempotency-key"]
+        again = await ask(address, "/v1/completions", BODY, headers)
+        assert again.headers["idempotency-key"] == first.headers["idempotency-key"]
+        assert again.json["id"] == first.json["id"]
+        assert len((await parts.ledger.list_requests("")).entries) == 1

@@ -168,19 +168,20 @@ local function refer(hash, by)
 end
 
 -- Delete chunks without references: `hash`, and the chunks before it that then have none. The rest
--- is left in `garbage` after `limit` deletions.
+-- is left in `garbage` after `limit` deletions. Returns how many more deletions `limit` allows.
 local function delete_chunks(hash, limit)
     while hash ~= NO_CHUNK do
         if limit == 0 then
             redis.call('RPUSH', ROOT .. 'garbage', hash)
-            return
+            return 0
         end
         local before = redis.call('GETRANGE', chunk_key(hash), COUNT, COUNT + HASH - 1)
         redis.call('DEL', chunk_key(hash))
         limit = limit - 1
-        if refer(before, -1) ~= 0 then return end
+        if refer(before, -1) ~= 0 then return limit end
         hash = before
     end
+    return limit
 end
 
 -- Store those chunks that are not stored yet, and return the hash of the last one, or an empty text
@@ -218,9 +219,9 @@ end
 -- Delete those chunks of a prompt that no other prompt has; at most `limit` of them at once.
 local function release_prompt(id, limit)
     local tail = redis.call('HGET', ROOT .. 'tails', id)
-    if not tail then return end
+    if not tail then return limit end
     redis.call('HDEL', ROOT .. 'tails', id)
-    if refer(tail, -1) == 0 then delete_chunks(tail, limit) end
+    return refer(tail, -1) == 0 and delete_chunks(tail, limit) or limit
 end
 
 -- Return ok, the entry, and what a gateway needs to continue the request: request, deadline, each
@@ -269,22 +270,26 @@ local function unlist(id, limit)
     for _, key in ipairs(listings(id)) do redis.call('ZREM', key, id) end
     redis.call('ZREM', ROOT .. 'expiries', id)
     redis.call('HDEL', ROOT .. 'sessions', id)
-    release_prompt(id, limit)
+    return release_prompt(id, limit)
 end
 
--- Number of chunks that one step of the sweep deletes, which takes some tenths of a millisecond.
-local SWEPT_CHUNKS = 256
+-- Number of chunks that one sweep deletes, which takes about a millisecond.
+local SWEPT_CHUNKS = 512
 
 -- Remove what remains of up to `count` requests whose keys have expired, and some garbage.
 local function sweep(count)
     local due = redis.call(
         'ZRANGEBYSCORE', ROOT .. 'expiries', '-inf', digits(now()), 'LIMIT', 0, count)
+    local limit = SWEPT_CHUNKS
     for _, id in ipairs(due) do
-        if redis.call('EXISTS', request_key(id)) == 0 then unlist(id, SWEPT_CHUNKS) end
+        if redis.call('EXISTS', request_key(id)) == 0 then limit = unlist(id, limit) end
     end
-    local hash = redis.call('LPOP', ROOT .. 'garbage')
-    -- Since it became garbage, a new prompt may refer to it.
-    if hash and refer(hash, 0) == 0 then delete_chunks(hash, SWEPT_CHUNKS) end
+    while limit > 0 do
+        local hash = redis.call('LPOP', ROOT .. 'garbage')
+        if not hash then return end
+        -- Since it became garbage, a new prompt may refer to it.
+        if refer(hash, 0) == 0 then limit = delete_chunks(hash, limit) end
+    end
 end
 
 -- Create a queued request that has not run. `chunks` is a list of the arguments of store_chunks.

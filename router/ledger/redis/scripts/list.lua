@@ -14,7 +14,7 @@ local key = ROOT .. name
 local function look(id)
     local state = redis.call('HGET', request_key(id), 'state')
     if not state then
-        unlist(id, SWEPT_CHUNKS)
+        unlist(id, 0)
     elseif #ARGV == 3 or wanted[state] then
         return entry(id)
     end

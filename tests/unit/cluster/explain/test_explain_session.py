@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
+from cluster.explain.session import Turn, as_json
 from everlift.errors import UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
@@ -99,6 +100,13 @@ async def test_explain_session_prints_json() -> None:
     assert [turn["request_id"] for turn in turns] == ["one", "two", "branch"]
     assert [turn["then_s"] for turn in turns] == [1.5, None, None]
     assert [turn["cached_tokens"] for turn in turns] == [768] * 3
+
+
+def test_explain_session_counts_no_time_while_any_turn_runs() -> None:
+    spans = ((0.0, 10.0), (1.0, 1.0), (4.0, 2.0), (12.0, 1.0))
+    turns = [Turn(arrived, pb.Explanation(total_s=total_s)) for arrived, total_s in spans]
+    told = as_json("s", turns)["turns"]
+    assert [each["then_s"] for each in told] == [None, None, 2.0, None]
 
 
 @pytest.mark.parametrize(

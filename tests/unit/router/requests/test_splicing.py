@@ -56,12 +56,19 @@ def test_splice_reuses_only_the_prompt_of_another_answer(answer: str) -> None:
     assert ids == encode(text)
 
 
-def test_splice_ignores_changed_white_space() -> None:
+def test_splice_ignores_white_space_around_an_output() -> None:
     call = encode('\n{"a":1,') + encode('\n  "b": [2]}\n')
     first = turn(FIRST, (call, '\n{"a":1,\n  "b": [2]}\n'))
-    for written in ('{"a": 1, "b": [2]}', '  {"a":1,"b":[2]}\n\n'):
+    for written in ('{"a":1,\n  "b": [2]}', '  {"a":1,\n  "b": [2]}\n\n'):
         ids, _ = prompt(f"{FIRST}{written}</s>", first)
         assert ids == [*encode(FIRST), *call, EOS]
+
+
+def test_splice_keeps_white_space_that_the_client_changed() -> None:
+    first = turn(FIRST, (encode("if a:\n    b()\n    c()"), "if a:\n    b()\n    c()"))
+    text = f"{FIRST}if a:\n    b()\nc()</s>"
+    ids, _ = prompt(text, first)
+    assert ids == encode(text)
 
 
 def test_splice_chooses_the_output_that_continues() -> None:
