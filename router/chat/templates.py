@@ -113,7 +113,7 @@ class ChatTemplate:
                 }
             )
 
-        is_long = _num_characters(messages) > _INLINE_CHARACTERS
+        is_long = _is_long(messages)
         return await self._enqueue(await asyncio.to_thread(encode) if is_long else encode())
 
     async def close(self) -> None:
@@ -154,14 +154,18 @@ class ChatTemplate:
                 await _render(process, chat)
 
 
-def _num_characters(messages: object) -> int:
-    """Return the length of the contents that are texts."""
-    contents = [
-        message.get("content")
-        for message in (messages if isinstance(messages, list) else ())
-        if isinstance(message, dict)
-    ]
-    return sum(len(content) for content in contents if isinstance(content, str))
+def _is_long(messages: object) -> bool:
+    """Return whether all texts together, also those of parts and tool calls, are long."""
+    values, num_characters = [messages], 0
+    while values and num_characters <= _INLINE_CHARACTERS:
+        value = values.pop()
+        if isinstance(value, str):
+            num_characters += len(value)
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, dict):
+            values += value.values()
+    return num_characters > _INLINE_CHARACTERS
 
 
 async def _render(process: RendererProcess, chat: _Chat) -> None:

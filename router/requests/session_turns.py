@@ -52,7 +52,7 @@ class SessionTurns:
             async with asyncio.timeout(_LEDGER_S):
                 await self._read(submission, text, known)
         except (TimeoutError, EverliftError) as error:
-            log.info("session not read from the ledger", cause=str(error))
+            log.info("session not read from the ledger", cause=str(error) or "too slow")
         return self._turns.of(submission)
 
     async def _read(self, submission: Submission, text: str, known: Sequence[Turn]) -> None:

@@ -1,8 +1,9 @@
--- Lists requests by arrival, newest first, and removes expired requests from the listings. Returns 1 if there are no older requests, else 0; then for each
--- request its id, its arrival in µs, and its entry, which is empty if the request is in another
--- state or no longer exists.
--- ARGV: name of the listing's key, the arrival in µs to start from or '+inf', the maximum number of requests in
---       addition to those with exactly this arrival, and the requested states; none: all states
+-- Lists requests by arrival, newest first, and removes expired requests from the listings. Returns 1
+-- if there are no older requests, else 0; then for each request its id, its arrival in µs, and its
+-- entry, which is empty if the request is in another state or no longer exists.
+-- ARGV: name of the listing's key, the arrival in µs to start from or '+inf', the maximum number of
+--       requests in addition to those with exactly this arrival, and the requested states; none: all
+--       states
 
 local name, from, count = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
