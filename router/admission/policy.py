@@ -160,8 +160,21 @@ def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
     return (until, waiting.arrived, waiting.request_id)
 
 
+class _OrderedByLeader:
+    """Base class of orders whose keys only the leader knows: routers report by arrival."""
+
+    __slots__ = ()
+
+    @property
+    def place_name(self) -> str:
+        return "fifo"
+
+    def place(self, waiting: Ordered) -> Place:
+        return _FIFO.place(waiting)
+
+
 @dataclass(frozen=True, slots=True)
-class HighestResponseRatio:
+class HighestResponseRatio(_OrderedByLeader):
     """Order by response ratio (highest response ratio next, arXiv 2406.04785).
 
     If an earlier request of w tokens has waited t seconds, a later one of v tokens bypasses it only
@@ -173,19 +186,12 @@ class HighestResponseRatio:
     def name(self) -> Order:
         return "hrrn"
 
-    @property
-    def place_name(self) -> str:
-        return "fifo"
-
-    def place(self, waiting: Ordered) -> Place:
-        return _FIFO.place(waiting)
-
     def lane(self) -> Lane:
         return RatioLane()
 
 
 @dataclass(frozen=True, slots=True)
-class LeastAttained:
+class LeastAttained(_OrderedByLeader):
     """Order by the service that a request's session has attained (PLAS, arXiv 2502.13965).
 
     The yield time is computed as in ShortestWork, but ``rank`` is the share of recent requests
@@ -199,13 +205,6 @@ class LeastAttained:
     @property
     def name(self) -> Order:
         return "attained"
-
-    @property
-    def place_name(self) -> str:
-        return "fifo"
-
-    def place(self, waiting: Ordered) -> Place:
-        return _FIFO.place(waiting)
 
     def lane(self) -> Lane:
         return LeaderKeyLane(

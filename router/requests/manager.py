@@ -277,9 +277,11 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        Do nothing if an earlier call erased the request recently. Raises UnknownRequest and
-        LedgerUnavailable, and Elsewhere or Moved if another router owns the request. An ended
-        request still counts as owned by its last router, as long as that router is alive.
+        Another router that has served the same session may keep the token ids in memory until newer
+        sessions displace them; no client can read them. Do nothing if an earlier call erased the
+        request recently. Raises UnknownRequest and LedgerUnavailable, and Elsewhere or Moved if
+        another router owns the request. An ended request still counts as owned by its last router,
+        as long as that router is alive.
         """
         try:
             entry = await self.cancel(request_id)

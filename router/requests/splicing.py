@@ -6,7 +6,8 @@
 
 The model generated the ids of O, and the KV cache has them. Tokenising O again may yield others.
 Tokenizers divide a text at its special tokens first, so a text can be cut before one. White space
-of O is not compared, because templates trim contents and format the JSON of tool calls.
+around O is not compared, because templates trim contents. If the client or the template changed O,
+only the ids of A are reused.
 """
 
 from __future__ import annotations

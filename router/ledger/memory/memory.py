@@ -88,7 +88,7 @@ class MemoryLedger:
         self._clock = clock
         self._retention_s = config.retention
         self._records: dict[str, Record] = {}
-        self.prompts = PromptStore()
+        self._prompts = PromptStore()
         #: ids of unfinished requests by gateway; a gateway without any has no item
         self._owned: dict[str, dict[str, None]] = {}
         #: ids of final requests in the order of their ends, and the time when each expires
@@ -125,7 +125,7 @@ class MemoryLedger:
                 del self._forgotten_ids[request_id]
 
     def _remove(self, request_id: str) -> None:
-        self.prompts.release(self._records.pop(request_id).last_chunk)
+        self._prompts.release(self._records.pop(request_id).last_chunk)
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
@@ -159,7 +159,7 @@ class MemoryLedger:
     def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Record:
         now = self._clock()
         deadline = None if timeout_s is None else now + timeout_s
-        record = Record.blank(replace(request, deadline=deadline), self.prompts, gateway, now)
+        record = Record.blank(replace(request, deadline=deadline), self._prompts, gateway, now)
         record.move(now, "open", gateway)
         self._records[request.request_id] = record
         self._own(record.entry)
@@ -322,7 +322,7 @@ class MemoryLedger:
 
     def _restore(self, copy: Stored) -> Record:
         entry = copy.entry
-        record = Record.blank(copy.request, self.prompts, entry.gateway, entry.arrived)
+        record = Record.blank(copy.request, self._prompts, entry.gateway, entry.arrived)
         self._records[copy.entry.request_id] = record
         self._own(record.entry)
         return record

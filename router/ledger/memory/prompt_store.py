@@ -25,11 +25,6 @@ class PromptStore:
     def __init__(self) -> None:
         self._chunks: dict[str, _Chunk] = {}
 
-    @property
-    def references(self) -> dict[str, int]:
-        """Return the number of references to each chunk, by name."""
-        return {name: chunk.references for name, chunk in self._chunks.items()}
-
     def add(self, request: Request) -> tuple[Request, str]:
         """Store the chunks of a prompt; return the request without them, and the last one's name.
 

@@ -1,4 +1,4 @@
-"""Chunks of prompts that a shard of the ledger is likely to have. Pure."""
+"""Cache of the last chunks of prompts that were stored in one shard of the ledger. Pure."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ async def chunk_references(ledger: Ledger) -> dict[str, int]:
     """The number of references to each chunk of the prompts in the ledger, by its name."""
     if isinstance(ledger, MemoryLedger):
         ledger._forget_expired()
-        return ledger.prompts.references
+        return {name: chunk.references for name, chunk in ledger._prompts._chunks.items()}
     assert isinstance(ledger, RedisLedger)
     audit, found = ledger.audit(), {}
     async for keys in audit._keys():

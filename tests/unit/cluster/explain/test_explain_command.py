@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -15,7 +13,6 @@ from cluster.cli import app
 from cluster.explain.tables import headline, reading
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from tests.support.router.restored_logging import restored_logging
 
 SPANS = [
     (pb.SPAN_KIND_RECEIVE, 0.0015, 0),
@@ -63,25 +60,6 @@ class Knowing(inference_pb2_grpc.InferenceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: object) -> pb.Explanation:
         assert request.request_id == "r"
         return EXPLANATION
-
-
-@pytest.fixture(autouse=True)
-async def router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[None]:
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(Knowing(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    monkeypatch.setenv("EVERLIFT_ADDRESS", f"127.0.0.1:{port}")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "160")
-    yield
-    await server.stop(None)
-
-
-@pytest.fixture(autouse=True)
-def logging() -> Iterator[None]:
-    with restored_logging():
-        yield
 
 
 async def run(*arguments: str) -> Result:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -17,7 +15,6 @@ from everlift.errors import UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from everlift.wire import abort
-from tests.support.router.restored_logging import restored_logging
 
 ARRIVED = {"one": 100.0, "two": 103.5, "branch": 104.0, "gone": 105.0}
 
@@ -56,25 +53,6 @@ class Knowing(inference_pb2_grpc.InferenceServicer):
         if request.request_id == "gone":
             await abort(context, UnknownRequest("no request gone"))
         return explanation(request.request_id)
-
-
-@pytest.fixture(autouse=True)
-async def router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[None]:
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(Knowing(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    monkeypatch.setenv("EVERLIFT_ADDRESS", f"127.0.0.1:{port}")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "160")
-    yield
-    await server.stop(None)
-
-
-@pytest.fixture(autouse=True)
-def logging() -> Iterator[None]:
-    with restored_logging():
-        yield
 
 
 async def run(*arguments: str) -> Result:
