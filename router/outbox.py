@@ -31,8 +31,10 @@ class Outbox(Generic[M]):
         self._changed.set()
         self._is_closed = False
 
-    def add(self, message: M) -> None:
+    def add(self, message: M, *, is_large: bool = False) -> None:
         """Queue a message to be sent; small ones are merged into the last unsent message.
+
+        One that ``is_large`` is sent alone, and its size is not computed, which would serialise it.
 
         They are merged with MergeFrom: repeated fields are appended, other fields that are set in
         ``message`` replace older values, and the fields of submessages are merged likewise. The
@@ -41,7 +43,7 @@ class Outbox(Generic[M]):
         """
         if self._is_closed:
             return
-        num_bytes = message.ByteSize()
+        num_bytes = _MERGED_BYTES if is_large else message.ByteSize()
         fits = num_bytes <= _COPIED_BYTES and self._num_bytes + num_bytes <= _MERGED_BYTES
         if self._messages and fits:
             self._num_bytes += num_bytes

@@ -37,6 +37,8 @@ _NUM_CHECKS = 20
 #: Sequences of a frame that are handled before other tasks get a turn of the event loop, so that
 #: the first token of another request, or its dispatch, does not wait for all of a large batch.
 _MAX_PER_TURN = 64
+#: Starts with more prompt tokens than this are sent in a message of their own.
+_LARGE_IDS = 1 << 14
 #: A wake-up that is this many seconds late was delayed by a stall of the event loop.
 _STALL_S = 0.2
 
@@ -105,12 +107,13 @@ class WorkerLink:
 
     def start(self, starts: Sequence[session_pb2.Start]) -> None:
         frame = session_pb2.RouterFrame()
+        num_ids = sum(len(start.prompt_ids) for start in starts)
         for start in starts:
             # A message is merged by way of its serialised form, but a list of numbers is copied.
             added = frame.starts.add(prompt_ids=start.prompt_ids)
             start.ClearField("prompt_ids")
             added.MergeFrom(start)
-        self._outbox.add(frame)
+        self._outbox.add(frame, is_large=num_ids > _LARGE_IDS)
 
     def abort(self, epoch: int, choices: Sequence[int]) -> None:
         abort = session_pb2.Abort(epoch=epoch, choices=choices)

@@ -42,7 +42,8 @@ def parse(data: bytes) -> Json:
     # Most bodies have so few brackets that their depth need not be checked.
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(body)
-    if "\\u" in text:
+    # Escapes of surrogates begin with this; characters themselves cannot be surrogates in UTF-8.
+    if "\\ud" in text or "\\uD" in text:
         _check_surrogates(body)
     return body
 

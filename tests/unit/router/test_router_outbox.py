@@ -49,6 +49,13 @@ async def test_frame_size_is_bounded_for_any_additions() -> None:
     assert await taken(this) == [[*range(1, 17)], [*range(17, 21)], [21], [22]]
 
 
+async def test_outbox_never_merges_an_addition_that_is_large() -> None:
+    this = Outbox(frame(1))
+    this.add(frame(2), is_large=True)
+    this.add(frame(3))
+    assert await taken(this) == [[1], [2], [3]]
+
+
 async def test_closed_outbox_sends_nothing() -> None:
     this = Outbox(frame(1))
     this.close()
