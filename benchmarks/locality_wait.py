@@ -25,7 +25,10 @@ from router.config import RouterConfig
 
 @dataclass(slots=True)
 class Decision:
-    """Decision at ``at`` seconds about a request; other times are in seconds after that."""
+    """Decision at ``at`` seconds about a request; other times are in seconds after that.
+
+    Times to compute a request include those to compute the sessions' tokens again that it evicts.
+    """
 
     waiting: Waiting
     at: float
@@ -61,7 +64,7 @@ class WatchedPlacement(Placement):
         if waiting.request_id not in self.decisions and choice.seconds is not None:
             warm = [worker for _, worker in self._longer_prefixes(choice)]
             if warm:
-                decision = Decision(waiting, now, choice.seconds, wait is not None)
+                decision = Decision(waiting, now, choice.cost_s, wait is not None)
                 self.decisions[waiting.request_id] = decision
                 for worker in warm:
                     self._watched.setdefault(worker, []).append(decision)
@@ -82,7 +85,7 @@ class WatchedPlacement(Placement):
         choice = self.take(worker_id, decision.waiting)
         if choice is None or choice.seconds is None:
             return False
-        seconds = now - decision.at + choice.seconds
+        seconds = now - decision.at + choice.cost_s
         decision.best_s = min(seconds, seconds if decision.best_s is None else decision.best_s)
         return True
 
@@ -94,6 +97,7 @@ class WatchedPlacement(Placement):
             pending = self._workers[worker_id].pending_prefill
             seconds = self._seconds(worker_id, waiting, cached_tokens, pending)
             assert seconds is not None
+            seconds += self._evicted_s(worker_id, waiting, cached_tokens)
             decision.cost_s = now - decision.at + seconds
             if decision.has_waited and cached_tokens:
                 # Its turn came, whoever else waited for this worker.

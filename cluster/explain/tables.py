@@ -165,7 +165,8 @@ def prefix_waits(explanation: pb.Explanation) -> Iterator[str]:
             yield (
                 f"cached prefix, attempt {attempt.number}: waited {wait.seconds:.3f} s{missed} for "
                 f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; to compute "
-                f"them elsewhere would have taken {wait.saved_s:.3f} s longer"
+                f"them elsewhere, and prefixes evicted there again, would have taken "
+                f"{wait.saved_s:.3f} s longer"
             )
 
 

@@ -250,6 +250,7 @@ class SimulatedWorker:
             work,
             load.waiting_cached_tokens + pending.num_tokens - pending.num_uncached,
             load.blocks_cached,
+            load.blocks_retained,
         )
 
 

@@ -16,7 +16,7 @@ class Wait:
     """Decision that a request waits for a busy worker, at most until ``until``.
 
     The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. Computing
-    them at the best other worker would take ``saved_s`` seconds longer.
+    them at the best other worker, and what that evicts, would take ``saved_s`` seconds longer.
     """
 
     worker_id: str

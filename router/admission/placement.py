@@ -15,7 +15,7 @@ from itertools import chain, islice
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from everlift.hashes import BLOCKS_PER_CHUNK, CHUNK_SIZE
+from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK, CHUNK_SIZE
 from everlift.step_fit import FittedStepTime
 from router.admission.parking import Parking, Wait
 from router.admission.prefix_index import PrefixIndex
@@ -108,13 +108,19 @@ class Choice(NamedTuple):
 
     ``prefixes`` are the tokens that each worker has cached. ``seconds`` is the predicted time until
     the chosen one has computed the other tokens, together with its pending prefill; None if
-    unknown.
+    unknown. To compute the sessions' tokens again that it evicts would take ``evicted_s``.
     """
 
     worker_id: str
     prefixes: CachedPrefixes
     cached_tokens: int
     seconds: float | None
+    evicted_s: float
+
+    @property
+    def cost_s(self) -> float:
+        """Return the seconds of both together, or infinity if they are unknown."""
+        return inf if self.seconds is None else self.seconds + self.evicted_s
 
 
 class Waited(NamedTuple):
@@ -283,17 +289,17 @@ class Placement:
         """Return the worker to dispatch a request to; None if no worker has credit now.
 
         Of several workers with credit (free capacity), the one that has capacity reserved for the
-        request is chosen. Otherwise it is the one that will have computed the request first, among
-        those that have a prefix of it cached and the one with the lowest ``load_rank``. For a
-        suspect request, which may have caused the loss of its last workers, workers whose sequences
+        request is chosen. Otherwise it is the one with the lowest ``cost_s``, among those that have
+        a prefix of the request cached and the one with the lowest ``load_rank``. For a suspect
+        request, which may have caused the loss of its last workers, workers whose sequences
         are all decoding come first, whatever they have cached.
 
         ``load_rank`` compares pending prefill before committed tokens. In simulations
         (conversations on 8 H200s at 0.9 of saturation) the reverse raised the TTFT from 42 to 80 ms
         at the median and from 180 to 198 ms at p99. With small KV caches it made no difference. A
-        worker with more empty blocks comes first, because it evicts fewer cached prefixes: with
-        agents on 8 H200s at 0.9 of saturation, the p99 TTFT fell from 6.6 to 3.3 s, and the reused
-        share of the reusable tokens rose from 0.963 to 0.983.
+        worker with fewer blocks in use or retained comes first, because it evicts fewer prefixes of
+        sessions: with agents on 8 H200s at 0.9 of saturation (six seeds), the p99 TTFT fell from
+        3.6 to 3.0 s compared with all cached blocks instead of the retained ones.
         """
         needs = _needs_of(waiting)
         released = self._release(waiting.request_id)
@@ -331,7 +337,10 @@ class Placement:
             if self._can_accept(worker_id, needs, num_cached):
                 pending = self._workers[worker_id].pending_prefill
                 seconds = self._seconds(worker_id, waiting, num_cached, pending)
-                return Choice(worker_id, prefixes, num_cached, seconds)
+                evicted_s = (
+                    self._evicted_s(worker_id, waiting, num_cached) if prefixes.groups else 0.0
+                )
+                return Choice(worker_id, prefixes, num_cached, seconds, evicted_s)
         return None
 
     def _prefixes(self, waiting: Waiting) -> CachedPrefixes:
@@ -376,22 +385,32 @@ class Placement:
             seconds += num_blocks * worker.capacity.host_load_s
         return seconds
 
+    def _evicted_s(self, worker_id: str, waiting: Waiting, num_cached: int) -> float:
+        """Return the seconds to compute the sessions' tokens again that a request would evict.
+
+        They are 0 if the worker's speed is unknown. Without them, agents whose contexts fill all
+        caches evict each other: beyond saturation, 14 % fewer turns ended.
+        """
+        worker = self._workers[worker_id]
+        num_blocks = worker.evicted_blocks(waiting.prefill_tokens - num_cached)
+        return worker.prefill_s(num_blocks * BLOCK_SIZE) or 0.0 if num_blocks else 0.0
+
     def wait_for(
         self, waiting: Waiting, choice: Choice, parking: Parking, waited: Waited, now: float
     ) -> Wait | None:
         """Return the busy worker that a request should wait for, instead of ``choice``; else None.
 
-        It is the one that will have computed the request first, including the estimated wait, if
-        that is earlier than for ``choice``. The request waits for at most the time that the
-        worker's cached prefix saves, and with all earlier waits (``waited``) for at most the time
-        that the first one would have saved. Whatever the true wait is, the request thus waits no
-        longer than computing the prefix at once would have taken (the ski-rental bound).
+        It is the one with the lowest cost, including the estimated wait, if that is lower than for
+        ``choice``. The request waits for at most the cost that the worker's cached prefix saves,
+        and with all earlier waits (``waited``) for at most what the first one would have saved.
+        Whatever the true wait is, the request thus waits no longer than computing the prefix at
+        once, and what that evicts, would have taken (the ski-rental bound).
         """
         is_reserved = self._reserved.get(waiting.request_id) == choice.worker_id
         if choice.seconds is None or waiting.is_suspect or is_reserved:
             return None
         best: Wait | None = None
-        best_s = choice.seconds
+        best_s = choice.cost_s
         longer = self._longer_prefixes(choice)
         for num_cached, worker_id in islice(longer, _MAX_WAITED_FOR):
             worker = self._workers[worker_id]
@@ -402,7 +421,8 @@ class Placement:
             pending_s = worker.prefill_s(worker.pending_prefill + ahead[0], num_cached)
             if own_s is None or pending_s is None:
                 continue
-            saved_s = min(choice.seconds - own_s, waited.saved_s)
+            own_s += self._evicted_s(worker_id, waiting, num_cached)
+            saved_s = min(choice.cost_s - own_s, waited.saved_s)
             wait_s = self._wait_s(worker, waiting, num_cached, ahead)
             # While the request waits for credit, the worker computes the pending tokens.
             there_s = max(pending_s, wait_s) + own_s
@@ -480,4 +500,4 @@ def _sooner(one: Choice, other: Choice) -> Choice:
     """Return the choice that computes the request sooner, or else has more of it cached."""
     if one.seconds is None or other.seconds is None:
         return max(one, other, key=lambda it: it.cached_tokens)
-    return min(one, other, key=lambda it: (it.seconds, -it.cached_tokens))
+    return min(one, other, key=lambda it: (it.cost_s, -it.cached_tokens))

@@ -188,6 +188,8 @@ class Load:
     waiting_cached_tokens: int = 0
     #: free blocks that hold a known prefix
     blocks_cached: int = 0
+    #: those of them that are retained for sessions
+    blocks_retained: int = 0
 
     @classmethod
     def from_proto(cls, state: session_pb2.WorkerState) -> Self:
@@ -212,6 +214,7 @@ class Load:
             ),
             waiting_cached_tokens=state.waiting_cached_tokens,
             blocks_cached=state.blocks_cached,
+            blocks_retained=state.blocks_retained,
         )
 
 
@@ -372,9 +375,9 @@ class WorkerView:
     def load_rank(self) -> tuple[bool, int, int, int]:
         """Sort key, lowest first.
 
-        Not slow, less pending prefill, fewer blocks with keys and values, fewer committed tokens.
+        Not slow, less pending prefill, fewer blocks in use or retained, fewer committed tokens.
         """
-        filled = self.load.blocks_used + self.load.blocks_cached
+        filled = self.load.blocks_used + self.load.blocks_retained
         return self.is_slow, self.pending_prefill, filled, self.committed_tokens
 
     @property
@@ -409,6 +412,12 @@ class WorkerView:
         """
         cached = self.load.waiting_cached_tokens + self.unacknowledged.cached_tokens
         return self.unused_blocks - blocks_for(self.pending_prefill + cached)
+
+    def evicted_blocks(self, tokens: int) -> int:
+        """Return how many blocks of sessions a request with so many uncached tokens would evict."""
+        retained = self.load.blocks_retained
+        others = max(0, self.unused_blocks - retained - blocks_for(self.pending_prefill))
+        return min(max(0, blocks_for(tokens) - others), retained)
 
     def end_trial(self) -> None:
         """End the trial of a suspect request if its prompt is computed or it has left the worker.

@@ -73,6 +73,11 @@ class Batch:
         """Number of free blocks that are in the prefix cache."""
         return self._pool.num_cached
 
+    @property
+    def num_blocks_retained(self) -> int:
+        """Number of free blocks that are retained for a session."""
+        return self._pool.num_retained
+
     def take_chunk_changes(self) -> ChunkChanges:
         """Return the changes of the prefix cache since the last call. Call between steps."""
         stored, self._stored_chunks = self._stored_chunks, {}

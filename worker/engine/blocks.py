@@ -106,6 +106,11 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     @property
+    def num_retained(self) -> int:
+        """Number of free blocks that are retained for a session."""
+        return self._free.num_retained
+
+    @property
     def num_cached(self) -> int:
         """Number of unused blocks with a hash, which means that they are in the prefix cache."""
         return self._num_cached

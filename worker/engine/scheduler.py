@@ -480,6 +480,7 @@ class Scheduler:
             num_pairs=self._num_pairs,
             released_blocks=self._released_blocks,
             blocks_cached=running.num_blocks_cached,
+            blocks_retained=running.num_blocks_retained,
             waiting_cached_tokens=self._waiting.num_tokens - self._waiting.num_uncached,
         )
 

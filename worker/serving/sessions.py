@@ -486,6 +486,7 @@ class Sessions:
             released_blocks=load.released_blocks,
             busy_s=self._busy_s,
             blocks_cached=load.blocks_cached,
+            blocks_retained=load.blocks_retained,
             step_times=self._step_times.to_proto(),
             gpu_utilization=self.gpu_utilization,
             engine_policy=self._policy,

@@ -1216,8 +1216,9 @@ class PrefixWait(google.protobuf.message.Message):
     tokens: builtins.int
     """length of the prefix"""
     saved_s: builtins.float
-    """Estimated seconds by which the worker with the prefix would have computed the request sooner
-    than the other one, once it had capacity.
+    """Estimated seconds that the worker with the prefix saves, once it has capacity: those in which
+    the other one computes the prefix, and in which the prefixes of sessions that it evicts for the
+    request are computed again.
     """
     def __init__(
         self,

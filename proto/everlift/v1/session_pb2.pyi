@@ -690,6 +690,7 @@ class WorkerState(google.protobuf.message.Message):
     RELEASED_BLOCKS_FIELD_NUMBER: builtins.int
     BUSY_S_FIELD_NUMBER: builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: builtins.int
+    BLOCKS_RETAINED_FIELD_NUMBER: builtins.int
     STEP_TIMES_FIELD_NUMBER: builtins.int
     GPU_UTILIZATION_FIELD_NUMBER: builtins.int
     KV_TOKENS_FIELD_NUMBER: builtins.int
@@ -719,6 +720,8 @@ class WorkerState(google.protobuf.message.Message):
     """seconds spent in steps since the worker started"""
     blocks_cached: builtins.int
     """free blocks that hold a known prefix"""
+    blocks_retained: builtins.int
+    """those of them that are retained for sessions"""
     gpu_utilization: builtins.float
     """utilisation of rank 0's GPU, from 0 to 1; unset: unknown"""
     kv_tokens: builtins.int
@@ -766,6 +769,7 @@ class WorkerState(google.protobuf.message.Message):
         released_blocks: builtins.int = ...,
         busy_s: builtins.float = ...,
         blocks_cached: builtins.int = ...,
+        blocks_retained: builtins.int = ...,
         step_times: Global___StepTimes | None = ...,
         gpu_utilization: builtins.float | None = ...,
         kv_tokens: builtins.int = ...,
@@ -775,7 +779,7 @@ class WorkerState(google.protobuf.message.Message):
         waiting_cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "decoding", b"decoding", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_retained", b"blocks_retained", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.hashes import CHUNK_SIZE
+from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Rules
 from router.admission.throughput import Work
@@ -115,6 +115,18 @@ def test_saving_of_a_prefix_is_independent_of_pending_prefill() -> None:
     cluster.ask("a", arrived=0.0)
     assert cluster.place_at(0.0) == []
     saved_s = 36 * CHUNK_SIZE / 1000
+    assert cluster.place_at(saved_s - 0.01) == []
+    assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
+
+
+@pytest.mark.parametrize(("retained", "evicted"), [(10_000, 320), (9_900, 220), (9_000, 0)])
+def test_saving_of_a_prefix_includes_what_would_be_evicted(retained: int, evicted: int) -> None:
+    cold = Load(1, blocks_cached=10_000, blocks_retained=retained)
+    cluster = Warm(Load(1, num_running=4), cold)
+    cluster.placement.workers["warm"].departures = departing(1.0)
+    cluster.ask("a", arrived=0.0)
+    assert cluster.place_at(0.0) == []
+    saved_s = (36 * CHUNK_SIZE + evicted * BLOCK_SIZE) / 1000
     assert cluster.place_at(saved_s - 0.01) == []
     assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
 

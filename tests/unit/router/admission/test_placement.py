@@ -150,10 +150,10 @@ def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
     assert choose(placement, waiting()) == "slow"
 
 
-def test_request_goes_where_fewer_cached_blocks_are_evicted() -> None:
+def test_request_goes_where_fewer_retained_blocks_are_evicted() -> None:
     placement = placement_of(
-        a=Load(1, num_running=1, blocks_used=10, blocks_cached=80, committed_tokens=100),
-        b=Load(1, num_running=1, blocks_used=30, blocks_cached=20, committed_tokens=900),
+        a=Load(1, num_running=1, blocks_used=10, blocks_retained=80, committed_tokens=100),
+        b=Load(1, num_running=1, blocks_used=30, blocks_retained=20, committed_tokens=900),
     )
     assert choose(placement, waiting()) == "b"
     busy = replace(placement.workers["b"].load, sequence_number=2, pending_prefill_tokens=64)
