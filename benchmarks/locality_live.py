@@ -28,6 +28,8 @@ from tests.support.free_port import free_port
 #: A prompt has a chunk, the unit in which routers compare prefixes, from the first turn on.
 FIRST, ADDED, OUTPUT = 300, 40, 16
 SEED = 11
+#: Every worker can hold all sessions, so that a miss is a matter of dispatch.
+KV_CACHE_MIB = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ async def measure(case: Case, sessions: int, turns: int, logs: Path) -> list[Tur
             "router.port": port,
             "num_workers": case.workers,
             "chaos": "true",
-            "worker.kv_cache_mib": 768 // case.workers,
+            "worker.kv_cache_mib": KV_CACHE_MIB,
             "worker.max_num_seqs": 48 // case.workers,
             **case.settings,
         },
