@@ -82,7 +82,7 @@ class Plan:
 
 
 PLANS = {
-    # At 0.7 the p99 of one seed varies by a third from that of another.
+    # At the load 0.7, the p99 TTFT of a single seed differs by up to a third from another's.
     "agents": Plan(0.022, 90.0, 180.0, LOADS, saturated=POLICIES, seeds=(1, 2, 3, 4, 5, 6)),
     "conversation": Plan(1.5, 200.0, 100.0),
     "toolagent": Plan(3.0, 60.0, 60.0),

@@ -8,9 +8,8 @@ second window, another process also sends a chat of 100 messages and 200,000 tok
 All of them need two cores without other work.
 
 ``long_prompt_itl_p99`` is the 99th percentile of the streams' inter-token times in all windows with
-these chats, divided by that in all windows without them. A window has only 40 steps a second, and
-its 99th percentile is that of the third longest. The raw figures include the event loop's longest
-stall.
+these chats, divided by that in all windows without them. One window, of 320 steps, is too short
+for this percentile. The raw figures include the longest stall of the router's event loop.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ async def _run(ledger: LedgerConfig, pipe: Connection) -> None:
 
 
 async def _watch(stalls: list[float]) -> None:
-    # Nothing here may release Python's lock, which threads that process long prompts would take.
+    # No file is read here: that releases Python's lock, and a thread with a long prompt takes it.
     while True:
         begin = time.perf_counter()
         await asyncio.sleep(_TICK_S)
@@ -189,7 +188,7 @@ async def _gaps(
 
 
 class Window(NamedTuple):
-    """Times in seconds: between tokens, the stalls of the event loop, and of each long chat."""
+    """Seconds between tokens, of the event loop's stalls, and until each long chat's answer."""
 
     gaps: list[float]
     stalls: list[float]

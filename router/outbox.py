@@ -34,12 +34,11 @@ class Outbox(Generic[M]):
     def add(self, message: M, *, is_large: bool = False) -> None:
         """Queue a message to be sent; small ones are merged into the last unsent message.
 
-        One that ``is_large`` is sent alone, and its size is not computed, which would serialise it.
-
-        They are merged with MergeFrom: repeated fields are appended, other fields that are set in
-        ``message`` replace older values, and the fields of submessages are merged likewise. The
-        outbox takes over ``message``, which must not be changed afterwards. After ``close`` this
-        has no effect.
+        A message that ``is_large`` is sent alone, and its size is not computed, because that
+        serialises it. Small messages are merged with MergeFrom: repeated fields are appended, other
+        fields that are set in ``message`` replace older values, and the fields of submessages are
+        merged likewise. The outbox takes over ``message``, which must not be changed afterwards.
+        After ``close`` this has no effect.
         """
         if self._is_closed:
             return

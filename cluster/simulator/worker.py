@@ -249,7 +249,6 @@ class SimulatedWorker:
             self.is_draining,
             work,
             load.waiting_cached_tokens + pending.num_tokens - pending.num_uncached,
-            load.blocks_cached,
             load.blocks_retained,
         )
 

@@ -186,9 +186,7 @@ class Load:
     work: Work = NO_WORK
     #: tokens of waiting sequences that are expected to be prefix-cache hits
     waiting_cached_tokens: int = 0
-    #: free blocks that hold a known prefix
-    blocks_cached: int = 0
-    #: those of them that are retained for sessions
+    #: free blocks that are retained for sessions
     blocks_retained: int = 0
 
     @classmethod
@@ -213,7 +211,6 @@ class Load:
                 spared_tokens=spared_tokens(state.counters),
             ),
             waiting_cached_tokens=state.waiting_cached_tokens,
-            blocks_cached=state.blocks_cached,
             blocks_retained=state.blocks_retained,
         )
 
@@ -414,7 +411,10 @@ class WorkerView:
         return self.unused_blocks - blocks_for(self.pending_prefill + cached)
 
     def evicted_blocks(self, tokens: int) -> int:
-        """Return how many blocks of sessions a request with so many uncached tokens would evict."""
+        """Return how many retained blocks a request with so many uncached tokens would evict.
+
+        Other unused blocks are taken first, less those for the pending prefill.
+        """
         retained = self.load.blocks_retained
         others = max(0, self.unused_blocks - retained - blocks_for(self.pending_prefill))
         return min(max(0, blocks_for(tokens) - others), retained)

@@ -121,7 +121,7 @@ def test_saving_of_a_prefix_is_independent_of_pending_prefill() -> None:
 
 @pytest.mark.parametrize(("retained", "evicted"), [(10_000, 320), (9_900, 220), (9_000, 0)])
 def test_saving_of_a_prefix_includes_what_would_be_evicted(retained: int, evicted: int) -> None:
-    cold = Load(1, blocks_cached=10_000, blocks_retained=retained)
+    cold = Load(1, blocks_retained=retained)
     cluster = Warm(Load(1, num_running=4), cold)
     cluster.placement.workers["warm"].departures = departing(1.0)
     cluster.ask("a", arrived=0.0)

@@ -26,6 +26,7 @@ BAD: dict[str, tuple[bytes, type[InvalidRequest]]] = {
     "huge integer": (b'{"n": ' + b"9" * 100_000 + b"}", MalformedBody),
     "no UTF-8": (b'{"prompt": "\xff"}', NotUtf8),
     "half a surrogate pair": (b'{"prompt": "\\ud83d"}', NotUtf8),
+    "half a surrogate pair in upper case": (b'{"prompt": "\\uD83D"}', NotUtf8),
     "half a surrogate pair as a key": (b'{"\\ud83d": 1}', NotUtf8),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), NotUtf8),
     "a byte order mark": (b"\xef\xbb\xbf{}", MalformedBody),
