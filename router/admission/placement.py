@@ -426,9 +426,11 @@ class Placement:
             wait_s = self._wait_s(worker, waiting, num_cached, ahead)
             # While the request waits for credit, the worker computes the pending tokens.
             there_cost_s = max(pending_s, wait_s) + own_cost_s
-            if there_cost_s < best_cost_s and wait_s <= saved_s - waited.seconds:
+            left_s = saved_s - waited.seconds
+            # A wait that ended at once would begin again at once.
+            if there_cost_s < best_cost_s and wait_s <= left_s and now + left_s > now:
                 best_cost_s = there_cost_s
-                best = Wait(worker_id, num_cached, saved_s, now + saved_s - waited.seconds)
+                best = Wait(worker_id, num_cached, saved_s, now + left_s)
         return best
 
     def _longer_prefixes(self, choice: Choice) -> Iterator[tuple[int, str]]:

@@ -119,6 +119,16 @@ def test_saving_of_a_prefix_is_independent_of_pending_prefill() -> None:
     assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
 
 
+def test_wait_for_a_prefix_ends_only_once() -> None:
+    # The estimated wait is 0, because nothing is known of the sequence that waits for blocks.
+    cluster = Warm(Load(1, num_waiting=1, blocks_used=9_900), Load(1))
+    cluster.ask("a", arrived=0.0)
+    assert cluster.place_at(0.0) == []
+    end = cluster.leader_state.next_expiry
+    assert end is not None
+    assert cluster.place_at(end) == [("a", "cold")]
+
+
 @pytest.mark.parametrize(("retained", "evicted"), [(10_000, 320), (9_900, 220), (9_000, 0)])
 def test_saving_of_a_prefix_includes_what_would_be_evicted(retained: int, evicted: int) -> None:
     cold = Load(1, blocks_retained=retained)
