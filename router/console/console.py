@@ -104,7 +104,8 @@ async def _send_event(send: Send, kind: str, data: str) -> None:
 #: Seconds between two snapshots while no page is open, so that a new page can show recent events.
 _IDLE_S = 1.0
 #: Minimum pause after a snapshot, in multiples of its CPU time, which limits the load however many
-#: workers there are.
+#: workers there are. The CPU time is the smaller of the last two snapshots', because a single
+#: one that contains a garbage collection would otherwise stop the page for many seconds.
 _PAUSE_FACTOR = 50
 #: While a page is open: seconds between two reads of the ledger, and of other routers' counters.
 _POLL_INTERVAL_S = 1.0
@@ -137,14 +138,17 @@ class Console:
     async def run(self) -> None:
         """Take snapshots of the cluster until cancelled."""
         polling = [asyncio.create_task(it) for it in (self._poll_ledger(), self._poll_peers())]
+        last_cost_s = 0.0
         try:
             while True:
                 # CPU time of this thread, not elapsed time, so that snapshots of a busy router are
                 # as frequent.
                 began = time.thread_time()
                 self._take_snapshot()
+                cost_s = time.thread_time() - began
                 pause_s = FRAME_S if self._audience else _IDLE_S
-                await asyncio.sleep(max(pause_s, _PAUSE_FACTOR * (time.thread_time() - began)))
+                await asyncio.sleep(max(pause_s, _PAUSE_FACTOR * min(cost_s, last_cost_s)))
+                last_cost_s = cost_s
         finally:
             for task in polling:
                 task.cancel()
