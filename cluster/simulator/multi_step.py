@@ -100,6 +100,13 @@ class MultiStepScheduler(Scheduler):
         """
         return self._batch.slot_table.allocated(steps)
 
+    def blocks_retained(self, start: float, num_allocated: int) -> int:
+        """Return how many blocks sessions retain after uniform steps.
+
+        The last step begins at ``start``, and all steps together allocate ``num_allocated`` blocks.
+        """
+        return self._batch.num_retained_after(start, num_allocated)
+
     def decode(self, token: int, starts: Several[float]) -> list[Outcome]:
         """Compute uniform steps at once, as if all sequences sampled ``token`` in each.
 

@@ -43,12 +43,18 @@ class UniformRun:
         #: number of completed steps
         self.num_done = 0
         # No running sequence prefills, so all pending tokens belong to queued sequences.
-        self._known_tokens = before.committed_tokens - before.pending_prefill_tokens
+        queued_tokens = before.pending_prefill_tokens + before.waiting_cached_tokens
+        self._known_tokens = before.committed_tokens - queued_tokens
         self._allocated = allocated
 
     @property
     def is_over(self) -> bool:
         return self.num_done == len(self._allocated)
+
+    @property
+    def last_start(self) -> float:
+        """Return when the last completed step began; there must be one."""
+        return self.starts[self.num_done - 1]
 
     def begin_step(self, now: float) -> StepSize:
         """Begin the next step of the run, and return its size."""
@@ -57,9 +63,7 @@ class UniformRun:
         return StepSize(self.num_rows, self.num_rows, known, known)
 
     def added_load(self) -> LoadDelta:
-        """Return the load that the completed steps add to ``before``."""
-        if not self.num_done:
-            return NO_DELTA
+        """Return the load that the completed steps, of which there is at least one, have added."""
         tokens = self.num_rows * self.num_done
         read = self.num_done * self._known_tokens + tokens * (self.num_done - 1) // 2
         return LoadDelta(self.num_done, tokens, self._allocated[self.num_done - 1], read)

@@ -227,7 +227,10 @@ class SimulatedWorker:
 
     def _state(self) -> Load:
         load, pending = self._load, self._pending
-        delta = self._run.added_load() if self._run else NO_DELTA
+        delta, retained = NO_DELTA, load.blocks_retained
+        if self._run is not None and self._run.num_done:
+            delta = self._run.added_load()
+            retained = self._scheduler.blocks_retained(self._run.last_start, delta.blocks)
         work = Work(
             load.step + delta.steps,
             load.computed_tokens + delta.tokens,
@@ -249,7 +252,7 @@ class SimulatedWorker:
             self.is_draining,
             work,
             load.waiting_cached_tokens + pending.num_tokens - pending.num_uncached,
-            load.blocks_retained,
+            retained,
         )
 
 

@@ -175,6 +175,10 @@ def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list
         while steps < turn.most:
             count = at_once.num_uniform_steps(turn.most - steps)
             taken, used = at_once.blocks_allocated(count), at_once.load().blocks_used
+            retained = [
+                at_once.blocks_retained(now(at_once) + number / RATE, taken[number])
+                for number in range(count)
+            ]
             told = steps_at_once(at_once, count) if count else drawn_step(at_once)
             for number in range(1, (count or 1) + 1):
                 expected, drawn = step(usual), drawn_step(one_by_one)
@@ -182,6 +186,7 @@ def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list
                 if number < count:
                     assert not drawn
                     assert one_by_one.load().blocks_used == used + taken[number - 1]
+                    assert one_by_one.load().blocks_retained == retained[number - 1]
             assert drawn == told
             assert state(usual) == state(one_by_one) == state(at_once)
             steps += count or 1

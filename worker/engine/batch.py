@@ -78,6 +78,10 @@ class Batch:
         """Number of free blocks that are retained for a session."""
         return self._pool.num_retained
 
+    def num_retained_after(self, now: float, num_allocated: int) -> int:
+        """Return how many blocks are retained at ``now`` if so many are allocated until then."""
+        return self._pool.num_retained_after(now, num_allocated)
+
     def take_chunk_changes(self) -> ChunkChanges:
         """Return the changes of the prefix cache since the last call. Call between steps."""
         stored, self._stored_chunks = self._stored_chunks, {}

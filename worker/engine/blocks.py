@@ -110,6 +110,10 @@ class BlockPool:
         """Number of free blocks that are retained for a session."""
         return self._free.num_retained
 
+    def num_retained_after(self, now: float, num_allocated: int) -> int:
+        """Return how many blocks are retained at ``now`` if so many are allocated until then."""
+        return self._free.num_retained_after(now, num_allocated)
+
     @property
     def num_cached(self) -> int:
         """Number of unused blocks with a hash, which means that they are in the prefix cache."""

@@ -66,6 +66,16 @@ class FreeBlocks:
     def num_retained(self) -> int:
         return self._num_retained
 
+    def num_retained_after(self, now: float, num_popped: int) -> int:
+        """Return how many blocks are retained at ``now`` if so many are popped until then."""
+        lapsed = 0
+        for session in self._sessions.values():
+            if session.used_at + self._retention_s > now:
+                break
+            lapsed += len(session.blocks)
+        retained = self._num_retained - lapsed
+        return retained - max(0, num_popped - (len(self) - retained))
+
     def set_time(self, now: float) -> None:
         """Set the time to ``now``, in seconds, which must not decrease; end retentions."""
         self._now = now
