@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everlift.hashes import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE
 from worker.engine.batch import Batch
 from worker.engine.limits import Limits
 from worker.engine.outcome import NO_UPDATE, Outcome
@@ -148,13 +148,17 @@ class MultiStepBatch(Batch):
     def num_uniform_steps(self, most: int) -> int:
         """Return how many steps from now on, at most ``most``, the batch allows to be uniform.
 
-        In these steps there are free blocks for all sequences, and no sequence reaches one of its
-        limits before the last step.
+        In these steps there are free blocks for all sequences, no chunk of a prefix is stored in or
+        evicted from the prefix cache, and no sequence reaches one of its limits before the last
+        step.
         """
-        steps = min(most, self.slot_table.num_uniform_steps())
-        free = self._pool.num_free
-        if steps and self.slot_table.num_lacking(steps) > free:
-            steps = bisect_right(range(1, steps), free, key=self.slot_table.num_lacking)
+        table = self.slot_table
+        if not (steps := min(most, table.num_uniform_steps(), table.num_before_chunk())):
+            return 0
+        lacking = table.num_lacking(steps)
+        free = min(self._pool.num_free, self._pool.num_before_chunk(lacking))
+        if lacking > free:
+            steps = bisect_right(range(1, steps), free, key=table.num_lacking)
         return steps
 
     def decode(self, token: int, starts: Several[float]) -> None:
@@ -213,6 +217,11 @@ class MultiStepSlotTable(SlotTable):
         if (computed < self._num_computed_before[slots]).any():
             return 0
         return int((self._ends[slots] - known).min())
+
+    def num_before_chunk(self) -> int:
+        """Return the number of decode steps before the one that first fills a sequence's chunk."""
+        known = self._num_known[self.occupied()]
+        return int((-known % CHUNK_SIZE).min()) if len(known) else 0
 
     def ended(self) -> Ints:
         """Return the slots of the sequences that have reached a limit, in order of arrival."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -113,6 +114,18 @@ class BlockPool:
     def num_retained_after(self, now: float, num_allocated: int) -> int:
         """Return how many blocks are retained at ``now`` if so many are allocated until then."""
         return self._free.num_retained_after(now, num_allocated)
+
+    def num_before_chunk(self, most: int) -> int:
+        """Return how many blocks, at most ``most``, can be allocated without evicting a chunk.
+
+        It is a lower bound that holds whichever retentions end meanwhile.
+        """
+        for number, blocks in enumerate(zip_longest(*self._free.next_blocks())):
+            if number == most:
+                break
+            if any(block is not None and self._hashes[block] in self._chunks for block in blocks):
+                return number
+        return most
 
     @property
     def num_cached(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 
 @dataclass(slots=True)
@@ -75,6 +75,14 @@ class FreeBlocks:
             lapsed += len(session.blocks)
         retained = self._num_retained - lapsed
         return retained - max(0, num_popped - (len(self) - retained))
+
+    def next_blocks(self) -> tuple[Iterator[int], Iterator[int]]:
+        """Return two iterators; any n pops take blocks that are among the first n of one of them.
+
+        This holds whichever retentions end meanwhile.
+        """
+        retained = (session.blocks for session in self._sessions.values())
+        return iter(self._ordinary), chain(self._lapsed, chain.from_iterable(retained))
 
     def set_time(self, now: float) -> None:
         """Set the time to ``now``, in seconds, which must not decrease; end retentions."""
