@@ -75,7 +75,7 @@ class RouterDeployment:
 
     async def _start(self) -> None:
         self._router = await Router.start(
-            self._config, await connect(self._ledger), memory_limit=self._ledger.memory_limit
+            self._config, await connect(self._ledger), ledger_config=self._ledger
         )
         heap.freeze_heap()
         on_signal(self._shut_down)

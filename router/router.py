@@ -55,6 +55,7 @@ from router.leader.leader import Leader
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS as LEDGER_DEFAULTS
+from router.ledger.config import LedgerConfig
 from router.observability.metrics.collector import StateCollector
 from router.observability.metrics.http_server import MetricsServer
 from router.observability.metrics.instruments import Instruments, timed
@@ -82,7 +83,7 @@ class Router:
         ledger: Ledger,
         model: ServedModel,
         transport: Transport | None,
-        memory_limit: float,
+        ledger_config: LedgerConfig,
         access: Access | None = None,
     ) -> None:
         """Create the router without starting it; without ``access`` clients need no API key.
@@ -90,7 +91,7 @@ class Router:
         Raises SettingsError for an unusable setting, for example a missing certificate file.
         """
         self.config = config
-        self._memory_limit = memory_limit
+        self._ledger_config = ledger_config
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
         self._transport = transport or internal(config.internal_tls)
         self.router_id = secrets.token_hex(8)
@@ -122,14 +123,14 @@ class Router:
         config: RouterConfig,
         ledger: Ledger,
         transport: Transport | None = None,
-        memory_limit: float = LEDGER_DEFAULTS.memory_limit,
+        ledger_config: LedgerConfig = LEDGER_DEFAULTS,
     ) -> Self:
         """Start a replica, and return it when it serves.
 
-        A ``transport`` replaces gRPC and its TLS. ``memory_limit`` is the used share of the
-        ledger's memory above which new requests are rejected. Raises ModelUnavailable or
-        UnknownModel if the model is not found or cannot be used, LedgerUnavailable, SettingsError
-        for an unusable setting, and OSError if a port is in use.
+        A ``transport`` replaces gRPC and its TLS. ``ledger_config`` are the settings with which
+        ``ledger`` was opened. Raises ModelUnavailable or UnknownModel if the model is not found or
+        cannot be used, LedgerUnavailable, SettingsError for an unusable setting, and OSError if a
+        port is in use.
         """
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         await model_files.fetch(config.model, config.model_revision, weights=False)
@@ -143,7 +144,7 @@ class Router:
             model.assume_limit(last)
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
-        router = cls(config, ledger, model, transport, memory_limit, access)
+        router = cls(config, ledger, model, transport, ledger_config, access)
         await router._start_servers(await ledger.cluster_id())
         return router
 
@@ -227,7 +228,7 @@ class Router:
             self._model,
             self._sessions,
             self._leader_client,
-            self._memory_limit,
+            self._ledger_config,
             self._instruments,
             self._traces,
             self._access.limits_of if self._access else unlimited,

@@ -40,7 +40,7 @@ from router.config import RouterConfig
 from router.event_loop import now
 from router.leader.client import LeaderClient
 from router.ledger.base import Ledger, Membership, Page, Position
-from router.ledger.config import DEFAULTS
+from router.ledger.config import DEFAULTS, LedgerConfig
 from router.ledger.entry import Entry, Event, State, Stored
 from router.missing_workers import missing_workers
 from router.prediction.predictor import Predictor
@@ -76,15 +76,15 @@ class Requests:
         model: ServedModel,
         workers: Workers,
         leader_client: LeaderClient,
-        memory_limit: float = DEFAULTS.memory_limit,
+        ledger_config: LedgerConfig = DEFAULTS,
         observer: Observer = NO_OBSERVER,
         tracer: Tracer = NO_TRACES,
         limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
         """Create the manager.
 
-        New requests are rejected while the ledger uses more than the fraction ``memory_limit`` of
-        its memory. ``limits_of`` returns the limits of a tenant, given by name.
+        ``ledger_config`` are the settings with which ``ledger`` was opened. ``limits_of`` returns
+        the limits of a tenant, given by name.
         """
         self._config = config
         self._ledger = ledger
@@ -92,13 +92,13 @@ class Requests:
         self._leader_client = leader_client
         self._early_rejection = EarlyRejection(config, Random())
         self._estimated_wait = EstimatedWait()
-        self._ledger_health = LedgerHealth(memory_limit)
+        self._ledger_health = LedgerHealth(ledger_config.memory_limit)
         self.predictor = Predictor(model.tokenizer, model.name, config.predictor_min_tau)
         self.quotas = Quotas(ledger, limits_of)
         self._deliveries = Deliveries(ledger)
         self._tasks = TaskGroup(self._fail)
         self._recent = RecentRequests(config.reassert)
-        self._turns = Turns()
+        self._turns = Turns(ledger_config.retention)
         self.session_turns = SessionTurns(self._turns, ledger, model)
         self._registry = RequestRegistry(
             router_id,
@@ -277,11 +277,12 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        Another router that has served the same session may keep the token ids in memory until newer
-        sessions displace them; no client can read them. Do nothing if an earlier call erased the
-        request recently. Raises UnknownRequest and LedgerUnavailable, and Elsewhere or Moved if
-        another router owns the request. An ended request still counts as owned by its last router,
-        as long as that router is alive.
+        Another router that has served the same session may reuse the token ids in later prompts of
+        the session, for ``ledger.retention`` after it last read them; no client can read them.
+
+        Do nothing if an earlier call erased the request recently. Raises UnknownRequest and
+        LedgerUnavailable, and Elsewhere or Moved if another router owns the request. An ended
+        request still counts as owned by its last router, as long as that router is alive.
         """
         try:
             entry = await self.cancel(request_id)

@@ -223,7 +223,7 @@ class RequestRegistry:
         self.close(live, entry)
         if is_ours:
             if entry.state is State.FINISHED:
-                self.turns.add(live)
+                self.turns.add(live, now())
             self.recent.add_ended(live)
             self.trace_end(live)
 

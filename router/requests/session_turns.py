@@ -9,6 +9,7 @@ from everlift import logs
 from everlift.errors import EverliftError
 from everlift.messages import Submission
 from everlift.request_id import tenant_of
+from router.event_loop import now
 from router.ledger.base import Ledger
 from router.requests import tokenizer
 from router.requests.recovery import restored_request
@@ -37,7 +38,7 @@ class SessionTurns:
         before a restart, it is read from the ledger. A ledger that fails or is slow changes
         nothing.
         """
-        known, text = self._turns.of(submission), submission.prompt
+        known, text = self._turns.of(submission, now()), submission.prompt
         if not submission.session_id or not isinstance(text, str):
             return ()
         if not self._model.tokenizer.boundaries:
@@ -53,7 +54,7 @@ class SessionTurns:
                 await self._read(submission, text, known)
         except (TimeoutError, EverliftError) as error:
             log.info("session not read from the ledger", cause=str(error) or "too slow")
-        return self._turns.of(submission)
+        return self._turns.of(submission, now())
 
     async def _read(self, submission: Submission, text: str, known: Sequence[Turn]) -> None:
         """Remember the longest turn with which ``text`` begins, if only the ledger has it."""
@@ -77,4 +78,5 @@ class SessionTurns:
         request = stored_request.request
         is_same = request.model == self._model.name
         if is_same and request.fingerprint == self._model.fingerprint:
-            self._turns.add(await restored_request(stored_request, self._model.tokenizer))
+            live = await restored_request(stored_request, self._model.tokenizer)
+            self._turns.add(live, now())

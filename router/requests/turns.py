@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,27 +33,38 @@ class SessionKey(NamedTuple):
 
 
 class Turns:
-    """Turns of recently used sessions that finished at this router."""
+    """Turns of recently used sessions that finished at this router.
 
-    def __init__(self, max_ids: int = _MAX_IDS) -> None:
-        """Create an empty store that holds at most ``max_ids`` token ids."""
+    ``now`` is in seconds, of a clock that does not go back.
+    """
+
+    def __init__(self, retention_s: float, max_ids: int = _MAX_IDS) -> None:
+        """Create an empty store that holds at most ``max_ids`` token ids.
+
+        A turn is not returned when it was added more than ``retention_s`` seconds ago.
+        """
+        self._retention_s = retention_s
         self._max_ids = max_ids
         #: turns of each session, oldest first; the most recently used session is the last one
         self._sessions: OrderedDict[SessionKey, list[Turn]] = OrderedDict()
         self._sizes: dict[SessionKey, int] = {}
         self._num_ids = 0
         self._key_of: dict[str, SessionKey] = {}
+        #: when to remove each request, and its id, the first one first
+        self._ends: deque[tuple[float, str]] = deque()
 
-    def of(self, submission: Submission) -> Sequence[Turn]:
+    def of(self, submission: Submission, now: float) -> Sequence[Turn]:
         """Return the known turns of a submission's session, newest first."""
+        self._end_retentions(now)
         key = SessionKey.of(submission)
         if not submission.session_id or key not in self._sessions:
             return ()
         self._sessions.move_to_end(key)
         return self._sessions[key][::-1]
 
-    def add(self, live: LiveRequest) -> None:
+    def add(self, live: LiveRequest, now: float) -> None:
         """Add a finished request, if it belongs to a session and its prompt was a text."""
+        self._end_retentions(now)
         request = live.request
         mark = PromptMark.from_bytes(request.turn)
         if not request.session_id or mark is None or request.request_id in self._key_of:
@@ -69,6 +80,7 @@ class Turns:
         _share_ids(turns, turn)
         turns.append(turn)
         self._key_of[request.request_id] = key
+        self._ends.append((now + self._retention_s, request.request_id))
         self._keep(key, turns[-_MAX_TURNS:])
         while self._num_ids > self._max_ids or len(self._sessions) > _MAX_SESSIONS:
             self._keep(next(iter(self._sessions)), [])
@@ -77,6 +89,11 @@ class Turns:
         """Remove a request, because it is erased."""
         if (key := self._key_of.get(request_id)) is not None:
             self._keep(key, [turn for turn in self._sessions[key] if turn.request_id != request_id])
+
+    def _end_retentions(self, now: float) -> None:
+        ends = self._ends
+        while ends and (ends[0][0] <= now or ends[0][1] not in self._key_of):
+            self.forget(ends.popleft()[1])
 
     def _keep(self, key: SessionKey, turns: list[Turn]) -> None:
         """Replace the turns of a session by some of them."""
