@@ -25,11 +25,12 @@ from benchmarks.online.online_servers import everlift, serving
 from everlift.client.client import AsyncClient
 from tests.support.free_port import free_port
 
-#: A prompt has a chunk, the unit in which routers compare prefixes, from the first turn on.
-FIRST, ADDED, OUTPUT = 300, 40, 16
+#: A first prompt has four chunks of 256 tokens, the unit in which routers compare prefixes, so that
+#: computing a prefix again takes longer than a turn.
+FIRST, ADDED, OUTPUT = 1024, 40, 16
 SEED = 11
 #: Every worker can hold all sessions, so that a miss is a matter of dispatch.
-KV_CACHE_MIB = 768
+KV_CACHE_MIB = 1536
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Sessions:
     def __init__(self, address: str, sessions: int, turns: int, kills: bool) -> None:
         self._address = address
         self._sessions, self._turns = sessions, turns
-        self._kills, self._killed = kills, False
+        self._kills, self._is_killing, self._killed = kills, False, False
         self._done: list[Turn] = []
 
     async def run(self) -> list[Turn]:
@@ -92,9 +93,10 @@ class Sessions:
                     number, reusable, usage.cached_tokens, timing.time_to_first_token_s, since_kill
                 )
             )
-            if self._kills and not self._killed and self._is_halfway:
-                self._killed = True
+            if self._kills and not self._is_killing and self._is_halfway:
+                self._is_killing = True
                 await asyncio.to_thread(self._kill)
+                self._killed = True
             reusable = len(prompt) + len(output) - 1
             added = [chance.randrange(1000, 40_000) for _ in range(ADDED)]
             prompt = [*prompt, *output, *added]
@@ -122,6 +124,7 @@ async def measure(case: Case, sessions: int, turns: int, logs: Path) -> list[Tur
             "num_workers": case.workers,
             "chaos": "true",
             "worker.kv_cache_mib": KV_CACHE_MIB,
+            "worker.max_model_len": 2048,
             "worker.max_num_seqs": 48 // case.workers,
             **case.settings,
         },
@@ -150,6 +153,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         },
     }
     if any(it.since_kill for it in later):
+        found["before_kill"] = hit_share([it for it in later if not it.since_kill])
         found["first_after_kill"] = hit_share([it for it in later if it.since_kill == 1])
         found["after_kill"] = hit_share([it for it in later if it.since_kill > 1])
     return found
@@ -162,7 +166,8 @@ def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     if {"one", "three"} <= found.keys():
         told["live_ttft_p50_vs_one"] = found["three"]["ttft_p50_s"] / found["one"]["ttft_p50_s"]
     if "kill" in found:
-        told["live_hit_share_after_kill"] = found["kill"]["after_kill"]
+        for part in ("before_kill", "after_kill"):
+            told[f"live_hit_share_{part}"] = found["kill"][part]
     return told
 
 
