@@ -180,13 +180,19 @@ class WorkerLink:
     async def _exchange(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
         first = session_pb2.RouterFrame(hello=self._hello, engine_policy=self._policy)
         self._outbox = Outbox(first)
+        was_up = False
         async for frame in stub.Connect(self._outgoing(self._outbox)):
             await self._wait_for_delay()
+            if was_up and not self.is_up:
+                # It was declared lost while this stream was delayed. Only on a new stream does it
+                # report its whole state again, such as all cached chunks.
+                return
             if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
                 raise _Replaced
             self._note_message()
             if not self.is_up:
                 self._mark_up()
+            was_up = True
             await self._on_frame(frame)
 
     async def _outgoing(

@@ -233,6 +233,8 @@ async def test_held_link_loses_worker_and_recovers(
     assert worker.num_left == 0
     await until(lambda: heard.words == ["up w", "lost w", "up w"])
     assert sessions.false_alarms == 1
+    # On a new stream the worker reports all that it has cached.
+    assert worker.num_left == 1
 
 
 async def test_session_sends_drain_and_faults_to_worker(sessions: Sessions, worker: Worker) -> None:
