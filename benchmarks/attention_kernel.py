@@ -63,7 +63,10 @@ CASES: dict[str, list[tuple[int, int]]] = {
 
 
 class Case:
-    """Rows over scattered blocks, and what they write and ask."""
+    """Test case: rows with KV blocks in random order, and random queries, keys and values.
+
+    ``shapes`` has (position of the first new token, number of new tokens) of each row.
+    """
 
     def __init__(self, shapes: list[tuple[int, int]], cache: KVCache) -> None:
         order = iter(torch.randperm(cache.num_blocks).tolist())

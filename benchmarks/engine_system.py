@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Request:
-    """Greedy, to ``max_tokens`` whatever they are."""
+    """Request for exactly ``max_tokens`` tokens by greedy decoding; no token ends it early."""
 
     prompt: list[int]
     max_tokens: int

@@ -94,9 +94,10 @@ def agents(rate: float, seed: int, name: str, *, has_session: bool) -> Iterator[
 
 
 def without_session(arrival: Arrival) -> tuple[Arrival, int]:
-    """Return a turn whose prompt extends the previous one's whole parts, but names no session.
+    """Return a turn without a session whose whole prompt parts later turns of its session share.
 
-    Return also the number of tokens in whole parts. Outputs are not reused.
+    A part has ``prefix_part_tokens`` tokens. Return also the number of tokens in whole parts.
+    Outputs are not reused.
     """
     parts = arrival.prompt_tokens // arrival.prefix_part_tokens
     own = (arrival.session << 20 | part for part in range(len(arrival.prefix), parts))

@@ -30,7 +30,7 @@ _SEARCH_FACTOR = 3
 
 
 class Gateway(Protocol):
-    """Part of the router that owns its requests, and is notified of the results of heartbeats."""
+    """Owner of the router's requests, which is notified of the results of heartbeats."""
 
     def ledger_answered(self, membership: Membership) -> None: ...
 

@@ -166,7 +166,10 @@ def gate_and_multiply(shape: Shape, tokens: int) -> Times:
 
 
 def turn_and_place(shape: Shape, tokens: int) -> Times:
-    """A prompt, or of so many sequences one each."""
+    """Time the rotation of queries and keys (RoPE) with the write of keys and values to the cache.
+
+    ``tokens`` is the length of a prompt if it is PREFILLS[-1], else a number of decoding sequences.
+    """
     is_prompt = tokens == PREFILLS[-1]
     rows = _rows(1, tokens, tokens) if is_prompt else _rows(tokens, 1, BLOCK_SIZE)
     size = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * tokens * _BYTES

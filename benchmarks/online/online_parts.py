@@ -37,7 +37,7 @@ def adopt_orphans() -> None:
 
 
 def below(ancestor: int) -> list[Process]:
-    """All descendants, without ``ancestor``."""
+    """Return all descendants of the process with the pid ``ancestor``, without itself."""
     every = [process for entry in os.listdir("/proc") if (process := _process(entry)) is not None]
     found, family = [], {ancestor}
     # Parents do not always have the smaller numbers.

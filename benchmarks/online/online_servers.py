@@ -125,7 +125,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def everlift(name: str, *, with_ray: bool, more: Mapping[str, Any] | None = None) -> Server:
-    """``more`` settings, beside those that it is compared with."""
+    """Return an Everlift server. ``more`` maps full setting names to added or replaced values."""
 
     def command(place: Place) -> list[str]:
         settings = {

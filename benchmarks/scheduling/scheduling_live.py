@@ -78,7 +78,10 @@ class Plan:
 
 
 def train(plan: Plan) -> dict[str, Any]:
-    """Makes the file of ``plan.predictor``; returns the report."""
+    """Train the length predictor, write it to ``plan.predictor``, and return the training report.
+
+    Write the examples to ``plan.logs``. Raises CalledProcessError if the command fails.
+    """
     plan.logs.mkdir(parents=True, exist_ok=True)
     examples = plan.logs / "examples.jsonl"
     seen = mix(_EXAMPLES, 1.0, _EXAMPLES_SEED)

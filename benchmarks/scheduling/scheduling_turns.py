@@ -109,7 +109,10 @@ def _requests(dice: random.Random) -> Iterator[Waiting]:
 
 
 def gap(order: Order, *, is_fair: bool, steps: int = STEPS) -> float:
-    """The most that one was served more than the other over any time, in weighted tokens."""
+    """Return the largest difference in service between the two tenants over any interval.
+
+    Service is in weighted tokens. Intervals begin at the end of a step; the first step is left out.
+    """
     worker, gaps = Worker(order, is_fair=is_fair), []
     one, other = (it.name for it in TENANTS)
     for number in range(1, steps + 1):

@@ -107,7 +107,8 @@ def rotate(
 ) -> None:
     """Create a key with the tenant, scopes, name and expiry of an old one, and print it.
 
-    The old key expires after `--overlap`, or at its own expiry if that is earlier.
+    The old key expires after `--overlap`, or at its own expiry if that is earlier. If it has
+    expired already, the new key has expired too.
     """
     now = time.time()
     ends = now + _seconds("--overlap", overlap)

@@ -64,7 +64,7 @@ class GlobalQueue:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a queued or preempted request would use free capacity."""
+        """Return whether any request is queued, or waits at its worker after a preemption."""
         return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:

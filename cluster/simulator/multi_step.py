@@ -162,7 +162,11 @@ class MultiStepBatch(Batch):
         return steps
 
     def decode(self, token: int, starts: Several[float]) -> None:
-        """Update sequences and blocks as if each had sampled ``token`` in steps at ``starts``."""
+        """Update sequences and blocks as if each sequence had sampled ``token`` in several steps.
+
+        ``starts``, not empty, are the start times of the steps in seconds. All of these steps must
+        be uniform. Sequences that reach a limit are not removed.
+        """
         slot_table, times = self.slot_table, len(starts)
         changes, slots = slot_table.changes(times), slot_table.decoding()
         for sequence in self.at(slots):
@@ -219,7 +223,10 @@ class MultiStepSlotTable(SlotTable):
         return int((self._ends[slots] - known).min())
 
     def num_before_chunk(self) -> int:
-        """Return the number of decode steps before the one that first fills a sequence's chunk."""
+        """Return the number of decode steps before the first one that completes a prefix chunk.
+
+        A prefix chunk is CHUNK_SIZE tokens of a sequence. Return 0 if no slot is occupied.
+        """
         known = self._num_known[self.occupied()]
         return int((-known % CHUNK_SIZE).min()) if len(known) else 0
 

@@ -1,7 +1,8 @@
-"""Everlift's client library and wire protocol: everything that a client program imports.
+"""Everlift's client library, its wire protocol, and modules that all packages share.
 
-Names are imported when they are first used (PEP 562), so that a process that needs only
-``everlift.logs`` does not load grpc.
+Client programs import the names in ``__all__``, and their tests ``everlift.testing``. Names
+are imported when they are first used (PEP 562), so that a process that needs only ``everlift.logs``
+does not load grpc.
 """
 
 from importlib import import_module

@@ -68,7 +68,9 @@ class QueueHandover:
 
         A gateway reports its requests in ascending order of their keys. The largest reported key is
         its marker: all of its requests with smaller keys are known. A later report with a smaller
-        key is a new request and does not change the marker.
+        key is a new request and does not change the marker. The report restarts the gateway's
+        timeout at ``now``. It has no effect on a gateway that has completed its reports or is
+        disconnected.
         """
         progress = self._reporting.get(gateway)
         if progress is not None:

@@ -39,10 +39,12 @@ class Parked:
 
 
 class Parking:
-    """Parked requests by the worker for which they wait, in the order in which they left the queue.
+    """Parked requests of each worker, in the order in which they were parked.
 
-    A request that leaves the queue in another way is to be removed. Every operation is O(log n),
-    except ``workers``, ``keep`` and ``release``.
+    A parked request stays in the admission queue, outside its order. The caller must call
+    ``remove`` when it leaves the queue. ``workers``, ``keep`` and ``release`` take O(n) time for n
+    parked requests, and ``expire`` O(log n) for each ended wait. Other operations take amortised
+    O(log n) time.
     """
 
     def __init__(self) -> None:

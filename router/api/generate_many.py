@@ -52,7 +52,7 @@ class MergedStream(AsyncIterator[pb.GenerateManyResponse]):
         """Create the stream, and begin to open each request by calling ``open_``.
 
         ``requests`` must have passed ``check_count`` and ``check_names``. The error of a request
-        that cannot be opened becomes a message of the stream.
+        that cannot be opened becomes a piece of a message.
         """
         self._open = open_
         self._open_slots = asyncio.Semaphore(_MAX_CONCURRENT_OPENS)

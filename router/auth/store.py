@@ -22,11 +22,12 @@ class Store(Protocol):
         ...
 
     async def change(self, edit: Edit) -> Document:
-        """Replace the stored document by the result of ``edit``, and return the new document.
+        """Apply ``edit`` to the stored document, store the records that it changes, and return it.
 
-        ``edit`` receives the stored document. Nothing is changed if it raises an error, which is
-        then raised here. Also raises SettingsError, OSError and LedgerUnavailable, as
-        ``read_if_changed``.
+        ``edit`` may run in another thread. If it raises an error, nothing is stored and the error
+        is raised here. A missing key file is created from an empty document. Raises SettingsError
+        if the stored contents are invalid, OSError if the file cannot be read or written, and
+        LedgerUnavailable if the ledger cannot be reached.
         """
         ...
 

@@ -77,7 +77,11 @@ class RulesListener(Protocol):
 
 
 class Engines(Protocol):
-    """Receiver of a changed engine policy, for all workers; its method must not block."""
+    """Receiver of the engine policy in effect, which it sends to all workers.
+
+    ``set_policy`` must not block. Every change of the configuration or of a run-time policy calls
+    it, even if the engine policy stays the same.
+    """
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None: ...
 

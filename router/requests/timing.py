@@ -468,7 +468,9 @@ class Journal:
     def taken_over(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
         """Record a takeover: add the spans that the request's previous router recorded.
 
-        The request has had ``num_attempts`` attempts before.
+        The request has had ``num_attempts`` attempts before. A span that would end after ``now`` is
+        cut at ``now``. Time up to ``now`` that no span covers becomes a span of the kind OTHER. The
+        request is then in the queue.
         """
         for span in earlier:
             self._add_span(span.kind, min(self._until + span.seconds, now), span.attempt)

@@ -234,7 +234,10 @@ class BlockPool:
         return self._users[block] > 1
 
     def invalidate(self, block: int) -> None:
-        """Remove the hash of a block and drop the store's copy of it; nothing if it has no hash."""
+        """Remove the hash of a block whose content may be wrong, and drop the store's copy of it.
+
+        Users keep the block. Do nothing if the block has no hash.
+        """
         if (block_hash := self._hashes[block]) is not None:
             self._store.invalidate(block_hash)
             self.unpublish(block)

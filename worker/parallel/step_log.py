@@ -60,7 +60,8 @@ class StepLogListener:
         """Wait until ranks 1 to ``ranks`` - 1 have connected, and return the writer to them.
 
         Raises ChannelBroken if they do not connect within ``timeout_s``, if one has another model,
-        or if the listener is closed.
+        or if the listener is closed. A client that has connected may take longer than that to send
+        its hello: each read of it waits for up to ``_HELLO_S`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         sockets: dict[int, socket.socket] = {}

@@ -84,10 +84,10 @@ class Model(Protocol):
 
 
 class StepSampling(NamedTuple):
-    """Sampling requests of a step: one for each of ``num_requests`` sequences.
+    """Sampling inputs of a step for its ``num_requests`` rows that sample, one row per sequence.
 
-    ``slots`` returns the sequences' slots, int64 [num_requests] on the device. ``prepared`` is None
-    on ranks other than 0, which do not sample.
+    ``slots`` returns the slots of these rows, int64 [num_requests] on the device. ``prepared`` is
+    the sampler's input; it is None on ranks other than 0, which do not sample.
     """
 
     num_requests: int

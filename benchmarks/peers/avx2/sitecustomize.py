@@ -1,4 +1,7 @@
-"""On PYTHONPATH it makes vLLM use its AVX2 build on a CPU that has AVX-512."""
+"""Patch of torch that makes vLLM use its AVX2 build on a CPU with AVX-512.
+
+Python imports this module at its start if the folder is on PYTHONPATH.
+"""
 
 import torch
 
