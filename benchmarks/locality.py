@@ -86,8 +86,8 @@ PLANS = {
     "agents": Plan(0.022, 90.0, 180.0, LOADS, saturated=POLICIES, seeds=(1, 2, 3, 4, 5, 6)),
     "conversation": Plan(1.5, 200.0, 100.0),
     "toolagent": Plan(3.0, 60.0, 60.0),
-    "tenants": Plan(8.0, 20.0, 60.0),
-    "no-sharing": Plan(5.0, 10.0, 60.0, policies=(OFF, EVERLIFT)),
+    "tenants": Plan(8.0, 60.0, 240.0),
+    "no-sharing": Plan(5.0, 60.0, 240.0, policies=(OFF, EVERLIFT)),
 }
 _LARGE = Plan(0.0, 60.0, 60.0, LOADS, seeds=(1,))
 _WORKERS, _MANY_WORKERS = 8, 64

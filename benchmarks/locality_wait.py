@@ -27,7 +27,7 @@ from router.config import RouterConfig
 class Decision:
     """Decision at ``at`` seconds about a request; other times are in seconds after that.
 
-    Times to compute a request include those to compute the sessions' tokens again that it evicts.
+    Times to compute a request include what that costs other requests.
     """
 
     waiting: Waiting
@@ -97,7 +97,7 @@ class WatchedPlacement(Placement):
             pending = self._workers[worker_id].pending_prefill
             seconds = self._seconds(worker_id, waiting, cached_tokens, pending)
             assert seconds is not None
-            seconds += self._evicted_s(worker_id, waiting, cached_tokens)
+            seconds += self._others_s(worker_id, waiting, cached_tokens)
             decision.cost_s = now - decision.at + seconds
             if decision.has_waited and cached_tokens:
                 # Its turn came, whoever else waited for this worker.
