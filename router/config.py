@@ -157,7 +157,7 @@ class RouterConfig:
     #: requests dispatched to a worker beyond its free slots
     local_depth: Amount = 2
     #: dispatch requests to workers that have a prefix of them cached, and let them wait for a busy
-    #: one for at most the time that this saves
+    #: one for at most the time that this saves all requests
     locality: bool = True
     #: largest number of uncached prompt tokens waiting for prefill at a worker
     max_pending_prefill: Count = 4096

@@ -164,9 +164,8 @@ def prefix_waits(explanation: pb.Explanation) -> Iterator[str]:
             missed = "" if attempt.expected_cached_tokens >= wait.tokens else " (in vain)"
             yield (
                 f"cached prefix, attempt {attempt.number}: waited {wait.seconds:.3f} s{missed} for "
-                f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; elsewhere, "
-                f"computing them, and again what they evict, would have taken "
-                f"{wait.saved_s:.3f} s longer"
+                f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; computing "
+                f"them elsewhere would have cost this and other requests {wait.saved_s:.3f} s"
             )
 
 
