@@ -131,7 +131,7 @@ bench-threads: $(VENV)/.installed ## how idle OpenMP threads wait, beside a busy
 bench-autoscale: $(VENV)/.installed ## workers that follow the load, on fake GPUs (build/bench/autoscale.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/autoscale.py
 
-bench-locality: $(VENV)/.installed ## dispatch by cached prefix against other routers' policies, in virtual time; an hour (build/bench/locality.json, .png)
+bench-locality: $(VENV)/.installed ## dispatch by cached prefix against other routers' policies, in virtual time; about an hour (build/bench/locality.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/locality.py $(ARGS)
 
 bench-takeover: $(VENV)/.installed ## a new leader with few and with 1,000,000 waiting (build/bench/takeover.json)

@@ -165,7 +165,7 @@ def prefix_waits(explanation: pb.Explanation) -> Iterator[str]:
             yield (
                 f"cached prefix, attempt {attempt.number}: waited {wait.seconds:.3f} s{missed} for "
                 f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; computing "
-                f"them elsewhere would have cost this and other requests {wait.saved_s:.3f} s"
+                f"them elsewhere would have cost this and other requests {wait.saved_s:.3f} s more"
             )
 
 

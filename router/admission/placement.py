@@ -108,7 +108,7 @@ class Choice(NamedTuple):
 
     ``prefixes`` are the tokens that each worker has cached. ``seconds`` is the predicted time until
     the chosen one has computed the other tokens, together with its pending prefill; None if
-    unknown. ``others_s`` is what this costs other requests (``Placement._others_s``).
+    unknown. ``others_s`` are the seconds that its computation there costs other requests.
     """
 
     worker_id: str

@@ -41,7 +41,7 @@ class Turns:
     def __init__(self, retention_s: float, max_ids: int = _MAX_IDS) -> None:
         """Create an empty store that holds at most ``max_ids`` token ids.
 
-        A turn is not returned when it was added more than ``retention_s`` seconds ago.
+        A turn is removed ``retention_s`` seconds after it was added, at the next call.
         """
         self._retention_s = retention_s
         self._max_ids = max_ids

@@ -1204,7 +1204,8 @@ Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
 @typing.final
 class PrefixWait(google.protobuf.message.Message):
     """Wait of a request in the admission queue for a busy worker that had a prefix of its tokens in its
-    KV cache, although another worker had capacity. It is limited to the time that this saves all requests.
+    KV cache, although another worker had capacity. It is limited to the time that this saves all
+    requests.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1216,9 +1217,9 @@ class PrefixWait(google.protobuf.message.Message):
     tokens: builtins.int
     """length of the prefix"""
     saved_s: builtins.float
-    """Estimated seconds that the worker with the prefix saves, once it has capacity: those in which
-    the other one computes the prefix, and its cost for other requests: to compute the prefixes of
-    sessions again that it evicts, and the delay of those that come meanwhile.
+    """Estimated seconds that the worker with the prefix saves, once it has capacity: the other one
+    has to compute the prefix, which costs other requests time as well. Prefixes of sessions that
+    it evicts are computed again, and requests that come meanwhile are delayed.
     """
     def __init__(
         self,
