@@ -63,10 +63,14 @@ class AttainedService:
         rank = self._ranks.rank(attained)
         return waiting._replace(attained_rank=rank if attained else 0.0)
 
-    def charge_prompt(self, waiting: Waiting, now: float) -> None:
-        """Add the cost of a dispatched request's prompt, unless the request has run before."""
+    def charge_prompt(self, waiting: Waiting, cached_tokens: int, now: float) -> None:
+        """Add the cost of a dispatched request's prompt, unless the request has run before.
+
+        The first ``cached_tokens`` tokens are free: the request's worker has them in its cache.
+        """
         if not waiting.has_run:
-            self._charge(waiting.session, self._prompt_token * waiting.uncached_tokens, now)
+            uncached = waiting.prefill_tokens - cached_tokens
+            self._charge(waiting.session, self._prompt_token * uncached, now)
 
     def charge_outputs(self, outputs: Iterable[session_pb2.SessionOutput], now: float) -> None:
         """Add the costs of the outputs of requests that have ended."""

@@ -1,10 +1,11 @@
 """Fair share of tenants by virtual token counters (VTC, arXiv 2401.00588). Pure.
 
 A tenant's counter is the cost of the tokens that it was served, divided by its weight; the tenant
-with the smallest counter is served next. It grows by the prompt when a request is first dispatched,
-and by output tokens when routers report them. Tokens that are recomputed after a lost worker or a
-preemption are free. Each priority class has its own counters, so tokens that are served in one
-class do not affect the order of tenants in another.
+with the smallest counter is served next. When a request is first dispatched, the counter grows by
+the tokens of its prompt that its worker has not cached, and later by the output tokens that routers
+report. Tokens that are recomputed after a lost worker or a preemption are free. Each priority class
+has its own counters, so tokens that are served in one class do not affect the order of tenants in
+another.
 """
 
 from __future__ import annotations
@@ -215,11 +216,14 @@ class FairShare:
         """
         return self.counters(ordered.priority).counter_of(tenant_of(ordered.request_id))
 
-    def charge_prompt(self, waiting: Waiting) -> None:
-        """Add the cost of a dispatched request's prompt, unless the request has run before."""
+    def charge_prompt(self, waiting: Waiting, cached_tokens: int) -> None:
+        """Add the cost of a dispatched request's prompt, unless the request has run before.
+
+        The first ``cached_tokens`` tokens are free: the request's worker has them in its cache.
+        """
         if not waiting.has_run:
             tenant = tenant_of(waiting.request_id)
-            cost = self._prompt_token * waiting.uncached_tokens
+            cost = self._prompt_token * (waiting.prefill_tokens - cached_tokens)
             self._charge(tenant, waiting.priority, cost)
 
     def charge_outputs(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:

@@ -428,19 +428,20 @@ class AdmissionQueue:
         head = self.peek(ledger_now)
         if head is None:
             raise IndexError("no request is queued")
-        self.dispatch(head)
+        self.dispatch(head, head.cached_tokens)
         return head
 
-    def dispatch(self, waiting: Waiting) -> None:
+    def dispatch(self, waiting: Waiting, cached_tokens: int) -> None:
         """Remove a queued request that leaves for a worker, and record its dispatch.
 
+        The worker has the first ``cached_tokens`` tokens of the request in its prefix cache.
         The dispatch changes the credit of the priority classes, the token counter of the request's
         tenant, and the wait statistics.
         """
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
         if self._fair_share is not None:
-            self._fair_share.charge_prompt(waiting)
+            self._fair_share.charge_prompt(waiting, cached_tokens)
         self._remove(queued)
         self.wait_stats.note_departure(queued.arrival, waiting)
         if not queued.ticket % _PRUNE_EVERY:
@@ -462,14 +463,15 @@ class AdmissionQueue:
         arrival = self._queued[waiting.request_id].arrival
         return self.wait_stats.wait_of(arrival, waiting, order, now, is_fair=is_fair)
 
-    def note_direct_dispatch(self, waiting: Waiting) -> None:
+    def note_direct_dispatch(self, waiting: Waiting, cached_tokens: int) -> None:
         """Charge the prompt of a request that was dispatched without being queued.
 
-        Its cost is added to the token counter of the request's tenant.
+        The cost of all but the first ``cached_tokens`` tokens, which the worker has in its prefix
+        cache, is added to the token counter of the request's tenant.
         """
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
-            self._fair_share.charge_prompt(waiting)
+            self._fair_share.charge_prompt(waiting, cached_tokens)
             self._fair_share.note_removed(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:

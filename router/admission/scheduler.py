@@ -390,8 +390,8 @@ class LeaderState:
         waiting = placed.waiting
         queue_wait = self._queue_wait(waiting, now)
         self._parking.remove(waiting.request_id)
-        self._queue.dispatch(waiting)
-        self._attained_service.charge_prompt(waiting, now)
+        self._queue.dispatch(waiting, placed.cached_tokens)
+        self._attained_service.charge_prompt(waiting, placed.cached_tokens, now)
         self._placement.reserve(placed.worker_id, placed.epoch, waiting, now, placed.cached_tokens)
         self._waits.note_departure(waiting, ledger_now)
         return replace(placed, queue_wait=queue_wait)
@@ -530,8 +530,9 @@ class LeaderState:
 
     def confirm_reservation(self, placed: Placed, gateway: str, now: float) -> None:
         """Confirm a reservation, because the ledger has dispatched its request."""
-        self._queue.note_direct_dispatch(placed.waiting)
-        self._attained_service.charge_prompt(placed.waiting, now)
+        waiting, cached_tokens = placed.waiting, placed.cached_tokens
+        self._queue.note_direct_dispatch(waiting, cached_tokens)
+        self._attained_service.charge_prompt(waiting, cached_tokens, now)
         self.on_dispatched(placed, gateway)
 
     def on_dispatched(self, placed: Placed, gateway: str) -> None:

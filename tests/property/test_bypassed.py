@@ -144,7 +144,7 @@ class Life:
         counts = (told.queue.ordered, told.queue.higher, told.queue.lower)
         assert bypassed(told) == sum(counts)
         self._owe(head)
-        self._queue.dispatch(head)
+        self._queue.dispatch(head, 0)
         came, owed = self._here.pop(head.request_id)
         self.wait_stats[head.request_id].append(
             QueueWait(head, moment, owed, self._left[came:], *counts)

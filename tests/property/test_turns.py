@@ -102,7 +102,7 @@ class Life:
             if sum(it.tokens for it in self._running) + running.tokens > ROOM:
                 return
             self._judge(head.request_id)
-            self._queue.dispatch(head)
+            self._queue.dispatch(head, 0)
             self._running.append(running)
             self._gone(head)
 

@@ -27,21 +27,21 @@ def ranks(service: AttainedService, *sessions: int, now: float = 0.0) -> list[fl
 
 def test_attained_service_adds_prompts_and_outputs() -> None:
     service = AttainedService(1.0, 2.0)
-    service.charge_prompt(of_session(A, prefill_tokens=100, cached_tokens=60), 0.0)
+    service.charge_prompt(of_session(A, prefill_tokens=100, cached_tokens=90), 60, 0.0)
     service.charge_outputs([output(A, 5), output(B, 3)], 0.0)
-    service.charge_prompt(of_session(A, prefill_tokens=10), 0.0)
+    service.charge_prompt(of_session(A, prefill_tokens=10), 0, 0.0)
     assert [service.attained(it) for it in (A, B, 9)] == [40 + 2 * 5 + 10, 2 * 3, 0]
 
 
 def test_attained_service_does_not_charge_recomputation() -> None:
     service = AttainedService(1.0, 2.0)
-    service.charge_prompt(of_session(A, has_run=True), 0.0)
+    service.charge_prompt(of_session(A, has_run=True), 0, 0.0)
     assert service.attained(A) == 0.0
 
 
 def test_attained_service_ignores_requests_without_session() -> None:
     service = AttainedService(1.0, 2.0)
-    service.charge_prompt(of_session(0), 0.0)
+    service.charge_prompt(of_session(0), 0, 0.0)
     service.charge_outputs([output(0, 9)], 0.0)
     assert (len(service), service.attained(0)) == (0, 0.0)
 

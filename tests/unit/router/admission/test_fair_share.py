@@ -220,7 +220,7 @@ def test_fair_share_charges_a_prompt_once_across_leaders() -> None:
     ):
         queue.push(Waiting.from_proto("g", told))
         queue.pop(0.0)
-    queue.note_direct_dispatch(waiting("t", 4))
+    queue.note_direct_dispatch(waiting("t", 4), 0)
     assert share.counters(0).counter_of("t") == 30 * PROMPT
 
 

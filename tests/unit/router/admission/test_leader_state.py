@@ -280,14 +280,13 @@ def test_reservation_is_charged_when_confirmed() -> None:
 
 
 def test_attained_order_counts_prompts_and_reported_outputs() -> None:
-    """Of sessions that all had one request: by what that had in uncached prompt and in output."""
     cluster = Cluster(replace(CONFIG, order="attained", max_queued=100))
     cluster.connect()
     cluster.add_worker("w", Load(1), capacity=HUGE)
     reserved = reserve(cluster, "0", session=1, prefill_tokens=400)
     assert reserved is not None
     cluster.leader_state.confirm_reservation(reserved, "g", 0.0)
-    cluster.enqueue("1", session=2, prompt_tokens=500, cached_tokens=450)
+    cluster.enqueue("1", session=2, prompt_tokens=50)
     assert names(cluster) == ["1"]
     cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=3, tokens=100)]))
     for number, session in enumerate((1, 3, 2, 0)):

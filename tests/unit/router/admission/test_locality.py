@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Rules
+from router.admission.request import Waiting
 from router.admission.throughput import Work
 from router.admission.workers import Capacity, Departures, Load
 from router.config import RouterConfig
@@ -92,6 +93,30 @@ def test_request_waits_for_a_busy_worker_with_its_prefix() -> None:
     assert cluster.place_at(0.0) == [("b", "cold")], "others do not wait behind it"
     cluster.report("warm", 1.0, num_running=3)
     assert cluster.place_at(1.0) == [("a", "warm")]
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize(("is_warm", "computed"), [(True, 4 * CHUNK_SIZE), (False, TOKENS)])
+def test_dispatch_charges_what_its_worker_has_not_cached(
+    is_warm: bool, computed: int, is_direct: bool
+) -> None:
+    pending = 0 if is_warm else 20_000
+    load = Load(1, num_running=1, pending_prefill_tokens=pending)
+    cluster = Warm(load, Load(1), weight_of=lambda tenant: 1.0)
+    state, session = cluster.leader_state, 7
+    known = dict(cached_tokens=36 * CHUNK_SIZE, session=session)
+    if is_direct:
+        message = pb.Waiting(request_id="t/a", prompt_tokens=TOKENS, chunks=CHAIN, **known)
+        placed = state.reserve(Waiting.from_proto("g", message), 0.0, lambda: 9)
+        assert placed is not None
+        state.confirm_reservation(placed, "g", 0.0)
+    else:
+        cluster.ask("t/a", **known)
+        [placed] = state.place(0.0, 0.0, 1, lambda: 9)
+    assert placed.worker_id == ("warm" if is_warm else "cold")
+    assert state._fair_share is not None
+    assert state._fair_share.counters(0).counter_of("t") == computed
+    assert state._attained_service.attained(session) == computed * CONFIG.prompt_token_weight
 
 
 def test_wait_for_a_prefix_ends_at_its_saving() -> None:

@@ -187,7 +187,7 @@ def test_policy_bypass_window_is_respected(
             queue_wait = queue.queue_wait(head, policy.name, moment, is_fair=False)
             later = [it for it, *_ in left if int(it.request_id) > int(head.request_id)]
             assert bypassed(queue_wait) == len(later)
-            queue.dispatch(head)
+            queue.dispatch(head, 0)
             gone = here.pop(head.request_id)
             left.append((gone, moment, [it for it in here.values() if it.arrived < gone.arrived]))
     for gone, moment, passed in left:
@@ -385,5 +385,5 @@ def _leave(queue: AdmissionQueue) -> int:
     head = queue.peek()
     assert head is not None
     queue_wait = queue.queue_wait(head, "fifo", 0.0, is_fair=False)
-    queue.dispatch(head)
+    queue.dispatch(head, 0)
     return bypassed(queue_wait)

@@ -105,5 +105,5 @@ def test_queue_wait_reports_requests_that_left_first() -> None:
     queue_wait = queue.queue_wait(head, "fifo", 10.0, is_fair=False)
     assert queue_wait.seconds == 8.0
     assert queue_wait.queue == pb.QueueBypass(found=2, earlier=2, before=["r0", "r1"], order="fifo")
-    queue.dispatch(head)
+    queue.dispatch(head, 0)
     assert not queue._queued
