@@ -165,7 +165,8 @@ def prefix_waits(explanation: pb.Explanation) -> Iterator[str]:
             yield (
                 f"cached prefix, attempt {attempt.number}: waited {wait.seconds:.3f} s{missed} for "
                 f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; computing "
-                f"them elsewhere would have cost this and other requests {wait.saved_s:.3f} s more"
+                f"them elsewhere would have taken {wait.compute_s:.3f} s, and with its cost for "
+                f"other requests, a wait of up to {wait.saved_s:.3f} s was worthwhile"
             )
 
 

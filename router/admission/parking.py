@@ -15,12 +15,14 @@ from router.admission.request import Waiting
 class Wait:
     """Decision that a request waits for a busy worker, at most until ``until``.
 
-    The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. Computing
-    them at the best other worker, and what that evicts, would take ``saved_s`` seconds longer.
+    The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. The best
+    other worker would compute those that it lacks in ``compute_s`` seconds. Together with what that
+    costs other requests, the wait saves ``saved_s`` seconds.
     """
 
     worker_id: str
     cached_tokens: int
+    compute_s: float
     saved_s: float
     until: float
 

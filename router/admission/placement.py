@@ -442,8 +442,14 @@ class Placement:
             # A wait that ended at once would begin again at once.
             if there_cost_s < best_cost_s and wait_s <= left_s and now + left_s > now:
                 best_cost_s = there_cost_s
-                best = Wait(worker_id, num_cached, saved_s, now + left_s)
+                compute_s = self._compute_s(choice, num_cached)
+                best = Wait(worker_id, num_cached, compute_s, saved_s, now + left_s)
         return best
+
+    def _compute_s(self, choice: Choice, num_tokens: int) -> float:
+        """Return the seconds in which the chosen worker computes what it lacks of a prefix."""
+        lacking = num_tokens - choice.cached_tokens
+        return self._workers[choice.worker_id].prefill_s(lacking, choice.cached_tokens) or 0.0
 
     def _longer_prefixes(self, choice: Choice) -> Iterator[tuple[int, str]]:
         """Yield workers that have more of a request cached than the chosen one, with the tokens."""

@@ -446,6 +446,7 @@ class LeaderState:
                 seconds += now - parked.since
             message.prefix.seconds = seconds
             message.prefix.tokens, message.prefix.saved_s = wait.cached_tokens, wait.saved_s
+            message.prefix.compute_s = wait.compute_s
         return message
 
     @property

@@ -1213,22 +1213,26 @@ class PrefixWait(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     SAVED_S_FIELD_NUMBER: builtins.int
+    COMPUTE_S_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     tokens: builtins.int
     """length of the prefix"""
     saved_s: builtins.float
-    """Estimated seconds that the worker with the prefix saves, once it has capacity: the other one
-    has to compute the prefix, which costs other requests time as well. Prefixes of sessions that
-    it evicts are computed again, and requests that come meanwhile are delayed.
+    """Limit of the wait: the estimated seconds that the worker with the prefix saves this and other
+    requests, once it has capacity. The other worker has to compute the prefix, prefixes of
+    sessions that it evicts are computed again, and requests that come meanwhile are delayed.
     """
+    compute_s: builtins.float
+    """estimated seconds in which the other worker would compute the prefix"""
     def __init__(
         self,
         *,
         seconds: builtins.float = ...,
         tokens: builtins.int = ...,
         saved_s: builtins.float = ...,
+        compute_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["saved_s", b"saved_s", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "saved_s", b"saved_s", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
 
 Global___PrefixWait: typing_extensions.TypeAlias = PrefixWait
 

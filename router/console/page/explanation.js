@@ -108,8 +108,9 @@ function prefixWait({ number, known_tokens: known, expected_cached_tokens: expec
   if (!wait) return [];
   const missed = expected < wait.tokens ? " in vain" : "";
   const text = `Cached prefix, attempt ${number}: waited ${seconds(wait.seconds)}${missed} for a worker with ` +
-    `${count(wait.tokens)} of ${count(known)} tokens cached; to compute them elsewhere would have taken ` +
-    `${seconds(wait.saved_s)} longer.`;
+    `${count(wait.tokens)} of ${count(known)} tokens cached; computing them elsewhere would have ` +
+    `taken ${seconds(wait.compute_s)}, and with its cost for other requests, a wait of up to ` +
+    `${seconds(wait.saved_s)} was worthwhile.`;
   return [el("p", {}, text)];
 }
 

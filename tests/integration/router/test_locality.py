@@ -111,6 +111,7 @@ async def test_request_waits_for_busy_worker_with_its_prefix() -> None:
         assert waited.cached_tokens > 15 * CHUNK_SIZE
         assert waited.prefix_wait.tokens > 15 * CHUNK_SIZE
         assert 0.0 < waited.prefix_wait.seconds <= waited.prefix_wait.saved_s + 0.1
+        assert waited.prefix_wait.compute_s > 0.0
         spans = (await client.explain("waited")).spans
         kinds = {span.kind for span in spans}
         assert pb.SPAN_KIND_PREFIX_WAIT in kinds

@@ -174,7 +174,7 @@ def test_queue_returns_parked_request_to_its_place(policy: Policy, is_fair: bool
     queue = AdmissionQueue(policy, 0.0, fair_share, is_fair=is_fair)
     for number in range(4):
         queue.push(waiting(f"r{number}", float(number))._replace(expires=100.0))
-    wait = Wait("w", 1, 1.0, 1.0)
+    wait = Wait("w", 1, 1.0, 1.0, 1.0)
     for _ in range(2):
         for request_id in ("r2", "r1"):
             queue.park(request_id, wait)

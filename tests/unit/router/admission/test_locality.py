@@ -61,6 +61,10 @@ class Warm(Cluster):
     def is_parked(self, request_id: str) -> bool:
         return self.leader_state._queue.is_parked(request_id)
 
+    def set_departures(self, warm_per_s: float, cold_per_s: float) -> None:
+        self.placement.workers["warm"].departures = departing(warm_per_s)
+        self.placement.workers["cold"].departures = departing(cold_per_s)
+
     def place_at(self, now: float) -> list[tuple[str, str]]:
         placed = self.leader_state.place(now, now, 100, lambda: next(self._numbers))
         return [(it.waiting.request_id, it.worker_id) for it in placed]
@@ -117,6 +121,20 @@ def test_dispatch_charges_what_its_worker_has_not_cached(
     assert state._fair_share is not None
     assert state._fair_share.counters(0).counter_of("t") == computed
     assert state._attained_service.attained(session) == computed * CONFIG.prompt_token_weight
+
+
+def test_dispatch_reports_wait_saving_and_computing_time() -> None:
+    cluster = Warm(Load(1, num_running=4), Load(1))
+    cluster.set_departures(1.0, 9.0)
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == []
+    cluster.report("warm", 3.0, num_running=3)
+    [placed] = cluster.leader_state.place(3.0, 3.0, 1, lambda: 9)
+    assert placed.queue_wait is not None
+    wait = placed.queue_wait.prefix
+    assert (wait.tokens, wait.seconds) == (36 * CHUNK_SIZE, 3.0)
+    assert wait.compute_s == pytest.approx(36 * CHUNK_SIZE / 1000)
+    assert wait.saved_s == pytest.approx(wait.compute_s - WARM_DELAY_S + TOKENS / 1000)
 
 
 def test_wait_for_a_prefix_ends_at_its_saving() -> None:
@@ -362,6 +380,44 @@ def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
     assert all(waited[name] <= saved_s + 2.0 for name, saved_s in savings.items())
     # The delay of others at most doubles what computing the prefix would take.
     assert max(savings.values(), default=0.0) <= 2 * TOKENS / 1000
+
+
+@given(
+    st.integers(4, 39),
+    st.floats(0.0, 30.0),
+    st.floats(0.1, 10.0),
+    st.sampled_from((0.01, 0.1, 9.0)),
+)
+def test_wait_costs_at_most_twice_the_clairvoyant(
+    num_chunks: int, busy_s: float, estimated_per_s: float, cold_per_s: float
+) -> None:
+    """Whatever the estimate was, and however long the warm worker remains busy."""
+
+    def cluster_of(num_running: int) -> Warm:
+        cluster = Warm(Load(1, num_running=num_running), Load(1))
+        cluster.placement.index.update("warm", CHAIN[:num_chunks], CHAIN[num_chunks:])
+        cluster.set_departures(estimated_per_s, cold_per_s)
+        return cluster
+
+    cluster, free = cluster_of(4), cluster_of(3).placement
+    cluster.ask("a")
+    waiting = cluster.leader_state._queue._queued["a"].waiting
+    costs_s = {}
+    for worker_id in ("warm", "cold"):
+        choice = free.take(worker_id, waiting)
+        assert choice is not None
+        costs_s[worker_id] = choice.cost_s
+    if cluster.place_at(0.0):
+        return
+    parked = cluster.leader_state._parking.get("a")
+    assert parked is not None
+    now = min(busy_s, parked.wait.until)
+    if busy_s < parked.wait.until:
+        cluster.report("warm", now, num_running=3)
+        cluster.set_departures(estimated_per_s, cold_per_s)
+    [(_, worker_id)] = cluster.place_at(now)
+    clairvoyant_s = min(costs_s["cold"], busy_s + costs_s["warm"])
+    assert now + costs_s[worker_id] <= 2.0 * clairvoyant_s + 1e-6
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
