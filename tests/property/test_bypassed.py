@@ -1,6 +1,6 @@
 """How often a request is overtaken, over all its stays in the queue: no more than router/README.md
 says under "How often a request is overtaken". Counted in random lives of a queue, in which requests
-are heard of late, come back from workers and are withdrawn."""
+are heard of late, wait for cached prefixes, come back from workers and are withdrawn."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.admission.parking import Wait
 from router.admission.policy import (
     EarliestDeadline,
     HighestResponseRatio,
@@ -81,13 +82,14 @@ DICE = st.builds(random.Random, st.integers(0, 2**32))
 @dataclass(frozen=True)
 class QueueWait:
     """Of one that left at this moment. ``owed`` were lower classes when it came, and ``before`` are
-    those that left since then; of those that it was overtaken by so many were of its class, of
-    higher and of lower ones."""
+    those that left since then while it was not parked; of those that it was overtaken by so many
+    were of its class, of higher and of lower ones. ``free`` left while it was parked."""
 
     waiting: Waiting
     moment: float
     owed: dict[int, float]
     before: list[Waiting]
+    free: list[Waiting]
     ordered: int
     higher: int
     lower: int
@@ -104,6 +106,10 @@ class Life:
         self._left: list[Waiting] = []
         #: by class, tokens
         self._owed: dict[int, float] = {}
+        #: by request that waits for a cached prefix: its place in ``_left``, and the moment
+        self._parked: dict[str, tuple[int, float]] = {}
+        #: by request, what left while it was parked before
+        self._free: dict[str, list[Waiting]] = defaultdict(list)
         #: by request that waits, how many had left when it came, and what was owed then
         self._here: dict[str, tuple[int, dict[int, float]]] = {}
         #: in the order in which they were heard of first
@@ -119,8 +125,9 @@ class Life:
             self.heard.append(waiting)
             self._come(waiting)
             self._go_on(moment)
+        self._unpark(moment + 3.0)
         while self._here:
-            self._leave(moment + 3.0)
+            assert self._leave(moment + 3.0), "one that is parked no more can leave"
 
     def _come(self, waiting: Waiting) -> None:
         self._queue.push(waiting)
@@ -128,18 +135,39 @@ class Life:
 
     def _go_on(self, moment: float) -> None:
         while self._here and self._dice.random() < 0.45:
-            self._leave(moment)
+            if self._dice.random() < 0.2:
+                self._park(moment)
+            else:
+                self._leave(moment)
+        if self._dice.random() < 0.3:
+            self._unpark(moment)
         if self._running and self._dice.random() < 0.3:
             self._come(self._running.pop(self._dice.randrange(len(self._running))))
         if self._here and self._dice.random() < 0.05:
             name = self._dice.choice(list(self._here))
             assert self._queue.withdraw(name, "g")
             del self._here[name]
+            self._parked.pop(name, None)
+            self._free.pop(name, None)
             self._forget()
 
-    def _leave(self, moment: float) -> None:
+    def _park(self, moment: float) -> None:
+        """As the leader does with a head that waits for a worker with its prefix."""
+        if (head := self._queue.peek(moment)) is not None:
+            self._queue.park(head.request_id, Wait("w", 1, 1.0, 1.0, 1.0))
+            self._parked[head.request_id] = len(self._left), moment
+
+    def _unpark(self, moment: float) -> None:
+        for name, (since, parked_at) in self._parked.items():
+            self._queue.unpark(name, moment - parked_at)
+            self._free[name] += self._left[since:]
+        self._parked.clear()
+
+    def _leave(self, moment: float) -> bool:
+        """Return whether one left; none does while all are parked."""
         head = self._queue.peek(moment)
-        assert head is not None
+        if head is None:
+            return False
         told = self._queue.queue_wait(head, "", moment, is_fair=False)
         counts = (told.queue.ordered, told.queue.higher, told.queue.lower)
         assert bypassed(told) == sum(counts)
@@ -147,17 +175,26 @@ class Life:
         self._queue.dispatch(head, 0)
         came, owed = self._here.pop(head.request_id)
         self.wait_stats[head.request_id].append(
-            QueueWait(head, moment, owed, self._left[came:], *counts)
+            QueueWait(head, moment, owed, *self._before(head, came), *counts)
         )
         self._left.append(head)
         self._running.append(self._after(head))
         self._forget()
+        return True
+
+    def _before(self, head: Waiting, came: int) -> tuple[list[Waiting], list[Waiting]]:
+        """Of those that left since ``came``: while it was in the order, and while it was parked."""
+        free = self._free.pop(head.request_id, [])
+        names = {id(it) for it in free}
+        return [it for it in self._left[came:] if id(it) not in names], free
 
     def _owe(self, head: Waiting) -> None:
         """It leaves: others are owed their part of its work, and who is below others has had it."""
         highest, *_ = numbers = self._queue.numbers
         if head.priority < highest:
-            self._owed[head.priority] -= head.work_tokens
+            # What leaves while higher classes are parked needs no credit.
+            owed = self._owed.get(head.priority, 0.0)
+            self._owed[head.priority] = max(0.0, owed - head.work_tokens)
         for priority in numbers:
             if priority < head.priority:
                 part = self._floor * head.work_tokens
@@ -187,14 +224,17 @@ def life_of(policy: Policy, floor: float, arrivals: list[Arrival], dice: random.
 def test_bypassed_counts_same_class_requests_that_may_pass(
     arrivals: list[Arrival], dice: random.Random, policy: Policy
 ) -> None:
-    """Each of them once, however often either of the two comes back."""
+    """Each of them once, however often either of the two comes back. One that is parked is passed
+    by any."""
     life = life_of(policy, 0.1, arrivals, dice)
     for number, waiting in enumerate(life.heard):
         wait_stats, later = life.wait_stats[waiting.request_id], life.heard[number + 1 :]
         same = [it for it in later if it.priority == waiting.priority]
-        passed = [it for it in same if any(it in queue_wait.before for queue_wait in wait_stats)]
+        free = [it for it in same if any(it in queue_wait.free for queue_wait in wait_stats)]
+        before = [it for it in same if any(it in queue_wait.before for queue_wait in wait_stats)]
+        passed = [*free, *(it for it in before if it not in free)]
         assert sum(queue_wait.ordered for queue_wait in wait_stats) <= len(passed)
-        for other in passed:
+        for other in before:
             assert any(_may_pass(policy, other, queue_wait) for queue_wait in wait_stats)
 
 
@@ -253,7 +293,8 @@ def test_bypassed_counts_lower_classes_within_their_floor(
             owed = queue_wait.owed.get(priority, 0.0)
             assert owed <= (1 + floor) ** (CLASSES[-1] - priority) * LONGEST
             tokens = [it.work_tokens for it in queue_wait.before if it.priority == priority]
-            above = sum(it.work_tokens for it in queue_wait.before if it.priority > priority)
+            left = queue_wait.before + queue_wait.free
+            above = sum(it.work_tokens for it in left if it.priority > priority)
             assert sum(tokens) <= owed + floor * above + 1e-6
-            lower += len(tokens)
+            lower += len(tokens) + sum(it.priority == priority for it in queue_wait.free)
         assert queue_wait.lower <= lower
