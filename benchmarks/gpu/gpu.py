@@ -1,27 +1,39 @@
-"""The engine on one GPU, held against what the GPU can do and against transformers.
+"""Benchmark of the engine on one GPU against the limits of the GPU and against transformers.
 
     PYTHONPATH=.:proto python benchmarks/gpu/gpu.py [--seconds 580] [--out build/bench/gpu.json]
 
-It takes torch, Triton, transformers, numpy, grpcio and protobuf, and nothing else of what Everlift
-depends on. Random weights, bf16, in the shape of Llama-3.1-8B and, where launching takes longer
-than computing, of Llama-3.2-1B. Each part is a process of its own (gpu_parts.py): the ceilings (a
-large copy, a large product); decoding at batches of 1, 8, 64 and 256 behind 1,024 tokens, prompts
-of 1,024 and 8,192, and 192 requests at once with 161 prompt and 338 output tokens in the mean; the
-same requests by transformers' continuous batching; the part of a step's time in which the GPU
-computes nothing; the small shape; the kernels beside torch's own (gpu_kernels.py); and, last since
-it takes longest, 64 of the requests as one static batch.
+It needs torch, Triton, transformers, numpy, grpcio and protobuf, but no other dependency of
+Everlift. Models have random bf16 weights, in the shape of Llama-3.1-8B and in that of Llama-3.2-1B,
+whose kernels take less time than their launch. Each part runs in a process of its own
+(gpu_parts.py):
 
-``ratios``: decode_b* is the time that a step takes at least, by the ceilings of the same run
-(gpu_shapes.py), over what it took; prefill_mfu its products over those of the large one, for the
-longest prompt (and prefill_mfu_* for each); "bandwidth, *" what a kernel must read and write in the
-time it took, over the copy's; idle_share the largest of all batches, while it is watched, and
-idle_share_unwatched by what the GPU did then of what a step takes else; tok_s_vs_hf_* compare
-output tokens a second.
+    ceilings                 bandwidth of a large copy, FLOP/s of a large matrix product
+    engine                   decoding with batches of 1, 8, 64 and 256 after a context of 1,024
+                             tokens; prompts of 1,024 and 8,192 tokens; 192 requests at once, with
+                             means of 161 prompt and 338 output tokens
+    transformers_continuous  the same requests by transformers' continuous batching
+    idle                     share of a step's time in which the GPU is idle
+    small_engine             the part engine with the small shape
+    kernels                  the kernels beside those of torch (gpu_kernels.py)
+    transformers_static      64 of the requests as one static batch; it comes last because it takes
+                             longest
 
-A part has only so long, and what was found is written after each: one that fails or hangs costs no
-other's figures, nor those that it had itself by then. ``failed`` says why something is missing.
-Without a GPU all of it runs in small, on a tiny model, to see that it does; the figures mean
-nothing then.
+``ratios``:
+
+    decode_b*                lower bound of a step's time by the ceilings of the same run
+                             (gpu_shapes.py), divided by the measured time
+    prefill_mfu_*            FLOP/s of a prompt divided by those of the ceiling; prefill_mfu is that
+                             of the longest prompt
+    "bandwidth, *"           bytes that a kernel must read and write per second of its time, divided
+                             by the bandwidth of the copy
+    idle_share               largest idle share of all batches, while the profiler runs
+    idle_share_unwatched     idle share without the profiler: busy time from the profiler, step time
+                             from the part engine
+    tok_s_vs_hf_*            output tokens per second, divided by those of transformers
+
+Each part has a time limit, and results are written after each part. A part that fails or hangs
+keeps the figures that it had already measured. ``failed`` has the cause. Without a GPU all parts
+run with a tiny model, only to test the benchmark; the figures then have no meaning.
 """
 
 from __future__ import annotations
@@ -42,14 +54,17 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import report
-from benchmarks.gpu.gpu_kernels import shares
+from benchmarks.gpu.gpu_kernels import bandwidth_shares
 from benchmarks.gpu.gpu_shapes import SHAPES, Ceiling, Shape
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 class Part(NamedTuple):
-    """``name`` is a key of the report, ``function`` one of gpu_parts.PARTS, which has so long."""
+    """Part of the benchmark: its key in the report, its function in gpu_parts.PARTS, its shape.
+
+    ``limit_s`` is its time limit in seconds.
+    """
 
     name: str
     function: str
@@ -58,7 +73,7 @@ class Part(NamedTuple):
 
 
 def parts(shape: str, small: str) -> list[Part]:
-    """What the ratios need comes first."""
+    """Return the parts in the order in which they run; those that most ratios need come first."""
     return [
         Part("ceilings", "ceilings", shape, 60),
         Part("engine", "engine", shape, 200),
@@ -71,8 +86,8 @@ def parts(shape: str, small: str) -> list[Part]:
 
 
 @dataclass
-class Found:
-    """By a part's name, what it found, how long it took, and why that is not all."""
+class Results:
+    """Results by part: figures, seconds taken and, if the part failed, the cause."""
 
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
@@ -83,7 +98,7 @@ def main() -> None:
     options = _options()
     shape, small = ("llama-8b", "llama-1b") if torch.cuda.is_available() else ("tiny", "tiny")
     until = time.monotonic() + options.seconds
-    for found in run(parts(shape, small), until):
+    for found in run_parts(parts(shape, small), until):
         report.write(
             options.out,
             packages=PACKAGES,
@@ -100,40 +115,46 @@ def main() -> None:
         )
 
 
-def run(planned: Sequence[Part], until: float) -> Iterator[Found]:
-    """After each part, all that was found so far."""
-    found = Found()
+def run_parts(planned: Sequence[Part], until: float) -> Iterator[Results]:
+    """Run the parts one after the other; after each, yield the results so far.
+
+    No part runs longer than its limit or beyond ``until``, in seconds of time.monotonic().
+    """
+    found = Results()
     for part in planned:
         began = time.monotonic()
-        said, cause = _run(part, min(part.limit_s, until - began))
+        output, cause = _run_part(part, min(part.limit_s, until - began))
         if cause:
             found.failed[part.name] = cause
-        if (raw := _last_found(said)) is not None:
+        if (raw := _last_json_object(output)) is not None:
             found.raw[part.name] = raw
         found.took_s[part.name] = round(time.monotonic() - began, 1)
         yield found
 
 
-def _run(part: Part, limit_s: float) -> tuple[str, str]:
-    """What it wrote, and why it failed, if it did."""
+def _run_part(part: Part, limit_s: float) -> tuple[str, str]:
+    """Run the part in a new process; return its stdout and the cause if it failed, else ""."""
     if limit_s <= 0:
         return "", "no time was left"
     command = [sys.executable, "-m", "benchmarks.gpu.gpu_parts", part.function, part.shape]
-    # Files, and no pipes, which a process of the part's may hold open when the part is killed.
+    # Files instead of pipes: a child of a killed part could keep a pipe open.
     with TemporaryFile("w+", errors="replace") as out, TemporaryFile("w+", errors="replace") as err:
         try:
             status = subprocess.run(command, stdout=out, stderr=err, timeout=limit_s).returncode
-            cause = f"it ended with {status}" if status else ""
+            cause = f"exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            cause = f"its {part.limit_s:.0f} s, or all time, were over"
+            cause = f"time limit of {limit_s:.0f} s exceeded"
         for file in (out, err):
             file.seek(0)
         return out.read(), cause and f"{cause}\n{err.read()[-2000:]}"
 
 
-def _last_found(said: str) -> dict[str, Any] | None:
-    """Of the last line that is whole, and no library's."""
-    for line in reversed(said.splitlines()):
+def _last_json_object(output: str) -> dict[str, Any] | None:
+    """Return the last line of ``output`` that is a JSON object; None if there is none.
+
+    Lines that a library printed, or that a killed part did not finish, are ignored.
+    """
+    for line in reversed(output.splitlines()):
         with suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
                 return found
@@ -141,7 +162,7 @@ def _last_found(said: str) -> dict[str, Any] | None:
 
 
 def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, float]:
-    """Of what was found."""
+    """Return the ratios that the results in ``raw``, by part, suffice for."""
     found: dict[str, float] = {}
     if "idle" in raw:
         found["idle_share"] = max(batch["idle"] for batch in raw["idle"].values())
@@ -161,21 +182,25 @@ def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, floa
         return found
     ceiling = Ceiling(**raw["ceilings"])
     if "engine" in raw:
-        found |= {f"decode_b{b}": r for b, r in _decode(raw["engine"], shape, ceiling).items()}
+        found |= {
+            f"decode_b{b}": r for b, r in _decode_shares(raw["engine"], shape, ceiling).items()
+        }
         for length, prefill_s in raw["engine"]["prefill_s"].items():
             mfu = shape.prefill_flops(int(length)) / prefill_s / ceiling.flops
             found |= {f"prefill_mfu_{length}": mfu, "prefill_mfu": mfu}
     if "kernels" in raw:
-        found |= shares(raw["kernels"], ceiling.bandwidth)
+        found |= bandwidth_shares(raw["kernels"], ceiling.bandwidth)
     if "small_engine" in raw:
-        by_batch = _decode(raw["small_engine"], small, ceiling)
+        by_batch = _decode_shares(raw["small_engine"], small, ceiling)
         found |= {f"small_decode_b{b}": r for b, r in by_batch.items()}
     return found
 
 
-def _decode(engine: Mapping[str, Any], shape: Shape, ceiling: Ceiling) -> dict[str, float]:
-    """By batch, the share of the bound. Sequences are a little longer than the context by then,
-    which the bound leaves out."""
+def _decode_shares(engine: Mapping[str, Any], shape: Shape, ceiling: Ceiling) -> dict[str, float]:
+    """Return the lower bound of a step's time divided by the measured time, by batch size.
+
+    The bound counts only the initial context, not the few tokens decoded since.
+    """
     return {
         batch: shape.decode_bound_s(int(batch), engine["context"], ceiling) / step_s
         for batch, step_s in engine["decode_s"].items()
@@ -184,7 +209,7 @@ def _decode(engine: Mapping[str, Any], shape: Shape, ceiling: Ceiling) -> dict[s
 
 def _device() -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"name": "CPU, in small"}
+        return {"name": "CPU, tiny model"}
     facts = torch.cuda.get_device_properties(0)
     return {
         "name": facts.name,
@@ -196,7 +221,7 @@ def _device() -> dict[str, Any]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The engine on one GPU.")
-    parser.add_argument("--seconds", type=float, default=580.0)
+    parser.add_argument("--seconds", type=float, default=580.0, help="time limit of all parts")
     parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.json"))
     return parser.parse_args()
 

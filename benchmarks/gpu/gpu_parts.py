@@ -1,6 +1,8 @@
-"""The parts of bench-gpu, each in a process of its own: ``python -m benchmarks.gpu.gpu_parts PART
-SHAPE`` writes lines of JSON, each with all that it has found so far: the last that is whole counts,
-whatever becomes of the part."""
+"""Parts of bench-gpu, each of which runs in a process of its own.
+
+``python -m benchmarks.gpu.gpu_parts PART SHAPE`` writes lines of JSON. Each line has all figures
+that the part has measured so far, so the last complete line counts, even if the part fails later.
+"""
 
 from __future__ import annotations
 
@@ -42,28 +44,28 @@ from worker.kernels.trial import why_no_kernels
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
 
-_WATCHED, _WATCHED_DEVICE = (
+_ACTIVITY, _ACTIVITY_DEVICE = (
     (ProfilerActivity.CPU, DeviceType.CPU) if IS_SMALL else (ProfilerActivity.CUDA, DeviceType.CUDA)
 )
 STEPS = 5 if IS_SMALL else 64
 WARM_UP_STEPS, PROFILED_STEPS = 4, 16
-#: Beyond its context, what a sequence decodes.
+#: Output tokens of a decoding sequence: more than all steps that it takes part in.
 DECODED = 2 * (STEPS + PROFILED_STEPS)
 BATCHED_TOKENS = 64 if IS_SMALL else 8192
 NUM_REQUESTS = 6 if IS_SMALL else 192
 STATIC_BATCH = 2 if IS_SMALL else 64
-#: Means of a request's tokens, as ShareGPT has them, and the most that one has of either.
+#: Mean prompt and output tokens of a request, as in ShareGPT, and the largest number of either.
 MEAN_PROMPT, MEAN_OUTPUT, MOST = (8, 6, 60) if IS_SMALL else (161, 338, 1024)
-#: Of a request that does not count.
-FEW_TOKENS = 8
+#: Output tokens of a request of the warm-up.
+WARM_UP_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0).to_proto()
 
-#: What a part has found, each time that it has found more.
-Found = Iterator[dict[str, Any]]
+#: All figures of a part so far, yielded after each new one.
+Results = Iterator[dict[str, Any]]
 
 
-def ceilings(_: Shape) -> Found:
-    """A large copy, and a large product of random numbers."""
+def ceilings(_: Shape) -> Results:
+    """Measure the bandwidth (bytes/s) of a large copy, and the FLOP/s of a large matrix product."""
     size = 256 if IS_SMALL else 8192
     source = torch.empty(size * size * 32, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -77,8 +79,8 @@ def ceilings(_: Shape) -> Found:
 # the engine
 
 
-def engine(shape: Shape) -> Found:
-    """Decoding, prefill and the mix of requests."""
+def engine(shape: Shape) -> Results:
+    """Measure decoding steps, prefill and the mix of requests."""
     with Bench(shape) as bench:
         decode_s: dict[str, float] = {}
         prefill_s: dict[str, float] = {}
@@ -97,8 +99,11 @@ def engine(shape: Shape) -> Found:
         yield found | {"mix_tok_s": bench.mix()}
 
 
-def idle(shape: Shape) -> Found:
-    """A part of its own: nothing is timed once the profiler was there."""
+def idle(shape: Shape) -> Results:
+    """Measure the idle share of decoding steps, by batch size.
+
+    This is a part of its own, because the profiler may slow down later measurements in a process.
+    """
     with Bench(shape) as bench:
         found: dict[str, Any] = {}
         for batch in BATCHES:
@@ -107,7 +112,10 @@ def idle(shape: Shape) -> Found:
 
 
 class Bench:
-    """One engine with pseudo-random weights, as a worker builds it."""
+    """Engine with pseudo-random weights, built as a worker builds it.
+
+    On a GPU, raises AssertionError without compiled kernels or CUDA graphs.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -128,7 +136,7 @@ class Bench:
         )
         self._runner = build_runner(config, Group.single())
         if not IS_SMALL:
-            # Else torch would be measured in their place.
+            # Otherwise torch would be measured instead of the kernels.
             assert (cause := why_no_kernels(DEVICE)) == "", cause
             assert self._runner._graphs is not None, "decoding is not captured"
         self._limits = Limits.of(config, self._runner)
@@ -143,12 +151,12 @@ class Bench:
 
     @property
     def attention(self) -> str:
-        """What attends, to prompts too."""
+        """Name of the attention backend, with the one for prompts."""
         return self._runner._attention.name
 
     def decode(self, batch: int) -> float:
-        """Seconds of a step in which ``batch`` sequences decode."""
-        epochs = self._decoding(batch)
+        """Return the mean seconds of a step in which ``batch`` sequences decode."""
+        epochs = self._start_decoding(batch)
         before = self._num_tokens
         step_s = self._timed_steps(STEPS)
         assert self._num_tokens - before == STEPS * batch, "not all have decoded"
@@ -156,28 +164,31 @@ class Bench:
         return step_s
 
     def idle(self, batch: int) -> dict[str, float]:
-        """``idle`` is the part of the time, from the first to the last that the GPU does in some
-        steps, in which it does nothing; ``busy_s`` what it does in a step. To be watched takes the
-        host time, so it idles a little more than it would."""
-        epochs = self._decoding(batch)
-        with torch.profiler.profile(activities=[_WATCHED], acc_events=True) as profile:
+        """Profile some decoding steps of ``batch`` sequences.
+
+        Return ``idle``, the share of the time from the first to the last GPU activity in which the
+        GPU is idle, and ``busy_s``, the busy seconds per step. The profiler takes time on the host,
+        so the idle share is a little larger than without it.
+        """
+        epochs = self._start_decoding(batch)
+        with torch.profiler.profile(activities=[_ACTIVITY], acc_events=True) as profile:
             self._timed_steps(PROFILED_STEPS)
         self._abort(epochs)
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in profile.events()
-            # Beside what the GPU did, what the host asked of it is told, and how long it waited.
-            if event.device_type == _WATCHED_DEVICE
+            # The profile also has events of the host: launches and waits.
+            if event.device_type == _ACTIVITY_DEVICE
         )
         assert spans, "the profiler saw nothing"
-        busy, passed = covered(spans), max(end for _, end in spans) - spans[0][0]
+        busy, passed = covered_length(spans), max(end for _, end in spans) - spans[0][0]
         return {"idle": 1 - busy / passed, "busy_s": busy / 1e6 / PROFILED_STEPS}
 
-    def _decoding(self, batch: int) -> list[int]:
-        """The epochs of so many, whose prompts are computed."""
+    def _start_decoding(self, batch: int) -> list[int]:
+        """Start ``batch`` sequences and compute their prompts; return their epochs."""
         epochs = [self._add(CONTEXT, DECODED) for _ in range(batch)]
         while self._engine.load().pending_prefill_tokens:
-            self._take(self._engine.step())
+            self._record(self._engine.step())
         self._timed_steps(WARM_UP_STEPS)
         return epochs
 
@@ -186,20 +197,21 @@ class Bench:
             self._engine.abort(Abort(epoch))
 
     def _timed_steps(self, steps: int) -> float:
+        """Return the mean seconds of a step."""
         began = time.perf_counter()
         for _ in range(steps):
-            self._take(self._engine.step())
-        self._take(self._engine.commit_in_flight())
+            self._record(self._engine.step())
+        self._record(self._engine.commit_in_flight())
         return (time.perf_counter() - began) / steps
 
-    def _take(self, outcomes: Iterable[Outcome]) -> None:
-        """Who fails takes no time any more: nobody may."""
+    def _record(self, outcomes: Iterable[Outcome]) -> None:
+        """Count the output tokens. Raises AssertionError if a sequence failed."""
         for outcome in outcomes:
             assert outcome.error is None, outcome.error
             self._num_tokens += len(outcome.tokens)
 
     def prefill(self, length: int) -> float:
-        """Seconds to a prompt's first token."""
+        """Return the median seconds from a prompt of ``length`` tokens to its first token."""
         times = []
         for _ in range(ROUNDS):
             self._add(length, 1)
@@ -209,7 +221,7 @@ class Bench:
         return statistics.median(times)
 
     def mix(self) -> float:
-        """Output tokens a second of requests that are all there at once."""
+        """Return the output tokens per second of the mix, whose requests all come at once."""
         requests = mix(self._shape)
         for each in requests:
             self._add(len(each.prompt), each.max_tokens)
@@ -221,7 +233,7 @@ class Bench:
 
     def _run(self) -> None:
         while self._engine.has_work:
-            self._take(self._engine.step())
+            self._record(self._engine.step())
 
     def _add(self, length: int, max_tokens: int) -> int:
         self._epoch += 1
@@ -233,8 +245,8 @@ class Bench:
         return self._epoch
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of a line ``spans``, by where they begin, cover."""
+def covered_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of ``spans``, which are sorted by their begin."""
     length, reached = 0.0, float("-inf")
     for begin, end in spans:
         length += max(0.0, end - max(begin, reached))
@@ -243,6 +255,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def mix(shape: Shape) -> list[Request]:
+    """Return NUM_REQUESTS requests with random prompts, the same in each call."""
     rng = Random(161338)
     prompts, outputs = lengths(rng, MEAN_PROMPT), lengths(rng, MEAN_OUTPUT)
     return [
@@ -252,8 +265,11 @@ def mix(shape: Shape) -> list[Request]:
 
 
 def lengths(rng: Random, mean: float) -> list[int]:
-    """Of NUM_REQUESTS, with a long tail: log-normal, a standard deviation of 0.9 in the logarithm.
-    What is cut off behind MOST the others have more, so that the mean is right."""
+    """Return NUM_REQUESTS log-normal lengths between 1 and MOST, with mean ``mean``.
+
+    The logarithm has a standard deviation of 0.9. Lengths are scaled until the mean is right after
+    the cut at MOST.
+    """
     drawn, scale = [rng.lognormvariate(0.0, 0.9) for _ in range(NUM_REQUESTS)], mean
     for _ in range(20):
         cut = [min(MOST, max(1, round(scale * each))) for each in drawn]
@@ -264,7 +280,8 @@ def lengths(rng: Random, mean: float) -> list[int]:
 # transformers
 
 
-def transformers_continuous(shape: Shape) -> Found:
+def transformers_continuous(shape: Shape) -> Results:
+    """Measure the mix by transformers' continuous batching."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     from benchmarks.engine_transformers import Continuous
@@ -272,16 +289,16 @@ def transformers_continuous(shape: Shape) -> Found:
     requests, longest = mix(shape), max(each.max_tokens for each in mix(shape))
     system = Continuous(random_transformer(shape), longest, ContinuousBatchingConfig())
     try:
-        # What it chose, by what is installed.
+        # transformers chooses these by what is installed.
         chosen = {"attention": system.attention, "graphs": system.graphs}
         yield {"tok_s": rate(system.generate, requests), **chosen}
     finally:
-        # Its thread would keep the process, and what failed would not be told.
+        # Its thread would keep the process alive, and an error would look like a timeout.
         system.close()
 
 
-def transformers_static(shape: Shape) -> Found:
-    """One batch: each takes as long as its longest request."""
+def transformers_static(shape: Shape) -> Results:
+    """Measure STATIC_BATCH requests of the mix as one static batch."""
     from benchmarks.engine_transformers import Static
 
     system = Static(random_transformer(shape), STATIC_BATCH, "arrival")
@@ -294,14 +311,14 @@ def random_transformer(shape: Shape) -> Any:
     config = AutoConfig.for_model(**shape.config)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
-    # Nothing ends before its length.
+    # No request ends before its length.
     model.generation_config.eos_token_id = None
     return model
 
 
 def rate(generate: Callable[[list[Request]], list[list[int]]], requests: list[Request]) -> float:
-    """Output tokens a second, after a few short requests that do not count."""
-    generate([Request(each.prompt, FEW_TOKENS) for each in requests[:2]])
+    """Return the output tokens per second of ``generate``, after a warm-up."""
+    generate([Request(each.prompt, WARM_UP_TOKENS) for each in requests[:2]])
     began = time.perf_counter()
     outputs = generate(requests)
     passed_s = time.perf_counter() - began
@@ -309,7 +326,7 @@ def rate(generate: Callable[[list[Request]], list[list[int]]], requests: list[Re
     return sum(map(len, outputs)) / passed_s
 
 
-PARTS: dict[str, Callable[[Shape], Found]] = {
+PARTS: dict[str, Callable[[Shape], Results]] = {
     part.__name__: part
     for part in (ceilings, engine, idle, transformers_continuous, transformers_static, kernels)
 }

@@ -1,20 +1,23 @@
-"""The whole product on a GPU without Ray: does each disturbance leave every text as it was?
+"""Test of the whole product on a GPU without Ray: outputs must not change under disturbances.
 
     python benchmarks/gpu/gpu_product.py [--model DIR] [--requests 24] [--tokens 160] [--out FILE]
 
-What `everlift up --no-ray` starts, a router, the embedded ledger and one worker, serves greedy
-requests in fp32 and in bf16: one after the other, undisturbed; then all of them under load, coming
-at random; the same while the worker's process is killed in the middle, and started again, up to
-TRIES times if nobody was there to be moved; and, all at once, from a KV cache in which they do not
-fit, so that some are preempted. Each token must be the undisturbed one's.
+A router, the embedded ledger and one worker, as `everlift up --no-ray` starts them, serve greedy
+requests in fp32 and in bf16. Each dtype has four phases:
 
-Products of other sizes round otherwise, so that in bf16 one of two tokens that are nearly as
-probable may win now and the other then: a text that departs where the undisturbed run had both
-within NEAR is a near tie, and counts as one. What remains is ``different``, and the exit status
-is 1. Nothing of this is measured at fixed times: a disturbance comes when a third of the tokens are
-there. What breaks off a type's phases costs the others nothing, and is among the faults.
+    undisturbed   one request after the other
+    load          Poisson arrivals
+    killed        Poisson arrivals; the worker's process is killed, and restarted, when a third of
+                  the tokens have come; up to TRIES times, until a request was migrated
+    short         all requests at once, with too small a KV cache, so that some are preempted
 
-Without a GPU it runs on the CPU, and shows that it runs.
+Each token must be that of the undisturbed phase. Matrix products of different sizes round
+differently, so in bf16 either of two almost equally probable tokens may be chosen. If the first
+different token is one whose log probability in the undisturbed phase was within NEAR_TIE of the
+best one's, the output counts as ``near_tie``. Any other difference is ``different``, and the exit
+status is 1. If a phase raises an error, that is a fault, too; the other dtype still runs.
+
+Without a GPU everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -44,18 +47,18 @@ from everlift.sampling import TokenLogprobs
 
 PACKAGES = ("torch", "triton", "transformers", "grpcio")
 DTYPES = ("float32", "bfloat16")
-#: Between the log probabilities of two tokens, in bf16.
-NEAR = 0.1
-#: A request, on the average: a second's worth of steps of a small model on any GPU.
+#: Largest difference between the log probabilities of tokens of a near tie, in bf16.
+NEAR_TIE = 0.1
+#: Mean seconds between two arrivals.
 INTERVAL_S = 0.02
-#: What a fast device makes may all be there before a client has seen a third of it.
+#: A fast device may end all requests before the client has received a third of the tokens.
 TRIES = 3
 TIMEOUT_S = 240.0
 
 
 @dataclass
-class Text:
-    """What came of one request."""
+class Output:
+    """Output of one request, and how often the request was migrated and preempted."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -65,14 +68,16 @@ class Text:
 
 @dataclass
 class Phase:
-    """``texts`` by request."""
+    """Outputs of a phase, in the order of the requests, and its duration in seconds."""
 
-    texts: list[Text]
+    texts: list[Output]
     seconds: float
 
     def compared(self, with_: Phase, near: float) -> dict[str, Any]:
+        """Return how many outputs are the same, near ties and different, and figures."""
         kinds = [
-            compare(text, right, near) for text, right in zip(self.texts, with_.texts, strict=True)
+            compare(text, reference, near)
+            for text, reference in zip(self.texts, with_.texts, strict=True)
         ]
         return {
             **{kind: kinds.count(kind) for kind in ("same", "near_tie", "different")},
@@ -82,58 +87,62 @@ class Phase:
         }
 
 
-def compare(text: Text, right: Text, near: float) -> str:
-    """ "same", "near_tie" or "different"."""
-    if text.tokens == right.tokens:
+def compare(text: Output, reference: Output, near: float) -> str:
+    """Return how ``text`` relates to the ``reference``: "same", "near_tie" or "different"."""
+    if text.tokens == reference.tokens:
         return "same"
-    pairs = zip(text.tokens, right.tokens, strict=False)
+    pairs = zip(text.tokens, reference.tokens, strict=False)
     first = next((i for i, (token, other) in enumerate(pairs) if token != other), None)
     if first is None:
         return "different"
-    best, *others = right.logprobs[first].top
+    best, *others = reference.logprobs[first].top
     close = [token for token, logprob in others if best[1] - logprob <= near]
     return "near_tie" if text.tokens[first] in close else "different"
 
 
 class Load:
-    """The requests, and how many of their tokens have come in this phase."""
+    """Requests of a phase, and the number of output tokens that have come."""
 
     def __init__(self, prompts: Sequence[str], max_tokens: int) -> None:
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._is_far = asyncio.Event()
+        self._third_received = asyncio.Event()
 
     async def one_by_one(self, client: AsyncClient) -> Phase:
         began = time.monotonic()
-        texts = [await self._ask(client, prompt) for prompt in self._prompts]
+        texts = [await self._generate(client, prompt) for prompt in self._prompts]
         return Phase(texts, time.monotonic() - began)
 
     async def at_once(self, client: AsyncClient) -> Phase:
         began = time.monotonic()
-        texts = await asyncio.gather(*(self._ask(client, prompt) for prompt in self._prompts))
+        texts = await asyncio.gather(*(self._generate(client, prompt) for prompt in self._prompts))
         return Phase(texts, time.monotonic() - began)
 
     async def at_random(
         self, client: AsyncClient, disturb: Callable[[], None] | None = None
     ) -> Phase:
+        """Send the requests with Poisson arrivals.
+
+        Call ``disturb`` once a third of the output tokens have come.
+        """
         self._num_tokens, began, rng = 0, time.monotonic(), Random(3)
-        self._is_far.clear()
+        self._third_received.clear()
         async with asyncio.TaskGroup() as group:
             if disturb is not None:
-                group.create_task(self._when_far(disturb))
+                group.create_task(self._disturb_at_third(disturb))
             asked = []
             for prompt in self._prompts:
-                asked.append(group.create_task(self._ask(client, prompt)))
+                asked.append(group.create_task(self._generate(client, prompt)))
                 await asyncio.sleep(rng.expovariate(1 / INTERVAL_S))
         return Phase([task.result() for task in asked], time.monotonic() - began)
 
-    async def _when_far(self, disturb: Callable[[], None]) -> None:
-        await self._is_far.wait()
+    async def _disturb_at_third(self, disturb: Callable[[], None]) -> None:
+        await self._third_received.wait()
         disturb()
 
-    async def _ask(self, client: AsyncClient, prompt: str) -> Text:
-        text = Text()
+    async def _generate(self, client: AsyncClient, prompt: str) -> Output:
+        text = Output()
         stream = client.generate(
             prompt,
             temperature=0.0,
@@ -154,7 +163,7 @@ class Load:
     def _count(self, tokens: int) -> None:
         self._num_tokens += tokens
         if 3 * self._num_tokens > len(self._prompts) * self._max_tokens:
-            self._is_far.set()
+            self._third_received.set()
 
 
 @asynccontextmanager
@@ -178,7 +187,10 @@ async def serving(
 
 
 async def phases(options: argparse.Namespace, dtype: str) -> AsyncIterator[tuple[str, Phase]]:
-    """First the undisturbed one."""
+    """Run the four phases with one dtype and yield their names and results, undisturbed first.
+
+    The fourth phase has KV blocks for only two of the longest requests.
+    """
     load_ = Load(prompts(options.requests), options.tokens)
     longest = max(map(len, prompts(options.requests))) + options.tokens
     plenty, few = (n * -(-longest // BLOCK_SIZE) + 2 for n in (options.requests, 2))
@@ -195,60 +207,61 @@ async def phases(options: argparse.Namespace, dtype: str) -> AsyncIterator[tuple
 
 
 def kill(cluster: ProcessCluster) -> None:
+    """Kill the processes of the only worker."""
     for pid in cluster.workers[0].pids:
         os.kill(pid, signal.SIGKILL)
 
 
 def prompts(count: int) -> list[str]:
-    """What the demo model was trained to go on with, and no two alike."""
+    """Return ``count`` different prompts of a kind that the demo model was trained on."""
     return [f"count from {n} to {n + 90}:" for n in range(3, 3 + 7 * count, 7)]
 
 
 @dataclass
-class Found:
-    """By dtype, what became of each phase, and why some are missing."""
+class Results:
+    """Figures by dtype and phase, and by dtype the error that ended its phases early."""
 
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
-async def found(options: argparse.Namespace) -> Found:
-    all_ = Found()
+async def run_all(options: argparse.Namespace) -> Results:
+    results = Results()
     for dtype in DTYPES:
-        all_.raw[dtype] = {}
+        results.raw[dtype] = {}
         try:
-            await _find(options, dtype, all_.raw[dtype])
+            await _run_dtype(options, dtype, results.raw[dtype])
         except Exception as error:
-            all_.failed[dtype] = repr(error)
-    return all_
+            results.failed[dtype] = repr(error)
+    return results
 
 
-async def _find(options: argparse.Namespace, dtype: str, by_phase: dict[str, Any]) -> None:
-    near, undisturbed = NEAR if dtype == "bfloat16" else 0.0, None
+async def _run_dtype(options: argparse.Namespace, dtype: str, by_phase: dict[str, Any]) -> None:
+    near, undisturbed = NEAR_TIE if dtype == "bfloat16" else 0.0, None
     async for name, phase in phases(options, dtype):
         undisturbed = undisturbed or phase
         by_phase[name] = phase.compared(undisturbed, near)
         print(dtype, name, by_phase[name], flush=True)
 
 
-def faults(found: Found) -> Iterator[str]:
-    """What is not as it has to be: also a disturbance that disturbed nobody."""
-    for dtype, cause in found.failed.items():
+def faults(results: Results) -> Iterator[str]:
+    """Yield each fault: an error, a different output, or a disturbance without effect."""
+    for dtype, cause in results.failed.items():
         yield f"{dtype}: {cause}"
-    for dtype, by_phase in found.raw.items():
+    for dtype, by_phase in results.raw.items():
         for name, phase in by_phase.items():
             if phase["different"]:
                 yield f"{dtype}, {name}: {phase['different']} texts differ"
         if "killed" in by_phase and not by_phase["killed"]["migrations"]:
-            yield f"{dtype}: nobody was moved when the worker was killed"
+            yield f"{dtype}: no request was migrated when the worker was killed"
         if "short" in by_phase and not by_phase["short"]["preemptions"]:
-            yield f"{dtype}: nobody was preempted"
+            yield f"{dtype}: no request was preempted"
 
 
 def main() -> None:
     options = _options()
-    all_ = asyncio.run(found(options))
-    wrong = [*faults(all_)]
+    results = asyncio.run(run_all(options))
+    wrong = [*faults(results)]
     report.write(
         options.out,
         packages=PACKAGES,
@@ -259,10 +272,10 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "wrong": wrong,
         },
-        raw=all_.raw,
+        raw=results.raw,
         ratios={
             f"{dtype}_{name}_same": phase["same"] / options.requests
-            for dtype, by_phase in all_.raw.items()
+            for dtype, by_phase in results.raw.items()
             for name, phase in by_phase.items()
         },
     )

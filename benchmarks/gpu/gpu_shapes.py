@@ -1,7 +1,7 @@
-"""Shapes of models, and the least that a step of them takes. Pure.
+"""Shapes of models, and lower bounds of their step times by the roofline. Pure.
 
-By the roofline: every weight is read once, or multiplied with if that takes longer, and then the KV
-cache is read.
+A step takes at least the longer one of reading all weights and of multiplying with them, and then
+the time to read the KV cache.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_BYTES = 2  # of a bf16
+_BYTES = 2  # bytes of a bf16
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the device reached in the same run: bytes a second that a copy reads and writes, and
-    floating point operations a second of a large product."""
+    """Limits of the device, measured in the same run.
+
+    ``bandwidth`` is the bytes per second that a copy reads and writes, ``flops`` the floating-point
+    operations per second of a large matrix product.
+    """
 
     bandwidth: float
     flops: float
@@ -35,7 +38,7 @@ class Shape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """A config.json of transformers."""
+        """Content of a config.json of transformers."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -57,34 +60,40 @@ class Shape:
         }
 
     @property
-    def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: all but the embedding that is looked up."""
+    def matmul_params(self) -> int:
+        """Number of parameters that a token is multiplied with: all except the input embedding."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.hidden * self.vocab
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token."""
+        """Bytes of a token in the KV cache, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
     def decode_bound_s(self, batch: int, context: int, ceiling: Ceiling) -> float:
-        """Seconds of a step in which ``batch`` sequences decode, each behind ``context`` tokens."""
-        weights_s = self.multiplied * _BYTES / ceiling.bandwidth
-        products_s = 2 * self.multiplied * batch / ceiling.flops
+        """Return the least seconds of a step in which ``batch`` sequences decode one token each.
+
+        Each sequence reads ``context`` tokens of the KV cache.
+        """
+        weights_s = self.matmul_params * _BYTES / ceiling.bandwidth
+        products_s = 2 * self.matmul_params * batch / ceiling.flops
         return max(weights_s, products_s) + batch * context * self.kv_bytes / ceiling.bandwidth
 
     def prefill_flops(self, length: int) -> float:
-        """Of a prompt; its head is computed once."""
+        """Return the floating-point operations of a prompt of ``length`` tokens.
+
+        The LM head is computed only for the last token.
+        """
         head = self.hidden * self.vocab
         pairs = length * (length + 1) / 2
         attention = 4 * pairs * self.layers * self.heads * self.head_dim
-        return 2 * (self.multiplied - head) * length + 2 * head + attention
+        return 2 * (self.matmul_params - head) * length + 2 * head + attention
 
 
 SHAPES = {
     "llama-8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256),
     "llama-1b": Shape(2048, 16, 32, 8, 64, 8192, 128_256, tied=True),
-    #: for a run in small on a CPU
+    #: for tests of the benchmark on a CPU
     "tiny": Shape(32, 2, 4, 2, 8, 64, 300, context=256),
 }

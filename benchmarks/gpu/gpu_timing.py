@@ -1,5 +1,4 @@
-"""How parts of bench-gpu take times, and at which sizes: in small on a CPU, just enough to see that
-all of it works."""
+"""Timers and sizes of bench-gpu. On a CPU the sizes are tiny, only to test the benchmark."""
 
 from __future__ import annotations
 
@@ -20,12 +19,15 @@ BATCHES = (1, 4) if IS_SMALL else (1, 8, 64, 256)
 CONTEXT = 40 if IS_SMALL else 1024
 PREFILLS = (16, 60) if IS_SMALL else (1024, 8192)
 ROUNDS = 2 if IS_SMALL else 5
-#: Several times what a GPU's own cache holds of what a kernel reads.
+#: Bytes of data that exceed a GPU's L2 cache several times.
 COLD_BYTES = 0 if IS_SMALL else 256 << 20
 
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Of one, the median of some rounds, after a first that does not count."""
+    """Return the seconds of one call of ``work``, including the wait for the device.
+
+    It is the median over ROUNDS rounds of the mean of ``repeats`` calls, after a round of warm-up.
+    """
     times = []
     for _ in range(1 + ROUNDS):
         synchronise()
@@ -43,5 +45,9 @@ def synchronise() -> None:
 
 
 def replayed_s(work: Callable[[], Tensor]) -> float:
-    """Seconds, of which none are the host's: to launch a kernel takes it longer than some take."""
+    """Return the seconds of one call of ``work``, replayed as a CUDA graph.
+
+    A graph excludes the host's time to launch kernels, which may exceed that of a kernel. On a CPU
+    the call is timed directly.
+    """
     return seconds(work if IS_SMALL else CudaGraphs()(work))

@@ -1,21 +1,24 @@
-"""The whole product under load on one machine, beside `vllm serve` and Ray Serve LLM.
+"""Load test of the whole product, `vllm serve` and Ray Serve LLM on one machine.
 
     python benchmarks/online/online_bench.py [--systems everlift vllm ...] [--rounds 3] [--requests
     160] [--model small|smollm2|DIRECTORY]
 
-Each server has the machine to itself with the client, which streams `/v1/completions` and is the
-same for all (online_load.py). A round gives each server in turn the same loads:
+One server at a time runs on the machine, beside the client, which streams `/v1/completions` and is
+the same for all servers (online_load.py). Each round sends every server the same loads:
 
     saturation   all requests at once
-    60, 90       at random moments (Poisson), at 60 % and 90 % of the requests a second that vllm
-                 serve answered when it was saturated in the first round, or of --saturation
+    60, 90       Poisson arrivals at 60 % and 90 % of the saturation rate, in requests per second
 
-TTFT and E2E count from when a request was to leave; TPOT is the time from a stream's first token
-to its last over the tokens between. Figures are medians over the rounds of each round's percentile.
-CPU milliseconds a token by part are those of the saturated load. "Offline" is what the same
-requests take in a process that has the engine alone (`cluster.LLM`); what serving adds is the time
-of all cores a token, less that. "foreign" is the share of the machine that processes took which
-have nothing to do with it: figures with much of it say nothing.
+The saturation rate is --saturation or, if that is 0, the rate that the first measured system
+(vllm serve, by default) reached in the first round when all requests were sent at once.
+
+TTFT and E2E latency count from the due time of a request. TPOT is the time from the first to the
+last token of a stream, divided by the number of tokens after the first. Each round yields p50 and
+p99; the report has their medians over the rounds. "cpu_ms PART" is the CPU time of a part of the
+system per output token. "core_ms" is the wall time of all cores per output token. "offline" runs
+the same requests in a process with only the engine (`cluster.LLM`); the difference of the two
+core_ms is the cost of serving. "foreign" is the share of the machine's core time that went to
+unrelated processes. If it is large, the figures are not valid.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ import uvloop
 
 from benchmarks import checkpoints, report
 from benchmarks.child import child
-from benchmarks.online.online_load import Ask, Client, figures, load
+from benchmarks.online.online_load import Client, TimedRequest, figures, load
 from benchmarks.online.online_offline import offline
-from benchmarks.online.online_parts import adopt_orphans, machine_busy_seconds, taken
+from benchmarks.online.online_parts import adopt_orphans, cpu_seconds_by_part, machine_busy_seconds
 from benchmarks.online.online_servers import (
     RAY_LLM_BEST,
     WORKER,
@@ -62,7 +65,10 @@ _WARM_UP_SEED = 1
 
 
 def servers() -> dict[str, Server]:
-    """By name, in the order in which they take turns: vllm's saturation sets the others' rates."""
+    """Return the servers by name, in the order in which they are measured.
+
+    vllm is the first because its saturation rate sets the arrival rates of all others.
+    """
     found = [
         vllm(),
         everlift("everlift", with_ray=False),
@@ -75,7 +81,7 @@ def servers() -> dict[str, Server]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every system is asked, the same in each round's ``turn``."""
+    """Settings of a run; in each round, they yield the same requests for every system."""
 
     workload: Path
     model: Path
@@ -86,19 +92,22 @@ class Plan:
     def vocab_size(self) -> int:
         return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
-    def load(self, percent: int, saturation: float, turn: int) -> list[Ask]:
-        """``percent`` of so many requests a second; 0: all at once."""
+    def load(self, percent: int, saturation: float, turn: int) -> list[TimedRequest]:
+        """Return the requests of round ``turn`` at ``percent`` % of ``saturation``.
+
+        ``saturation`` is in requests per second. If the product is 0, all requests are due at once.
+        """
         seed = 1000 * turn + percent
         return load(self.workload, self.requests, saturation * percent / 100, seed, self.vocab_size)
 
-    def warm_up(self) -> list[Ask]:
+    def warm_up(self) -> list[TimedRequest]:
         return load(
             self.workload, min(_WARM_UP, self.requests), 0.0, _WARM_UP_SEED, self.vocab_size
         )
 
 
 class Results:
-    """Of each system and load, the figures of every round."""
+    """Figures of every round, by system and load."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[str, list[Figures]]] = {}
@@ -116,13 +125,19 @@ class Results:
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """What a round does not have counts as nothing there: a part that took no time."""
+    """Return the median of each figure over the rounds.
+
+    A round without a figure counts as 0: that part of the system used no CPU time.
+    """
     names = dict.fromkeys(name for one in rounds for name in one)
     return {name: statistics.median(one.get(name, 0.0) for one in rounds) for name in names}
 
 
 async def measure(plan: Plan, options: argparse.Namespace, results: Results) -> None:
-    """``options`` as main has them. Raises NotServing, Incomplete."""
+    """Run all rounds and add their figures to ``results``; ``options`` are those of ``main``.
+
+    Raises NotServing if a server does not start, Incomplete if an answer is not complete.
+    """
     saturation = options.saturation
     for turn in range(options.rounds):
         if OFFLINE in options.systems:
@@ -135,32 +150,38 @@ async def measure(plan: Plan, options: argparse.Namespace, results: Results) -> 
 async def _measure(
     server: Server, plan: Plan, turn: int, saturation: float, results: Results
 ) -> float:
-    """One system's turn. ``saturation`` is what this one's is where none is known yet."""
+    """Measure one server in one round, and return the saturation rate in use.
+
+    ``saturation`` is in requests per second; if it is 0, the rate measured here is used.
+    """
     async with serving(server, plan.model, plan.logs) as client:
         await client.send(plan.warm_up())
-        saturated = await _of_load(client, server, plan.load(0, 0.0, turn))
+        saturated = await _measure_load(client, server, plan.load(0, 0.0, turn))
         results.add(server.name, SATURATION, saturated)
         saturation = saturation or saturated["requests_per_s"]
         for percent in PERCENTS:
-            asks = plan.load(percent, saturation, turn)
-            results.add(server.name, str(percent), await _of_load(client, server, asks))
+            requests = plan.load(percent, saturation, turn)
+            results.add(server.name, str(percent), await _measure_load(client, server, requests))
     return saturation
 
 
 def _offline(plan: Plan, turn: int) -> Figures:
-    asks = plan.load(0, 0.0, turn)
-    with child(offline, plan.model, WORKER, plan.warm_up(), asks) as process:
+    requests = plan.load(0, 0.0, turn)
+    with child(offline, plan.model, WORKER, plan.warm_up(), requests) as process:
         figures: Figures = process.pipe.recv()
     return figures
 
 
-async def _of_load(client: Client, server: Server, asks: Sequence[Ask]) -> Figures:
-    """Answers' figures, and CPU milliseconds a token by part."""
-    before, busy, own = _taken(server), machine_busy_seconds(), time.process_time()
+async def _measure_load(
+    client: Client, server: Server, requests: Sequence[TimedRequest]
+) -> Figures:
+    """Send the requests; return the figures of the answers and the CPU time per token."""
+    before, busy, own = _cpu_seconds_by_part(server), machine_busy_seconds(), time.process_time()
     began = time.perf_counter()
-    answers = await client.send(asks)
+    answers = await client.send(requests)
     wall = time.perf_counter() - began
-    spent = {part: seconds - before.get(part, 0.0) for part, seconds in _taken(server).items()}
+    after = _cpu_seconds_by_part(server)
+    spent = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
     spent["client"] = time.process_time() - own
     tokens, cores = sum(answer.tokens for answer in answers), os.cpu_count() or 1
     foreign = machine_busy_seconds() - busy - sum(spent.values())
@@ -175,14 +196,17 @@ async def _of_load(client: Client, server: Server, asks: Sequence[Ask]) -> Figur
     )
 
 
-def _taken(server: Server) -> dict[str, float]:
-    return taken(os.getpid(), server.parts_of)
+def _cpu_seconds_by_part(server: Server) -> dict[str, float]:
+    return cpu_seconds_by_part(os.getpid(), server.parts_of)
 
 
 def ratios(found: Found) -> Figures:
-    """Everlift by others, like by like: plain processes by vllm serve, under Ray by Ray Serve LLM.
-    For times, the larger of the ratios at the two rates. What serving adds is in milliseconds of
-    one core."""
+    """Return Everlift's figures divided by those of the other systems.
+
+    Everlift as plain processes is divided by vllm serve, and under Ray by Ray Serve LLM. A ratio of
+    times is the larger one of the two arrival rates. ``added_core_ms_per_token`` is the cost of
+    serving: Everlift's core_ms at saturation less that of the engine alone.
+    """
     each: Figures = {}
     for ours, theirs, name in (
         ("everlift", "vllm", "vllm_serve"),
@@ -212,11 +236,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--model", default="small", help="name or directory of a checkpoint")
     parser.add_argument("--workload", type=Path, default=WORKLOAD)
-    parser.add_argument("--saturation", type=float, default=0.0, help="requests a second")
-    parser.add_argument("--logs", type=Path, default=Path("build/bench/online"), help="of servers")
+    parser.add_argument(
+        "--saturation",
+        type=float,
+        default=0.0,
+        help="saturation rate in requests per second; 0: measured in the first round",
+    )
+    parser.add_argument(
+        "--logs", type=Path, default=Path("build/bench/online"), help="directory of server logs"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench/online.json"))
     options = parser.parse_args()
-    # Else what was started would go on.
+    # Without a handler, SIGTERM would leave the servers running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
     model = checkpoints.find(options.model)
@@ -225,7 +256,7 @@ def main() -> None:
     try:
         uvloop.run(measure(plan, options, results))
     finally:
-        # What was measured before one of them failed is of use.
+        # If a system fails, the figures measured before are still written.
         found = results.medians()
         report.write(
             options.out,

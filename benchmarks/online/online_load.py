@@ -1,7 +1,7 @@
-"""Streaming requests over HTTP that come when they come: what is sent, when, and what came back.
+"""Load of streaming completion requests over HTTP, sent in open loop, and its figures.
 
-A request counts from when it was to leave, whether the client was on time or not, so that nothing
-waits unseen. Every server is asked the same by the same client, in the process that calls.
+Latencies count from the due time of a request, even if the client sends it late, so that no wait is
+left out. The client runs in the calling process and sends the same requests to every server.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from cluster.bench.load import Request
 from cluster.bench.report import CountedBy, Outcome
 from cluster.errors import BenchFailed
 
-#: Token 0 is left to tokenizers that want it for something else.
+#: Prompts do not contain token 0, which some tokenizers reserve.
 _FIRST_TOKEN = 1
 _TIMEOUT_S = 1200.0
 
 
 class Incomplete(Exception):
-    """An answer that is not what was asked for."""
+    """Raised if an answer failed or has another number of tokens than requested."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """``due`` is in seconds since the load began. What comes back must have ``max_tokens`` tokens,
-    unless ``tokens`` says another number. ``fields`` are of the body, before what is usual."""
+class TimedRequest:
+    """A completion request and the time at which it is sent.
+
+    ``due`` is in seconds since the load began. The answer must have ``tokens`` output tokens or, if
+    that is 0, ``max_tokens``. ``fields`` are further fields of the request's JSON body.
+    """
 
     prompt: tuple[int, ...] | str
     max_tokens: int
@@ -44,7 +47,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Seconds since the load began."""
+    """Times of a complete answer, in seconds since the load began, and its output tokens."""
 
     due: float
     first_token: float
@@ -61,23 +64,26 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Between two tokens, on average. None where there are not two."""
+        """Mean time between consecutive output tokens; None if there are fewer than two."""
         return (self.last_token - self.first_token) / (self.tokens - 1) if self.tokens > 1 else None
 
 
-def load(workload: Path, count: int, rate: float, seed: int, vocab_size: int) -> list[Ask]:
-    """The first ``count`` requests of ``workload``, from its begin again where it has fewer, at
-    random moments, ``rate`` a second on average; 0: all at once. Loads of different seeds have no
-    prompt in common, nor the begin of one: caches of prefixes find nothing."""
+def load(workload: Path, count: int, rate: float, seed: int, vocab_size: int) -> list[TimedRequest]:
+    """Return ``count`` requests with the lengths of those in the ``workload`` file.
+
+    If the file has fewer requests, they are repeated. Arrivals are Poisson at ``rate`` requests per
+    second; if that is 0, all are due at once. All token ids of a prompt are shifted by a random
+    offset, so that hits in a prefix cache are rare, within a load and between seeds.
+    """
     chance = random.Random(seed)
-    requests = json.loads(workload.read_text())["requests"]
-    due, asks = 0.0, []
-    for request in itertools.islice(itertools.cycle(requests), count):
+    recorded = json.loads(workload.read_text())["requests"]
+    due, requests = 0.0, []
+    for request in itertools.islice(itertools.cycle(recorded), count):
         due += chance.expovariate(rate) if rate else 0.0
         shift = chance.randrange(vocab_size)
         prompt = tuple(_shifted(token, shift, vocab_size) for token in request["prompt"])
-        asks.append(Ask(prompt, request["max_tokens"], due))
-    return asks
+        requests.append(TimedRequest(prompt, request["max_tokens"], due))
+    return requests
 
 
 def _shifted(token: int, by: int, vocab_size: int) -> int:
@@ -85,8 +91,10 @@ def _shifted(token: int, by: int, vocab_size: int) -> int:
 
 
 class Client:
-    """Of ``/v1/completions`` at ``url``, with the product's own generator: a benchmark is no
-    benchmark unless every answer is whole. Use it as a context manager."""
+    """Client of ``/v1/completions`` at ``url``, an async context manager.
+
+    It sends requests with the load generator of the product, but fails if an answer is incomplete.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/v1"
@@ -101,41 +109,43 @@ class Client:
         await self._stack.aclose()
 
     async def is_ready(self) -> bool:
-        """Whether it answers a request."""
+        """Return whether the server answers a short request completely."""
         try:
             model = await first_model(self._session, self._url)
             self._endpoint = self._endpoint_of(model)
-            await self.send([Ask((1, 2, 3), 2, 0.0)])
+            await self.send([TimedRequest((1, 2, 3), 2, 0.0)])
         except (BenchFailed, Incomplete):
             return False
         return True
 
-    async def send(self, asks: Sequence[Ask]) -> list[Answer]:
-        """All answers, when the last one is there. Raises Incomplete."""
+    async def send(self, requests: Sequence[TimedRequest]) -> list[Answer]:
+        """Send each request when it is due; return all answers, in the order of ``requests``.
+
+        Raises Incomplete if any answer failed or has another number of tokens than requested.
+        """
         endpoint = self._endpoint or self._endpoint_of("")
-        requests = [
-            Request(ask.due, ask.prompt, len(ask.prompt), ask.max_tokens, ask.fields)
-            for ask in asks
+        sent = [
+            Request(it.due, it.prompt, len(it.prompt), it.max_tokens, it.fields) for it in requests
         ]
-        outcomes = await Generator(endpoint, timeout_s=_TIMEOUT_S).open_loop(requests)
-        return [_answer(ask, outcome) for ask, outcome in zip(asks, outcomes, strict=True)]
+        outcomes = await Generator(endpoint, timeout_s=_TIMEOUT_S).open_loop(sent)
+        return [_answer(it, outcome) for it, outcome in zip(requests, outcomes, strict=True)]
 
     def _endpoint_of(self, model: str) -> OpenAiEndpoint:
         return OpenAiEndpoint(self._session, model, ignore_eos=True, temperature=0.0)
 
 
-def _answer(ask: Ask, outcome: Outcome) -> Answer:
-    """Raises Incomplete."""
+def _answer(request: TimedRequest, outcome: Outcome) -> Answer:
+    """Return the answer. Raises Incomplete if it failed or lacks tokens."""
     if outcome.error:
         raise Incomplete(outcome.error)
-    wanted = ask.tokens or ask.max_tokens
+    wanted = request.tokens or request.max_tokens
     if outcome.counted_by is not CountedBy.USAGE or outcome.output_tokens != wanted:
         raise Incomplete(f"{outcome.output_tokens} of {wanted} tokens")
-    return Answer(ask.due, outcome.pieces[0], outcome.pieces[-1], outcome.output_tokens)
+    return Answer(request.due, outcome.pieces[0], outcome.pieces[-1], outcome.output_tokens)
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
-    """Rates from the begin of the load to its last token; percentiles over the requests."""
+    """Return the rates up to the last token of the load, and percentiles over the answers."""
     wall = max(answer.last_token for answer in answers)
     found = {
         "tokens_per_s": sum(answer.tokens for answer in answers) / wall,
@@ -153,7 +163,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that is no less than ``percent`` of all (nearest rank)."""
+    """Return the smallest value such that ``percent`` % of all are not larger (nearest rank)."""
     ordered = sorted(values)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(0, int(rank) - 1)]

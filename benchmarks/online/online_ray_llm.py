@@ -1,8 +1,9 @@
-"""Ray Serve LLM on vLLM's CPU build, until SIGINT; run by the peer's own interpreter.
+"""Server of Ray Serve LLM on vLLM's CPU build, which runs until SIGINT.
 
     python online_ray_llm.py --model DIRECTORY --port 8000 --max-model-len 1024 --dtype bfloat16
 
-Ray's and vLLM's environment variables say in which mode.
+The interpreter is that of the peer's environment. Environment variables of Ray and vLLM select the
+mode.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-#: What a replica needs, too, beside vLLM's own variables.
-_HANDED_ON = ("HF_HUB_OFFLINE",)
+#: Environment variables that are passed to replicas, beside those of vLLM.
+_PASSED_ON = ("HF_HUB_OFFLINE",)
 
 
 def main() -> None:
@@ -28,15 +29,15 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--preload", default="", help="libraries, of replicas alone")
+    parser.add_argument("--preload", default="", help="LD_PRELOAD of the replicas only")
     options = parser.parse_args()
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name in _HANDED_ON or name.startswith("VLLM_")
+        if name in _PASSED_ON or name.startswith("VLLM_")
     }
     environment["LD_PRELOAD"] = options.preload
-    # Intel's OpenMP binds who loads it to the first core; all of Ray would have that from here.
+    # Intel's OpenMP binds a process that loads it to the first core. Ray would inherit that.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     config = LLMConfig(
         model_loading_config={
@@ -44,7 +45,7 @@ def main() -> None:
             "model_source": str(options.model.resolve()),
         },
         deployment_config={"num_replicas": 1},
-        # A bundle with nothing but a core is how it knows that there is no GPU.
+        # Ray Serve LLM requests a GPU unless the bundle has only a CPU.
         placement_group_config={"bundles": [{"CPU": 1}]},
         engine_kwargs={
             "dtype": options.dtype,
@@ -54,7 +55,7 @@ def main() -> None:
         },
         runtime_env={"env_vars": environment},
     )
-    # Replica, ingress and whatever routes between them want a core each.
+    # The replica, the ingress and the proxies reserve a core each.
     with tempfile.TemporaryDirectory(prefix="ray-llm-") as directory:
         ray.init(address="local", num_cpus=8, include_dashboard=False, _temp_dir=directory)
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})

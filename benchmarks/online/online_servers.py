@@ -1,15 +1,16 @@
-"""The servers that `make bench-online` compares: how each is started, and what its processes are.
+"""Servers that `make bench-online` compares: their commands, and the parts of their processes.
 
     everlift       router, embedded ledger (everysec, before_delivery) and one worker, in plain
                    processes: `everlift up --no-ray`
     everlift_ray   the same under a local Ray: `everlift up`
-    vllm           `vllm serve`, CPU build: both cores bound, torch.compile, tcmalloc
-    ray_llm        Ray Serve LLM on that vLLM with its defaults
+    vllm           `vllm serve`, CPU build: OpenMP threads bound to all cores, torch.compile,
+                   tcmalloc if it is installed
+    ray_llm        Ray Serve LLM with its defaults, on the same version of vLLM
     ray_llm_best   the same with direct streaming, HAProxy and RAY_SERVE_THROUGHPUT_OPTIMIZED
 
-Peers have environments of their own. All have 2 GiB of KV cache, the dtype that a worker chooses on
-this machine, at most 1,024 tokens a sequence, and no caches of prefixes but Everlift's, which the
-load leaves without a hit.
+Each peer has a Python environment of its own. All servers have 2 GiB of KV cache, the dtype that a
+worker chooses on this machine, and at most 1,024 tokens per sequence. The peers' prefix caches are
+disabled; Everlift's is enabled, but the load has almost no hits.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from typing import Any
 import torch
 
 from benchmarks.online.online_load import Client
-from benchmarks.online.online_parts import PartsOf, Process, below
+from benchmarks.online.online_parts import PartsOf, Process, descendants
 from benchmarks.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
 from tests.support.free_port import free_port
 from worker.device.device import choose_dtype
 
 ROOT = Path(__file__).parents[2]
-#: What differs from the worker's defaults: as the peers have it.
+#: Settings of Everlift's worker that differ from its defaults, to match the peers.
 WORKER: Mapping[str, Any] = {
     "kv_cache_mib": KV_CACHE_GIB * 1024,
     "max_model_len": 1024,
     "dtype": str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch."),
 }
-#: The first start of a peer compiles.
+#: Limit of a start; the first start of a peer compiles the model.
 _START_S = 900.0
 _LOOK_S = 0.5
 _END_S = 60.0
 
 
 class NotServing(Exception):
-    """A server that ended, or did not answer, before it was measured."""
+    """Raised if a server ended or did not answer within the time limit of its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a start of a server is given: a port, the model, a directory for its own files."""
+    """Arguments of a server's start: HTTP port, model, and directory for its files."""
 
     port: int
     model: Path
@@ -71,8 +72,11 @@ class Server:
 
 @asynccontextmanager
 async def serving(server: Server, model: Path, logs: Path) -> AsyncIterator[Client]:
-    """A client of it, when it answers. Raises NotServing. Nothing of it is left in the end but a
-    log, nor is any other process below this one."""
+    """Start the server, wait until it answers, and yield a client of it.
+
+    At the end, kill the server and all other descendants of this process; only the log in ``logs``
+    remains. Raises NotServing if the server ends or does not answer in time.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="everlift-online-") as directory:
         place = Place(free_port(), model, Path(directory))
@@ -111,11 +115,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
-    for left in below(os.getpid()):
+    for left in descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(left.pid, signal.SIGKILL)
     process.wait()
-    # Whose parents have ended are ours by now.
+    # Reap the descendants that this process has adopted (adopt_orphans).
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
@@ -146,7 +150,11 @@ def everlift(name: str, *, with_ray: bool, more: Mapping[str, Any] | None = None
 
 
 def _everlift_part(process: Process) -> tuple[str, str]:
-    """The first thread of a rank has its event loop, except under Ray; the others compute."""
+    """Return the part of the process, and that of its first thread.
+
+    The first thread of a rank runs the event loop and the others compute. Under Ray the event loop
+    runs in another thread, so that both are one part.
+    """
     for mark, parts in {
         "valkey-server": ("ledger", "ledger"),
         "cluster.local.process router": ("router", "router"),
@@ -163,8 +171,8 @@ def _everlift_part(process: Process) -> tuple[str, str]:
 
 
 _CORES = os.cpu_count() or 1
-#: Our own sources are nothing to them.
-_APART = {"PYTHONPATH": ""}
+#: Peers do not import the sources of Everlift.
+_NO_SOURCES = {"PYTHONPATH": ""}
 
 
 def vllm() -> Server:
@@ -178,12 +186,12 @@ def vllm() -> Server:
             *("--host", "127.0.0.1", "--port", str(place.port), "--disable-uvicorn-access-log"),
         ]
 
-    return Server("vllm", command, _vllm_part, vllm_environment(VLLM, _CORES) | _APART)
+    return Server("vllm", command, _vllm_part, vllm_environment(VLLM, _CORES) | _NO_SOURCES)
 
 
 def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
-    """``mode`` is made of Ray Serve's environment variables."""
-    variables = vllm_environment(RAY_LLM, _CORES) | _APART | dict(mode)
+    """Return a server of Ray Serve LLM; ``mode`` are environment variables of Ray Serve."""
+    variables = vllm_environment(RAY_LLM, _CORES) | _NO_SOURCES | dict(mode)
     preload = variables.pop("LD_PRELOAD")
 
     def command(place: Place) -> list[str]:
@@ -197,7 +205,7 @@ def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
     return Server(name, command, _vllm_part, variables)
 
 
-#: Its best mode.
+#: Environment variables of the mode with the highest throughput.
 RAY_LLM_BEST = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",

@@ -1,30 +1,30 @@
-"""Admission: what the queue costs, and what its orders do to requests.
+"""Benchmarks of admission: cost of the queue, and effect of its orders on requests.
 
     python benchmarks/scheduling/scheduling.py [--parts PART ...] [--out FILE]
 
-batches static against continuous batching of an engine, outputs of 64, 256 or 1,024 tokens
-        (batching.py, which has more of it)
+batches static against continuous batching of an engine, outputs of 64, 256 or 1,024 tokens; the
+        rest of this comparison is in bench-batching (batching.py)
 batching_virtual
-        the same by batch size and by how much lengths differ, prompts in chunks or whole, SLAI: the
-        virtual half of bench-batching
-queue   a push and a pop, by how many wait (scheduling_queue.py)
-leader  all that a leader does for a request, by how many wait (scheduling_leader.py)
-turns   how far tenants are apart in what they were served, and what turns cost
-        (scheduling_turns.py)
+        static against continuous batching by batch size and spread of lengths, chunked prefill,
+        SLAI: the virtual part of bench-batching
+queue   time of a push and a pop by the length of the queue (scheduling_queue.py)
+leader  a leader's time per request by the length of the queue (scheduling_leader.py)
+turns   difference in service between tenants under fair share, and its cost
+        (scheduling_fair_share.py)
 forecast
-        bindings, orders and bounds at sizes and loads that no machine here has, in virtual time
+        early binding, orders, ageing and rejection on large clusters, in virtual time
         (scheduling_forecast.py)
-victims whom a full KV cache preempts, and where that request goes on, in virtual time
+victims choice of the request that a full KV cache preempts, and migration, in virtual time
         (scheduling_victims.py)
 sessions
-        how long sessions of agents take by the order of the queue, in virtual time
+        duration of agent sessions by the order of the queue, in virtual time
         (scheduling_sessions.py)
 faithful
-        a forecast against a live cluster that gets the same requests (scheduling_faithful.py)
+        accuracy of the simulator against a live cluster (scheduling_faithful.py)
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
         each case and round
 
-What --out has of other parts, measured before, stays there. A picture lies beside it.
+Results of other parts that --out already has are kept. A picture is written beside it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from benchmarks import batching, checkpoints, report
 from benchmarks.batching_engines import Live, Virtual
 from benchmarks.online.online_parts import adopt_orphans
 from benchmarks.scheduling import (
+    scheduling_fair_share,
     scheduling_faithful,
     scheduling_forecast,
     scheduling_leader,
@@ -53,7 +54,6 @@ from benchmarks.scheduling import (
     scheduling_picture,
     scheduling_queue,
     scheduling_sessions,
-    scheduling_turns,
     scheduling_victims,
 )
 from benchmarks.scheduling.scheduling_live import Figures, Plan
@@ -63,7 +63,7 @@ from router.config import Order
 
 _BATCH, _BATCH_ROUNDS = 32, 3
 
-#: Of a part: its settings, raw figures and ratios.
+#: Settings, raw figures and ratios of a part.
 Part = dict[str, Any]
 
 
@@ -90,18 +90,18 @@ def _by_order(options: argparse.Namespace, name: str, make: Callable[[Order, int
 
 def turns(options: argparse.Namespace) -> Part:
     gaps, costs = (
-        scheduling_turns.gaps(),
-        scheduling_turns.costs(options.waiting, options.queue_rounds),
+        scheduling_fair_share.gaps(),
+        scheduling_fair_share.costs(options.waiting, options.queue_rounds),
     )
     return {
-        "settings": {"steps": scheduling_turns.STEPS, "waiting": options.waiting},
-        "raw": {"gaps": gaps, "bound": scheduling_turns.bound(), "us_per_request": costs},
-        "ratios": scheduling_turns.ratios(gaps, costs),
+        "settings": {"steps": scheduling_fair_share.STEPS, "waiting": options.waiting},
+        "raw": {"gaps": gaps, "bound": scheduling_fair_share.bound(), "us_per_request": costs},
+        "ratios": scheduling_fair_share.ratios(gaps, costs),
     }
 
 
 def live(options: argparse.Namespace) -> Part:
-    # Else what was started would go on.
+    # Without a handler, SIGTERM would leave the cluster running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
     model = options.model or checkpoints.ensure("small")
@@ -111,7 +111,7 @@ def live(options: argparse.Namespace) -> Part:
     for number in range(options.rounds):
         saturated: float | None = None
         for case in scheduling_live.cases(dict(options.set), options.cases):
-            found = asyncio.run(scheduling_live.turn(case, plan, number, saturated))
+            found = asyncio.run(scheduling_live.run_case(case, plan, number, saturated))
             saturated = found["saturation_tokens_per_s"]
             print(case.name, {name: round(value, 3) for name, value in found.items()}, flush=True)
             rounds.setdefault(case.name, []).append(found)
@@ -152,7 +152,7 @@ def sessions(options: argparse.Namespace) -> Part:
 
 
 def batches(options: argparse.Namespace) -> Part:
-    """A part of bench-batching."""
+    """Compare static and continuous batching on the mix "mixed" of bench-batching."""
     bench = Live(checkpoints.ensure("tiny"), len(os.sched_getaffinity(0)))
     config = bench.config(_BATCH)
     runner = bench.runner(config)
@@ -218,16 +218,31 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
-    parser.add_argument("--waiting", type=int, nargs="+", default=scheduling_queue.WAITING)
+    parser.add_argument(
+        "--waiting",
+        type=int,
+        nargs="+",
+        default=scheduling_queue.WAITING,
+        help="numbers of queued requests, in the parts queue, leader and turns",
+    )
     parser.add_argument("--queue-rounds", type=int, default=9)
     parser.add_argument("--faithful-rounds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1, help="of the live ones")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of the part live")
     parser.add_argument(
         "--cases", nargs="+", choices=scheduling_live.CASES, default=scheduling_live.CASES
     )
-    parser.add_argument("--load", type=float, default=1.15, help="of saturation")
-    parser.add_argument("--duration", type=float, default=300.0, help="seconds of each load")
-    parser.add_argument("--model", type=Path, help="the 125M checkpoint, if none is named")
+    parser.add_argument(
+        "--load", type=float, default=1.15, help="load of the part live, as a share of saturation"
+    )
+    parser.add_argument(
+        "--duration",
+        type=float,
+        default=300.0,
+        help="seconds of arrivals per case in live; faithful uses half of it",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint of live and faithful (default: the 125M one)"
+    )
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, default=Path("build/bench/scheduling.json"))
     options = parser.parse_args()

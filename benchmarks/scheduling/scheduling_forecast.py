@@ -1,15 +1,15 @@
-"""What decides who boards next, and where, at sizes and loads that no machine here has.
+"""Admission policies in virtual time, at sizes and loads that need a large cluster.
 
-Everything is in virtual time, so these figures are the same on every machine, but for the speed of
-forecasting itself. Workers are H200s with a model of 8 billion parameters (cluster/simulator).
-Loads are parts of the rate at which such workers finish requests when they always have enough,
-which is found by giving them 1.5 times what an estimate says.
+All figures are the same on every machine, except the speed of the simulation. Workers are H200s
+with a model of 8 billion parameters (cluster/simulator). Loads are shares of the saturation rate,
+at which such workers finish requests when the queue is never empty. It is measured with 1.5 times
+the rate of an estimate.
 
-    binding     the global queue, and workers that are bound early: p99 TTFT of conversations
-    orders      who leaves first, under loads up to 1.3: chats, 64 slots
-    patience    how long a request gives way to shorter ones
-    overload    goodput, with and without bounds: conversations
-    speed       virtual seconds by seconds of CPU, a hundred exact workers (forecast_speed.py)
+    binding     global queue against early binding of requests to workers: p99 TTFT of conversations
+    orders      orders of the queue under loads up to 1.3: chats, 64 slots per worker
+    ageing      ageing factor of shortest first: how long a request yields to shorter ones
+    overload    goodput with and without rejection of late requests: conversations
+    speed       virtual seconds per CPU second with 100 workers (forecast_speed.py)
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from worker.config import WorkerConfig
 
 Figures = dict[str, float]
 
-#: What the figures of that part are called.
+#: Key of the figures of ``binding`` in the report.
 BINDING = "binding_p99_ttft_ms"
 
 _KIND = on_gpus(GPUS["h200"], MODELS["llama-3.1-8b"])
-#: A few times the slots: prompts are computed beside others' tokens, as policies see them.
+#: Tokens per step: a few times the slots, so that prompts are computed beside decoding requests.
 _STEP_TOKENS = 2048
-#: Until queues and batches are as they stay.
+#: Time until queues and batches are stationary.
 _WARM_UP_S = 20.0
 _SEED = 1
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
-#: What an output's predicted length is off by: Kendall's tau of these is that of the names (a
-#: normal error of a logarithm whose own deviation is 0.9).
+#: Standard deviation of the error of a predicted output length, in its logarithm. With outputs
+#: whose logarithm has a standard deviation of 0.9, Kendall's tau of predictions is as named.
 TAUS: Mapping[str, float] = {"tau 0.3": 1.77, "tau 0.6": 0.65, "oracle": 0.0}
 
 
 def plain(name: str) -> Workload:
-    """Of one tenant and class, without targets, at a steady rate."""
+    """Return the known workload ``name`` with a steady rate, one tenant, one class, no targets."""
     return replace(
         WORKLOADS[name].without_drift(),
         tenants={"": 1.0},
@@ -73,6 +73,7 @@ CONVERSATIONS, CHATS = plain("azure-conversation"), plain("chat")
 
 
 def spec(slowness: float = 1.0, **changes: Any) -> WorkerSpec:
+    """Return a simulated H200; ``changes`` are settings of the worker."""
     worker = {**_KIND.worker, "max_num_batched_tokens": _STEP_TOKENS, **changes}
     config = settings.load(WorkerConfig, {"model": "fake", **worker})
     return WorkerSpec(config, _KIND.step_time, slowness)
@@ -80,8 +81,10 @@ def spec(slowness: float = 1.0, **changes: Any) -> WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``load`` of what ``workers`` can do; what comes in the warm-up does not count. Everybody is
-    waited for."""
+    """Simulation of a workload at ``load`` times the saturation rate of ``workers``.
+
+    Requests that arrive in the warm-up are not counted. The run ends when all requests have ended.
+    """
 
     workload: Workload
     workers: tuple[WorkerSpec, ...]
@@ -90,13 +93,13 @@ class Run:
     router: RouterConfig = RouterConfig(max_queued=10**9)  # noqa: RUF009 it is frozen
     early: EarlyBinding | None = None
     foresight_sigma: float | None = None
-    #: of what the workload brings, by the number of a request
+    #: maps the number of a request and its arrival to a changed arrival
     change: Callable[[int, Arrival], Arrival] | None = None
     weights: Mapping[str, float] | None = None
 
     @property
     def rate(self) -> float:
-        """Requests that come in a second."""
+        """Arrival rate, in requests per second."""
         return self.load * sum(_rate(self.workload, it) for it in self.workers)
 
     def forecast(self) -> Forecast:
@@ -117,28 +120,30 @@ class Run:
     def summary(
         self, forecast: Forecast | None = None, of: Callable[[int], bool] = lambda index: True
     ) -> Summary:
-        """``of`` those of these numbers."""
+        """Return the summary of the requests whose number satisfies ``of``, after the warm-up."""
         return (forecast or self.forecast()).summary(
             SLO, lambda record: record.arrival.at >= _WARM_UP_S and of(record.index)
         )
 
 
-Figured = TypeVar("Figured")
+Result = TypeVar("Result")
 
 
-def each(figured: Callable[[Run], Figured], runs: Mapping[str, Run]) -> dict[str, Figured]:
-    """By name, of runs that are played beside each other: as many as there are cores."""
-    # What workers can do is found once: the players are copies of this process.
+def run_in_parallel(
+    figures_of: Callable[[Run], Result], runs: Mapping[str, Run]
+) -> dict[str, Result]:
+    """Return ``figures_of`` each run by name, computed in as many processes as there are cores."""
+    # Reading the rates fills their cache before the fork, so that each is measured only once.
     print(*(f"{name}: {run.rate:.4g}/s" for name, run in runs.items()), sep=", ", flush=True)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as players:
-        return dict(zip(runs, players.map(figured, runs.values()), strict=True))
+        return dict(zip(runs, players.map(figures_of, runs.values()), strict=True))
 
 
 _rates: dict[tuple[str, WorkerSpec], float] = {}
 
 
 def _rate(workload: Workload, worker: WorkerSpec) -> float:
-    """Requests a second that it finishes when it always has enough."""
+    """Return the requests per second that the worker finishes when the queue is never empty."""
     key = workload.name, worker
     if key not in _rates:
         sample = workload.arrivals(_SEED)
@@ -165,11 +170,11 @@ BINDINGS: Mapping[str, EarlyBinding | None] = {
 
 
 def binding(runs: Mapping[str, Run]) -> dict[str, Figures]:
-    """p99 TTFT in ms, by run and binding."""
+    """Return the p99 TTFT in ms, by run and binding."""
     found: dict[str, Figures] = {}
     for name, run in runs.items():
         bound = {how: replace(run, early=early) for how, early in BINDINGS.items()}
-        found[name] = each(_p99_ttft_ms, bound)
+        found[name] = run_in_parallel(_p99_ttft_ms, bound)
         print(name, found[name], flush=True)
     return found
 
@@ -185,13 +190,13 @@ def binding_runs() -> dict[str, Run]:
         "8 workers, load 0.9": run,
         "8 workers, load 0.7": replace(run, load=0.7),
         "8 workers, one at half speed, load 0.9": replace(run, workers=7 * uniform + slow),
-        "8 workers, 60,000 tokens of KV, reasoning, load 0.85": _short_of_blocks(),
+        "8 workers, 60,000 tokens of KV, reasoning, load 0.85": _few_blocks(),
         "64 workers, load 0.9": replace(run, workers=64 * uniform, duration_s=30.0),
         "1,000 workers, load 0.9": replace(run, workers=1000 * uniform, duration_s=5.0),
     }
 
 
-def _short_of_blocks() -> Run:
+def _few_blocks() -> Run:
     worker = spec(num_blocks=60_000 // BLOCK_SIZE)
     return Run(plain("reasoning"), 8 * (worker,), 0.85, 300.0)
 
@@ -200,27 +205,30 @@ def _short_of_blocks() -> Run:
 
 PREDICTED: tuple[Order, ...] = ("shortest", "ranked", "hrrn")
 LOADS = (0.7, 0.9, 1.1, 1.3)
-#: One of so many requests.
+#: Every tenth request is marked.
 _MARKED = 10
-#: Until a first token is wanted, of these and of the others.
-_NEAR_S, _FAR_S = 1.0, 10.0
+#: TTFT targets of marked and other requests.
+_SHORT_TARGET_S, _LONG_TARGET_S = 1.0, 10.0
 
 
 def orders() -> dict[str, dict[str, Figures]]:
-    """By load, then by order and how well lengths are foreseen. A tenth of the requests is in a
-    higher class, is due sooner, or is a tenant's of its own, where the order looks at that."""
+    """Return latencies by load, then by order and quality of the predicted lengths.
+
+    A tenth of the requests is marked. They have a higher class in "classes", a shorter target in
+    "deadline", and a tenant of their own in "turns" (fair share).
+    """
     found: dict[str, dict[str, Figures]] = {}
     for load in LOADS:
         runs = {
             "fifo": _chats(load),
-            "classes": replace(_chats(load), change=_in_classes),
-            "turns": replace(_chats(load), change=_of_tenants, weights={}),
-            "deadline": replace(_chats(load, "deadline"), change=_due),
+            "classes": replace(_chats(load), change=_with_class),
+            "turns": replace(_chats(load), change=_with_tenant, weights={}),
+            "deadline": replace(_chats(load, "deadline"), change=_with_deadline),
         }
         for order in PREDICTED:
             for how, sigma in TAUS.items():
                 runs[f"{order} {how}"] = replace(_chats(load, order), foresight_sigma=sigma)
-        found[f"{load:g}"] = each(_latencies, runs)
+        found[f"{load:g}"] = run_in_parallel(_latencies, runs)
     return found
 
 
@@ -233,32 +241,35 @@ def _is_marked(index: int) -> bool:
     return index % _MARKED == 0
 
 
-def _in_classes(index: int, arrival: Arrival) -> Arrival:
+def _with_class(index: int, arrival: Arrival) -> Arrival:
     return replace(arrival, priority=int(_is_marked(index)))
 
 
-def _of_tenants(index: int, arrival: Arrival) -> Arrival:
+def _with_tenant(index: int, arrival: Arrival) -> Arrival:
     return replace(arrival, tenant="few" if _is_marked(index) else "many")
 
 
-def _due(index: int, arrival: Arrival) -> Arrival:
-    return replace(arrival, ttft_target_s=_NEAR_S if _is_marked(index) else _FAR_S)
+def _with_deadline(index: int, arrival: Arrival) -> Arrival:
+    return replace(arrival, ttft_target_s=_SHORT_TARGET_S if _is_marked(index) else _LONG_TARGET_S)
 
 
-PATIENCES = (0.5, 1.0, 1.5, 2.0, 4.0)
+AGEING_FACTORS = (0.5, 1.0, 1.5, 2.0, 4.0)
 
 
-def patience() -> dict[str, dict[str, Figures]]:
-    """What shortest first does at 1.15 of saturation, by how many foreseen waits a request gives
-    way, and fifo."""
+def ageing() -> dict[str, dict[str, Figures]]:
+    """Return latencies of fifo, and of shortest first by ageing factor, at 1.15 of saturation.
+
+    The ageing factor limits how long a request yields to shorter ones, in multiples of its
+    estimated wait.
+    """
     found: dict[str, dict[str, Figures]] = {}
     for workload, slots in ((CHATS, 64), (CONVERSATIONS, 256)):
         run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0)
         run = replace(run, foresight_sigma=TAUS["tau 0.6"])
         shortest = replace(run.router, order="shortest")
-        patient = {f"{it:g}": replace(shortest, ageing_factor=it) for it in PATIENCES}
-        runs = {name: replace(run, router=router) for name, router in patient.items()}
-        found[workload.name] = each(_latencies, {"fifo": run, **runs})
+        routers = {f"{it:g}": replace(shortest, ageing_factor=it) for it in AGEING_FACTORS}
+        runs = {name: replace(run, router=router) for name, router in routers.items()}
+        found[workload.name] = run_in_parallel(_latencies, {"fifo": run, **runs})
     return found
 
 
@@ -280,7 +291,10 @@ def _latencies(run: Run) -> Figures:
 
 
 def overload() -> dict[str, Figures]:
-    """Requests a second that kept the SLO, by what the workers can do."""
+    """Return the goodput by router and load, and the saturation rate ("capacity").
+
+    Goodput is the rate of requests that met the SLO, as a share of the saturation rate.
+    """
     targeted = replace(CONVERSATIONS, ttft_target_s=SLO.ttft_s)
     bounded = RouterConfig(max_queued=10**9, refuse_late=True, tpot_target=SLO.tpot_s)
     routers = {"unbounded": RouterConfig(max_queued=10**9), "bounded": bounded}
@@ -292,7 +306,7 @@ def overload() -> dict[str, Figures]:
             f"{load:g}": Run(targeted, workers, load, 60.0, router)
             for load in (0.8, 1.0, 1.1, 1.3, 1.6)
         }
-        good = each(_good_share, runs)
+        good = run_in_parallel(_good_share, runs)
         found[name] = {load: good[load] * run.load for load, run in runs.items()}
     return found | {"capacity": {"requests_per_s": capacity}}
 
@@ -305,7 +319,7 @@ def _good_share(run: Run) -> float:
 
 
 def speed(workers: int = 100, seconds: float = 5.0) -> float:
-    """Virtual seconds by seconds of CPU, at 0.8 of saturation."""
+    """Return the virtual seconds per CPU second, at 0.8 of saturation."""
     cpu_s, _ = forecast_speed.measure(workers, rate=15.5, seconds=seconds)
     return seconds / cpu_s
 
@@ -315,7 +329,7 @@ def measure() -> dict[str, Any]:
     for name, part in {
         BINDING: lambda: binding(binding_runs()),
         "orders": orders,
-        "patience": patience,
+        "patience": ageing,
         "goodput": overload,
         "speed_100_workers": speed,
     }.items():

@@ -1,17 +1,17 @@
-"""The queue's orders beside each other, with a real engine under an overload.
+"""Comparison of the queue's orders with a real engine under overload.
 
-A cluster of plain processes on this machine: router, embedded ledger, and one worker with the 125M
-checkpoint and SLOTS slots. In each round all cases get the same requests at the same moments
-(scheduling_mix.py), for ``duration_s`` and ``load`` times as many of them as a worker was seen to
-get done when it was saturated, before the first one; then all that waits is waited for. Where the
-machine became slower or faster meanwhile, which the cases' tokens a second tell, they are not
+The cluster runs as plain processes on this machine: router, embedded ledger, and one worker with
+the 125M checkpoint and SLOTS slots. In each round all cases get the same requests at the same times
+(scheduling_mix.py). Requests arrive for ``duration_s`` at ``load`` times the saturation rate, which
+is measured before the first case of the round. A case ends when all its requests have ended. If the
+cases' tokens per second differ, the speed of the machine has changed, and the cases are not
 comparable.
 
-The router predicts outputs by a model that was trained on other requests of the same kind.
+The router predicts output lengths by a model that was trained on other requests of the same kind.
 
-Normalised latency is a request's time by its output tokens. A tenth of the requests are "high": in
-the case "classes" they have a higher priority, in the others they are looked at by themselves, but
-nobody knows them.
+Normalised latency is a request's latency divided by its output tokens. A tenth of the requests are
+marked "high". In the case "classes" they are sent with a higher priority. In the others the cluster
+cannot tell them from the rest, but they have figures of their own.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ Figures = dict[str, float]
 
 SLOTS = 16
 _HIGH = 5
-#: Requests that are sent at once to see what the worker gets done; of these answers the first and
-#: the last are left out, while the batch fills and empties.
+#: Number of requests that are sent at once to measure the saturation rate.
 _SATURATING = 160
 _WARM_UP = 40
-#: That the predictor learns from.
+#: Number and seed of the requests that the predictor is trained on.
 _EXAMPLES, _EXAMPLES_SEED = 3000, 999
+#: Share of answers at either end that is left out, while the batch fills and empties.
 _LEFT_OUT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``settings`` of the cluster; ``priority`` that high requests are sent with."""
+    """Case of the comparison: ``settings`` of the cluster, and ``priority`` of high requests."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
 
 
-#: Orders of the queue, and one of them with a higher class.
+#: Orders of the queue; "classes" is the default order, with a higher priority for high requests.
 CASES = ("fifo", "shortest", "ranked", "hrrn", "classes")
 
 
 def cases(settings: Mapping[str, Any], names: Sequence[str] = CASES) -> tuple[Case, ...]:
-    """``settings`` that they have in common."""
+    """Return the named cases, all with ``settings``."""
     return tuple(
         Case(name, settings, _HIGH)
         if name == "classes"
@@ -94,9 +94,12 @@ def train(plan: Plan) -> dict[str, Any]:
     return report
 
 
-async def turn(case: Case, plan: Plan, seed: int, saturated: float | None) -> Figures:
-    """One case, from a cluster's start to its end, under a load by ``saturated`` tokens a second;
-    None: as it is seen to do. Raises NotServing, Incomplete."""
+async def run_case(case: Case, plan: Plan, seed: int, saturated: float | None) -> Figures:
+    """Run one case on a new cluster and return its figures.
+
+    ``saturated`` is the saturation rate in output tokens per second, from which the arrival rate
+    follows; None: it is measured first. Raises NotServing, Incomplete.
+    """
     settings = {
         "worker.max_num_seqs": SLOTS,
         "router.predictor": plan.predictor,
@@ -119,11 +122,16 @@ async def turn(case: Case, plan: Plan, seed: int, saturated: float | None) -> Fi
 
 
 async def _send(client: Client, case: Case, requests: Sequence[Request]) -> list[Answer]:
-    return await client.send([it.ask(case.priority if it.is_high else 0) for it in requests])
+    return await client.send(
+        [it.to_timed_request(case.priority if it.is_high else 0) for it in requests]
+    )
 
 
 def saturation(answers: Sequence[Answer]) -> float:
-    """Output tokens a second, of those that ended in the middle of it."""
+    """Return the output tokens per second of saturated answers.
+
+    The first and last fifth of the answers to end are left out, while the batch fills and empties.
+    """
     ended = sorted(answers, key=lambda answer: answer.last_token)
     first, last = (round(part * len(ended)) for part in (_LEFT_OUT, 1 - _LEFT_OUT))
     seconds = ended[last].last_token - ended[first].last_token
@@ -131,7 +139,11 @@ def saturation(answers: Sequence[Answer]) -> float:
 
 
 def figures(requests: Sequence[Request], answers: Sequence[Answer]) -> Figures:
-    """``answers`` are in the order of ``requests``. Seconds; ms for normalised latency."""
+    """Return rates and latencies of ``answers``, which are in the order of ``requests``.
+
+    Times are in seconds, normalised latencies in ms per token. Figures named "high" are those of
+    the high requests only.
+    """
     high = [answer for it, answer in zip(requests, answers, strict=True) if it.is_high]
     found = {
         "requests": len(answers),
@@ -148,7 +160,10 @@ def figures(requests: Sequence[Request], answers: Sequence[Answer]) -> Figures:
 
 
 def ratios(found: Mapping[str, Figures]) -> Figures:
-    """By case, the medians over the turns. None where ``fifo`` did not run beside them."""
+    """Return the figures of each case divided by those of ``fifo``; empty if that did not run.
+
+    ``found`` has the medians over the rounds, by case.
+    """
     if (fifo := found.get("fifo")) is None:
         return {}
     each = {}

@@ -1,8 +1,8 @@
-"""Requests as a service gets them, whose outputs have the lengths that are drawn for them.
+"""Mix of requests from several applications, with output lengths that are drawn at random.
 
-Each is of an application, and its prompt says of which: so much can be foretold of its output, and
-no more, since lengths within an application are drawn. Nobody tells the server: every request may
-have MAX_TOKENS, and ends by a stop token where its output is as long as was drawn.
+The prompt of a request reveals its application. The application determines the distribution of the
+output length, which is all that a predictor can learn. The server does not get the drawn length:
+every request has ``max_tokens`` MAX_TOKENS, and ends by an EOS token at the drawn length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import exp, log
 
 from benchmarks.checkpoints import EOS_TOKEN
-from benchmarks.online.online_load import Ask
+from benchmarks.online.online_load import TimedRequest
 
 MAX_TOKENS = 512
 _SHORTEST = 2
@@ -23,7 +23,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """``share`` of the requests; log-normal lengths of outputs in tokens."""
+    """Source of a ``share`` of the requests, with log-normal output lengths in tokens."""
 
     name: str
     share: float
@@ -32,7 +32,7 @@ class Application:
     sigma: float
 
 
-#: Assumed. On average 80 tokens; the longest tenth has two fifths of them.
+#: Assumed applications. The mean output has 80 tokens; the longest tenth has two fifths of all.
 APPLICATIONS = (
     Application("label", 0.45, "Answer in one word: is this about {} or {}? {}", 6, 0.5),
     Application("chat", 0.35, "What do you know of {} and {}? {}", 60, 0.8),
@@ -44,7 +44,10 @@ APPLICATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``tokens`` its output will have, ``priority`` it is sent with."""
+    """Request of an application that is due at ``due`` seconds and gets ``tokens`` output tokens.
+
+    ``is_high`` marks requests that a benchmark may send with a higher priority.
+    """
 
     application: Application
     prompt: str
@@ -53,7 +56,10 @@ class Request:
     is_high: bool
 
     def example(self) -> dict[str, object]:
-        """For ``everlift train-predictor``: what came of it, and not what the stop token does."""
+        """Return the request with its output length, as an example for train-predictor.
+
+        Fields that force the output length are left out.
+        """
         application = self.application
         return {
             "prompt": self.prompt,
@@ -65,18 +71,22 @@ class Request:
             "expected_tokens": application.median * exp(application.sigma**2 / 2),
         }
 
-    def ask(self, priority: int = 0) -> Ask:
+    def to_timed_request(self, priority: int = 0) -> TimedRequest:
+        """Return the request to send, whose fields force an output of ``tokens`` tokens."""
         fields = {
             "ignore_eos": False,
             "min_tokens": self.tokens - 1,
             "logit_bias": {str(EOS_TOKEN): 100},
             "priority": priority,
         }
-        return Ask(self.prompt, MAX_TOKENS, self.due, self.tokens, fields)
+        return TimedRequest(self.prompt, MAX_TOKENS, self.due, self.tokens, fields)
 
 
 def mix(count: int, rate: float, seed: int, high_share: float = 0.1) -> list[Request]:
-    """``rate`` a second on average, at random moments (Poisson); 0: all at once."""
+    """Return ``count`` requests with Poisson arrivals, ``rate`` per second; 0: all due at once.
+
+    A share of ``high_share`` is marked high, at random.
+    """
     dice = random.Random(seed)
     weights = [application.share for application in APPLICATIONS]
     due, requests = 0.0, []
@@ -90,7 +100,7 @@ def mix(count: int, rate: float, seed: int, high_share: float = 0.1) -> list[Req
 def _request(
     application: Application, name: str, due: float, high_share: float, dice: random.Random
 ) -> Request:
-    # What differs stands first: no two prompts share a block of a prefix cache.
+    # The unique name comes first, so that no two prompts share a block of the prefix cache.
     about = " ".join(dice.choices(_WORDS, k=dice.randrange(4, 40)))
     prompt = f"{name}. {application.prompt.format(*dice.sample(_WORDS, 2), about)}"
     drawn = round(dice.lognormvariate(log(application.median), application.sigma))

@@ -1,4 +1,4 @@
-"""What bench-scheduling has measured, as a picture."""
+"""Picture of the results of bench-scheduling."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ COLOURS = {
     "hrrn": "tab:green",
     "classes": "tab:orange",
 }
-_FORESEEN = "tau 0.6"
+_PREDICTOR = "tau 0.6"
 
 
 def draw(raw: Mapping[str, Any], path: Path) -> None:
-    """Two panels for each part that was measured; nothing where there is none."""
+    """Draw two panels for each of the parts "live" and "forecast" that ``raw`` has, to ``path``.
+
+    Without either of them, write no file.
+    """
     parts = {"live": _live, "forecast": _forecast}
     known = {name: panels for name, panels in parts.items() if name in raw}
     if not known:
@@ -60,7 +63,7 @@ def _bars(panel: Axes, values: Figures) -> None:
 def _forecast(by_load: Axes, by_binding: Axes, forecast: Mapping[str, Any]) -> None:
     orders: Mapping[str, Mapping[str, Figures]] = forecast["orders"]
     for order in ("fifo", "shortest", "ranked", "hrrn"):
-        name = order if order == "fifo" else f"{order} {_FORESEEN}"
+        name = order if order == "fifo" else f"{order} {_PREDICTOR}"
         means = [found[name]["normalised_latency_mean_ms"] for found in orders.values()]
         by_load.plot([*map(float, orders)], means, "o-", color=COLOURS[order], label=order)
     by_load.set_yscale("log")

@@ -1,13 +1,13 @@
-"""What orders of the queue do to sessions of agents, in virtual time.
+"""Duration of agent sessions by the order of the queue, in virtual time.
 
 Two H200s with 16 slots each serve sessions, whose next turn arrives a tool call after the end of
 the previous one, so that a session takes longer if its turns wait. ``alike`` are sessions of 2 to
 60 turns; of ``mixed`` nine in ten have 1 to 9 turns and the others 40 to 120. With a
 ``large_cache`` there are KV blocks for all sessions, which shows an order without its effect on
-prefix-cache hits. Loads are parts of the turns that end in a second when there are always enough. A
-run begins in the midst: sessions that would be in progress by then go on. The time of a session is
-from its first turn's arrival to its last turn's end; counted are those that start after the first
-minute.
+prefix-cache hits. Loads are shares of the saturation rate: the turns that end in a second when the
+queue is never empty. At the start of a run, the sessions that would be in progress continue. The
+duration of a session is from its first turn's arrival to its last turn's end. Only sessions that
+start after the first minute are counted.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ KV_BLOCKS = spec().config.num_blocks
 _LARGE_CACHE = 8 * KV_BLOCKS
 _ORDERS: tuple[Order, ...] = ("fifo", "shortest", "attained")
 _LOADS = (0.9, 1.1)
-#: Turns that end in a second when there are always enough, of either workload.
+#: Saturation rate of either workload, in turns per second.
 _SATURATION = 11.5
-#: Longer than nearly all sessions take without waiting.
+#: Seconds before the run in which sessions may have started; nearly all are shorter, without waits.
 _HISTORY_S = 700.0
 _WARM_UP_S = 60.0
 _SEED = 1
@@ -63,9 +63,9 @@ class ClosedLoop:
     """Sessions of a workload, ``rate`` of which start in a second until ``duration_s``."""
 
     def __init__(self, workload: str, rate: float, duration_s: float) -> None:
-        #: by session: its last turn that has arrived, at the time without waits, and later turns
+        #: by session: its latest turn, at its arrival time without waits, and its later turns
         self._last: dict[int, tuple[Arrival, Iterator[Arrival]]] = {}
-        #: sessions that start in the time, and all that have turns in it
+        #: sessions that start during the run
         self.starting: set[int] = set()
         for turns in _sessions(workload, rate, _HISTORY_S + duration_s):
             first = next(turns, None)
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Sessions that start in a second."""
+        """Sessions that start per second."""
         turns = fmean(len([*it]) for it in _sessions(self.workload, 1.0, 1000.0))
         return self.load * _SATURATION / turns
 

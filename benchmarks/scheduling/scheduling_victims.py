@@ -1,17 +1,18 @@
-"""Whom a full KV cache preempts, and where that request goes on, in virtual time.
+"""Choice of the request that a full KV cache preempts, and its migration, in virtual time.
 
-Exact workers (cluster/simulator) have few KV blocks, and chats come at random. In place of the
-product's choice others are put here, and nowhere else; a class goes before all of them:
+Simulated workers that run the product's scheduler (cluster/simulator) have few KV blocks, and chats
+arrive at random. The benchmark replaces the scheduler's choice by others. All of them preempt
+requests of a lower priority class first; within a class they take:
 
-    least computed   the product's: the cheapest to repeat
-    newest           who came last
-    most blocks      who frees most, and has most to repeat
-    oldest           who came first
+    least computed   the request with the fewest computed tokens (the product's choice)
+    newest           the request that came last
+    most blocks      the request with the most KV blocks, which has the most to recompute
+    oldest           the request that came first
 
-With each of them preempted requests move to other workers as they do by default; with the
-product's choice all is also played without moves (router.max_moves 0). All get the same requests.
-Loads are parts of the rate at which these workers, with the product's choice, finish requests when
-they always have enough.
+Preempted requests may migrate to other workers, as by default. The product's choice is also
+simulated without migration (router.max_moves 0). All policies get the same requests. Loads are
+shares of the saturation rate, at which these workers finish requests under the product's choice
+when the queue is never empty.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from worker.engine import scheduler
 from worker.engine.sequence import Sequence
 
 Figures = dict[str, float]
-Choice = Callable[[Sequence], tuple[int, ...]]
+VictimKey = Callable[[Sequence], tuple[int, ...]]
 
 LEAST_COMPUTED, NO_MOVES = "least computed", "least computed, no moves"
-#: Who sorts first gives way.
-CHOICES: Mapping[str, Choice] = {
+#: Sort keys of running sequences; the first one in this order is preempted.
+VICTIM_KEYS: Mapping[str, VictimKey] = {
     LEAST_COMPUTED: scheduler._preemption_key,
     "newest": lambda it: (it.priority, -it.order),
     "most blocks": lambda it: (it.priority, -len(it.block_table), -it.order),
@@ -48,32 +49,35 @@ MOVING = RouterConfig(max_queued=10**9)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Whom to preempt, and where that one may go on."""
+class Policy:
+    """Sort key of the sequences to preempt, and settings of the router, which limit migrations."""
 
-    choice: Choice
+    victim_key: VictimKey
     router: RouterConfig = MOVING
 
 
-WAYS: Mapping[str, Way] = {
-    **{name: Way(choice) for name, choice in CHOICES.items()},
-    NO_MOVES: Way(CHOICES[LEAST_COMPUTED], replace(MOVING, max_moves=0)),
+POLICIES: Mapping[str, Policy] = {
+    **{name: Policy(key) for name, key in VICTIM_KEYS.items()},
+    NO_MOVES: Policy(VICTIM_KEYS[LEAST_COMPUTED], replace(MOVING, max_moves=0)),
 }
 LOADS = (0.9, 1.1)
-#: A token every 10 ms is twice what one takes that nobody disturbs.
+#: The target of 10 ms per token is twice the TPOT of a request that runs alone.
 SLO = Slo(ttft_s=1.0, tpot_s=0.01)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Each load is played with so many seeds, so long each after the warm-up: until queues and
-    batches are as they stay. ``kv_tokens`` are each worker's: some 17 chats have room in 8,000, and
-    the longest one has 6,144."""
+    """Size of the simulation: each load runs with ``seeds`` seeds.
+
+    Requests that arrive during ``warm_up_s`` are not counted, those of the next ``duration_s`` are.
+    ``kv_tokens`` is the KV cache of a worker: 8,000 tokens hold about 17 chats; the longest chat
+    has 6,144 tokens.
+    """
 
     seeds: int = 1
     warm_up_s: float = 20.0
     duration_s: float = 40.0
-    #: in which is counted what the workers can do
+    #: interval after the warm-up in which the saturation rate is measured
     saturation_s: float = 60.0
     workers: int = 4
     kv_tokens: int = 8000
@@ -89,28 +93,32 @@ SMALLEST = Scale(1, 2.0, 2.0, 2.0, 2, 6400)
 
 
 def measure(scale: Scale = FULL, loads: Iterable[float] = LOADS) -> dict[str, dict[str, Figures]]:
-    """By load, then by way."""
+    """Return the figures by load, then by policy."""
     found: dict[str, dict[str, Figures]] = {}
     for load in loads:
         of_load = found[f"{load:g}"] = {}
-        for name, way in WAYS.items():
-            of_load[name] = figures(play(way, load * saturation(scale), scale), load)
+        for name, policy in POLICIES.items():
+            records = simulated_records(policy, load * saturation(scale), scale)
+            of_load[name] = figures(records, load)
             print(load, name, of_load[name], flush=True)
     return found
 
 
-def play(way: Way, rate: float, scale: Scale) -> list[Record]:
-    """What became of those that came after the warm-up, with all seeds."""
-    with mock.patch.object(scheduler, "_preemption_key", way.choice):
+def simulated_records(policy: Policy, rate: float, scale: Scale) -> list[Record]:
+    """Return the records of the requests that arrived after the warm-up, over all seeds.
+
+    ``rate`` is in requests per second.
+    """
+    with mock.patch.object(scheduler, "_preemption_key", policy.victim_key):
         return [
             record
             for seed in range(scale.seeds)
-            for record in _played(way.router, rate, scale, scale.duration_s, seed)
+            for record in _simulate(policy.router, rate, scale, scale.duration_s, seed)
             if record.arrival.at >= scale.warm_up_s
         ]
 
 
-def _played(
+def _simulate(
     router: RouterConfig, rate: float, scale: Scale, duration_s: float, seed: int
 ) -> tuple[Record, ...]:
     until = scale.warm_up_s + duration_s
@@ -120,18 +128,21 @@ def _played(
 
 @cache
 def saturation(scale: Scale) -> float:
-    """Requests a second that all workers together finish when they always have enough."""
+    """Return the requests per second that all workers finish when the queue is never empty."""
     sample = CHATS.arrivals(seed=0)
     [worker, *_] = scale.scenario(MOVING).workers
     estimate = saturation_rate([next(sample) for _ in range(2000)], worker)
     rate = 1.5 * scale.workers * estimate
-    records = _played(MOVING, rate, scale, scale.saturation_s, seed=0)
+    records = _simulate(MOVING, rate, scale, scale.saturation_s, seed=0)
     until = scale.warm_up_s + scale.saturation_s
     return sum(scale.warm_up_s <= it.finished < until for it in records) / scale.saturation_s
 
 
 def figures(records: list[Record], load: float) -> Figures:
-    """``goodput`` is of requests that kept the SLO, by what the workers can do."""
+    """Return the figures of the records at ``load``, a share of the saturation rate.
+
+    ``goodput`` is the rate of requests that met the SLO, as a share of the saturation rate.
+    """
     recomputed = sum(record.recomputed_tokens for record in records)
     computed = sum(map(_computed_once, records)) + recomputed
     return {
@@ -147,23 +158,23 @@ def figures(records: list[Record], load: float) -> Figures:
 
 
 def _computed_once(record: Record) -> int:
-    """Of its last token nothing is computed."""
+    """Return the tokens that the request's first run computes: all but cached ones and the last."""
     return record.arrival.prompt_tokens - record.cached_tokens + record.output_tokens - 1
 
 
-#: What ways are compared by.
+#: Figures by which policies are compared.
 COMPARED = ("recomputed_share", "ttft_p99_s", "tpot_p99_ms", "latency_p99_s", "goodput")
 
 
 def ratios(found: Mapping[str, Mapping[str, Figures]]) -> Figures:
-    """Of each other way to the product's."""
+    """Return the figures of each other policy divided by those of the product's, by load."""
     compared: Figures = {}
-    for load, ways in found.items():
-        for name in WAYS:
+    for load, policies in found.items():
+        for name in POLICIES:
             if name != LEAST_COMPUTED:
                 words = name.replace(", ", "_").replace(" ", "_")
                 compared |= _compared(
-                    f"victims_{words}_vs_product_{load}", ways[name], ways[LEAST_COMPUTED]
+                    f"victims_{words}_vs_product_{load}", policies[name], policies[LEAST_COMPUTED]
                 )
     return compared
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.online.online_load import Ask, Client, Incomplete
+from benchmarks.online.online_load import Client, Incomplete, TimedRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,9 +67,9 @@ async def test_latency_counts_from_the_due_time() -> None:
         await all_came.wait()
         await write(event("a") + event("b") + event(tokens=2) + DONE)
 
-    asks = [Ask((number,), 2, due) for number, due in enumerate((0.0, 0.05, 0.1))]
+    requests = [TimedRequest((number,), 2, due) for number, due in enumerate((0.0, 0.05, 0.1))]
     async with answering(held_until_all_came) as client:
-        answers = await client.send(asks)
+        answers = await client.send(requests)
     assert [answer.due for answer in answers] == [0.0, 0.05, 0.1]
     assert answers[0].ttft_s >= 0.1 and answers[1].ttft_s >= 0.05
     assert [body["prompt"] for body in asked] == [[0], [1], [2]]
@@ -85,7 +85,7 @@ async def test_client_reads_events_split_at_any_byte() -> None:
             await asyncio.sleep(0)
 
     async with answering(byte_by_byte) as client:
-        (answer,) = await client.send([Ask((1,), 2, 0.0)])
+        (answer,) = await client.send([TimedRequest((1,), 2, 0.0)])
     assert answer.tokens == 2
     assert answer.first_token < answer.last_token
 
@@ -106,7 +106,7 @@ async def test_incomplete_answer_raises_an_error(said: bytes) -> None:
 
     async with answering(say) as client:
         with pytest.raises(Incomplete):
-            await client.send([Ask((1,), 2, 0.0)])
+            await client.send([TimedRequest((1,), 2, 0.0)])
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ def threads_as_before() -> Iterator[None]:
 
 def test_llama_shape_has_8_billion_parameters() -> None:
     embedding = LLAMA.vocab * LLAMA.hidden
-    assert 8.0e9 < LLAMA.multiplied + embedding < 8.1e9
+    assert 8.0e9 < LLAMA.matmul_params + embedding < 8.1e9
     assert LLAMA.kv_bytes == 128 << 10
 
 
@@ -41,7 +41,7 @@ def test_decode_bounds_match_published_h200_times() -> None:
 
 
 def test_covered_counts_overlapping_spans_once() -> None:
-    assert gpu_parts.covered([(0, 3), (1, 2), (2, 5), (7, 8)]) == 6
+    assert gpu_parts.covered_length([(0, 3), (1, 2), (2, 5), (7, 8)]) == 6
 
 
 def test_gpu_ratios_are_shares_of_the_bound() -> None:
@@ -103,13 +103,15 @@ def test_kernel_failure_keeps_figures_of_other_kernels(monkeypatch: pytest.Monke
     assert all("no kernel image" in found[name]["failed"] for name in norms)
     others = found.keys() - norms
     assert all(found[name]["ours_s"] > 0 for name in others)
-    shares = gpu_kernels.shares(found, 1e9)
+    shares = gpu_kernels.bandwidth_shares(found, 1e9)
     assert norms and shares.keys() == {f"bandwidth, {name}" for name in others}
 
 
 def test_kernel_share_is_relative_to_copy_bandwidth() -> None:
     found = {"sum_and_norm 1": {"ours_s": 2e-6, "torch_s": 1.0, "bytes": 4e6}}
-    assert gpu_kernels.shares(found, 4e12) == {"bandwidth, sum_and_norm 1": pytest.approx(0.5)}
+    assert gpu_kernels.bandwidth_shares(found, 4e12) == {
+        "bandwidth, sum_and_norm 1": pytest.approx(0.5)
+    }
 
 
 def test_lengths_have_the_requested_mean_and_are_bounded() -> None:
@@ -155,10 +157,10 @@ def test_gpu_benchmark_part_fails_alone_with_its_cause(
     names = ("late", "broken", "halfway", "works", "not begun")
     limits = {"late": 0.01, "not begun": 0.0}
     planned = [gpu.Part(name, name, "tiny", limits.get(name, 30.0)) for name in names]
-    *_, found = gpu.run(planned, time.monotonic() + 60)
+    *_, found = gpu.run_parts(planned, time.monotonic() + 60)
     assert found.raw == {"halfway": {"tok_s": 3}, "works": {"tok_s": 3}}
     assert found.failed.keys() == {*names} - {"works"}
-    assert "were over" in found.failed["late"] and "no time" in found.failed["not begun"]
+    assert "exceeded" in found.failed["late"] and "no time" in found.failed["not begun"]
     assert [*found.took_s] == [*names]
     assert gpu.ratios(found.raw, LLAMA, TINY) == {}
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import gpu_product
-from benchmarks.gpu.gpu_product import Found, Phase, Text, compare, faults
+from benchmarks.gpu.gpu_product import Output, Phase, Results, compare, faults
 from everlift.sampling import TokenLogprobs
 
 #: After token 5 the model wavers between 6 and 8.
-RIGHT = Text(
+REFERENCE = Output(
     [5, 6, 7],
     [
         TokenLogprobs(-0.1, 1, ((5, -0.1), (9, -3.0))),
@@ -36,13 +36,15 @@ RIGHT = Text(
     ],
 )
 def test_compare_classifies_close_divergence_as_near_tie(tokens: list[int], kind: str) -> None:
-    assert compare(Text(tokens), RIGHT, near=0.1) == kind
-    assert compare(Text(tokens), RIGHT, near=0.0) == ("same" if kind == "same" else "different")
+    assert compare(Output(tokens), REFERENCE, near=0.1) == kind
+    assert compare(Output(tokens), REFERENCE, near=0.0) == (
+        "same" if kind == "same" else "different"
+    )
 
 
 def test_phase_comparison_counts_texts_rate_and_moves() -> None:
-    texts = [Text([5, 6, 7], migrations=1), Text([5, 8, 1], preemptions=2)]
-    assert Phase(texts, seconds=2.0).compared(Phase([RIGHT, RIGHT], 1.0), near=0.1) == {
+    texts = [Output([5, 6, 7], migrations=1), Output([5, 8, 1], preemptions=2)]
+    assert Phase(texts, seconds=2.0).compared(Phase([REFERENCE, REFERENCE], 1.0), near=0.1) == {
         "same": 1,
         "near_tie": 1,
         "different": 0,
@@ -58,12 +60,12 @@ def phase(different: int = 0, migrations: int = 0, preemptions: int = 0) -> dict
 
 def test_gpu_product_fails_on_other_text_or_an_idle_fault() -> None:
     good = {"load": phase(), "killed": phase(migrations=1), "short": phase(preemptions=1)}
-    assert not [*faults(Found({"float32": good}))]
+    assert not [*faults(Results({"float32": good}))]
     bad = {"load": phase(different=2), "killed": phase(), "short": phase()}
-    assert [*faults(Found({"float32": bad}))] == [
+    assert [*faults(Results({"float32": bad}))] == [
         "float32, load: 2 texts differ",
-        "float32: nobody was moved when the worker was killed",
-        "float32: nobody was preempted",
+        "float32: no request was migrated when the worker was killed",
+        "float32: no request was preempted",
     ]
 
 
@@ -71,13 +73,13 @@ def test_gpu_product_type_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def phases(_: object, dtype: str) -> AsyncIterator[tuple[str, Phase]]:
-        yield "undisturbed", Phase([RIGHT], 1.0)
+        yield "undisturbed", Phase([REFERENCE], 1.0)
         if dtype == gpu_product.DTYPES[0]:
             raise TimeoutError("no token came")
-        yield "load", Phase([RIGHT], 1.0)
+        yield "load", Phase([REFERENCE], 1.0)
 
     monkeypatch.setattr(gpu_product, "phases", phases)
-    seen = asyncio.run(gpu_product.found(Namespace()))
+    seen = asyncio.run(gpu_product.run_all(Namespace()))
     assert [[*by_phase] for by_phase in seen.raw.values()] == [
         ["undisturbed"],
         ["undisturbed", "load"],
@@ -94,12 +96,12 @@ def test_killed_phase_is_retried_without_a_migration(
             self.moved = iter(moved)
 
         async def one_by_one(self, client: object) -> Phase:
-            return Phase([RIGHT], 1.0)
+            return Phase([REFERENCE], 1.0)
 
         at_once = one_by_one
 
         async def at_random(self, client: object, disturb: object = None) -> Phase:
-            return Phase([Text(migrations=next(self.moved) if disturb else 0)], 1.0)
+            return Phase([Output(migrations=next(self.moved) if disturb else 0)], 1.0)
 
     @asynccontextmanager
     async def serving(*_: object) -> AsyncIterator[tuple[None, None]]:

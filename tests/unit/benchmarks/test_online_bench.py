@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.online.online_bench import WORKLOAD, ratios
 from benchmarks.online.online_load import Answer, figures, load, percentile
-from benchmarks.online.online_parts import Process, below, taken
+from benchmarks.online.online_parts import Process, cpu_seconds_by_part, descendants
 
 REQUESTS = [
     {"id": 0, "prompt": [1, 2, 1], "max_tokens": 3},
@@ -30,15 +30,15 @@ def workload(tmp_path: Path) -> Path:
 
 
 def test_load_longer_than_its_workload_repeats_it(workload: Path) -> None:
-    asks = load(workload, 5, 0.0, seed=0, vocab_size=10)
-    assert [ask.max_tokens for ask in asks] == [3, 5, 3, 5, 3]
-    assert [len(ask.prompt) for ask in asks] == [3, 1, 3, 1, 3]
-    assert all(ask.due == 0.0 for ask in asks)
+    requests = load(workload, 5, 0.0, seed=0, vocab_size=10)
+    assert [request.max_tokens for request in requests] == [3, 5, 3, 5, 3]
+    assert [len(request.prompt) for request in requests] == [3, 1, 3, 1, 3]
+    assert all(request.due == 0.0 for request in requests)
 
 
 def test_prompts_keep_repetition_pattern_with_new_tokens(workload: Path) -> None:
-    asks = load(workload, 400, 0.0, seed=0, vocab_size=1000)
-    long = [ask.prompt for ask in asks if len(ask.prompt) == 3]
+    requests = load(workload, 400, 0.0, seed=0, vocab_size=1000)
+    long = [request.prompt for request in requests if len(request.prompt) == 3]
     assert all(first == last and 0 < first < 1000 for first, _, last in long)
     assert len({prompt[0] for prompt in long}) > 150
 
@@ -50,8 +50,8 @@ def test_online_load_is_reproducible_by_seed(workload: Path) -> None:
 
 
 def test_arrival_gaps_are_exponential_at_the_requested_rate(workload: Path) -> None:
-    asks = load(workload, 4000, 8.0, seed=0, vocab_size=10)
-    gaps = [after.due - before.due for before, after in itertools.pairwise(asks)]
+    requests = load(workload, 4000, 8.0, seed=0, vocab_size=10)
+    gaps = [after.due - before.due for before, after in itertools.pairwise(requests)]
     mean = sum(gaps) / len(gaps)
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert mean == pytest.approx(1 / 8, rel=0.1)
@@ -155,13 +155,13 @@ def test_cpu_time_is_attributed_by_process_and_thread() -> None:
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
-        (child,) = below(process.pid)
+        (child,) = descendants(process.pid)
         assert child.command == f"{sys.executable} -c input() "
 
         def parts(each: Process) -> tuple[str, str]:
             return ("works", "waits") if each.pid == process.pid else ("others", "others")
 
-        seconds = taken(os.getpid(), parts)
+        seconds = cpu_seconds_by_part(os.getpid(), parts)
         process.stdin.close()
     assert seconds["works"] >= 0.2
     assert seconds["waits"] > 0

@@ -10,12 +10,12 @@ import pytest
 from benchmarks.online.online_load import Answer
 from benchmarks.scheduling import (
     scheduling,
+    scheduling_fair_share,
     scheduling_faithful,
     scheduling_forecast,
     scheduling_picture,
     scheduling_queue,
     scheduling_sessions,
-    scheduling_turns,
     scheduling_victims,
 )
 from benchmarks.scheduling.scheduling_live import figures, ratios, saturation
@@ -46,11 +46,11 @@ def test_mix_is_reproducible_and_keeps_application_shares() -> None:
     assert len({it.prompt[:12] for it in requests}) == 4000
 
 
-def test_ask_max_tokens_hides_the_output_length() -> None:
-    ask = request(0.0, 7).ask(priority=5)
-    assert (ask.max_tokens, ask.tokens) == (MAX_TOKENS, 7)
-    assert ask.fields["min_tokens"] == 6
-    assert ask.fields["priority"] == 5
+def test_timed_request_max_tokens_hides_the_output_length() -> None:
+    timed = request(0.0, 7).to_timed_request(priority=5)
+    assert (timed.max_tokens, timed.tokens) == (MAX_TOKENS, 7)
+    assert timed.fields["min_tokens"] == 6
+    assert timed.fields["priority"] == 5
 
 
 def test_saturation_excludes_ramp_up_and_tail() -> None:
@@ -95,7 +95,7 @@ def test_scheduling_parts_yield_every_ratio_of_the_readme() -> None:
     found = (
         scheduling.batch_ratios({"continuous_vs_static_tokens_per_s": 2.0})
         | scheduling_queue.ratios("queue", {"fifo": {100: 5.0, 10_000: 8.0}})
-        | scheduling_turns.ratios(by_order, {0: {100: 5.0}, 10: {100: 7.0}})
+        | scheduling_fair_share.ratios(by_order, {0: {100: 5.0}, 10: {100: 7.0}})
         | scheduling_forecast.ratios(forecast)
         | scheduling_faithful.ratios({load: {"forecast": errors} for load in loads})
         | ratios({"fifo": latencies, "shortest": latencies, "classes": latencies})
@@ -107,7 +107,7 @@ def test_scheduling_parts_yield_every_ratio_of_the_readme() -> None:
         "high_class_p99_ttft_vs_fifo": 1.0,
         "global_p99_ttft_vs_p2c": 0.25,
         "goodput_1_3_vs_1_0": 1.125,
-        "vtc_gap_vs_bound": 1.0 / scheduling_turns.bound(),
+        "vtc_gap_vs_bound": 1.0 / scheduling_fair_share.bound(),
         "queue_ops_per_s_at_1e4": 125_000.0,
         "simulator_ttft_p50_error": 0.05,
         "simulator_speed_100_workers": 0.6,
@@ -117,15 +117,21 @@ def test_scheduling_parts_yield_every_ratio_of_the_readme() -> None:
 
 def test_fair_order_keeps_tenant_gap_within_the_bound() -> None:
     steps = 3000
-    assert scheduling_turns.gap("fifo", is_fair=True, steps=steps) <= scheduling_turns.bound()
-    assert scheduling_turns.gap("fifo", is_fair=False, steps=steps) > scheduling_turns.bound()
+    assert (
+        scheduling_fair_share.gap("fifo", is_fair=True, steps=steps)
+        <= scheduling_fair_share.bound()
+    )
+    assert (
+        scheduling_fair_share.gap("fifo", is_fair=False, steps=steps)
+        > scheduling_fair_share.bound()
+    )
 
 
 def test_victim_choice_takes_its_sequence_of_the_lowest_class() -> None:
     there = [running(1, 3), running(2, 1), running(3, 4), running(4, 2), running(5, 0, priority=1)]
     first = {
         name: min(there, key=choice).key.epoch
-        for name, choice in scheduling_victims.CHOICES.items()
+        for name, choice in scheduling_victims.VICTIM_KEYS.items()
     }
     assert first == {"least computed": 2, "newest": 4, "most blocks": 3, "oldest": 1}
 
@@ -144,14 +150,15 @@ def test_victims_benchmark_restores_the_scheduler_choice() -> None:
     found = scheduling_victims.measure(scheduling_victims.SMALLEST)
     assert scheduler._preemption_key is chosen
     assert [*found] == ["0.9", "1.1"]
-    for ways in found.values():
-        assert [*ways] == [*scheduling_victims.WAYS]
+    for policies in found.values():
+        assert [*policies] == [*scheduling_victims.POLICIES]
         ours, no_moves = (
-            ways[name] for name in (scheduling_victims.LEAST_COMPUTED, scheduling_victims.NO_MOVES)
+            policies[name]
+            for name in (scheduling_victims.LEAST_COMPUTED, scheduling_victims.NO_MOVES)
         )
         assert ours["migrations"] > 0 and no_moves["migrations"] == 0
         assert ours["recomputed_share"] > 0 and no_moves["preemptions"] > 0
-        assert ours != ways["newest"] != ways["oldest"]
+        assert ours != policies["newest"] != policies["oldest"]
     ratios = scheduling_victims.ratios(found)
     assert "victims_newest_vs_product_1.1_recomputed_share" in ratios
     assert "victims_least_computed_no_moves_vs_product_0.9_ttft_p99_s" in ratios
