@@ -94,7 +94,7 @@ class AgentSessions:
             at += self.gap.sample(rng) / 1000 + output_tokens * self.tpot_s
 
 
-#: Longer than nearly all sessions take without waiting.
+#: Seconds of history before the start; nearly all sessions are shorter if they never wait.
 _HISTORY_S = 1000.0
 _RAMP_S = 50.0
 
@@ -102,15 +102,15 @@ _RAMP_S = 50.0
 class ClosedLoop:
     """Sessions whose next turn arrives a tool call after the end of the previous one.
 
-    They begin in the midst: those in progress after ``_HISTORY_S`` seconds without any wait send
-    their next turns one by one in the first ``_RAMP_S`` seconds, since no prompt is cached yet. No
-    turn arrives at ``until_s`` seconds or later.
+    At the start, sessions are in progress: those that would still run after ``_HISTORY_S`` seconds
+    without any wait. They send their next turns one by one in the first ``_RAMP_S`` seconds, since
+    no prompt is cached yet. No turn arrives at ``until_s`` seconds or later.
     """
 
     def __init__(self, sessions: AgentSessions, seed: int, until_s: float) -> None:
         self._until_s = until_s
         self._tpot_s = sessions.tpot_s
-        #: by session: its last turn that has arrived, at the time without waits, and later turns
+        #: by session: its latest turn, at its arrival time without waits, and its later turns
         self._last: dict[int, tuple[Arrival, Iterator[Arrival]]] = {}
         for turns in sessions.sessions(seed, _HISTORY_S + until_s):
             left = dropwhile(lambda turn: turn.at < _HISTORY_S, turns)

@@ -1,17 +1,17 @@
-"""Attention on the CPU: the compiled kernel beside torch's and vLLM's.
+"""Benchmark of attention on the CPU: the compiled kernel against torch and vLLM's kernel.
 
     python benchmarks/attention_kernel.py [--rounds 7] [--dtype bfloat16] [--threads 2]
         [--level avx2] [--out build/bench/attention.json]
 
-Each round takes every case once with each backend: a step is prepared, and written and attended in
-each layer of a 125M model (12 layers, 12 query heads over 4 KV heads, 64 wide). Times are those of
-a step, divided by its layers; medians over the rounds. vLLM's kernel takes part if its environment
-is there (make bench-engine makes it).
+Each round runs every case once with each backend: it prepares a step, and then writes keys and
+values and computes attention in each layer of a 125M model (12 layers, 12 query heads, 4 KV heads,
+head dimension 64). Times are those of a step divided by its layers, as medians over the rounds.
+vLLM's kernel is included if its environment is installed (make bench-engine installs it).
 
-``ratios`` CASE are torch's time over the kernel's, "CASE vs vllm" vLLM's over the kernel's.
-prefill_of_fma_peak is the rate of "prefill 512" over the FMA peak of the cores, and
-decode_of_bandwidth_bound the time that reading the keys and values of "decode 64 x 1024" takes over
-the kernel's. --level avx2 measures the code for older CPUs on a newer one.
+``ratios`` CASE are torch's time divided by the kernel's, "CASE vs vllm" vLLM's time divided by the
+kernel's. prefill_of_fma_peak is the rate of "prefill 512" divided by the FMA peak of the cores.
+decode_of_bandwidth_bound is the time to read the keys and values of "decode 64 x 1024" divided by
+the kernel's time. --level avx2 measures the code for older CPUs on a newer one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Case:
 
 
 class Vllm:
-    """vLLM's kernel, in a process of its own that waits for the name of a case."""
+    """Process with vLLM's kernel, which measures the cases that it gets by name."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -104,7 +104,7 @@ class Vllm:
 
 @contextmanager
 def vllm_kernel(dtype: torch.dtype, level: str) -> Iterator[Vllm | None]:
-    """None where vLLM's environment is not there."""
+    """Start and yield the process with vLLM's kernel; None if vLLM's environment is missing."""
     if not (peer.VLLM / "bin").exists():
         yield None
         return
@@ -137,7 +137,7 @@ def num_blocks() -> int:
 
 
 def operations(name: str) -> float:
-    """Products and sums of a case's queries with keys, and of weights with values, in a layer."""
+    """Return the floating-point operations of a case in a layer: Q·K and weights times V."""
     pairs = sum(
         position + 1 for start, new in CASES[name] for position in range(start, start + new)
     )
@@ -145,14 +145,17 @@ def operations(name: str) -> float:
 
 
 def bytes_read(name: str, dtype: torch.dtype) -> float:
-    """Keys and values that a case reads in a layer, once for each row."""
+    """Return the bytes of keys and values that a case reads in a layer, once for each row."""
     return 2.0 * KV_HEADS * HEAD_DIM * dtype.itemsize * sum(map(sum, CASES[name]))
 
 
 def measure(
     rounds: int, dtype: torch.dtype, vllm: Vllm | None
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds a layer of each case by backend, round after round."""
+    """Return the seconds per layer of each round, by case and backend.
+
+    Raises SystemExit if the kernel cannot be compiled.
+    """
     blocks = num_blocks()
     cache = KVCache(blocks, LAYERS, KV_HEADS, HEAD_DIM, dtype, torch.device("cpu"))
     cache.tensor.copy_(torch.randn(cache.tensor.shape[1:]))

@@ -1,10 +1,10 @@
-"""vLLM's attention kernel for CPUs, for bench-attention, in vLLM's own environment.
+"""Timer of vLLM's attention kernel for CPUs, which runs in vLLM's environment.
 
     python -m benchmarks.attention_vllm SETTINGS
 
 SETTINGS is JSON: layers, heads, kv_heads, head_dim, dtype, threads, and cases as in
-attention_kernel.py. A line of standard input names a case; the answer is a line with the seconds of
-a layer: keys and values are written, and queries attend.
+attention_kernel.py. For each line of standard input, which names a case, the process prints the
+seconds per layer to write the keys and values and compute attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ BLOCK_SIZE = 32
 
 
 class Case:
-    """Rows over scattered blocks. ``shapes`` are (position of the first new token, new tokens)."""
+    """Test case: rows with KV blocks in random order, and random queries, keys and values.
+
+    ``shapes`` has (position of the first new token, number of new tokens) of each row.
+    """
 
     def __init__(self, shapes: list[tuple[int, int]], caches: torch.Tensor, settings: Any) -> None:
         self._settings, self._dtype = settings, caches.dtype

@@ -1,20 +1,22 @@
-"""Workers that come and go with the load: one step up to twice as much, and back.
+"""Benchmark of the autoscaler: the load doubles in one step, and later halves again.
 
     python benchmarks/autoscale.py [--phase 75] [--out build/bench/autoscale.json]
 
-Ray on one machine with four nodes, of which three have a GPU that is none; the fake model makes 240
-tokens a second on each, 30 requests. They come at random, as many as 0.65 workers can do, then 1.3,
-then 0.65 for twice as long: workers go when fewer were enough for a while.
+Ray runs on one machine with four nodes, of which three have a fake GPU. A worker with the fake
+model generates 240 tokens, or ends 30 requests, per second. Arrivals are Poisson at the rate that
+0.65 workers can serve, then 1.3, then 0.65 for twice as long, because the autoscaler removes
+workers only after a delay.
 
-    decision_s                      from the step up to the decision for more workers, which cannot
-                                    be told from chance before some tens of requests have come
-    first_work_after_ready_ms       from the router's word that a new worker is up to its first
-                                    dispatch
-    worker_seconds_vs_clairvoyant   workers that were asked for, over the whole time, by those of a
-                                    plan that knows the load, and has each worker ready in time
-    reversals_per_10_min            turns from more to fewer workers, or back, that no step explains
+    decision_s                      from the step up to the decision for more workers; some tens of
+                                    requests must come before the step differs from chance
+    first_work_after_ready_ms       from the router's log that a new worker is up to the first
+                                    dispatch to it
+    worker_seconds_vs_clairvoyant   seconds of all requested workers, divided by those of a plan
+                                    that knows the load and has each worker ready in time
+    reversals_per_10_min            changes between scaling up and scaling down, except the one that
+                                    the load requires
 
-Beside the JSON lies a picture of load, queue and workers.
+A picture of load, queue and workers is written beside the JSON file.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from worker.runner.fake_runner import expected_tokens
 
 MODEL = FakeModel(step_time=0.05)
 SLOTS = 12
-#: Tokens a second of a full worker.
+#: Output tokens per second of a worker whose slots are all taken.
 RATE = SLOTS / MODEL.step_time
 LOADS = (0.65, 1.3, 0.65)
 _PHASES = (1, 1, 2)
@@ -54,13 +56,13 @@ SCALING = AutoscaleConfig(min_workers=1, max_workers=3, down_delay=30.0)
 _TOKENS = (4, 12)
 _MEAN_TOKENS = sum(_TOKENS) / 2
 _PROMPT = 8
-_LOOK_S = 0.1
+_SAMPLE_S = 0.1
 _GPU_NODES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Of a log: seconds since 1970."""
+class LogLine:
+    """Line of a log; ``at`` is in seconds since 1970."""
 
     at: float
     event: str
@@ -69,13 +71,17 @@ class Line:
 
 @dataclass
 class Run:
-    """Moments are seconds since 1970."""
+    """Times of a run's events, in seconds since 1970.
+
+    ``steps`` are the starts of the phases. ``decisions`` have the number of workers. ``ready`` and
+    ``first_work`` are by worker id.
+    """
 
     steps: list[float] = field(default_factory=list)
     ended: float = 0.0
     requests: int = 0
-    #: moment, waiting requests, workers that are up
-    seen: list[tuple[float, int, int]] = field(default_factory=list)
+    #: time, number of queued requests, number of workers that are up
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
     decisions: list[tuple[float, int]] = field(default_factory=list)
     ready: dict[str, float] = field(default_factory=dict)
     first_work: dict[str, float] = field(default_factory=dict)
@@ -83,7 +89,7 @@ class Run:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--phase", type=float, default=75.0, help="seconds of a load")
+    arguments.add_argument("--phase", type=float, default=75.0, help="seconds of a phase")
     arguments.add_argument("--out", type=Path, default=Path("build/bench/autoscale.json"))
     options = arguments.parse_args()
     with TemporaryDirectory(prefix="everlift-autoscale-") as directory:
@@ -127,24 +133,26 @@ async def play(directory: Path, phase_s: float) -> Run:
 async def _loaded(cluster: RayCluster, phase_s: float) -> Run:
     run = Run()
     async with AsyncClient(cluster.addresses) as client:
-        looking = asyncio.create_task(_look(client, run))
-        asked: list[asyncio.Task[None]] = []
+        sampling = asyncio.create_task(_sample_status(client, run))
+        sent: list[asyncio.Task[None]] = []
         rng = Random(5)
         for load, phases in zip(LOADS, _PHASES, strict=True):
             run.steps.append(time.time())
             end = run.steps[-1] + phases * phase_s
             while time.time() < end:
                 await asyncio.sleep(rng.expovariate(load * RATE / _MEAN_TOKENS))
-                asked.append(asyncio.create_task(_ask(client, rng.randint(*_TOKENS), rng.random())))
+                sent.append(
+                    asyncio.create_task(_send_request(client, rng.randint(*_TOKENS), rng.random()))
+                )
         run.ended = time.time()
-        await asyncio.gather(*asked)
-        looking.cancel()
-    run.requests = len(asked)
+        await asyncio.gather(*sent)
+        sampling.cancel()
+    run.requests = len(sent)
     _read_logs(cluster.config.state_dir / "logs", run)
     return run
 
 
-async def _ask(client: AsyncClient, tokens: int, seed: float) -> None:
+async def _send_request(client: AsyncClient, tokens: int, seed: float) -> None:
     rng = Random(seed)
     prompt = [rng.randrange(256) for _ in range(_PROMPT)]
     stream = client.generate(prompt, max_tokens=tokens, temperature=0.0)
@@ -152,12 +160,12 @@ async def _ask(client: AsyncClient, tokens: int, seed: float) -> None:
     assert received == expected_tokens(prompt, tokens, MODEL)
 
 
-async def _look(client: AsyncClient, run: Run) -> None:
+async def _sample_status(client: AsyncClient, run: Run) -> None:
     while True:
         status = await client.status()
         alive = sum(worker.alive for worker in status.workers)
-        run.seen.append((time.time(), status.queued, alive))
-        await asyncio.sleep(_LOOK_S)
+        run.samples.append((time.time(), status.queued, alive))
+        await asyncio.sleep(_SAMPLE_S)
 
 
 def _read_logs(log_dir: Path, run: Run) -> None:
@@ -171,18 +179,18 @@ def _read_logs(log_dir: Path, run: Run) -> None:
             run.first_work.setdefault(line.fields["worker_id"], line.at)
 
 
-def _lines(paths: Iterator[Path]) -> list[Line]:
+def _lines(paths: Iterator[Path]) -> list[LogLine]:
     lines = []
     for path in paths:
         for text in path.read_text().splitlines():
             if text.startswith("{"):
                 fields = json.loads(text)
                 at = datetime.fromisoformat(fields["ts"]).timestamp()
-                lines.append(Line(at, fields["event"], fields))
+                lines.append(LogLine(at, fields["event"], fields))
     return sorted(lines, key=lambda line: line.at)
 
 
-# what came of it
+# results
 
 
 def ratios(run: Run) -> dict[str, float]:
@@ -200,7 +208,7 @@ def ratios(run: Run) -> dict[str, float]:
 
 
 def worker_seconds(run: Run) -> float:
-    """Asked for, from the moment of asking, in the whole time."""
+    """Return the seconds of all requested workers, each counted from the decision."""
     changes = [(run.steps[0], 1), *run.decisions, (run.ended, 0)]
     return sum(
         count * (min(later, run.ended) - max(at, run.steps[0]))
@@ -213,12 +221,12 @@ def clairvoyant_seconds(run: Run) -> float:
     needs = [ceil(load / SCALING.utilisation) for load in LOADS]
     ends = [*run.steps[1:], run.ended]
     seconds = sum(n * (end - at) for n, at, end in zip(needs, run.steps, ends, strict=True))
-    # Who is to be ready at the step has to be asked for before.
+    # A worker that is ready at the step must be requested earlier by its start time.
     return seconds + (needs[1] - needs[0]) * _start_s(run)
 
 
 def _start_s(run: Run) -> float:
-    """From a decision to the first worker that follows from it."""
+    """Return the seconds from the decision to scale up to the first worker that is ready."""
     decided = next(at for at, count in run.decisions if at > run.steps[1] and count > 1)
     return min((at for at in run.ready.values() if at > decided), default=decided) - decided
 
@@ -239,7 +247,7 @@ def _raw(run: Run) -> dict[str, Any]:
         "worker_start_s": round(_start_s(run), 2),
         "worker_seconds": round(worker_seconds(run), 1),
         "clairvoyant_worker_seconds": round(clairvoyant_seconds(run), 1),
-        "longest_queue": max((queued for _, queued, _ in run.seen), default=0),
+        "longest_queue": max((queued for _, queued, _ in run.samples), default=0),
     }
 
 
@@ -250,19 +258,21 @@ def draw(run: Run, path: Path) -> None:
     from matplotlib import pyplot
 
     begin = run.steps[0]
-    times = [at - begin for at, _, _ in run.seen]
+    times = [at - begin for at, _, _ in run.samples]
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 5))
     ends = [*run.steps[1:], run.ended]
     for load, at, end in zip(LOADS, run.steps, ends, strict=True):
         above.hlines(load, at - begin, end - begin, colors="tab:red")
     above.plot([], [], color="tab:red", label="load, in workers")
-    above.step(times, [up for _, _, up in run.seen], where="post", label="workers up")
-    asked = [(0.0, 1), *((at - begin, count) for at, count in run.decisions)]
-    asked.append((run.ended - begin, asked[-1][1]))
-    above.step(*zip(*asked, strict=True), where="post", linestyle=":", label="workers asked for")
+    above.step(times, [up for _, _, up in run.samples], where="post", label="workers up")
+    requested = [(0.0, 1), *((at - begin, count) for at, count in run.decisions)]
+    requested.append((run.ended - begin, requested[-1][1]))
+    above.step(
+        *zip(*requested, strict=True), where="post", linestyle=":", label="workers requested"
+    )
     above.set_ylim(0, SCALING.max_workers + 0.5 if SCALING.max_workers else None)
     above.legend(loc="upper right")
-    below.fill_between(times, [queued for _, queued, _ in run.seen], step="post", alpha=0.5)
+    below.fill_between(times, [queued for _, queued, _ in run.samples], step="post", alpha=0.5)
     below.set_ylabel("waiting requests")
     below.set_xlabel("seconds")
     figure.tight_layout()

@@ -1,9 +1,9 @@
-"""How fast this machine's cores read memory together: the bound of a sequence that decodes alone.
+"""Memory bandwidth of this machine's cores, which bounds the decoding of a single sequence.
 
     python -m benchmarks.bandwidth THREADS
 
-prints the bytes per second of several passes over 1 GiB: of the middle one, and of the best. Where
-others have cores of the same machine, the best may be twice the middle one, for a moment.
+prints the bytes per second of several passes over 1 GiB: the median, and the best. If others use
+the same machine, the best may briefly be twice the median.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bandwidth(NamedTuple):
 
 
 def measured(threads: int) -> Bandwidth:
-    """In a process of its own, as torch's threads cannot be had otherwise."""
+    """Measure in a new process, because torch's number of threads is set once per process."""
     command = [sys.executable, "-m", "benchmarks.bandwidth", str(threads)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return Bandwidth(*map(float, printed.split()))

@@ -1,32 +1,34 @@
-"""What batching does on the real engine: static, by predicted lengths (Magnus) and continuous;
-prefill in chunks or whole; SLAI against the default.
+"""Comparison of batching policies on the engine: static, Magnus, continuous; chunks; SLAI.
 
     python benchmarks/batching.py [--quick] [--virtual] [--rounds 1] [--model tiny] [--threads N]
                                   [--sizes N ...] [--out FILE]
 
-Sweep: requests wait without end, each with a prompt of 32 tokens and an output out of a mix, until
-what two static batches make is drawn, or more of them where they are small; so all policies make
-as many tokens, and none has an end in which slots are free because nobody waits. Magnus is told the
-true lengths of outputs.
+Sweep: static batching, batching by predicted lengths (Magnus) and continuous batching. The queue is
+never empty. Each request has a prompt of 32 tokens and an output length from a mix. A run ends when
+the number of output tokens of two static batches has been generated, or of LONGEST_MIX requests if
+these are more. So all policies generate equally many tokens, and no run has a tail with free slots.
+Magnus gets the true output lengths.
 
     mixed    64, 256 or 1,024 tokens, equally often
     uniform  16 to 512
     equal    256 each
     skewed   16, but one in 32 has 1,024
 
-Chunks: one prompt in ten is long; requests come at random at 0.7 of the rate at which the engine
-does as many when all wait. "off" has a budget that the longest prompt fits into whole.
+Chunks: prefill in chunks ("on"), or with a token budget into which the longest prompt fits as a
+whole ("off"). One prompt in ten is long. Arrivals are Poisson at 0.7 of the saturation rate, at
+which the engine serves the same requests if all are queued from the beginning.
 
-SLAI: prompts with a long tail come at several shares of that rate. A token is missed if it comes
-later than TBT_TARGET after the one before it. A policy's capacity is the largest of the loads up to
-which the median TTFT is at most TTFT_LIMIT and at most one token in a hundred is missed.
+SLAI: the policy "slai" against "continuous". Prompts have a long tail, and arrivals are Poisson at
+several shares of the saturation rate. A token is missed if it comes later than TBT_TARGET after the
+previous one. The capacity of a policy is the largest load up to which the median TTFT is at most
+TTFT_LIMIT and at most one token in a hundred is missed.
 
-All run in turns in one process. ``continuous_vs_static`` is of tokens a second at the mix "mixed"
-and the size where it is largest; those with a mix and a size are of these. ``..._slots`` compares
-the shares of slots that compute something: what the other would be where a step takes as long with
-one row as with all, which a CPU's do while there are few. A --quick run shows that it works, and no
-more. With --virtual nothing is computed, and steps take the time that batching_virtual.py says: the
-scheduler is the product's, and a figure is the same on every machine.
+All runs take turns in one process. ``continuous_vs_static`` is the ratio of tokens per second with
+the mix "mixed", at the batch size with the largest ratio. Names with a mix and a size are ratios of
+that case. ``..._slots`` is the ratio of the shares of slots that compute something. Token rates
+would have this ratio if a step took equally long for one row and for all; on a CPU this holds only
+for few rows. --quick only tests the benchmark. With --virtual, the product's scheduler runs in
+virtual time with the step times of batching_virtual.py, so figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from typing import Any
 from benchmarks import checkpoints, report
 from benchmarks.batching_engines import Bench, Live, Virtual
 from benchmarks.batching_picture import draw
-from benchmarks.batching_player import Played, Request, quantile
+from benchmarks.batching_player import Request, RunResult, quantile
 from worker.config import Scheduling, WorkerConfig
 from worker.engine.plan import Runner
 
@@ -51,17 +53,17 @@ SIZES = (4, 8, 16, 32, 64, 128)
 STATIC, CONTINUOUS = Scheduling("static"), Scheduling("continuous")
 POLICIES = {"static": STATIC, "magnus": Scheduling("magnus"), "continuous": CONTINUOUS}
 PROMPT = 32
-#: Most outputs of a mix.
-PACK = 32
+#: Number of outputs in the longest mix.
+LONGEST_MIX = 32
 TBT_TARGET = 0.1
 TTFT_LIMIT = 0.5
 SLAI = Scheduling("slai", tbt_target=TBT_TARGET)
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.3)
 MISSED = 0.01
 CHUNK_LOAD = 0.7
-WHOLE = 2048
+WHOLE_PROMPT_BUDGET = 2048
 
-#: Outputs are dealt from a pack of these, shuffled each time.
+#: Output lengths of each mix. They are repeated, in a new random order each time.
 MIXES = {
     "mixed": (64, 256, 1024),
     "uniform": tuple(range(16, 513, 16)),
@@ -72,8 +74,11 @@ MIXES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How long a run is, and how large its engine: ``output`` divides the sweep's outputs,
-    ``chunk`` is the budget of prefill in chunks; SLAI has ``slots`` and ``budget``."""
+    """Size of the benchmark.
+
+    The output lengths of the sweep are divided by ``output``. ``chunk`` is the token budget of
+    chunked prefill. The comparison with SLAI has ``slots`` slots and a token budget of ``budget``.
+    """
 
     sizes: tuple[int, ...] = SIZES
     output: int = 1
@@ -99,7 +104,7 @@ VIRTUAL = Scale(
 
 
 def sweep(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """By mix, then by size: medians over the rounds."""
+    """Return the medians over the rounds, by mix, then by batch size."""
     found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in MIXES}
     for size in scale.sizes:
         config = bench.config(size)
@@ -119,10 +124,12 @@ def compare(
     scale: Scale,
     seed: int,
 ) -> dict[str, float]:
-    """All policies, in an order that changes from round to round."""
+    """Return the figures of all policies in one round; every other round has the reverse order."""
     rng, size = Random(seed), config.max_num_seqs
-    num_measured = max(2 * size, PACK)
-    outputs = [max(1, output // scale.output) for output in dealt(mix, 6 * num_measured, rng)]
+    num_measured = max(2 * size, LONGEST_MIX)
+    outputs = [
+        max(1, output // scale.output) for output in shuffled_outputs(mix, 6 * num_measured, rng)
+    ]
     requests = [Request(PROMPT, output) for output in outputs]
     figures: dict[str, float] = {}
     for name in sorted(POLICIES, reverse=bool(seed % 2)):
@@ -140,10 +147,11 @@ def compare(
     return figures
 
 
-def dealt(pack: Sequence[int], count: int, rng: Random) -> list[int]:
+def shuffled_outputs(mix: Sequence[int], count: int, rng: Random) -> list[int]:
+    """Return ``count`` output lengths: the mix again and again, each time in random order."""
     outputs: list[int] = []
     while len(outputs) < count:
-        outputs += rng.sample(pack, len(pack))
+        outputs += rng.sample(mix, len(mix))
     return outputs[:count]
 
 
@@ -156,7 +164,7 @@ def chunks(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, float
         (1500 if rng.random() < 0.1 else rng.randint(16, 128), rng.randint(32, 96))
         for _ in range(scale.requests)
     ]
-    configs = {"on": bench.config(32, scale.chunk), "off": bench.config(32, WHOLE)}
+    configs = {"on": bench.config(32, scale.chunk), "off": bench.config(32, WHOLE_PROMPT_BUDGET)}
     runners = {name: bench.runner(config) for name, config in configs.items()}
     rate = CHUNK_LOAD * saturation(bench, runners["off"], configs["off"], shapes)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
@@ -171,7 +179,7 @@ def chunks(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, float
 
 
 def deadlines(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """By load, then by policy."""
+    """Return the latencies of SLAI and the default policy, by load, then by policy."""
     rng = Random(2)
     shapes = [
         (min(1500, max(16, round(rng.lognormvariate(5.5, 1.0)))), rng.randint(16, 96))
@@ -195,7 +203,7 @@ def deadlines(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, di
 
 
 def capacity(found: dict[str, dict[str, dict[str, float]]], policy: str) -> float:
-    """0 where not even the smallest load is served as it should be."""
+    """Return the largest load up to which ``policy`` meets the limits; 0 if there is none."""
     capacity = 0.0
     for load, policies in found.items():
         served = policies[policy]
@@ -205,19 +213,19 @@ def capacity(found: dict[str, dict[str, dict[str, float]]], policy: str) -> floa
     return capacity
 
 
-# what they share
+# shared functions
 
 
 def saturation(
     bench: Bench, runner: Runner, config: WorkerConfig, shapes: Sequence[tuple[int, int]]
 ) -> float:
-    """Requests a second where all are there from the begin."""
+    """Return the requests per second if all requests are queued from the beginning."""
     requests = [Request(*shape) for shape in shapes]
     return len(shapes) / bench.play(runner, config, requests).seconds
 
 
 def at_random(shapes: Sequence[tuple[int, int]], rate: float, seed: int) -> list[Request]:
-    """A Poisson process."""
+    """Return requests of these (prompt, output) lengths with Poisson arrivals."""
     rng, at = Random(seed), 0.0
     requests = []
     for prompt, output in shapes:
@@ -226,7 +234,7 @@ def at_random(shapes: Sequence[tuple[int, int]], rate: float, seed: int) -> list
     return requests
 
 
-def latencies(played: Played) -> dict[str, float]:
+def latencies(played: RunResult) -> dict[str, float]:
     ttfts, gaps = played.ttfts(), played.gaps()
     return {
         "ttft_p50_s": quantile(ttfts, 0.5),
@@ -267,7 +275,7 @@ def ratios(raw: dict[str, Any]) -> dict[str, float]:
     return {name: round(ratio, 3) for name, ratio in compared.items()}
 
 
-# all of it
+# whole benchmark
 
 
 def measure(bench: Bench, scale: Scale, rounds: int) -> dict[str, Any]:
@@ -293,7 +301,7 @@ def main() -> None:
     parser.add_argument("--virtual", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", choices=checkpoints.CHECKPOINTS, default="tiny")
-    parser.add_argument("--sizes", type=int, nargs="+", help="of the batch, instead of all")
+    parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes of the sweep")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=Path("build/bench/batching.json"))
     options = parser.parse_args()

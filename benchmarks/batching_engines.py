@@ -1,4 +1,4 @@
-"""What bench-batching runs on: an engine of this machine, or one in virtual time."""
+"""Engines of bench-batching: one with a model on this machine, and one in virtual time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.batching_player import Played, Player, Request
+from benchmarks.batching_player import Player, Request, RunResult
 from benchmarks.batching_virtual import H200_8B, VirtualRunner
 from worker.config import WorkerConfig
 from worker.engine.limits import Limits
@@ -18,7 +18,7 @@ from worker.runner.runner import TorchRunner
 
 
 class Bench(Protocol):
-    """An engine's settings, and what it runs on."""
+    """Source of engine settings and runners, which runs requests on them."""
 
     def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig: ...
 
@@ -30,13 +30,16 @@ class Bench(Protocol):
         config: WorkerConfig,
         requests: Sequence[Request],
         enough: int | None = None,
-    ) -> Played:
-        """``runner`` is one of this bench's."""
+    ) -> RunResult:
+        """Run the requests; ``runner`` comes from the method ``runner``.
+
+        If ``enough`` is given, stop after this number of output tokens.
+        """
         ...
 
 
 class Live:
-    """One model on this machine's CPU."""
+    """Bench with a model on this machine's CPU."""
 
     def __init__(self, model: Path, threads: int) -> None:
         self._config = WorkerConfig(
@@ -47,7 +50,7 @@ class Live:
         return replace(self._config, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
     def runner(self, config: WorkerConfig) -> TorchRunner:
-        """It has computed something before."""
+        """Return a new runner that has served a batch as a warm-up."""
         runner = build_runner(config, Group.single())
         self.play(runner, config, [Request(32, 16)] * config.max_num_seqs)
         return runner
@@ -58,12 +61,12 @@ class Live:
         config: WorkerConfig,
         requests: Sequence[Request],
         enough: int | None = None,
-    ) -> Played:
+    ) -> RunResult:
         return Player(runner, Limits.of(config, runner)).play(requests, enough)
 
 
 class Virtual:
-    """No model, and steps that take what they would take elsewhere."""
+    """Bench without a model: steps take virtual time, as an 8B model would on an H200."""
 
     def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig:
         return WorkerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
@@ -77,6 +80,6 @@ class Virtual:
         config: WorkerConfig,
         requests: Sequence[Request],
         enough: int | None = None,
-    ) -> Played:
+    ) -> RunResult:
         limits = Limits.of(config, runner)
         return Player(runner, limits, runner.clock, runner.sleep).play(requests, enough)

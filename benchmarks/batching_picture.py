@@ -1,4 +1,4 @@
-"""What bench-batching has measured, as a picture."""
+"""Picture of the results of bench-batching."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ POLICIES = {
 
 
 def draw(raw: dict[str, Any], path: Path) -> None:
-    """Above, tokens a second by batch size, a panel a mix; below, what else there is."""
+    """Draw the results to ``path``.
+
+    The upper panels show tokens per second by batch size, one panel for each mix. The lower ones
+    show the useful share of slots, times between tokens with chunks, and TTFT with SLAI.
+    """
     figure, panels = pyplot.subplots(2, len(raw["sweep"]), squeeze=False, figsize=(16, 7))
     for panel, (name, sizes) in zip(panels[0], raw["sweep"].items(), strict=True):
         _sizes(panel, sizes, "tokens_per_s")

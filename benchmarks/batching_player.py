@@ -1,5 +1,7 @@
-"""Requests at their times through one engine, without threads and sockets, and what came of each
-when. By any clock: a test's runner needs no time."""
+"""Driver of one engine, without threads or sockets: requests at given times, and token times.
+
+The clock is a parameter, so that a runner in virtual time can be used.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _GREEDY = SamplingParams(temperature=0.0).to_proto()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``at`` is seconds from the begin."""
+    """Request that arrives ``at`` seconds after the start."""
 
     prompt_tokens: int
     output_tokens: int
@@ -31,7 +33,7 @@ class Request:
 
 @dataclass(slots=True)
 class Stream:
-    """When a request came, and when each of its tokens did."""
+    """Arrival time of a request, and the times of its output tokens, in seconds from the start."""
 
     at: float
     times: list[float] = field(default_factory=list)
@@ -42,13 +44,16 @@ class Stream:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between its tokens."""
+        """Seconds between consecutive tokens."""
         return [after - before for before, after in pairwise(self.times)]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """``useful_share`` is that of batch slots which computed something, over all steps."""
+class RunResult:
+    """Result of a run.
+
+    ``useful_share`` is the share of batch slots that computed something, over all steps.
+    """
 
     seconds: float
     steps: int
@@ -69,7 +74,7 @@ class Played:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of all are no larger than."""
+    """Return the value that about ``share`` of all values do not exceed."""
     if len(values) < 2:
         return values[0]
     ordered = sorted(values)
@@ -77,7 +82,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 class Player:
-    """A new engine over ``runner``, to play one list of requests."""
+    """New engine with ``runner``, which runs one list of requests."""
 
     def __init__(
         self,
@@ -91,9 +96,11 @@ class Player:
         self._clock = clock
         self._sleep = sleep
 
-    def play(self, requests: Sequence[Request], enough: int | None = None) -> Played:
-        """Until all are done, or ``enough`` output tokens are drawn; then the others are
-        aborted."""
+    def play(self, requests: Sequence[Request], enough: int | None = None) -> RunResult:
+        """Run until all requests have ended, or ``enough`` output tokens have been generated.
+
+        In the latter case, abort the remaining requests.
+        """
         streams = {epoch: Stream(request.at) for epoch, request in enumerate(requests, 1)}
         coming = deque(enumerate(requests, 1))
         began = self._clock()
@@ -122,8 +129,11 @@ class Player:
         self._engine.add(EngineSequence.from_start(self._message(epoch, request), self._limits))
 
     def _message(self, epoch: int, request: Request) -> session_pb2.Start:
-        """Its prompt is no other's; the length of its output is known."""
-        numbers = _numbers(epoch, self._limits.vocab_size)
+        """Return the message that starts the request, with a prompt of its own.
+
+        The true output length is also its prediction.
+        """
+        numbers = _pseudo_random(epoch, self._limits.vocab_size)
         return session_pb2.Start(
             epoch=epoch,
             request_id=f"request-{epoch}",
@@ -134,9 +144,9 @@ class Player:
             salt=epoch.to_bytes(8, "big"),
         )
 
-    def _played(self, seconds: float, streams: tuple[Stream, ...]) -> Played:
+    def _played(self, seconds: float, streams: tuple[Stream, ...]) -> RunResult:
         load = self._engine.load()
-        return Played(
+        return RunResult(
             seconds,
             load.step,
             load.output_tokens,
@@ -146,8 +156,8 @@ class Player:
         )
 
 
-def _numbers(seed: int, below: int) -> Iterator[int]:
-    """Pseudo-random ones (Lehmer's)."""
+def _pseudo_random(seed: int, below: int) -> Iterator[int]:
+    """Yield pseudo-random numbers from 0 to ``below`` - 1 (Lehmer generator)."""
     state = seed * 7919 + 1
     while True:
         state = state * 48271 % 2147483647

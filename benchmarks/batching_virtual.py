@@ -1,4 +1,4 @@
-"""A runner that computes nothing, in virtual time: a step takes what it would take elsewhere."""
+"""Runner in virtual time: it computes nothing, and a step takes the time of a given model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKEN, _NOTHING = RowResult((1,)), RowResult()
 
 
 class VirtualRunner:
-    """``now`` is in seconds, and passes in steps and in sleep."""
+    """Runner whose clock ``now``, in seconds, advances only in steps and in ``sleep``."""
 
     vocab_size = 32000
     max_model_len = 4096

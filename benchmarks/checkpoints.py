@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoints.py [NAME...]
 
-Each is a Hugging Face directory (config, bfloat16 weights, tokenizer) that other engines load as
-well. It is written into build/bench/models; one that is there is used again, if it is unchanged.
+Each checkpoint is a Hugging Face directory (config, bfloat16 weights, tokenizer) that other engines
+can load, too. It is written to build/bench/models, unless it is there already and unchanged.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from worker.model.checkpoint import read_tensors
 ROOT = Path("build/bench/models")
 VOCAB_SIZE = 32000
 _ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
-#: Of weights, as transformers draws them.
+#: Standard deviation of weights, as in transformers.
 STD = 0.02
 _SPECIAL = ("<unk>", "<s>", "</s>")
 EOS_TOKEN = _SPECIAL.index("</s>")
-#: A space, as byte-level tokenizers write it.
+#: Character that stands for a space in byte-level tokenizers.
 _SPACE = "Ġ"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``digest`` is SHA-256 over the names and contents of its files."""
+    """Config of a checkpoint, and the SHA-256 digest of its files' names and contents."""
 
     config: dict[str, Any]
     digest: str
@@ -103,8 +103,10 @@ CHECKPOINTS = {
 
 
 def ensure(name: str, root: Path = ROOT) -> Path:
-    """Its directory, written if it is not there as it should be. Raises ValueError where what this
-    machine writes has another digest."""
+    """Return the directory of a checkpoint; write it first if it is missing or has changed.
+
+    Raises ValueError if the written files have an unexpected digest.
+    """
     directory = root / name
     if not directory.exists() or digest(directory) != CHECKPOINTS[name].digest:
         shutil.rmtree(directory, ignore_errors=True)
@@ -124,7 +126,7 @@ def digest(directory: Path) -> str:
 
 
 def find(name: str, root: Path = ROOT) -> Path:
-    """Directory of one of CHECKPOINTS, or of a checkpoint whose path ``name`` is."""
+    """Return the directory of a checkpoint; ``name`` is one of CHECKPOINTS, or else a path."""
     return ensure(name, root) if name in CHECKPOINTS else Path(name)
 
 
@@ -133,8 +135,10 @@ def vocab_size(directory: Path) -> int:
 
 
 def multiplied_bytes(directory: Path) -> int:
-    """Bytes, as stored, of the weights that each token is multiplied with: all but the embedding,
-    which is looked up, unless it is the head as well."""
+    """Return the stored bytes of the matrices that each token is multiplied with.
+
+    These are all matrices but the input embedding, which counts only if it is also the LM head.
+    """
     config = json.loads((directory / "config.json").read_text())
     tensors = [each for file in directory.glob("*.safetensors") for each in read_tensors(file)]
     return sum(
@@ -164,7 +168,7 @@ def _write(directory: Path, config: dict[str, Any]) -> None:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, Sequence[int]]:
-    """Of the parameters that a checkpoint holds, by their names."""
+    """Return the shapes of a checkpoint's parameters, by name."""
     kind = config["model_type"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -174,7 +178,11 @@ def _shapes(config: dict[str, Any]) -> dict[str, Sequence[int]]:
 
 
 def _weight(name: str, shape: Sequence[int]) -> Tensor:
-    """Uniform numbers out of raw bits: how these become others differs by library and machine."""
+    """Return ones for norms, else uniform numbers.
+
+    The numbers are made of raw random bits, because the random distributions of libraries differ
+    by version and machine.
+    """
     if "norm" in name:
         return torch.ones(shape, dtype=torch.bfloat16)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest())
@@ -185,8 +193,11 @@ def _weight(name: str, shape: Sequence[int]) -> Tensor:
 
 
 def _tokenizer(size: int) -> Tokenizer:
-    """Byte-level, of ``size`` tokens; its longer tokens are some letters, with a space before or
-    not, so that any tokens make a text."""
+    """Return a byte-level tokenizer with ``size`` tokens.
+
+    Its longer tokens are a few letters, with or without a space before them, so that random tokens
+    decode to text.
+    """
     vocabulary = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []
     for first, length in (("", 2), ("", 3), (_SPACE, 1), (_SPACE, 2), (_SPACE, 3), ("", 4)):

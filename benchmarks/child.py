@@ -1,4 +1,4 @@
-"""A part of a benchmark in a process of its own."""
+"""Child process for a part of a benchmark, connected by a pipe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ class Child:
 
 @contextmanager
 def child(serve: Callable[..., None], *arguments: Any) -> Iterator[Child]:
-    """``serve`` is called there with the arguments and its end of the pipe, and has to return when
-    ours is closed. What it sends first can be received. Raises EOFError if it ends before that."""
+    """Start a process that calls ``serve(*arguments, pipe)``, and yield it.
+
+    ``serve`` must return when the parent closes its end of the pipe; after _END_S seconds the
+    process is killed. If ``serve`` ends early, receiving from the pipe raises EOFError.
+    """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(*arguments, theirs))
     process.start()
-    # Or an end that we hold too would never be seen as closed.
+    # While this process holds the child's end, a closed pipe would not be noticed.
     theirs.close()
     try:
         assert process.pid is not None

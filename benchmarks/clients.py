@@ -1,5 +1,7 @@
-"""Clients of a router, or of whatever else has its interface: streams that all go on at once,
-requests one after another, and requests that come when they come."""
+"""Clients of a router, or of another server with its interface.
+
+They read many streams at a time, send requests in a closed loop, or in an open loop.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ from everlift.v1 import inference_pb2_grpc
 
 
 class Incomplete(Exception):
-    """A stream that ended without all that it should have had, or with something else."""
+    """Raised if a stream ended early, or with another content than expected."""
 
 
 class Traffic:
-    """What came on ``num`` streams: messages with tokens, and tokens."""
+    """Counters over ``num`` streams: messages with tokens, and tokens."""
 
     def __init__(self, num: int) -> None:
         self.messages = 0
         self.tokens = 0
         self._silent = num
-        #: each stream has its first token
+        #: set when each stream has its first token
         self.all_began = asyncio.Event()
 
     def begin(self) -> None:
@@ -46,15 +48,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What came between two moments, and what a process took for it."""
+    """Traffic of an interval, and the CPU time and memory of the process that delivered it."""
 
     messages: int
     tokens: int
     cpu_s: float
     wall_s: float
-    #: for which others had the process's core
+    #: seconds in which the process was ready, but others had its core
     waited_s: float
-    #: of the process, when the streams had begun
+    #: resident memory of the process at the begin of the interval
     resident_bytes: int
 
     def figures(self) -> dict[str, float]:
@@ -69,7 +71,10 @@ class Window:
 
 
 async def watch(pid: int, num: int, read: Callable[[Traffic], Coroutine[Any, Any, None]]) -> Window:
-    """``num`` streams, from when each of them has its first token until all have ended."""
+    """Run ``read`` for ``num`` streams, and measure them and the process ``pid``.
+
+    The interval is from the time when each stream has its first token until all have ended.
+    """
     traffic = Traffic(num)
     async with asyncio.TaskGroup() as group:
         for _ in range(num):
@@ -88,15 +93,18 @@ async def watch(pid: int, num: int, read: Callable[[Traffic], Coroutine[Any, Any
 
 
 class Clients:
-    """Take the connections in turn."""
+    """Client with several connections, which it uses in turn."""
 
     def __init__(self, stubs: list[inference_pb2_grpc.InferenceAsyncStub]) -> None:
         self._stubs = itertools.cycle(stubs)
-        #: requests that were read to their end
+        #: number of requests that were read to their end
         self.answered = 0
 
     async def read(self, request: pb.GenerateRequest, traffic: Traffic | None = None) -> None:
-        """A request from its begin to its end. Raises Incomplete."""
+        """Send a request and read its stream to the end; count it in ``traffic``.
+
+        Raises Incomplete if the stream does not have exactly ``max_tokens`` tokens.
+        """
         came = 0
         reason = pb.FINISH_REASON_UNSPECIFIED
         async for piece in next(self._stubs).Generate(request):
@@ -113,7 +121,10 @@ class Clients:
         self.answered += 1
 
     async def first_token(self, request: pb.GenerateRequest) -> float:
-        """When it came; the rest is read too."""
+        """Return the time.perf_counter() of the first token, after the whole stream was read.
+
+        Raises Incomplete if there is no token.
+        """
         at = 0.0
         async for piece in next(self._stubs).Generate(request):
             if piece.token_ids and not at:
@@ -122,17 +133,19 @@ class Clients:
             raise Incomplete("a stream without a token")
         return at
 
-    async def ask_again(self, request: pb.GenerateRequest, until: float) -> None:
-        """One request after another (closed loop)."""
+    async def closed_loop(self, request: pb.GenerateRequest, until: float) -> None:
+        """Send one request after another until the time.perf_counter() ``until``."""
         while time.perf_counter() < until:
             await self.read(request)
 
-    async def arrive(
+    async def open_loop(
         self, request: pb.GenerateRequest, rate: float, seconds: float, chance: random.Random
     ) -> list[float]:
-        """Requests that come at random, ``rate`` in a second on average, whether the earlier ones
-        have been answered or not (open loop). For each of them the seconds until its first token
-        from when it was to come: what held it up before it left counts."""
+        """Send requests for ``seconds`` with Poisson arrivals, ``rate`` per second.
+
+        Return the time to first token of each request, in seconds from its due time, even if it was
+        sent late.
+        """
         begin = time.perf_counter()
         waits: list[float] = []
 

@@ -1,11 +1,11 @@
-"""Two ranks of one host, a thread each: shared memory against gloo, alone and in a model.
+"""All-reduce between two ranks on one host: shared memory against gloo, alone and in a model.
 
     python benchmarks/collectives.py [--rounds 5] [--out build/bench/collectives.json]
 
-A sum is timed after another, on both ranks at once; its time is rank 0's median of a round. The
-model is a Llama of 125 million pseudo-random parameters in bf16, of which two ranks hold a half
-each; beside them, what one rank makes of it with both threads. Whatever is compared takes turns.
-Figures are medians over the rounds.
+Each rank has one thread. Both ranks run one all-reduce after another; the time of a round is rank
+0's median. The model is a Llama with 125 million pseudo-random parameters in bf16, of which each
+rank holds one half. It is also measured in one rank with two threads. Cases take turns in each
+round. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from worker.parallel import collectives
 from worker.parallel.group import Group, create_store, init_group, join_store
 from worker.runner.build import build_runner
 
-WAYS = ("shared memory", "gloo")
+BACKENDS = ("shared memory", "gloo")
 SIZES = (4 << 10, 64 << 10, 1 << 20)
-#: Sums of a round: as many as take some hundred milliseconds.
+#: Number of all-reduces in a round, which take some hundred milliseconds.
 SUMS = {"shared memory": 1000, "gloo": 200}
 NEIGHBOURS = (0, 1)
 BATCHES = (1, 16)
@@ -68,8 +68,11 @@ MODEL = {
 
 
 def rank(number: int, stores: dict[str, str], model: str, pipe: Connection) -> None:
-    """Answers what it is asked: ("sum", way, bytes) or ("serve", way, batch, round), with seconds
-    for each sum, or for all that is served."""
+    """Run rank ``number`` until the pipe is closed.
+
+    A message is ("sum", backend, bytes) or ("serve", backend, batch, round). The answer is the
+    seconds of an all-reduce (the median), or of serving the batch.
+    """
     torch.set_num_threads(1)
     groups = {way: join(way, address, number) for way, address in stores.items()}
     engines = {way: build_engine(model, 1, group) for way, group in groups.items()}
@@ -83,8 +86,8 @@ def rank(number: int, stores: dict[str, str], model: str, pipe: Connection) -> N
         group.close()
 
 
-def alone(model: str, pipe: Connection) -> None:
-    """One rank that has the whole model and two threads. Answers (batch, round)."""
+def whole_model(model: str, pipe: Connection) -> None:
+    """Run one rank with the whole model and two threads; a message is (batch, round)."""
     engine = build_engine(model, 2, Group.single())
     pipe.send("ready")
     for arguments in requests(pipe):
@@ -102,7 +105,7 @@ def join(way: str, address: str, number: int) -> Group:
 
 
 def requests(pipe: Connection) -> Iterator[Any]:
-    """Until the other end is closed."""
+    """Yield the messages of the pipe until the other end is closed."""
     while True:
         try:
             yield pipe.recv()
@@ -138,7 +141,7 @@ def build_engine(model: str, threads: int, group: Group) -> Engine:
 
 
 def time_serving(engine: Engine, batch: int, round_: int) -> float:
-    """Other prompts each round, so that no block is found in the cache."""
+    """Return the seconds to serve a batch; prompts differ by round, so the cache has no hits."""
     rng = Random(round_)
     prompts = [
         [rng.randrange(MODEL["vocab_size"]) for _ in range(PROMPT_TOKENS)] for _ in range(batch)
@@ -150,18 +153,18 @@ def time_serving(engine: Engine, batch: int, round_: int) -> float:
     return time.perf_counter() - began
 
 
-# who asks them
+# parent process
 
 
-def busy(pipe: Connection) -> None:
-    """A neighbour that never rests, until the other end is closed."""
+def busy_loop(pipe: Connection) -> None:
+    """Keep a core busy until the other end of the pipe is closed."""
     pipe.send("ready")
     while not pipe.poll():
         pass
 
 
-def ask(ranks: list[Child], *request: object) -> float:
-    """All of them at once; the first one's answer."""
+def ask_ranks(ranks: list[Child], *request: object) -> float:
+    """Send the request to all ranks at once; return the answer of the first."""
     for each in ranks:
         each.pipe.send(request)
     answers = [float(each.pipe.recv()) for each in ranks]
@@ -169,26 +172,28 @@ def ask(ranks: list[Child], *request: object) -> float:
 
 
 def measure_sums(ranks: list[Child], neighbours: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a sum in each round."""
+    """Return the seconds of an all-reduce in each round, by case."""
     seconds: dict[str, list[float]] = {}
     with ExitStack() as running:
         for _ in range(neighbours):
-            start(running, busy)
+            start(running, busy_loop)
         for _ in range(rounds):
             for size in SIZES:
-                for way in WAYS:
+                for way in BACKENDS:
                     name = f"{size >> 10} KiB, {neighbours} busy, {way}"
-                    seconds.setdefault(name, []).append(ask(ranks, "sum", way, size))
+                    seconds.setdefault(name, []).append(ask_ranks(ranks, "sum", way, size))
     return seconds
 
 
 def measure_serving(ranks: list[Child], whole: Child, rounds: int) -> dict[str, list[float]]:
-    """Output tokens a second in each round, without the first, which warms up."""
+    """Return the output tokens per second of each round, by case; the warm-up is left out."""
     speeds: dict[str, list[float]] = {}
     for round_ in range(rounds + 1):
         for batch in BATCHES:
-            seconds = {f"2 ranks, {way}": ask(ranks, "serve", way, batch, round_) for way in WAYS}
-            seconds["1 rank, 2 threads"] = ask([whole], batch, round_)
+            seconds = {
+                f"2 ranks, {way}": ask_ranks(ranks, "serve", way, batch, round_) for way in BACKENDS
+            }
+            seconds["1 rank, 2 threads"] = ask_ranks([whole], batch, round_)
             for name, each in seconds.items():
                 speed = output_tokens(batch) / each
                 speeds.setdefault(f"batch {batch}, {name}", []).append(speed)
@@ -206,9 +211,9 @@ def start(running: ExitStack, serve: Callable[..., None], *arguments: Any) -> Ch
 
 
 def start_ranks(running: ExitStack, model: str) -> list[Child]:
-    meetings = {way: create_store() for way in WAYS}
-    running.callback(meetings.clear)  # a store listens as long as it is held
-    addresses = {way: address for way, (_, address) in meetings.items()}
+    stores = {way: create_store() for way in BACKENDS}
+    running.callback(stores.clear)  # a store listens as long as it is held
+    addresses = {way: address for way, (_, address) in stores.items()}
     ranks = [running.enter_context(child(rank, number, addresses, model)) for number in range(2)]
     for each in ranks:
         each.pipe.recv()
@@ -216,8 +221,10 @@ def start_ranks(running: ExitStack, model: str) -> list[Child]:
 
 
 def ratios(raw: dict[str, float]) -> dict[str, float]:
-    """How many times as long gloo takes for a sum; and tokens a second over shared memory against
-    what they are compared with."""
+    """Return gloo's time of an all-reduce divided by that of shared memory, by size.
+
+    Return also the tokens per second with shared memory divided by those of the other cases.
+    """
     found = {
         f"gloo_over_shared_memory_{size >> 10}_kib_{neighbours}_busy": (
             raw[f"{size >> 10} KiB, {neighbours} busy, gloo"]
@@ -238,11 +245,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/bench/collectives.json"))
     options = parser.parse_args()
-    # Or the threads of one rank that wait for work take the core of the other.
+    # Otherwise, idle threads of one rank would spin on the core of the other.
     os.environ.update(WAITING)
     with tempfile.TemporaryDirectory() as model, ExitStack() as running:
         Path(model, "config.json").write_text(json.dumps(MODEL))
-        ranks, whole = start_ranks(running, model), start(running, alone, model)
+        ranks, whole = start_ranks(running, model), start(running, whole_model, model)
         rounds = measure_serving(ranks, whole, options.rounds)
         for neighbours in NEIGHBOURS:
             rounds |= measure_sums(ranks, neighbours, options.rounds)

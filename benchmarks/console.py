@@ -1,22 +1,22 @@
-"""What the console costs a router and a browser, as a cluster grows.
+"""Cost of the console for a router and a browser, by size of the cluster.
 
     python benchmarks/console.py [--seconds 10] [--out build/bench/console.json]
 
-A made-up cluster: each worker has 256 slots, all taken, of which one in twenty changes hands before
-every frame. 10 requests wait for each worker, of 4 classes and 50 tenants, in a leader's own queue,
-of which as many leave and come before every frame. One page looks at the slots of 8 of the workers.
-By number of workers, CPU time and bytes:
+The cluster is simulated: each worker has 256 slots, all taken. Before every frame, one in twenty
+slots of 8 workers gets another request. The queue of a leader has 10 requests per worker, of 4
+classes and 50 tenants; before every frame, as many requests leave it and join it. One page shows
+the slots of these 8 workers. Medians of CPU time and bytes, by number of workers:
 
-    load_ms      what the leader tells of its queue and the workers (median)
+    load_ms      report of the leader about its queue and the workers
 
-    look_ms      sections made of the cluster, once a frame for all pages (median)
-    encode_ms    the same as JSON
-    frame_ms     a page's own part: who is in the slots of its lanes
-    first_bytes, frame_bytes    of its first frame, and of one later (median)
+    look_ms      update of the sections from the cluster, once per frame for all pages
+    encode_ms    encoding of the sections as JSON
+    frame_ms     a page's own part of a frame: the requests in the slots that it shows
+    first_bytes, frame_bytes    size of the page's first frame, and of later ones
 
-and with 1,000 of them, in a headless Chromium at 1440 x 900: frames that it draws in a second
-(``fps``), the share of them that took more than 50 ms (``late``), and what the page takes of a
-core. ``share_of_a_core`` is what a router spends on one page with 1,000 workers.
+With 1,000 workers, a headless Chromium at 1440 x 900 yields the frames drawn per second (``fps``),
+the share of them that took more than 50 ms (``late``), and the page's share of a core. The ratio
+``share_of_a_core`` is the router's CPU time for one page with 1,000 workers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WAITING = 10
 CLASSES = 4
 TENANTS = 50
 _FRAMES = 40
-#: In the page: times between two drawn frames, in milliseconds.
+#: Script that returns the times between drawn frames, in milliseconds.
 _WATCH = """ms => new Promise(resolve => {
   const gaps = []; let last = performance.now(); const end = last + ms;
   const tick = now => { gaps.push(now - last); last = now;
@@ -69,8 +69,8 @@ _WATCH = """ms => new Promise(resolve => {
 })"""
 
 
-class Queue:
-    """A leader's, in which so many wait at all times."""
+class LeaderQueue:
+    """Queue of a leader that always contains ``waiting`` requests."""
 
     def __init__(self, waiting: int) -> None:
         config = RouterConfig(max_queued=waiting, fair_share=True)
@@ -89,7 +89,7 @@ class Queue:
             self._leader.enqueue(name, priority=priority, arrived=float(self._came))
             self._waiting.append(name)
 
-    def pass_on(self, number: int) -> None:
+    def advance(self, number: int) -> None:
         gone = [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
         self._leader.hear(session_pb2.GatewayMessage(withdraw=gone))
         self._come(len(gone))
@@ -106,7 +106,7 @@ class BusyCluster:
     def __init__(self, num_workers: int) -> None:
         self._rng = random.Random(1)
         self._names = 0
-        self._queue = Queue(WAITING * num_workers)
+        self._queue = LeaderQueue(WAITING * num_workers)
         self.cluster = FakeCluster(
             [link(f"{number:016x}", SLOTS, 4096) for number in range(num_workers)],
             queued=WAITING * num_workers,
@@ -118,8 +118,8 @@ class BusyCluster:
         self._names += 1
         return f"{self._names:032x}"
 
-    def pass_on(self, num_busy: int) -> None:
-        """The time of a frame, in which so many workers tell who has their slots."""
+    def advance(self, num_busy: int) -> None:
+        """Advance the cluster by one frame; ``num_busy`` workers replace some of their requests."""
         for place, each in enumerate(self.cluster.links):
             state = each.state
             state.output_tokens += SLOTS
@@ -129,7 +129,7 @@ class BusyCluster:
                 for sequence in self._rng.sample(each.running, SLOTS // 20):
                     sequence.request_id = self._name()
                     sequence.prefilling = not sequence.prefilling
-        self._queue.pass_on(num_busy * SLOTS // 20)
+        self._queue.advance(num_busy * SLOTS // 20)
         self.cluster.queue_estimate = self._queue.queue_estimate()
         self.cluster.observe("ttft", *(self._rng.randint(1, 9) for _ in range(3)))
 
@@ -137,7 +137,7 @@ class BusyCluster:
         return LoadReport(self._queue.load(), 0.1)
 
 
-def of_router(num_workers: int) -> dict[str, float]:
+def measure_router(num_workers: int) -> dict[str, float]:
     busy = BusyCluster(num_workers)
     snapshot = busy.cluster.snapshot()
     lanes = [each.info.worker_id for each in busy.cluster.links[:MAX_LANES]]
@@ -147,7 +147,7 @@ def of_router(num_workers: int) -> dict[str, float]:
     }
     sizes: list[int] = []
     for number in range(_FRAMES):
-        busy.pass_on(MAX_LANES)
+        busy.advance(MAX_LANES)
         now = number * FRAME_S
         snapshot.load = timed(took["load_ms"], busy.load)
         sections = timed(took["look_ms"], lambda now=now: snapshot.update(now))
@@ -177,13 +177,13 @@ class _Ledger:
         return self._busy.load()
 
     async def scaling(self) -> None:
-        """The number of workers is fixed."""
+        """Return None, because the cluster has no autoscaler."""
 
     async def gateways(self) -> dict[str, str]:
         return {}
 
 
-async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
+async def measure_browser(num_workers: int, seconds: float) -> dict[str, float]:
     busy = BusyCluster(num_workers)
     snapshot: Snapshot = busy.cluster.snapshot()
     nobody = cast("Any", None)
@@ -197,7 +197,7 @@ async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
         for method, path, handler, *scopes in console.paths()
     ]
     await server.start(Router(routes))
-    tasks = [asyncio.create_task(console.run()), asyncio.create_task(_passing(busy))]
+    tasks = [asyncio.create_task(console.run()), asyncio.create_task(_advance_forever(busy))]
     try:
         return await _watch(f"http://{server.address}/console/", seconds)
     finally:
@@ -207,9 +207,9 @@ async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
         await server.stop(0)
 
 
-async def _passing(busy: BusyCluster) -> None:
+async def _advance_forever(busy: BusyCluster) -> None:
     while True:
-        busy.pass_on(MAX_LANES)
+        busy.advance(MAX_LANES)
         await asyncio.sleep(FRAME_S)
 
 
@@ -246,8 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=Path("build/bench/console.json"))
     args = parser.parse_args(arguments)
-    routers = {number: of_router(number) for number in NUM_WORKERS}
-    page = asyncio.run(of_browser(NUM_WORKERS[-1], args.seconds))
+    routers = {number: measure_router(number) for number in NUM_WORKERS}
+    page = asyncio.run(measure_browser(NUM_WORKERS[-1], args.seconds))
     most = routers[NUM_WORKERS[-1]]
     spent_ms = sum(most[name] for name in ("look_ms", "encode_ms", "frame_ms"))
     report.write(

@@ -1,4 +1,4 @@
-"""Which core a process runs on, what it takes of it, and of memory. Linux."""
+"""Core affinity, CPU time and memory of processes, on Linux."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from pathlib import Path
 
 
 def split() -> tuple[int, int]:
-    """A core for what is measured and one for everything else; the same where there is only one."""
+    """Return a core for the measured process, and one for all others.
+
+    If there is only one core, return it twice.
+    """
     first, *others = sorted(os.sched_getaffinity(0))
     return first, others[0] if others else first
 
 
 def pin(pid: int, core: int) -> None:
-    """All threads of a process; what they start later stays there too."""
+    """Pin all threads of a process to a core, which their later threads and children inherit."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), {core})
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads, also of those that have ended, in nanosecond resolution."""
+    """Return the CPU seconds of all threads, including ended ones, in nanosecond resolution."""
     return time.clock_gettime(_cpu_clock(pid))
 
 
 def _cpu_clock(pid: int) -> int:
-    """What clock_getcpuclockid(3) answers: the clock that the scheduler counts of a process."""
+    """Return the id of the process's CPU clock, as clock_getcpuclockid(3) does."""
     return (~pid << 3) | 2
 
 
 def waited_seconds(pid: int) -> float:
-    """For how long its first thread was ready to go on while others had the core."""
+    """Return the seconds in which the first thread was ready to run, but others had its core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 

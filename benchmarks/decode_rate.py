@@ -1,7 +1,7 @@
-"""How many tokens a second an engine decodes: ``python benchmarks/decode_rate.py MODEL THREADS``.
+"""Decode rate of an engine: ``python benchmarks/decode_rate.py MODEL THREADS``.
 
-Says "ready" when it has loaded the model and has a batch of sequences, and decodes for so many
-seconds as each line of its input says; then it writes tokens a second.
+The program prints "ready" when the model is loaded and a batch of sequences decodes. Each line of
+its input is a number of seconds; it decodes for that time and prints the tokens per second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _engine(model: Path, threads: int) -> Engine:
-    """All sequences decode."""
+    """Return an engine whose sequences have computed their prompts."""
     config = WorkerConfig(model=str(model), num_threads=threads, kv_cache_mib=1024)
     runner = build_runner(config, Group.single())
     limits = Limits.of(config, runner)

@@ -1,13 +1,14 @@
-"""What it costs that a client sees no token before the ledger has it: router.durability.
+"""Cost of router.durability before_delivery: the ledger stores a token before the client gets it.
 
     python benchmarks/durability.py [--steps 50] [--rounds 5] [--out build/bench/durability.json]
 
-Two routers, each a process of its own, one with before_delivery and one with behind, share an
-embedded ledger (everysec). A worker that computes nothing sends each of 256 sequences a token every
-100 ms, and 256 clients read them; worker and clients are this process. The routers take turns. A
-token's latency is from the worker's write to its client's read. Tokens per CPU second are what one
-core of a router, or of the ledger's server, could carry at this pace. The figures depend on the
-machine; ``ratios`` (before_delivery by behind) depend on it least.
+Two routers, one with before_delivery and one with behind, run in processes of their own and share
+an embedded ledger (everysec). For each of 256 sequences, a worker that computes nothing sends a
+token every 100 ms, and a client reads it. The worker and the clients run in this process. The
+routers take turns. A token's latency is from the worker's write to the client's read. Tokens per
+CPU second are the number that one core of a router, or of the ledger's server, could carry at this
+pace. The figures depend on the machine; ``ratios`` (before_delivery divided by behind) depend on it
+least.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MODES: tuple[Literal["before_delivery", "behind"], ...] = ("before_delivery", "b
 
 
 class PacedWorker(session_pb2_grpc.WorkerSessionServicer):
-    """Begins when it has all sequences of a round; then a token for each of them, step by step."""
+    """Worker that, once it has all sequences of a round, sends each a token every STEP_S."""
 
     def __init__(self, name: str, steps: int) -> None:
         self._info = session_pb2.WorkerInfo(
@@ -63,7 +64,7 @@ class PacedWorker(session_pb2_grpc.WorkerSessionServicer):
         )
         self._steps = steps
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        #: of this round: by step, when its tokens were sent
+        #: time at which the tokens of each step were sent, in this round
         self.sent: list[float] = []
 
     async def start(self) -> session_pb2.WorkerInfo:
@@ -98,7 +99,7 @@ class PacedWorker(session_pb2_grpc.WorkerSessionServicer):
     async def _frames(self, started: asyncio.Queue[int]) -> AsyncIterator[session_pb2.WorkerFrame]:
         epochs: list[int] = []
         while True:
-            fresh = await _taken(started)
+            fresh = await _started_epochs(started)
             epochs += fresh
             yield session_pb2.WorkerFrame(state=self._state(epochs), accepted_epochs=fresh)
             if len(epochs) == SEQUENCES:
@@ -127,8 +128,11 @@ class PacedWorker(session_pb2_grpc.WorkerSessionServicer):
         )
 
 
-async def _taken(started: asyncio.Queue[int]) -> list[int]:
-    """What was started; nothing if nothing was for as long as a worker may be silent."""
+async def _started_epochs(started: asyncio.Queue[int]) -> list[int]:
+    """Wait for started sequences and return their epochs; empty after 0.2 s without any.
+
+    The worker then sends a frame nonetheless, since it must not be silent for long.
+    """
     try:
         epochs = [await asyncio.wait_for(started.get(), 0.2)]
     except TimeoutError:
@@ -169,7 +173,7 @@ def router_process(config: RouterConfig, ledger: LedgerConfig) -> Iterator[Route
 
 
 @asynccontextmanager
-async def announced(router: RouterProcess, steps: int) -> AsyncIterator[PacedWorker]:
+async def announced_worker(router: RouterProcess, steps: int) -> AsyncIterator[PacedWorker]:
     worker = PacedWorker(f"worker-{router.pid}", steps)
     info = await worker.start()
     async with grpc.aio.insecure_channel(router.internal_address) as channel:
@@ -182,7 +186,7 @@ async def announced(router: RouterProcess, steps: int) -> AsyncIterator[PacedWor
 
 
 async def read(stub: inference_pb2_grpc.InferenceAsyncStub, steps: int) -> dict[int, float]:
-    """When each token came, by its offset."""
+    """Read a stream of ``steps`` tokens; return the time of each token, by offset."""
     request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1]), max_tokens=steps)
     came: dict[int, float] = {}
     async for piece in stub.Generate(request):
@@ -211,7 +215,7 @@ async def one_round(
 
 
 async def measure(url: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians over the rounds, by mode. The first round warms up."""
+    """Return the medians over the rounds, by mode; a first round of warm-up is left out."""
     with redis.Redis.from_url(url) as client:
         ledger_pid = int(client.info("server")["process_id"])  # type: ignore[index]
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
@@ -219,7 +223,7 @@ async def measure(url: str, steps: int, rounds: int) -> dict[str, dict[str, floa
         router_process(*configs(url, MODES[0])) as first,
         router_process(*configs(url, MODES[1])) as second,
     ):
-        async with announced(first, steps) as one, announced(second, steps) as other:
+        async with announced_worker(first, steps) as one, announced_worker(second, steps) as other:
             for turn in range(rounds + 1):
                 for mode, router, worker in zip(MODES, (first, second), (one, other), strict=True):
                     figures = await one_round(router, worker, ledger_pid, steps)

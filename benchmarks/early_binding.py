@@ -42,7 +42,7 @@ class EarlyBinding:
 
 
 class EarlyQueue:
-    """Requests wait here only as long as there is no worker at all."""
+    """Dispatcher with early binding; requests are queued here only if no worker is open."""
 
     def __init__(self, binding: EarlyBinding, config: RouterConfig, seed: int) -> None:
         self._age_s = binding.age_s
@@ -51,9 +51,9 @@ class EarlyQueue:
         self._epochs = count(1)
         self._turn = -1
         self._waiting: dict[str, Waiting] = {}
-        #: of each worker, when all were asked last; nothing where what is known is fresh
-        self._numbers: dict[str, int] = {}
-        self._ask_again = 0.0
+        #: number of requests of each worker at the last poll; empty without ``age_s``
+        self._polled_loads: dict[str, int] = {}
+        self._next_poll = 0.0
         choices: Mapping[Choice, Callable[[list[str]], str]] = {
             "random": self._dice.choice,
             "round_robin": self._next,
@@ -75,7 +75,7 @@ class EarlyQueue:
 
     def worker_lost(self, worker_id: str) -> None:
         self._placement.remove_worker(worker_id)
-        self._numbers.pop(worker_id, None)
+        self._polled_loads.pop(worker_id, None)
 
     def on_message(self, frame: Frame, now: float) -> None:
         for epoch in frame.accepted:
@@ -91,18 +91,18 @@ class EarlyQueue:
         return 0.0
 
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
-        told = Waiting.from_proto(GATEWAY, waiting)
-        self._waiting[told.request_id] = told
+        request = Waiting.from_proto(GATEWAY, waiting)
+        self._waiting[request.request_id] = request
         return []
 
     def withdraw(self, request_id: str, now: float) -> None:
         self._waiting.pop(request_id, None)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
-        """It waits where it is."""
+        """Ignore a preempted request, which stays at its worker."""
 
     def session_output(self, session: int, tokens: int, now: float) -> None:
-        """Requests are not ordered."""
+        """Ignore it, because requests are not ordered by it."""
 
     def expired(self, now: float) -> list[Refusal]:
         return []
@@ -121,9 +121,9 @@ class EarlyQueue:
         return placed
 
     def _place(self, waiting: Waiting, workers: list[str], now: float) -> Placed:
-        if self._age_s and now >= self._ask_again:
-            self._ask_again = now + self._age_s
-            self._numbers = {name: self._has(name) for name in self._placement.workers}
+        if self._age_s and now >= self._next_poll:
+            self._next_poll = now + self._age_s
+            self._polled_loads = {name: self._load_of(name) for name in self._placement.workers}
         placed = Placed(waiting, self._choose(workers), next(self._epochs))
         self._placement.reserve(placed.worker_id, placed.epoch, waiting, now)
         return placed
@@ -133,13 +133,13 @@ class EarlyQueue:
         return workers[self._turn % len(workers)]
 
     def _shortest(self, workers: list[str]) -> str:
-        return min(workers, key=lambda name: (self._number(name), self._dice.random()))
+        return min(workers, key=lambda name: (self._known_load(name), self._dice.random()))
 
-    def _number(self, name: str) -> int:
-        """Of its requests, as far as is known."""
-        return self._numbers.get(name, 0) if self._age_s else self._has(name)
+    def _known_load(self, name: str) -> int:
+        """Return the worker's number of requests, as of the last poll if there are polls."""
+        return self._polled_loads.get(name, 0) if self._age_s else self._load_of(name)
 
-    def _has(self, name: str) -> int:
+    def _load_of(self, name: str) -> int:
         worker = self._placement.workers[name]
         return worker.load.num_running + worker.num_ahead
 
@@ -147,10 +147,10 @@ class EarlyQueue:
         return self._shortest(self._dice.sample(workers, min(2, len(workers))))
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
-        """Tenants have no turns here."""
+        """Ignore it, because there is no fair share."""
 
     def finished(self, tpot_ratio: float, now: float) -> None:
-        """Nothing was predicted."""
+        """Ignore it, because nothing was predicted."""
 
     def tick(self, now: float) -> None:
         self._placement.expire(now)

@@ -1,38 +1,36 @@
-"""Everlift's engine beside others on this CPU, offline, each at its best dtype.
+"""Offline comparison of Everlift's engine with others on this CPU, each at its best dtype.
 
     python benchmarks/engine.py [--rounds 3] [--models small smollm2 medium DIRECTORY ...]
                                 [--systems everlift vllm ...] [--dtype auto] [--level avx2]
                                 [--requests 128] [--out build/bench/engine.json]
 
-128 requests with token ids (workload.json: 12,244 prompt and 8,478 output tokens), all submitted at
-once, greedy, each to its own length whatever the tokens are. A system is loaded, compiled and
-warmed up, then measured: the batch from its submission to its last token, then one sequence that
-decodes alone. Each time it is a process of its own, with a thread for each core and 2 GiB of KV
-cache; systems take turns, figures are medians over the rounds. Only tokens that were asked for
-count.
+All 128 requests with token ids (workload.json: 12,244 prompt and 8,478 output tokens) are submitted
+at once. Decoding is greedy, and each output has its given length. Each run of a system is a process
+of its own, with a thread for each core and 2 GiB of KV cache. It loads the model, compiles and
+warms up; then it is measured with the batch, from submission to the last token, and with one
+sequence that decodes alone. Systems take turns, and figures are medians over the rounds. Only
+requested tokens count.
 
     everlift       LLM of cluster.llm, in this environment; --dtype is its dtype
-    vllm           its CPU build, compiled, with what its documentation advises (peer.py), in bf16
-                   and in fp32 once; then the faster one takes part
-    hf_static      transformers' generate, in batches of 8, 16 and 32, in the order of arrival,
-                   sorted by prompt length, and sorted by output length, which no server knows; all
-                   nine once, then of those that a server could form the best takes part, and of
-                   the others
+    vllm           CPU build, compiled, with the settings that its documentation advises (peer.py);
+                   bf16 and fp32 run once each, then the faster one in all rounds
+    hf_static      transformers' generate in batches of 8, 16 and 32: in the order of arrival,
+                   sorted by prompt length, or sorted by output length, which no server knows. All
+                   nine run once, then the best one that a server could form, and the best oracle
     hf_continuous  transformers' continuous batching
 
-``ratios`` *_vs_* compare output tokens a second, *_alone_vs_vllm Everlift's time per token of a
-sequence that decodes alone with vLLM's at its best dtype for that, *_memory_vs_vllm the peak
-memory. *_batch1_of_bandwidth_bound is the time that reading the weights takes at the median
-bandwidth measured before the round, over Everlift's time per token; prefill_of_fma_peak is the rate
-of products with many rows over the peak of the instructions (prefill_rate.py);
+``ratios`` *_vs_* compare output tokens per second, *_alone_vs_vllm the times per token of a
+sequence that decodes alone, with vLLM at its best dtype for that, and *_memory_vs_vllm the peak
+memory. *_batch1_of_bandwidth_bound is the time to read the weights, at the median bandwidth that is
+measured before the rounds, divided by Everlift's time per token. prefill_of_fma_peak is the rate of
+matrix products with many rows, divided by the peak of the instructions (prefill_rate.py).
 small_vs_hf_static compares with the best static batches that a server could form, and
-small_vs_hf_static_oracle with the others.
+small_vs_hf_static_oracle with those sorted by output length.
 
 --level avx2 measures the code for older CPUs on a newer one: vLLM's build for AVX2, and torch's and
-oneDNN's code for it.
-"Others" is what other processes took of all cores meanwhile: with more than a few hundredths the
-figures say little. transformers does not run the medium model, which takes it minutes. The log of
-predictions and measurements is in RESULTS.md.
+oneDNN's code for it. "others" is the share of all cores' time that other processes used during the
+batch; if it is more than a few hundredths, the figures are not valid. transformers does not run the
+medium model, because that takes minutes. RESULTS.md has the results.
 """
 
 from __future__ import annotations
@@ -62,11 +60,11 @@ WORKLOAD = Path(__file__).with_name("workload.json")
 LOGS = Path("build/bench/engine-logs")
 MODELS = ("small", "smollm2", "medium")
 SYSTEMS = ("everlift", "vllm", "hf_static", "hf_continuous")
-#: How static batches are formed: as a server can, and by output lengths, which it does not know.
-FORMED, UNKNOWN = ("arrival", "prompt"), ("output",)
-#: What transformers runs: others take it minutes.
+#: Orders of static batches: those that a server can form, and by output length (an oracle).
+SERVER_ORDERS, ORACLE_ORDERS = ("arrival", "prompt"), ("output",)
+#: Models that transformers runs; others take minutes.
 FOR_TRANSFORMERS = ("small",)
-#: Environment that limits every system to a level of CPUs, and vLLM besides.
+#: Environment variables that limit torch, oneDNN and Everlift to a CPU level.
 LEVELS = {
     "avx2": {
         "EVERLIFT_CPU_LEVEL": "avx2",
@@ -84,7 +82,7 @@ _TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Setup:
-    """How a system is started; ``environment`` is what it has besides ours."""
+    """Module, settings and interpreter of a system; ``environment`` is added to this process's."""
 
     module: str
     settings: dict[str, Any]
@@ -123,7 +121,7 @@ def setups(cores: int, dtype: str = "auto", level: str = "") -> dict[str, Setup]
             "engine_transformers", {"batch_size": size, "order": order}
         )
         for size in (8, 16, 32)
-        for order in (*FORMED, *UNKNOWN)
+        for order in (*SERVER_ORDERS, *ORACLE_ORDERS)
     }
     return {
         "everlift": Setup("engine_everlift", everlift),
@@ -134,7 +132,7 @@ def setups(cores: int, dtype: str = "auto", level: str = "") -> dict[str, Setup]
 
 
 class Bench:
-    """What has run: results by model and by system's name, in the order of the rounds."""
+    """Runner of the benchmark; it keeps the results by model and system, in order of rounds."""
 
     def __init__(self, cores: int, batch: Sequence[Request], setups: Mapping[str, Setup]) -> None:
         self._cores = cores
@@ -145,25 +143,28 @@ class Bench:
         self.rates: list[Rate] = []
 
     def run(self, models: Sequence[str], systems: Sequence[str], rounds: int) -> None:
-        taking_part = {model: self._taking_part(model, systems) for model in models}
+        participants = {model: self._participants(model, systems) for model in models}
         for _ in range(rounds):
             self.bandwidths.append(bandwidth.measured(self._cores))
             self.rates.append(prefill_rate.measured(checkpoints.find(models[0]), self._cores))
-            for model, names in taking_part.items():
+            for model, names in participants.items():
                 for name in names:
                     if len(self._results(model, name)) < rounds:
                         self._measure(model, name)
 
-    def _taking_part(self, model: str, systems: Sequence[str]) -> list[str]:
-        """``systems``, with the best dtype of vLLM and the best ways of static batching, which it
-        finds out."""
+    def _participants(self, model: str, systems: Sequence[str]) -> list[str]:
+        """Return the names of the setups to measure.
+
+        These include vLLM with its best dtype and the best static batches, which are found by one
+        run of each.
+        """
         names = [name for name in systems if name == "everlift"]
         if "vllm" in systems:
             names.append(self._best(model, [name for name in self._setups if _is_vllm(name)]))
         if model in FOR_TRANSFORMERS:
             names += [name for name in systems if name == "hf_continuous"]
             if "hf_static" in systems:
-                for orders in (FORMED, UNKNOWN):
+                for orders in (SERVER_ORDERS, ORACLE_ORDERS):
                     static = [name for name in self._setups if _is_static(name, orders)]
                     names.append(self._best(model, static))
         return names
@@ -195,7 +196,9 @@ def job(model: str, settings: dict[str, Any], cores: int, batch: Sequence[Reques
         threads=cores,
         settings=settings,
         warm_up=[
-            Request(_other(request.prompt, vocab_size), min(WARM_UP_TOKENS, request.max_tokens))
+            Request(
+                _other_prompt(request.prompt, vocab_size), min(WARM_UP_TOKENS, request.max_tokens)
+            )
             for request in batch[:WARM_UP_REQUESTS]
         ],
         batch=[
@@ -211,8 +214,8 @@ def requests() -> list[Request]:
     return [Request(each["prompt"], each["max_tokens"]) for each in described]
 
 
-def _other(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """As long, but nothing that a prefix cache would find again."""
+def _other_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """Return a prompt of the same length with other tokens, for the warm-up."""
     return [(token * 7 + 1) % vocab_size for token in prompt]
 
 
@@ -225,7 +228,7 @@ def _alone(rng: Random, vocab_size: int) -> list[tuple[Request, Request]]:
 
 
 def run(name: str, setup: Setup, job: Job) -> Result:
-    """In a process of its own. Raises RuntimeError, with the place of its log, if that fails."""
+    """Run the job in a new process. Raises RuntimeError with the path of its log if that fails."""
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{Path(job.model).name}-{name}.log"
     with tempfile.TemporaryDirectory() as directory:
@@ -241,7 +244,7 @@ def run(name: str, setup: Setup, job: Job) -> Result:
 
 
 def _run(command: list[str], environment: dict[str, str], output: int) -> int:
-    """Whatever it has started ends with it."""
+    """Run the command, return its exit status, and kill all processes that it has started."""
     process = subprocess.Popen(
         command, env=environment, stdout=output, stderr=output, start_new_session=True
     )
@@ -266,7 +269,7 @@ def tokens_per_s(result: Result) -> float:
 
 
 def figures(results: Sequence[Result]) -> dict[str, float]:
-    """Medians over the rounds."""
+    """Return the medians over the rounds, and the largest ``others``."""
     median = statistics.median
     return {
         "tokens_per_s": median(map(tokens_per_s, results)),
@@ -282,7 +285,7 @@ def ratios(
     bandwidths: Sequence[Bandwidth],
     rates: Sequence[Rate] = (),
 ) -> dict[str, float]:
-    """Those of systems that have run."""
+    """Return the ratios of the systems that have run, in ``found`` by model and system."""
     compared: dict[str, float] = {}
     for model, systems in found.items():
         ours = systems.get("everlift")
@@ -297,8 +300,8 @@ def ratios(
             compared[f"{name}_alone_vs_vllm"] = ours["alone_ms_per_token"] / alone_ms
             compared[f"{name}_memory_vs_vllm"] = ours["peak_mib"] / best["peak_mib"]
         for other, is_of in (
-            ("hf_static", lambda system: _is_static(system, FORMED)),
-            ("hf_static_oracle", lambda system: _is_static(system, UNKNOWN)),
+            ("hf_static", lambda system: _is_static(system, SERVER_ORDERS)),
+            ("hf_static_oracle", lambda system: _is_static(system, ORACLE_ORDERS)),
             ("hf_continuous", lambda system: system == "hf_continuous"),
         ):
             speeds = [each["tokens_per_s"] for system, each in systems.items() if is_of(system)]
@@ -315,25 +318,28 @@ def ratios(
 def outputs(
     results: dict[str, dict[str, list[Result]]], batch: Sequence[Request]
 ) -> dict[str, dict[str, Any]]:
-    """How far each system's tokens of the last round are the model's, and how many sequences are
-    those of each other system. Raises ValueError for a system that computed something else."""
-    told: dict[str, dict[str, Any]] = {}
+    """Check the tokens of each system's last round, by model and system.
+
+    Return how far they are the model's (see Judgement), and the share of sequences that are equal
+    to each other system's. Raises ValueError if a system's tokens are not the model's.
+    """
+    checked: dict[str, dict[str, Any]] = {}
     for model, systems in results.items():
         tokens = {name: several[-1].tokens for name, several in systems.items()}
         judgements = judge(checkpoints.find(model), batch[:JUDGED_REQUESTS], tokens)
         for name, judgement in judgements.items():
             if not judgement.is_right:
                 raise ValueError(f"{name} does not compute {model}: {judgement}")
-        told[model] = {
+        checked[model] = {
             name: asdict(judgement)
             | {"equal_to": {other: equal_share(tokens[name], tokens[other]) for other in tokens}}
             for name, judgement in judgements.items()
         }
-    return told
+    return checked
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """For the README."""
+    """Return the figures as a Markdown table."""
     lines = [
         "| model | system | output tokens/s | alone, ms/token | peak memory, MiB |",
         "|---|---|---|---|---|",
@@ -350,14 +356,16 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", default=MODELS, help="names or directories")
+    parser.add_argument(
+        "--models", nargs="+", default=MODELS, help="names or directories of checkpoints"
+    )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
-    parser.add_argument("--dtype", default="auto", help="of Everlift")
+    parser.add_argument("--dtype", default="auto", help="dtype of Everlift")
     parser.add_argument("--level", choices=["", *LEVELS], default="")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("build/bench/engine.json"))
     options = parser.parse_args()
-    # As an exception, so that what runs ends as well.
+    # SIGTERM raises an exception, so that the running system is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cores = len(os.sched_getaffinity(0))
     os.environ.update(LEVELS.get(options.level, {}))
@@ -384,7 +392,7 @@ def main() -> None:
             "medians": found,
             "runs": {
                 model: {
-                    name: [_untold(result) for result in several]
+                    name: [_without_tokens(result) for result in several]
                     for name, several in systems.items()
                 }
                 for model, systems in bench.results.items()
@@ -398,8 +406,8 @@ def main() -> None:
     print(table(found))
 
 
-def _untold(result: Result) -> dict[str, Any]:
-    """All but the tokens."""
+def _without_tokens(result: Result) -> dict[str, Any]:
+    """Return the result's fields without the tokens."""
     return {name: value for name, value in asdict(result).items() if name != "tokens"}
 
 

@@ -1,4 +1,4 @@
-"""Everlift's engine for bench-engine, as programs use it: cluster.llm's LLM."""
+"""Everlift for bench-engine: the class LLM of cluster.llm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether an engine's greedy tokens are the model's: transformers, in fp32, reads them.
+"""Check of an engine's greedy tokens against the logits of transformers in fp32.
 
-Random weights make near ties, which bfloat16 decides one way or the other, and after the first the
-sequences go their own ways. So a token is judged by the text before it as the engine wrote it.
+Models with random weights have near ties, which bfloat16 may decide either way, and after one the
+sequences differ. Therefore each token is judged given the engine's own tokens before it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.engine_system import Request
 
-#: In standard deviations of a token's logits, of which the likeliest of 32,000 is some four above
-#: the mean: what rounding may cost, and a wrong cache does not stay within.
+#: Largest shortfall of a token that rounding may cause, in standard deviations of the logits. The
+#: largest of 32,000 logits is some four above the mean, so a wrong KV cache exceeds this limit.
 TOLERANCE = 0.5
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """``best`` is the share of tokens that are the likeliest ones. ``shortfall`` is the most that
-    any lacks to it, in standard deviations of the logits there."""
+    """Agreement of tokens with a model.
+
+    ``best`` is the share of tokens with the largest logit. ``shortfall`` is the largest difference
+    of a token's logit to the largest one, in standard deviations of the logits at its position.
+    """
 
     best: float
     shortfall: float
@@ -37,7 +40,7 @@ class Judgement:
 def judge(
     model: Path, requests: Sequence[Request], outputs: dict[str, list[list[int]]]
 ) -> dict[str, Judgement]:
-    """By system, of whose ``outputs`` the first ones are those of ``requests``."""
+    """Return the judgement of each system; its first ``outputs`` are those of ``requests``."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     judgements = {}
     for system, tokens in outputs.items():
@@ -53,6 +56,6 @@ def judge(
 
 
 def equal_share(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -> float:
-    """Of sequences that are the same to their end."""
+    """Return the share of sequences that are equal in full."""
     same = [a == b for a, b in zip(one, other, strict=True)]
     return sum(same) / len(same)

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, with a batch of requests and then with one at a time.
+"""Measurement of one engine in a process of its own: a batch, then single requests.
 
     python -m benchmarks.engine_NAME JOB RESULT
 
@@ -28,19 +28,21 @@ class Request:
 
 class System(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """All of them submitted at once; the output tokens of each."""
+        """Submit all requests at once; return the output tokens of each."""
         ...
 
     def close(self) -> None:
-        """Ends what would keep the process from ending."""
+        """Stop threads and processes that would keep this process from ending."""
         ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """``settings`` are the system's own. ``warm_up`` is generated first and counts for nothing;
-    then come the ``batch`` and the pairs of ``alone``, of which the second request generates more
-    tokens than the first one, whose prompt is as long."""
+    """Requests of a run, and ``settings`` of the system.
+
+    ``warm_up`` runs first and is not measured, then the ``batch``, then the pairs of ``alone``. In
+    a pair both prompts have the same length, and the second request has more output tokens.
+    """
 
     model: str
     threads: int
@@ -62,20 +64,20 @@ class Job:
 class Result:
     #: from the batch's submission to its last token
     seconds: float
-    #: of the batch
+    #: output tokens of the batch
     tokens: list[list[int]]
     #: for each pair, milliseconds per token of a sequence that decodes alone
     alone_ms: list[float]
-    #: the most resident memory of each of its processes, summed
+    #: sum of the peak resident memory of the system's processes
     peak_bytes: int
-    #: until the model was loaded, compiled where it is, and warmed up
+    #: seconds to load, compile and warm up
     start_s: float
-    #: part of all cores' time that other processes took during the batch
+    #: share of all cores' time that other processes used during the batch
     others: float
 
 
 def main(load: Callable[[Job], System]) -> None:
-    """``load`` is called with the job."""
+    """Measure the system that ``load`` returns, with the files of the command line."""
     _, source, target = sys.argv
     job = Job.of(json.loads(Path(source).read_text()))
     Path(target).write_text(json.dumps(asdict(measure(job, load))))
@@ -95,7 +97,7 @@ def measure(job: Job, load: Callable[[Job], System]) -> Result:
         seconds=seconds,
         tokens=tokens,
         alone_ms=[_alone_ms(system, *pair) for pair in job.alone],
-        peak_bytes=sum(_peak_bytes(pid) for pid in _family(os.getpid())),
+        peak_bytes=sum(_peak_bytes(pid) for pid in _process_tree(os.getpid())),
         start_s=start_s,
         others=others,
     )
@@ -104,7 +106,10 @@ def measure(job: Job, load: Callable[[Job], System]) -> Result:
 
 
 def _alone_ms(system: System, short: Request, long: Request) -> float:
-    """Without the prompt's time, which both have."""
+    """Return the ms per output token, without the time of the prompt.
+
+    That is the difference of both requests, whose prompts take equally long.
+    """
     seconds = []
     for request in (short, long):
         began = time.perf_counter()
@@ -123,7 +128,7 @@ class _Ticks:
 def _cpu_ticks() -> _Ticks:
     numbers = [int(n) for n in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
     idle = numbers[3] + numbers[4]
-    own = sum(_used_ticks(pid) for pid in _family(os.getpid()))
+    own = sum(_used_ticks(pid) for pid in _process_tree(os.getpid()))
     return _Ticks(sum(numbers), sum(numbers) - idle, own)
 
 
@@ -132,16 +137,16 @@ def _others(before: _Ticks, after: _Ticks) -> float:
     return max(0.0, foreign / max(1, after.machine - before.machine))
 
 
-def _family(pid: int) -> Iterator[int]:
-    """The process and all below it."""
+def _process_tree(pid: int) -> Iterator[int]:
+    """Yield the process and all its descendants."""
     yield pid
     for thread in Path(f"/proc/{pid}/task").iterdir():
         for child in (thread / "children").read_text().split():
-            yield from _family(int(child))
+            yield from _process_tree(int(child))
 
 
 def _used_ticks(pid: int) -> int:
-    """Its own, and those of children that have ended."""
+    """Return the CPU ticks of the process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(int(field) for field in fields[11:15])
 

@@ -1,9 +1,8 @@
 """transformers for bench-engine: static batches, or its continuous batching.
 
-Setting ``batch_size`` makes static ones, of requests in an ``order``: that in which they come
-("arrival"), or the longest "prompt" or "output" first; a server could not know the latter. All
-other settings are those of ContinuousBatchingConfig, but ``max_new_tokens``, the most that any
-request asks for.
+With the setting ``batch_size``, batches are static, and formed in an ``order``: "arrival", or the
+longest "prompt" or "output" first. A server could not know the latter. Without it, the settings are
+those of ContinuousBatchingConfig.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from benchmarks.engine_system import Job, Request, System, main
 
 _PAD = 0
 _NO_TOKEN = -1
-#: By the name of an order, what comes first where it is less.
+#: Sort keys of requests, by name of the order.
 _LENGTHS: dict[str, Callable[[Request], tuple[int, ...]]] = {
     "arrival": lambda request: (),
     "prompt": lambda request: (-len(request.prompt),),
@@ -28,7 +27,7 @@ _LENGTHS: dict[str, Callable[[Request], tuple[int, ...]]] = {
 
 
 class Static:
-    """Left-padded batches, each as long as its longest request."""
+    """Static, left-padded batches; each runs as long as its longest request."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int, order: str) -> None:
         self._model = model
@@ -75,19 +74,21 @@ class Continuous:
             generation_config=_greedy(longest), continuous_batching_config=config
         )
         if model.device.type == "cuda":
-            # As its own generate_batch does: its graphs are captured before anybody waits.
+            # Capture CUDA graphs before the first request, as generate_batch does.
             self._manager.warmup()
         self._manager.start()
 
     @property
     def attention(self) -> str:
-        """What it attends with; once it is closed the model is as before."""
+        """Name of the attention in use; call it before ``close``, which resets the model."""
         return str(self._model.config._attn_implementation)
 
     @property
     def graphs(self) -> str:
-        """Whether prompts are captured, and whether decoding is: of the configuration it has a copy
-        of its own, in which it says so."""
+        """Whether prefill and decoding are captured as CUDA graphs, as a pair.
+
+        The manager writes this to its own copy of the configuration.
+        """
         return str(self._manager.continuous_batching_config.use_cuda_graph)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -120,7 +121,7 @@ def load(job: Job) -> System:
     torch.set_num_threads(job.threads)
     settings = job.settings
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16).eval()
-    # Nothing ends before its length.
+    # No request ends before its length.
     model.generation_config.eos_token_id = None
     if "batch_size" in settings:
         return Static(model, settings["batch_size"], settings["order"])

@@ -25,7 +25,7 @@ class Vllm:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
-        """Its processes end with this one."""
+        """Do nothing, because vLLM's processes end with this one."""
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What it costs to be able to say where a request's time went, and whether what is said adds up.
+"""Cost of request explanations, and their accuracy.
 
 python benchmarks/explain.py [--parts PART ...] [--out build/bench/explain.json]
 
-account   what a worker's accounts take of its steps (explain_account.py)
-sums      how far the spans of requests are from their time by a stopwatch, and what their router
-          does for them (explain_sums.py)
+account   cost of a worker's time breakdowns, as a share of its steps (explain_account.py)
+sums      difference between the spans of a request and its measured time, and the CPU time of its
+          router for explanations (explain_sums.py)
 
-The ratio overhead_router is what a router does for the tokens of a step of the 125M checkpoint with
-256 running, of which it is told by the parts together.
+The ratio overhead_router needs both parts. It is the router's CPU time for explanations of the
+tokens of one step with 256 running requests, divided by the time of a step of the 125M checkpoint.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a worker's breakdowns take of its steps, for bench-explain.
+"""Cost of a worker's time breakdowns, as a share of its steps, for bench-explain.
 
-256 sequences decode, one after the other ends, and the next one's prompt comes in, as in
-bench-scheduler. CPU time of the breakdowns, in the engine's thread and in the event loop's, over
-the time of a step: of an engine on a checkpoint, where it is taken around each of their calls, and
-beside the model, where an engine with breakdowns and one without take turns step by step, whose
-steps last as long on the breakdowns' clock as those of the checkpoint do.
+256 sequences decode; when one ends, the prompt of the next one is computed, as in bench-scheduler.
+The cost is the CPU time of the breakdowns in the engine and the event loop. It is measured in two
+ways: around each call of the breakdowns, with an engine on a checkpoint; and without a model, as
+the difference between an engine with breakdowns and one without, which take turns step by step. On
+the clock of those breakdowns, a step lasts as long as a step of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from worker.runner.runner import TorchRunner
 
 RUNNING, WAITING = 256, 100
 MODELS = ("tiny", "small")
-#: Of the output of a checkpoint's sequences; those beside the model have bench-scheduler's.
+#: Output tokens of a sequence of a checkpoint; without a model they are those of bench-scheduler.
 OUTPUT = 160
 STEPS = {"tiny": 400, "small": 120}
 BESIDE = (64, 256, 1024)
 BESIDE_STEPS = 400
 _WARM = 10
-_NOTHINGS = 20_000
+_CALLS = 20_000
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -46,13 +46,15 @@ class Measured(NamedTuple):
 
 
 class Meter:
-    """CPU time of this thread within some functions, which may call each other, less what it takes
-    to look at the clock."""
+    """Meter of this thread's CPU time within some functions, without its own overhead.
+
+    The functions may call each other; nested calls are counted once.
+    """
 
     def __init__(self, own_s: float | None = None) -> None:
         self.seconds = 0.0
         self._depth = 0
-        self._own_s = _seconds_of_nothing() if own_s is None else own_s
+        self._own_s = _call_overhead_s() if own_s is None else own_s
 
     def over(self, function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         def timed(*args: _Args.args, **named: _Args.kwargs) -> _Result:
@@ -68,17 +70,17 @@ class Meter:
         return timed
 
 
-def _seconds_of_nothing() -> float:
-    """What a meter says of a call that does nothing."""
+def _call_overhead_s() -> float:
+    """Return the seconds that a meter counts for a call that does nothing."""
     meter = Meter(own_s=0.0)
     nothing = meter.over(lambda: None)
-    for _ in range(_NOTHINGS):
+    for _ in range(_CALLS):
         nothing()
-    return meter.seconds / _NOTHINGS
+    return meter.seconds / _CALLS
 
 
-class HalfSteps:
-    """A clock that is read when a step begins and when it is over."""
+class HalfStepClock:
+    """Clock that advances by half of ``step_s`` at each call, since each step reads it twice."""
 
     def __init__(self, step_s: float) -> None:
         self._half_s = step_s / 2
@@ -90,7 +92,7 @@ class HalfSteps:
 
 
 def on_checkpoint(name: str) -> dict[str, float]:
-    """Means over the steps."""
+    """Return the mean time of a step of the checkpoint, and of its breakdowns."""
     bench = Bench(RUNNING, WAITING, OUTPUT, build_runner=lambda *args: _runner(name, *args))
     meter, breakdowns, outbox = Meter(), bench.breakdowns, bench.session.outbox
     assert breakdowns is not None
@@ -118,9 +120,9 @@ def _runner(name: str, num_blocks: int, stopwatch: Stopwatch) -> TorchRunner:
     return build_runner(config, Group.single(), stopwatch)
 
 
-def beside_the_model(running: int, step_s: float) -> dict[str, float]:
-    """Medians over the steps of either engine."""
-    benches = {"on": Bench(running, WAITING, clock=HalfSteps(step_s))}
+def without_model(running: int, step_s: float) -> dict[str, float]:
+    """Return the median times of a step with and without breakdowns, and their difference."""
+    benches = {"on": Bench(running, WAITING, clock=HalfStepClock(step_s))}
     benches["off"] = Bench(running, WAITING, clock=None)
     times: dict[str, list[float]] = {name: [] for name in benches}
     for _ in range(BESIDE_STEPS):
@@ -141,7 +143,7 @@ def measure() -> Measured:
     torch.set_num_threads(1)
     step_s = raw["small"]["step_ms"] / 1e3
     for running in BESIDE:
-        beside = raw[f"beside_{running}"] = beside_the_model(running, step_s)
+        beside = raw[f"beside_{running}"] = without_model(running, step_s)
         print(running, beside, flush=True)
     settings = {
         "running": RUNNING,
@@ -155,7 +157,7 @@ def measure() -> Measured:
 
 
 def _ratios(raw: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Of a step of the 125M checkpoint, but for one of the tiny one."""
+    """Return the cost as a share of a step of the 125M checkpoint, and of the tiny one."""
     step_us = 1e3 * raw["small"]["step_ms"]
     return {
         "overhead": round(raw["small"]["account_us"] / step_us, 5),

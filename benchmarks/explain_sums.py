@@ -1,18 +1,17 @@
-"""Whether explanations add up, for bench-explain: requests of all kinds through one router, in one
-process.
+"""Accuracy of request explanations, for bench-explain: sums of spans against measured times.
 
-Two fake workers with few slots, of which one is killed in the middle; requests of several lengths,
-classes and numbers of choices, some ended by a stop string. Each is timed in the router's own
-process, every other one by who asks for it there, from the call to the last piece, and the others,
-which come over HTTP and are streamed, where the router hears of them and writes to them (rim.py).
-The spans are summed: as the router tells them, and as the ledger does, which is told with the next
-beats of what came after a request's end.
+A router and two fake workers with few slots run in one process, and one worker is killed in the
+middle. Requests have several lengths, classes and numbers of choices; some end by a stop string.
+Each request is timed in this process. Every other one is streamed over HTTP, and timed where the
+router receives the request and writes the response (rim.py); the others are direct calls, timed
+from the call to the last piece. The spans of a request are summed twice: as its router explains it,
+and as stored in the ledger, where the last ones arrive with the heartbeats after the request's end.
 
-worst_sum_error        the largest difference, as a part of the request's time
-worst_kept_sum_error   the same of the ledger's
-worst_of_allowed       the larger one, as a part of 1 ms or 1 % of the time, whichever is more
+worst_sum_error        largest relative difference between the router's spans and the measured time
+worst_kept_sum_error   the same for the spans in the ledger
+worst_of_allowed       largest of both differences, divided by the larger of 1 ms and 1 % of time
 
-Beside these stands how much CPU time a router spends a token on what explanations need.
+The raw figures include the router's CPU time for explanations per output token.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from worker.config import FakeModel
 _WORKER = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.004))
 _RATE = 40.0
 _REQUESTS = 200
-#: Until the ledger has been told what is to be told.
+#: Heartbeats after which the ledger has all spans.
 _BEATS = 4
-#: All that is called for explanations alone.
+#: Methods that are called only for explanations.
 _RECORDING = {
     Journal: (
         "__init__",
@@ -68,52 +67,54 @@ _RECORDING = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """Of one request, in seconds: by a stopwatch, as its router told it, and as the ledger did; and
-    how many tokens it has."""
+class _SpanSum:
+    """Seconds of a request: measured, sum of the router's spans, and sum of the ledger's.
+
+    ``tokens`` is its number of output tokens.
+    """
 
     wall_s: float
-    told_s: float
+    reported_s: float
     tokens: int
-    kept_s: float
+    stored_s: float
 
     @property
     def error_s(self) -> float:
-        return abs(self.told_s - self.wall_s)
+        return abs(self.reported_s - self.wall_s)
 
     @property
-    def kept_error_s(self) -> float:
-        return abs(self.kept_s - self.wall_s)
+    def stored_error_s(self) -> float:
+        return abs(self.stored_s - self.wall_s)
 
     @property
     def of_allowed(self) -> float:
-        return max(self.error_s, self.kept_error_s) / max(1e-3, 0.01 * self.wall_s)
+        return max(self.error_s, self.stored_error_s) / max(1e-3, 0.01 * self.wall_s)
 
 
 def measure() -> Measured:
     meter = Meter()
-    with _metered(meter), pytest.MonkeyPatch.context() as patch:
-        sums = asyncio.run(_measured(_REQUESTS, Rim(patch)))
+    with _meter_recording(meter), pytest.MonkeyPatch.context() as patch:
+        sums = asyncio.run(_run_requests(_REQUESTS, Rim(patch)))
     return Measured(
         settings={"requests": _REQUESTS, "requests_per_s": _RATE},
         raw={
             "mean_wall_s": sum(it.wall_s for it in sums) / len(sums),
             "worst_error_ms": 1e3 * max(it.error_s for it in sums),
-            "worst_kept_error_ms": 1e3 * max(it.kept_error_s for it in sums),
+            "worst_kept_error_ms": 1e3 * max(it.stored_error_s for it in sums),
             "output_tokens": sum(it.tokens for it in sums),
             "router_us_a_token": 1e6 * meter.seconds / sum(it.tokens for it in sums),
         },
         ratios={
             "worst_sum_error": max(it.error_s / it.wall_s for it in sums),
-            "worst_kept_sum_error": max(it.kept_error_s / it.wall_s for it in sums),
+            "worst_kept_sum_error": max(it.stored_error_s / it.wall_s for it in sums),
             "worst_of_allowed": max(it.of_allowed for it in sums),
         },
     )
 
 
 @contextmanager
-def _metered(meter: Meter) -> Iterator[None]:
-    """CPU time of what is called for explanations, in routers of this process."""
+def _meter_recording(meter: Meter) -> Iterator[None]:
+    """Meter the methods that are called only for explanations, in routers of this process."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, methods in _RECORDING.items():
             for method in methods:
@@ -121,22 +122,22 @@ def _metered(meter: Meter) -> Iterator[None]:
         yield
 
 
-async def _measured(num_requests: int, rim: Rim) -> list[_Sums]:
+async def _run_requests(num_requests: int, rim: Rim) -> list[_SpanSum]:
     dice = Random(0)
     async with cluster(1, 2, replace(ROUTER, max_queued=num_requests), _WORKER) as parts:
         messages = [_message(number, dice) for number in range(num_requests)]
         asked = []
         for number, message in enumerate(messages):
             wall = _over_http(parts, rim, message) if number % 2 else _in_process(parts, message)
-            asked.append(asyncio.create_task(_asked(parts, message, wall)))
+            asked.append(asyncio.create_task(_measure_request(parts, message, wall)))
             await asyncio.sleep(dice.expovariate(_RATE))
             if number == num_requests // 2:
                 await parts.kill_worker(parts.workers[0])
         times = await asyncio.gather(*asked)
         await asyncio.sleep(_BEATS * ROUTER.heartbeat)
         return [
-            _Sums(*told, await _kept_s(parts, message.request_id))
-            for message, told in zip(messages, times, strict=True)
+            _SpanSum(*explained, await _stored_s(parts, message.request_id))
+            for message, explained in zip(messages, times, strict=True)
         ]
 
 
@@ -151,16 +152,18 @@ def _message(number: int, dice: Random) -> pb.GenerateRequest:
     )
 
 
-async def _asked(
+async def _measure_request(
     parts: Cluster, message: pb.GenerateRequest, wall: Coroutine[Any, Any, float]
 ) -> tuple[float, float, int]:
-    """By a stopwatch, and as its router tells it, which has so many tokens of it."""
+    """Return the measured seconds, the sum of the router's spans, and the output tokens."""
     wall_s, router = await wall, parts.routers[0]
-    told = await router._inference.explain(ANYONE, pb.ExplainRequest(request_id=message.request_id))
-    return wall_s, _sum(told), told.output_tokens
+    explained = await router._inference.explain(
+        ANYONE, pb.ExplainRequest(request_id=message.request_id)
+    )
+    return wall_s, _sum(explained), explained.output_tokens
 
 
-async def _kept_s(parts: Cluster, request_id: str) -> float:
+async def _stored_s(parts: Cluster, request_id: str) -> float:
     stored = await parts.ledger.read(request_id)
     return _sum(stored_explanation(stored, await parts.ledger.events(request_id)))
 

@@ -116,7 +116,7 @@ async def lines(
     async with connected(address, CONNECTIONS) as clients, asyncio.TaskGroup() as group:
         until = time.perf_counter() + WARM_UP_S + bench.seconds
         for _ in range(num):
-            group.create_task(clients.ask_again(request, until))
+            group.create_task(clients.closed_loop(request, until))
         await asyncio.sleep(WARM_UP_S)
         before, begin = clients.answered, time.perf_counter()
         cpu, ledger_cpu = cpu_seconds(pid), cpu_seconds(bench.ledger_pid)
@@ -178,7 +178,7 @@ async def arrivals(
     async with connected(address, CONNECTIONS) as clients:
         await asyncio.gather(*(clients.read(request) for _ in range(CONNECTIONS)))
         begin, cpu, waited = time.perf_counter(), cpu_seconds(pid), waited_seconds(pid)
-        waits = await clients.arrive(request, rate, bench.seconds, random.Random(1))
+        waits = await clients.open_loop(request, rate, bench.seconds, random.Random(1))
         wall_s, cpu_s = time.perf_counter() - begin, cpu_seconds(pid) - cpu
         waited_s = waited_seconds(pid) - waited
     percentiles = statistics.quantiles(waits, n=100, method="inclusive")

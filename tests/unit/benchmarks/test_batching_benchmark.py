@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import batching
 from benchmarks.batching_engines import Virtual
-from benchmarks.batching_player import Played, Player, Request
+from benchmarks.batching_player import Player, Request, RunResult
 from benchmarks.batching_virtual import VirtualRunner
 from benchmarks.scheduling import scheduling
 from everlift.step_time import Roofline
@@ -19,7 +19,9 @@ from worker.config import Scheduling
 A_SECOND = Roofline(overhead_s=1.0, weights_s=0.0, token_s=0.0, kv_token_s=0.0)
 
 
-def play(requests: Sequence[Request], scheduling: Scheduling, enough: int | None = None) -> Played:
+def play(
+    requests: Sequence[Request], scheduling: Scheduling, enough: int | None = None
+) -> RunResult:
     bounds = limits(num_blocks=40, max_num_seqs=2, scheduling=scheduling)
     runner = VirtualRunner(bounds.num_blocks, A_SECOND)
     return Player(runner, bounds, runner.clock, runner.sleep).play(requests, enough)
