@@ -44,7 +44,7 @@ class Stream:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between consecutive tokens."""
+        """Times between consecutive tokens, in seconds."""
         return [after - before for before, after in pairwise(self.times)]
 
 

@@ -85,9 +85,9 @@ class Continuous:
 
     @property
     def graphs(self) -> str:
-        """Whether prefill and decoding are captured as CUDA graphs, as a pair.
+        """Pair of booleans, as text: prefill and decoding are captured as CUDA graphs.
 
-        The manager writes this to its own copy of the configuration.
+        The manager writes it to its own copy of the configuration.
         """
         return str(self._manager.continuous_batching_config.use_cuda_graph)
 

@@ -1,16 +1,15 @@
-"""From the start of a process to the first token of its first request, and where that time goes.
+"""Time from the start of a process to the first token of its first request, by part.
 
     python benchmarks/first_token.py [--repeats 3] [--out build/bench/first_token.json]
 
-Random checkpoints of three sizes, with a tokenizer of 32,000 tokens and their files in the page
-cache, in four ways in turn:
+Random checkpoints, whose files are in the page cache, are measured in four modes, which take turns:
 
-    offline       a fresh Python that makes an LLM and streams one prompt
-    uncompiled    the same for a user whose cache is empty: C++ is compiled first
-    up            `everlift up --no-ray`, and a client that waits for it and then asks
-    in turn       what a rank does, one part after the other, in a process that does nothing else
+    offline       a new Python process that makes an LLM and streams one prompt
+    uncompiled    the same with an empty cache of compiled C++, which is compiled first
+    up            `everlift up --no-ray`, and a client that waits until it serves
+    in turn       the start of a rank, one part after the other, in a process of its own
 
-The parts of ``up`` are milestones in the logs of its processes, in seconds after its start.
+The parts of ``up`` are events in the logs of its processes, in seconds after its start.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _HERE = Path(__file__).parent
 _PROMPT = "Once upon a time"
 _EVERLIFT = "from cluster.cli import main; main()"
 _NO_HTTP = ("router.http_host=", "router.metrics_host=")
-#: By file and event of the logs of ``everlift up``.
+#: Names of parts, by log file and event of ``everlift up``.
 _MILESTONES = {
     ("up.log", "ledger server started"): "ledger ready",
     ("router-0.log", "router ready"): "router ready",
@@ -74,11 +73,14 @@ def main() -> None:
 
 
 async def _measured(name: str, scratch: Path, repeats: int) -> dict[str, Seconds]:
-    """Medians of each way, the ways interleaved. The first round reads the files."""
+    """Return the medians of each mode, in seconds by part.
+
+    The modes take turns. A first round, which reads the files into the page cache, is left out.
+    """
     model = checkpoints.ensure(name)
-    runs: dict[str, list[Seconds]] = {way: [] for way in _WAYS}
+    runs: dict[str, list[Seconds]] = {way: [] for way in _MODES}
     for repeat in range(1 + repeats):
-        for way, run in _WAYS.items():
+        for way, run in _MODES.items():
             seconds = await run(model, scratch)
             print(name, way, json.dumps(seconds), flush=True)
             if repeat:
@@ -122,7 +124,7 @@ async def _child(program: str, *arguments: str, **more: str) -> Seconds:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    """Bytecode is kept, as in an installation."""
+    """Return this environment with ``more``, but with bytecode written, as in an installation."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | more
 
 
@@ -150,7 +152,7 @@ async def _up(model: Path, scratch: Path) -> Seconds:
 
 
 async def _address(process: asyncio.subprocess.Process) -> str:
-    """Returns when it serves."""
+    """Wait until ``everlift up`` serves, and return its gRPC address."""
     assert process.stdout is not None
     async for line in process.stdout:
         if line.split()[:1] == [b"gRPC"]:
@@ -165,7 +167,7 @@ async def _first_token(client: AsyncClient) -> None:
 
 
 def _milestones(log_dir: Path, began: float) -> Seconds:
-    """Seconds after ``began``, in their order."""
+    """Return the seconds of each event after ``began``, by time."""
     seconds: Seconds = {}
     for path in log_dir.glob("*.log"):
         for line in path.read_text().splitlines():
@@ -176,7 +178,7 @@ def _milestones(log_dir: Path, began: float) -> Seconds:
     return dict(sorted(seconds.items(), key=lambda item: item[1]))
 
 
-_WAYS: dict[str, Callable[[Path, Path], Awaitable[Seconds]]] = {
+_MODES: dict[str, Callable[[Path, Path], Awaitable[Seconds]]] = {
     "offline": _offline,
     "uncompiled": _uncompiled,
     "up": _up,

@@ -1,8 +1,8 @@
-"""A program that wants a token of a model.
+"""Program that generates one token with the class LLM, for bench-first-token.
 
     python benchmarks/first_token_offline.py MODEL BEGAN
 
-Writes seconds by part as JSON. It was started at ``BEGAN``, as time.time has it.
+It prints the seconds by part as JSON. BEGAN is the time.time() at which it was started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One rank's way to its first token, step by step, in a process that does nothing else.
+"""Start of a rank up to its first token, one part after the other, for bench-first-token.
 
     python benchmarks/first_token_parts.py MODEL THREADS
 
-Writes seconds by part as JSON. In a worker some of it happens at the same time.
+The program prints the seconds by part as JSON. In a worker some parts run at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     engine = Engine(runner, limits)
 
     def step(epoch: int) -> None:
-        """The first of a sequence, which is also its last."""
+        """Run a sequence of one output token, which needs one step."""
         start = session_pb2.Start(epoch=epoch, prompt_ids=range(8), max_tokens=1, sampling=greedy)
         engine.add(Sequence.from_start(start, limits))
         engine.step()

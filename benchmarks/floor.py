@@ -1,7 +1,7 @@
-"""What no router can be cheaper than: grpc.aio servers of clients' interface that decide nothing.
+"""Lower bounds of a router's cost: grpc.aio servers of the client interface without any logic.
 
-One answers as soon as it is asked (the transport); the other makes the ledger calls of a request
-between. Both are one process, which ends when the pipe of its parent does.
+One server answers at once, so its cost is that of the transport. The other also makes the ledger
+calls of a request. Both run in one process, which ends when its parent closes the pipe.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEASE_S = 3600.0
 
 @dataclass(frozen=True)
 class Floor:
-    """Addresses, and the process behind both."""
+    """Addresses of both servers, and the pid of their process."""
 
     transport: str
     ledger: str
@@ -42,7 +42,7 @@ class Floor:
 
 
 class _Transport(inference_pb2_grpc.InferenceServicer):
-    """The first token at once, each other one ``pace_s`` after the one before."""
+    """Server that sends the first token at once, and each further one ``pace_s`` later."""
 
     def __init__(self, pace_s: float) -> None:
         self._pace_s = pace_s
@@ -57,8 +57,8 @@ class _Transport(inference_pb2_grpc.InferenceServicer):
             yield _piece(request.request_id, offset, is_last=offset + 1 == request.max_tokens)
 
 
-class _Filed(inference_pb2_grpc.InferenceServicer):
-    """Requests of one token: filed, dispatched, and finished with it."""
+class _LedgerCalls(inference_pb2_grpc.InferenceServicer):
+    """Server of one-token requests, which opens, dispatches and ends each in the ledger."""
 
     def __init__(self, ledger: RedisLedger, term: int) -> None:
         self._ledger = ledger
@@ -101,12 +101,12 @@ def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
         term = secrets.randbits(63) + 1
         assert await ledger.lead("floor", "nowhere:1", term, _LEASE_S)
         transport, transport_address = await _listen(_Transport(pace_s))
-        filed, ledger_address = await _listen(_Filed(ledger, term))
+        ledger_calls, ledger_address = await _listen(_LedgerCalls(ledger, term))
         heap.freeze_heap()
         pipe.send((transport_address, ledger_address))
         await asyncio.to_thread(pipe.poll, None)
         await transport.stop(None)
-        await filed.stop(None)
+        await ledger_calls.stop(None)
         await ledger.close()
 
     uvloop.run(run())
@@ -114,7 +114,7 @@ def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
 
 @contextmanager
 def floor_process(config: LedgerConfig, pace_s: float) -> Iterator[Floor]:
-    """Tokens after a stream's first come ``pace_s`` apart."""
+    """Start both servers and yield them; later tokens of a stream are ``pace_s`` apart."""
     with child(_serve, config, pace_s) as process:
         transport, ledger = process.pipe.recv()
         yield Floor(transport, ledger, process.pid)

@@ -1,10 +1,10 @@
-"""How fast a forecast is: a hundred workers with the product's own scheduler, on one core.
+"""Speed of the simulator on one core: a hundred workers with the product's scheduler.
 
     python benchmarks/forecast_speed.py [--workers 100] [--rate 15.5] [--seconds 10] [--out FILE]
 
-A model of 8 billion parameters on an H200 and conversations, so many a second for each worker. With
-its 256 slots one can do 19.4: 15.5 is 0.8 of that. ``simulator_speed`` is virtual seconds by
-seconds of CPU; the first ones, in which the cluster fills, do not count.
+Each worker is an H200 with a model of 8 billion parameters, and gets --rate conversations per
+second. A worker with 256 slots can serve 19.4, of which 15.5 is 0.8. ``simulator_speed`` is virtual
+seconds per CPU second, without the warm-up in which the batches fill.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ENGINE = WorkerConfig(
     max_num_seqs=256,
     max_num_batched_tokens=2048,
 )
-#: Until about as many requests are there as in the long run.
+#: Virtual seconds until the number of running requests is about stationary.
 WARM_UP_S = 8.0
 
 
 def conversations(rate: float, seconds: float, seed: int = 0) -> Iterator[Arrival]:
-    """Lengths as in Azure's trace of 2023."""
+    """Yield Poisson arrivals at ``rate``, with lengths as in Azure's conversation trace of 2023."""
     dice, at = Random(seed), 0.0
     while (at := at + dice.expovariate(rate)) < seconds:
         prompt = min(14_000, max(1, round(dice.lognormvariate(6.63, 0.99))))
@@ -47,7 +47,10 @@ def conversations(rate: float, seconds: float, seed: int = 0) -> Iterator[Arriva
 
 
 class Clock:
-    """``cpu_s`` is what a forecast took for these arrivals after the warm-up."""
+    """Iterator over arrivals that measures the simulation's CPU time after the warm-up.
+
+    ``cpu_s`` has it once the simulation has asked for an arrival after the last one.
+    """
 
     def __init__(self, arrivals: Iterator[Arrival]) -> None:
         self._arrivals = arrivals
@@ -62,7 +65,7 @@ class Clock:
 
 
 def measure(workers: int, rate: float, seconds: float) -> tuple[float, Forecast]:
-    """Seconds of CPU, and what it came to; ``rate`` requests a second for each worker."""
+    """Simulate ``rate`` requests per second and worker; return the CPU seconds and the result."""
     scenario = Scenario.uniform(workers, WorkerSpec(ENGINE, H200_8B))
     clock = Clock(conversations(rate * workers, WARM_UP_S + seconds))
     forecast = simulate(clock, scenario)

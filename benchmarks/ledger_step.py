@@ -1,12 +1,11 @@
-"""What the embedded ledger costs: a frame's append, a dispatch, a ping; a request that is told
-again after its server lost it; bytes of a request; what each durability class adds.
+"""Cost of the embedded ledger: append, dispatch, ping, resync, bytes of a request, durability.
 
     python benchmarks/ledger_step.py [--steps 200] [--rounds 20] [--out build/bench/ledger.json]
 
-One client in one process, one call at a time, over the unix socket, AOF everysec. The durability
-classes take turns, ``rounds`` of them; ``replicated`` is a primary and a replica on one machine and
-one disk, over TCP. The figures depend on the machine, those of ``always`` on its disk; ``ratios``
-depend on it least.
+One client makes one call at a time over the unix socket, with AOF everysec. A resync (reassert)
+restores a request that the server has lost. The durability classes take turns for --rounds rounds;
+``replicated`` is a primary and a replica on the same machine and disk, over TCP. The figures depend
+on the machine, and those of ``always`` on its disk; ``ratios`` depend on it least.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PROMPT = tuple(range(50_000, 50_128))
 
 
 async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> list[float]:
-    """Seconds of each call."""
+    """Return the seconds of each call."""
     times = []
     for call in calls:
         start = time.perf_counter()
@@ -61,7 +60,7 @@ async def open_all(ledger: RedisLedger, count: int, max_tokens: int) -> list[str
 
 
 async def step_times(ledger: RedisLedger, ids: list[str], steps: int) -> list[float]:
-    """Of appends of one token for each request, as a worker's frames bring them."""
+    """Return the seconds of ``steps`` appends, each with one token of every request."""
 
     async def step(offset: int) -> None:
         items = [Append(r, n + 1, offset, (offset,)) for n, r in enumerate(ids)]
@@ -72,7 +71,7 @@ async def step_times(ledger: RedisLedger, ids: list[str], steps: int) -> list[fl
 
 
 async def script_seconds(client: redis.asyncio.Redis) -> float:
-    """What the server has spent on scripts."""
+    """Return the seconds that the server has spent in scripts."""
     stats = (await client.info("commandstats"))["cmdstat_evalsha"]
     return float(stats["usec"]) / 1e6
 
@@ -90,17 +89,17 @@ async def bytes_of_a_request(ledger: RedisLedger, client: redis.asyncio.Redis) -
     return sum(size or 0 for size in sizes)
 
 
-def told_again(request_id: str) -> Stored:
-    """What a gateway has of a request in the middle of its run."""
+def running_entry(request_id: str) -> Stored:
+    """Return a running request with STORED_TOKENS tokens, as a gateway keeps it."""
     request = replace(make_request(request_id, max_tokens=1024), prompt_ids=PROMPT)
     entry = Entry(request_id, State.RUNNING, "gateway", 1.0, worker="worker", epoch=1, moves=2)
     return Stored(entry, request, (StoredChoice(tuple(range(STORED_TOKENS))),), now=0.0)
 
 
-async def reassertion_times(ledger: RedisLedger, count: int) -> dict[str, dict[str, float]]:
-    """Of requests that the ledger lost, and of the same again, which it has."""
-    told = [told_again(f"told-{n:06}") for n in range(count)]
-    calls = [lambda it=it: ledger.reassert(it) for it in told]  # type: ignore[misc]
+async def resync_times(ledger: RedisLedger, count: int) -> dict[str, dict[str, float]]:
+    """Return the times to resync requests that the ledger has lost, and that it still has."""
+    entries = [running_entry(f"told-{n:06}") for n in range(count)]
+    calls = [lambda it=it: ledger.reassert(it) for it in entries]  # type: ignore[misc]
     return {
         "reassert_lost": milliseconds(await timed(calls)),
         "reassert_known": milliseconds(await timed(calls)),
@@ -134,7 +133,7 @@ async def measure(url: str, steps: int) -> dict[str, Any]:
             "dispatch": dispatches,
             "append_256": milliseconds(times) | {"tokens_per_s": appends / sum(times)},
             "server_us_per_append": spent / appends * 1e6,
-            **await reassertion_times(ledger, SEQUENCES),
+            **await resync_times(ledger, SEQUENCES),
             "bytes_of_a_request": await bytes_of_a_request(ledger, client),
         }
     await ledger.close()
@@ -142,7 +141,7 @@ async def measure(url: str, steps: int) -> dict[str, Any]:
 
 
 async def durability(urls: dict[str, str], rounds: int) -> dict[str, Any]:
-    """By class: milliseconds of an ``open``, of an append of one token, and of a frame's."""
+    """Return the ms of an open and of appends of one and of 255 tokens, by durability class."""
     ledgers = {
         name: await connect(LedgerConfig(url=url, durability_class=name))  # type: ignore[arg-type]
         for name, url in urls.items()

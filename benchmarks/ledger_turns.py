@@ -1,9 +1,9 @@
-"""What a turn of a long conversation costs in the ledger: bytes beyond its new tokens, and time.
-Part of locality.py.
+"""Cost of a turn of a long conversation in the ledger: bytes beyond its new tokens, and time.
 
-An embedded ledger, one client. A session's prompt grows to ``context`` tokens; each turn has 250
-tokens of output and 250 further ones of the user or a tool. A turn is open, dispatch, append and
-end. Its bytes are what MEMORY USAGE of all keys grows by, without 4 bytes for each new token.
+This is a part of locality.py, with an embedded ledger and one client. A session's prompt grows to
+``context`` tokens; each turn has 250 output tokens and 250 new ones from the user or a tool. A turn
+is an open, a dispatch and an append that ends it. Its bytes are the growth of MEMORY USAGE of all
+keys, less 4 bytes for each new token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def request(number: int, prompt_ids: tuple[int, ...]) -> Request:
 
 
 async def turn(ledger: RedisLedger, its: Request, number: int) -> float:
-    """Returns the seconds that the open took."""
+    """Run a turn in the ledger, and return the seconds of the open."""
     start = time.perf_counter()
     await ledger.open(its, "gateway")
     seconds = time.perf_counter() - start
@@ -61,7 +61,10 @@ async def used_bytes(client: redis.asyncio.Redis) -> int:
 
 
 async def measure(context: int, turns: int) -> dict[str, Any]:
-    """Returns the raw figures. ``bytes_per_turn`` is a mean: a chunk is stored when it is full."""
+    """Measure ``turns`` turns up to a prompt of ``context`` tokens, and return the raw figures.
+
+    ``bytes_per_turn`` is a mean, because only full chunks are stored, so that turns differ.
+    """
     with valkey_server(LedgerConfig(maxmemory_mib=1024), also="+memory|usage") as url:
         ledger = await connect(LedgerConfig(url=url))
         client = redis.asyncio.Redis.from_url(url)

@@ -1,12 +1,12 @@
-"""All linears of one forward, plain against packed, by number of rows.
+"""Time of all linear layers of a forward pass, plain against packed, by number of rows.
 
     python benchmarks/linear_layers.py [--rounds 7] [--threads N] [--out build/bench/linear.json]
 
 The models are "small" (Llama, 125 million parameters) and "medium" (Qwen2, 387 million). A forward
-multiplies with each layer's own weights and the head's, more than caches hold; the forms take
-turns. "packed" is what a rank uses (worker/model/precompile.py), "onednn" what it would use without
-a compiler. ``read_once_ms`` is the floor for few rows: the weights' bytes at the rate at which a
-sum over memory reads them.
+pass multiplies with the weights of every layer and of the LM head, which do not fit into the CPU's
+caches. The forms take turns: "plain" is torch's, "packed" the form that a rank uses
+(worker/model/precompile.py), "onednn" the one that it uses without a compiler. ``read_once_ms`` is
+the lower bound for few rows: the time to read all weights at the measured memory bandwidth.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that each token is multiplied with."""
+        """Number of parameters that each token is multiplied with."""
         return sum(outputs * inputs for outputs, inputs in self._shapes())
 
     def _shapes(self) -> list[tuple[int, int]]:
@@ -66,7 +66,10 @@ CASES = {
 
 
 def forms(weights: list[Tensor], dtype: torch.dtype) -> dict[str, list[Form]]:
-    """All weights in each form that there is here. Packing may take a weight's memory."""
+    """Return all weights in each form that this machine supports.
+
+    Weights are cloned before packing, which may free the memory of a weight.
+    """
     packings = {"packed": choose_packing(dtype, dtype)}
     if not isinstance(packings["packed"], OneDnnPacking):
         packings["onednn"] = OneDnnPacking()
@@ -90,13 +93,13 @@ def forward(weights: list[Form], inputs: list[Tensor]) -> None:
 
 
 def read_rate(rounds: int) -> float:
-    """Bytes a second, at their best."""
+    """Return the memory bandwidth in bytes per second: the best of ``rounds`` sums."""
     memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     return _READ_BYTES / min(seconds(memory.sum) for _ in range(rounds))
 
 
 def measure(model: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a forward, by number of rows and form."""
+    """Return the median milliseconds of a forward pass, by number of rows and form."""
     weights = MODELS[model].weights(dtype)
     by_form = forms(weights, dtype)
     medians = {}
@@ -117,7 +120,7 @@ def measure(model: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, 
 
 
 def ratios(forward_ms: dict[str, Any], read_once_ms: dict[str, float]) -> dict[str, float]:
-    """Of times: ``packed_over_plain`` is below 1 where packing pays."""
+    """Return ratios of times; ``packed_over_plain`` is below 1 if packing is faster."""
     over_plain = {
         f"{name}_over_plain_{case}_{count}": taken[name] / taken["plain"]
         for case, by_count in forward_ms.items()
@@ -135,8 +138,8 @@ def ratios(forward_ms: dict[str, Any], read_once_ms: dict[str, float]) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="one for each core, unless given")
-    parser.add_argument("--case", choices=CASES, action="append", help="all, unless given")
+    parser.add_argument("--threads", type=int, help="threads (default: one per core)")
+    parser.add_argument("--case", choices=CASES, action="append", help="case (default: all)")
     parser.add_argument("--out", type=Path, default=Path("build/bench/linear.json"))
     options = parser.parse_args()
     use_threads(options.threads)

@@ -1,12 +1,12 @@
-"""`everlift bench serve` beside guidellm, on an endpoint whose times are known.
+"""Accuracy of `everlift bench serve` and guidellm on an endpoint with known latencies.
 
     python benchmarks/load_generator.py [--rounds 3] [--rate 10] [--requests 100]
 
-The endpoint (tests/support/router/timed_server.py, in a process of its own) has the first token of
-a stream ready TTFT after its request, and each further one GAP later. In each round both generators
-send it as many requests in turn, at constant intervals, and say what they saw. Told are the medians
-over the rounds; "by guidellm" is ours by theirs, "by the endpoint" ours by what the endpoint takes.
-A generator is in its own time what it adds to both.
+The endpoint (tests/support/router/timed_server.py, in a process of its own) sends the first token
+of a stream --ttft-ms after its request, and each further one --gap-ms later. In each round both
+generators send it the same number of requests, one generator after the other, at constant
+intervals. Figures are medians over the rounds. "by guidellm" is Everlift's figure divided by
+guidellm's, and "by the endpoint" Everlift's figure divided by the endpoint's time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _INPUT_TOKENS = 64
 
 Figures = dict[str, float]
 
-#: As they are called here, in our report, and in guidellm's.
+#: Quantiles by name; values are their names in Everlift's report and in guidellm's.
 QUANTILES = {"p50": ("median", "p50"), "p99": ("p99", "p99")}
-#: Its ITL is what vLLM and we call TPOT: its own TPOT has the first token in it.
+#: guidellm's metric and its unit in ms, by name of the figure. Its inter-token latency is the TPOT
+#: of vLLM and Everlift; guidellm's own TPOT includes the first token.
 _GUIDELLMS = {
     "ttft": ("time_to_first_token_ms", 1.0),
     "tpot": ("inter_token_latency_ms", 1.0),
@@ -46,7 +47,7 @@ _GUIDELLMS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Milliseconds; requests a second."""
+    """Load and endpoint: ``ttft`` and ``gap`` in ms, output tokens, requests per second, number."""
 
     ttft: float
     gap: float
@@ -62,7 +63,7 @@ class Plan:
 
 @contextmanager
 def endpoint(plan: Plan) -> Iterator[str]:
-    """Its address, without /v1."""
+    """Start the endpoint, and yield its URL without /v1."""
     command = [sys.executable, "-m", "tests.support.router.timed_server"]
     command += ["--ttft-ms", str(plan.ttft), "--gap-ms", str(plan.gap)]
     with subprocess.Popen(command, cwd=_SOURCES, stdout=subprocess.PIPE, text=True) as process:
@@ -147,11 +148,11 @@ def ratios(found: dict[str, Figures], truth: Figures) -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--ttft-ms", type=float, default=150.0)
     parser.add_argument("--gap-ms", type=float, default=15.0)
-    parser.add_argument("--tokens", type=int, default=32, help="of each output")
+    parser.add_argument("--tokens", type=int, default=32, help="output tokens of a request")
     parser.add_argument("--out", type=Path, default=Path("build/bench/load_generator.json"))
     options = parser.parse_args()
     plan = Plan(options.ttft_ms, options.gap_ms, options.tokens, options.rate, options.requests)

@@ -1,12 +1,12 @@
-"""What loading a checkpoint costs: peak memory over the parameters held, and seconds.
+"""Cost of loading a checkpoint: peak memory relative to its parameters, and seconds.
 
     python benchmarks/load_memory.py [--repeats 5] [--out build/bench/load.json]
 
-Each load is the only one of a fresh process on one thread, with the files in the page cache. Memory
-is resident memory above what the process had before it made the model, so that a page of a mapped
-file would count, and the weights are packed as a rank packs them: ``pack_seconds`` are a part of
-``seconds``. ``ratios`` compare memory with the bytes of the parameters, and seconds with those of
-reading as many bytes from the same files.
+Each load runs in a new process with one thread, and the files are in the page cache. Memory is the
+growth of resident memory since before the model was made, including pages of mapped files. The
+weights are packed as a rank packs them; ``seconds`` includes ``pack_seconds``. ``ratios`` compare
+the memory with the bytes of the parameters, and the seconds with the time to read the same part of
+the files.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _CHUNK = 16 << 20
 
 
 def save(directory: Path, dtype: torch.dtype) -> dict[str, int]:
-    """A random checkpoint; how large it is."""
-    # Imported here: the processes that are measured have no need of it.
+    """Write a random checkpoint; return its number of files and bytes."""
+    # Imported here, because the measured processes do not need it.
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -66,13 +66,16 @@ def save(directory: Path, dtype: torch.dtype) -> dict[str, int]:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process, now (VmRSS) or at most so far (VmHWM)."""
+    """Return the resident bytes of this process: current (VmRSS) or peak (VmHWM)."""
     (line,) = (s for s in Path("/proc/self/status").read_text().splitlines() if field in s)
     return int(line.split()[1]) << 10
 
 
 def load(directory: Path, rank: int, ranks: int) -> dict[str, float]:
-    """In this process, which has loaded nothing before."""
+    """Load the checkpoint in this process, and return bytes and seconds.
+
+    The process must not have loaded a model before, because the peak memory is that of its life.
+    """
     spec = read_spec(directory)
     place = Placement(Rank(rank, ranks), HELD, torch.device("cpu"))
     packing = choose_packing(HELD, HELD)
@@ -94,7 +97,7 @@ def load(directory: Path, rank: int, ranks: int) -> dict[str, float]:
 
 
 def read_seconds(directory: Path, ranks: int) -> float:
-    """For the same part of the same files, with nothing done to it."""
+    """Return the seconds to read one of ``ranks`` equal parts of each file."""
     buffer = bytearray(_CHUNK)
     start = time.perf_counter()
     for path in sorted(directory.glob("*.safetensors")):
@@ -114,7 +117,7 @@ def in_fresh_process(directory: Path, rank: int, ranks: int) -> dict[str, float]
 
 
 def measure(directories: dict[str, Path], repeats: int) -> dict[str, Any]:
-    """Medians by case; the cases take turns."""
+    """Return the medians by case; the cases take turns."""
     cases = {
         f"{stored}_to_bf16_rank{rank}_of_{ranks}": (directories[stored], rank, ranks)
         for stored, (rank, ranks) in product(directories, PLACES)
@@ -144,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/bench/load.json"))
-    parser.add_argument("--load", nargs=3, metavar=("DIR", "RANK", "RANKS"), help="used by itself")
+    parser.add_argument("--load", nargs=3, metavar=("DIR", "RANK", "RANKS"), help="internal")
     options = parser.parse_args()
     if options.load:
         directory, rank, ranks = options.load

@@ -1,4 +1,4 @@
-"""Dispatch by cached prefix against what other routers do, in virtual time, and what it costs.
+"""Prefix-cache-aware dispatch against policies of other routers, in virtual time, and its cost.
 
     python benchmarks/locality.py [--sections NAME ...] [--trace FILE] [--out FILE]
 
@@ -10,23 +10,27 @@ The load 1 is the saturation of Everlift: the largest rate, within 10 %, at whic
 time to first token is at most 10 s. With 64 workers it is the same rate per worker. Ratios are
 named after the workload and the load, and end in ``_64`` with 64 workers:
 
-    reused_of_reusable_*        cached prompt tokens, by those that infinite caches would have
-    p99_ttft_vs_best_rival_*    Everlift's p99 TTFT, by the least of the rivals'
-    saturation_vs_off_*         Everlift's saturation by that of ``off``, and ..._vs_best_rival_*
-    no_sharing_vs_off           p99 TTFT where nothing is shared; judged at 0.9
-    wait_vs_clairvoyant         time of all decisions to wait, or not, by a clairvoyant's
-                                (locality_wait.py): the largest of the loads
-    leader_us_added_*           CPU of the index for a cold prompt of 12,000 tokens, by the number
-                                of queued requests; ..._turn_* for a session's turn, and
-                                leader_us_path_* for all that the leader does (locality_leader.py)
+    reused_of_reusable_*        cached prompt tokens, divided by those that infinite caches would
+                                have
+    p99_ttft_vs_best_rival_*    Everlift's p99 TTFT, divided by the smallest one of the rivals
+    saturation_vs_off_*         Everlift's saturation, divided by that of ``off``;
+                                saturation_vs_best_rival_*: by the largest one of the rivals
+    no_sharing_vs_off           p99 TTFT divided by that of ``off``, with prompts that share nothing
+    wait_vs_clairvoyant_*       cost of all decisions to wait or not, divided by that of a
+                                clairvoyant policy (locality_wait.py): the largest over the loads
+    leader_us_added_*           CPU time of the index for a cold prompt of 12,000 tokens, with this
+                                number of queued requests; leader_us_added_turn_* for a session's
+                                turn; leader_us_path_* for all that the leader does
+                                (locality_leader.py)
     ledger_bytes_per_turn       bytes of a turn at 200,000 tokens beyond its new tokens
                                 (ledger_turns.py)
     session_reuse               share of a prompt and answer with which the session's next prompt
                                 begins (session_reuse.py)
     live_*                      sessions on a cluster of real workers (locality_live.py)
 
-Judged are those of ``agents`` with 8 workers. Each section adds its own ratios; with --sections the
-others are kept as they are in the file. --trace adds a recorded workload in Mooncake's format.
+Claims rest on the ratios of ``agents`` with 8 workers, and on no_sharing_vs_off at the load 0.9.
+Each section adds its own ratios; with --sections, the file keeps those of the other sections.
+--trace runs only a recorded workload in Mooncake's format.
 """
 
 from __future__ import annotations
@@ -50,8 +54,8 @@ from benchmarks.locality_runs import (
     POLICIES,
     RIVALS,
     Run,
-    each,
     figures,
+    run_in_parallel,
     saturation,
 )
 from benchmarks.locality_workloads import WORKLOADS, recorded_trace
@@ -91,17 +95,20 @@ PLANS = {
 }
 _LARGE = Plan(0.0, 60.0, 60.0, LOADS, seeds=(1,))
 _WORKERS, _MANY_WORKERS = 8, 64
-#: Where the search for a policy's saturation begins, as a share of the plan's rate.
+#: Start of the search for a policy's saturation, as a share of the plan's rate.
 _GUESSES = {OFF: 0.25, "dynamo": 0.4, "sglang": 0.5}
 
 
 def simulated(workload: str, raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    """Eight workers: saturations, and all policies at shares of Everlift's."""
+    """Measure a workload with eight workers: saturations, then all policies at Plan.loads.
+
+    Loads are shares of Everlift's saturation.
+    """
     plan = PLANS[workload]
     searches = [
         plan.run(workload, it, _WORKERS, plan.rate * _GUESSES.get(it, 1.0)) for it in plan.saturated
     ]
-    saturations = dict(zip(plan.saturated, each(saturation, searches), strict=True))
+    saturations = dict(zip(plan.saturated, run_in_parallel(saturation, searches), strict=True))
     print(f"{workload}: saturation per worker {saturations}", flush=True)
     loads = at_loads(plan, workload, _WORKERS, saturations[EVERLIFT])
     ratios = load_ratios(workload, loads)
@@ -113,7 +120,7 @@ def simulated(workload: str, raw: Mapping[str, Any]) -> tuple[dict[str, Any], di
 
 
 def many_workers(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    """64 workers: agents, at shares of the saturation of eight."""
+    """Measure the agents with 64 workers, at shares of the rate per worker that saturates eight."""
     rate = raw["agents"]["saturation_per_worker"][EVERLIFT]
     loads = at_loads(_LARGE, "agents", _MANY_WORKERS, rate)
     ratios = load_ratios("agents", loads)
@@ -127,7 +134,7 @@ def at_loads(plan: Plan, workload: str, workers: int, rate: float) -> dict[str, 
         for load in plan.loads
         for policy in plan.policies
     ]
-    found = iter(each(figures, runs))
+    found = iter(run_in_parallel(figures, runs))
     return {f"{load:g}": {it: next(found) for it in plan.policies} for load in plan.loads}
 
 

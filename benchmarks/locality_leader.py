@@ -1,13 +1,14 @@
-"""CPU that dispatch by cached prefix adds to the leader, for each request of 12,000 tokens.
+"""CPU time that prefix-cache-aware dispatch adds to the leader, per request of 12,000 tokens.
 
-``index``: lookup, insertion and confirmation (stored chunks, and the end of the prefill) in the
-index of a leader with many queued requests, and 3,300 other chunks at each of 8 workers. A cold
-prompt shares only a system prompt of 4,096 tokens, of a session's turn 40 of the 46 chunks are
-known. Evictions are measured apart. Medians, in CPU time of this thread.
+``index`` is the cost of lookup, insertion and confirmation (stored chunks, end of the prefill) in
+the index of a leader with many queued requests; each of its 8 workers has 3,300 other chunks. A
+cold prompt shares only a system prompt of 4,096 tokens with others. Of a session's turn, 40 of the
+46 chunks are known. Evictions are measured separately. Figures are medians of this thread's CPU
+time.
 
-``path``: everything. Cold requests pass through the leader state: each is queued, placed on an idle
-worker, and reported as computed, with its chunks stored and as many others evicted. The same with
-requests that have no chunks is subtracted; both are measured in turn.
+``path`` is the whole cost. Each cold request is queued, placed on an idle worker, and reported as
+computed; its chunks are stored and as many others evicted. The cost of requests without chunks is
+subtracted. Both are measured in turn.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def index_cost(leader: _Leader) -> _IndexCost:
 
 
 def path_cost(without: _Leader, leader: _Leader) -> dict[str, float]:
-    """Return the microseconds per request of both leaders, and what chunks add."""
+    """Return the microseconds per request of both leaders, and their difference."""
     rounds = []
     for number in range(_ROUNDS):
         if number % 2:

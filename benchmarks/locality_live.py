@@ -1,11 +1,11 @@
-"""Sessions on a live cluster: which part of their earlier turns is cached, and the time to the
-first token, with one worker, with three, with three and ``router.locality: false``, and with three
-of which one is killed in the middle. Part of locality.py.
+"""Prefix-cache hits and TTFT of sessions on a live cluster; a part of locality.py.
 
-Router, embedded ledger and workers are plain processes on this machine; the model is SmolLM2-135M.
-A turn's prompt is the tokens of the turn before, its answer and ADDED new tokens; a session thinks
-for up to a second between turns. All cases have the same sessions. After the kill, a session's
-first turn may compute its prompt again; the turns after it are those of ``after_kill``.
+The cases are one worker, three workers, three with ``router.locality: false``, and three of which
+one is killed in the middle. Router, embedded ledger and workers are plain processes on this
+machine; the model is SmolLM2-135M. The prompt of a turn consists of the previous prompt, its answer
+and ADDED new tokens. A session pauses for up to a second before each turn. All cases have the same
+sessions. After the kill, a session's first turn may have to compute its whole prompt again;
+``after_kill`` has only the later turns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.online.online_servers import everlift, serving
 from everlift.client.client import AsyncClient
 from tests.support.free_port import free_port
 
-#: A first prompt has four chunks of 256 tokens, the unit in which routers compare prefixes, so that
-#: computing a prefix again takes longer than a turn.
+#: A first prompt has four chunks of 256 tokens, the unit of routers' prefix comparison. Its
+#: recomputation takes longer than a turn with cached tokens.
 FIRST, ADDED, OUTPUT = 1024, 40, 16
 SEED = 11
-#: Every worker can hold all sessions, so that a miss is a matter of dispatch.
+#: Each worker's cache holds all sessions, so that only dispatch causes misses.
 KV_CACHE_MIB = 1536
 
 
@@ -51,8 +51,11 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """``reusable`` tokens are those of the turn before and its answer. ``since_kill`` counts the
-    session's turns that began after the kill, from 1; 0: before it."""
+    """Turn of a session.
+
+    ``reusable`` is the number of tokens of the previous prompt and its answer. ``since_kill``
+    numbers the session's turns that began after the kill, from 1; it is 0 for earlier ones.
+    """
 
     number: int
     reusable: int
@@ -160,19 +163,19 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    told = {f"live_hit_share_{name}": it["hit_share"] for name, it in found.items()}
+    each = {f"live_hit_share_{name}": it["hit_share"] for name, it in found.items()}
     if {"off", "three"} <= found.keys():
-        told["live_ttft_p50_vs_off"] = found["three"]["ttft_p50_s"] / found["off"]["ttft_p50_s"]
+        each["live_ttft_p50_vs_off"] = found["three"]["ttft_p50_s"] / found["off"]["ttft_p50_s"]
     if {"one", "three"} <= found.keys():
-        told["live_ttft_p50_vs_one"] = found["three"]["ttft_p50_s"] / found["one"]["ttft_p50_s"]
+        each["live_ttft_p50_vs_one"] = found["three"]["ttft_p50_s"] / found["one"]["ttft_p50_s"]
     if "kill" in found:
         for part in ("before_kill", "after_kill"):
-            told[f"live_hit_share_{part}"] = found["kill"][part]
-    return told
+            each[f"live_hit_share_{part}"] = found["kill"][part]
+    return each
 
 
 def live(sessions: int, turns: int, logs: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Returns the raw figures of all cases, and their ratios."""
+    """Measure all cases; return their raw figures and ratios."""
     raw, found = {}, {}
     for case in CASES:
         its = asyncio.run(measure(case, sessions, turns, logs))

@@ -1,6 +1,6 @@
 """Prompt tokens that a perfect router would reuse: with infinite caches, and with one for all.
 
-Perfect information about what the caches have: every request runs where all earlier ones ran.
+Every request runs with the cache of all earlier ones, as if there were only one worker.
 ``InfiniteCache`` never evicts; ``PooledCache`` is one least-recently-used cache as large as those
 of all workers together. What is reused depends on when requests arrive, not on when they end.
 """

@@ -1,4 +1,4 @@
-"""Dispatch by cached prefix as other routers do it, in the simulator: early binding.
+"""Prefix-cache-aware policies of other routers in the simulator, with early binding.
 
 Each policy chooses a worker on arrival, and the request then queues at this worker. All of them get
 more than their originals have: the exact index of what every worker has cached, entries at dispatch
@@ -56,10 +56,10 @@ Policy: TypeAlias = Callable[[int, Sequence[Candidate], Random], Candidate]
 class StickyUntilSaturated:
     """llm-d: workers with most of the prompt, unless all of these are too far behind.
 
-    A worker's TTFT is estimated as its pending tokens by ``peak_tokens_per_s``. If the best of the
-    workers that have ``affinity`` of the prompt's blocks is more than ``penalty_s`` later than the
-    best of the others, all workers are candidates. Of the candidates, the one with the least
-    pending tokens gets the request, its own uncached tokens included.
+    A worker's TTFT is estimated as its pending tokens divided by ``peak_tokens_per_s``. Candidates
+    are the workers that have the share ``affinity`` of the prompt's blocks. If the best of them is
+    more than ``penalty_s`` later than the best of the others, all workers are candidates. The
+    candidate with the fewest pending tokens, including the request's uncached ones, gets it.
     """
 
     peak_tokens_per_s: float
@@ -82,9 +82,10 @@ class StickyUntilSaturated:
 
 
 def dynamo(prompt_tokens: int, candidates: Sequence[Candidate], rng: Random) -> Candidate:
-    """prefill_load_scale * (pending + new - cached) + decode, in blocks; the scale is 1.
+    """Return the worker with the least pending + new - cached + decode, all in blocks.
 
-    The blocks of the prompt itself are the same at every worker and left out of ``decode``.
+    This is Dynamo's cost with a prefill_load_scale of 1. The blocks of the prompt itself are left
+    out of ``decode``, because they are the same at every worker.
     """
     return _least(
         candidates,
@@ -94,7 +95,9 @@ def dynamo(prompt_tokens: int, candidates: Sequence[Candidate], rng: Random) -> 
 
 
 def lmetric(prompt_tokens: int, candidates: Sequence[Candidate], rng: Random) -> Candidate:
-    """Product of the tokens to prefill and the batch size, this request included in both.
+    """Return the worker with the least product of tokens to prefill and batch size.
+
+    Both include this request.
 
     Without it in the batch, all idle workers would be equal, whatever they have cached.
     """
@@ -139,7 +142,8 @@ def rivals(spec: WorkerSpec) -> Mapping[str, Policy]:
     }
 
 
-#: Prompt of llm-d's recipe for ``peakPrefillThroughput``: its tokens by the TTFT of one alone.
+#: Prompt tokens of llm-d's recipe for ``peakPrefillThroughput``, which divides them by the TTFT of
+#: a lone request.
 _CALIBRATION_TOKENS = 8192
 
 

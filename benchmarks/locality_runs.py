@@ -126,7 +126,7 @@ def is_sustained(run: Run) -> bool:
     return bool(p99_s <= SUSTAINED_P99_S)
 
 
-#: A saturation is found within this factor, in runs that count this share of the seconds.
+#: Precision of a saturation, as a factor, and the share of ``duration_s`` of runs of its search.
 _STEP = 1.1
 _SEARCH_SHARE = 0.6
 
@@ -156,11 +156,11 @@ def saturation(run: Run) -> float:
 Found = TypeVar("Found")
 
 
-#: Runs at a time.
+#: Number of runs at a time.
 NUM_PROCESSES = len(os.sched_getaffinity(0))
 
 
-def each(call: Callable[[Run], Found], runs: Iterable[Run]) -> list[Found]:
+def run_in_parallel(call: Callable[[Run], Found], runs: Iterable[Run]) -> list[Found]:
     """Return the results of a call for each run; as many as there are cores run at a time."""
     with ProcessPoolExecutor(NUM_PROCESSES, get_context("fork")) as players:
         return [*players.map(call, runs)]

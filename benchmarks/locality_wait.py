@@ -1,12 +1,12 @@
-"""Waits for warm workers, against a clairvoyant policy that knows how long each wait will be.
+"""Waits for workers with more cached tokens, against a clairvoyant policy that knows all waits.
 
 A decision is made when a request could be dispatched, and a busy worker has more of it cached. Its
 cost is the time until the request is dispatched, plus the time that the chosen worker then needs to
-compute it. The clairvoyant pays the least of computing it at once, and of waiting for one of those
-workers as long as it takes until that worker has credit and no request waits for it, plus the time
-that this worker then needs. It knows what happened to the workers in this simulation, so that it
-does not need to estimate waits. A worker that is not free within the time of computing at once is
-no better for it.
+compute it. The clairvoyant policy has the smallest of several costs. One is to compute the request
+at once. The others, for each of those busy workers, are to wait until it has credit and no request
+waits for it, plus the time that it then needs. The policy knows the course of this simulation, so
+it does not have to estimate waits. Workers that are not free within the time of computing at once
+are left out.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class WatchedPlacement(Placement):
             seconds += self._others_s(worker_id, waiting, cached_tokens)
             decision.cost_s = now - decision.at + seconds
             if decision.has_waited and cached_tokens:
-                # Its turn came, whoever else waited for this worker.
+                # The wait ended with this worker, so the clairvoyant could have waited for it, too.
                 best_s = decision.cost_s if decision.best_s is None else decision.best_s
                 decision.best_s = min(best_s, decision.cost_s)
         super().reserve(worker_id, epoch, waiting, now, cached_tokens)
@@ -122,7 +122,7 @@ class WatchedQueue(GlobalQueue):
 
 
 def summary(decisions: Sequence[Decision]) -> dict[str, Any]:
-    """Return the costs of decisions together, and how they compare with the clairvoyant's."""
+    """Return the total cost of the decisions, and their ratios to the clairvoyant's costs."""
     ratios = sorted(it.cost_s / it.clairvoyant_s for it in decisions) or [1.0]
     return {
         "decisions": len(decisions),

@@ -1,11 +1,11 @@
 """Workloads of bench-locality: the requests of a run, at any rate.
 
     agents        sessions of 20 to 100 turns and 5,000 to 200,000 tokens, in a closed loop
-    conversation  a trace in Mooncake's format, as is toolagent (mooncake_traces.py)
-    tenants       a system prompt of each of 256 tenants, and short questions
+    conversation, toolagent   generated traces in Mooncake's format (mooncake_traces.py)
+    tenants       system prompts of 256 tenants, and short questions
     no-sharing    the same lengths, but nothing is shared
 
-Rates are requests per second, but those of ``agents`` are new sessions per second.
+Rates are requests per second; those of ``agents`` are new sessions per second.
 """
 
 from __future__ import annotations

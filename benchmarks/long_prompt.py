@@ -1,4 +1,4 @@
-"""How much a prompt of 200,000 tokens delays other streams of its router.
+"""Delay of a router's other streams by prompts of 200,000 tokens.
 
     python benchmarks/long_prompt.py [--rounds 5] [--seconds 8] [--out build/bench/long_prompt.json]
 
@@ -32,7 +32,7 @@ import uvloop
 
 from benchmarks import report
 from benchmarks.child import Child, child
-from benchmarks.noop_worker import Habits, working
+from benchmarks.noop_worker import TokenPacing, noop_worker
 from everlift import heap, model_files
 from everlift.channels import CLIENT_OPTIONS
 from everlift.v1 import inference_pb2 as pb
@@ -51,9 +51,9 @@ STREAMS, PACE_S = 50, 0.025
 PROMPT_TOKENS, MESSAGES = 200_000, 100
 #: Seconds between the begins of two long chats.
 EVERY_S = 1.0
-#: Time between two looks at the event loop's lag.
+#: Seconds between two samples of the event loop's lag.
 _TICK_S = 0.001
-#: From the begin of a window, while its streams begin.
+#: First seconds of a window, in which its streams begin; they are not counted.
 _WARM_UP_S = 1.0
 
 Figures = dict[str, float]
@@ -67,7 +67,7 @@ def _serve(ledger: LedgerConfig, pipe: Connection) -> None:
 
 
 async def _run(ledger: LedgerConfig, pipe: Connection) -> None:
-    """Answer each message with the stalls since the last one, until the pipe is closed."""
+    """Run a router; answer each message with the stalls since the last one, until the pipe ends."""
     router = await Router.start(CONFIG, await connect(ledger))
     heap.freeze_heap()
     pipe.send((router.address, router.internal_address, router.http_address))
@@ -84,7 +84,7 @@ async def _run(ledger: LedgerConfig, pipe: Connection) -> None:
 
 
 async def _watch(stalls: list[float]) -> None:
-    # No file is read here: that releases Python's lock, and a thread with a long prompt takes it.
+    # Reading a file here would release the GIL, and a thread with a long prompt could take it.
     while True:
         begin = time.perf_counter()
         await asyncio.sleep(_TICK_S)
@@ -114,7 +114,7 @@ def router_process(ledger: LedgerConfig) -> Iterator[MeasuredRouter]:
 
 
 def chat(tokenizer: HuggingFaceTokenizer, num_tokens: int, seed: int) -> list[dict[str, str]]:
-    """Messages of frequent words with about as many tokens together."""
+    """Return messages of frequent words with about ``num_tokens`` tokens in total."""
     dice = random.Random(seed)
     strings = [tokenizer.token_string(token) or "" for token in range(300, 4000)]
     words = [word[1:] for word in strings if word[0] == "Ġ" and word[1:].isalpha()]
@@ -142,7 +142,7 @@ async def _chats(address: str, messages: list[dict[str, str]], pipe: Connection)
     seconds: list[float] = []
 
     async def send(number: int) -> None:
-        # The first message differs, so that nothing of the prompt is known.
+        # The first message differs, so that the prompt has no prefix-cache hits.
         first = {**messages[0], "content": f"{number} {messages[0]['content']}"}
         body = json.dumps({"messages": [first, *messages[1:]], "max_tokens": 1}).encode()
         begin = time.perf_counter()
@@ -173,7 +173,7 @@ async def _chats(address: str, messages: list[dict[str, str]], pipe: Connection)
 async def _gaps(
     stub: inference_pb2_grpc.InferenceAsyncStub, num_tokens: int, since: float
 ) -> list[float]:
-    """The times between the tokens of a stream that came after ``since``."""
+    """Return the seconds between consecutive tokens of a stream that came after ``since``."""
     request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1]), max_tokens=num_tokens)
     gaps: list[float] = []
     last = 0.0
@@ -188,7 +188,7 @@ async def _gaps(
 
 
 class Window(NamedTuple):
-    """Seconds between tokens, of the event loop's stalls, and until each long chat's answer."""
+    """Seconds between tokens, seconds of the event loop's stalls, and latencies of long chats."""
 
     gaps: list[float]
     stalls: list[float]
@@ -236,7 +236,7 @@ async def measure(url: str, rounds: int, seconds: float) -> list[tuple[Window, W
     ):
         sender.pipe.recv()
         found = []
-        async with working(router.internal_address, Habits(PACE_S, 1, 1)):
+        async with noop_worker(router.internal_address, TokenPacing(PACE_S, 1, 1)):
             for turn in range(rounds + 1):
                 without = await window(router, sender, seconds, is_long=False)
                 beside = await window(router, sender, seconds, is_long=True)
@@ -264,7 +264,7 @@ def _p99(gaps: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of a window")
     parser.add_argument("--out", type=Path, default=Path("build/bench/long_prompt.json"))
     options = parser.parse_args()
     with valkey_server() as url:

@@ -36,7 +36,7 @@ from typing import NamedTuple
 from cluster.simulator.workloads.lengths import Lengths, LogNormal, Quantiles
 
 BLOCK_TOKENS = 512
-#: Longer prompts end their session.
+#: Longest prompt of a session, in tokens; a longer one would end it.
 _MOST_TOKENS = 126_000
 
 
@@ -58,7 +58,9 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sessions that begin with one of ``num_prompts`` shared prompts of ``shared`` blocks.
+    """Shape of a trace: sessions that begin with one of several shared prompts.
+
+    There are ``num_prompts`` shared prompts of ``shared`` blocks.
 
     The popularity of the shared prompts follows Zipf's law. ``first`` are the further tokens of the
     first turn; each later turn, which follows with probability ``continued`` and after ``pause``
@@ -160,7 +162,7 @@ SHAPES = {shape.name: shape for shape in (_CONVERSATION, _TOOLAGENT)}
 def write(requests: Iterator[Request], path: Path) -> Path:
     """Write a trace file, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Runs at the same time may write the same trace.
+    # The rename makes it safe that several processes write the same trace at a time.
     with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.writelines(request.line() + "\n" for request in requests)
     return Path(file.name).replace(path)

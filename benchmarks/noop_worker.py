@@ -1,6 +1,6 @@
-"""A worker that computes nothing: it makes tokens as fast, or at such a pace, as it is told.
+"""Worker without a model, which sends tokens at a given pace or as fast as possible.
 
-As a process of its own, which the benchmark of the router starts:
+The benchmarks of the router start it as a process of its own:
 
     python -m benchmarks.noop_worker INTERNAL_ADDRESS [--pace SECONDS] [--gather N] [--tokens N]
 """
@@ -22,19 +22,22 @@ from everlift.channels import SERVER_OPTIONS
 from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2, session_pb2_grpc
 
-#: A worker says something so often, tokens or not.
-_BEAT_S = 0.2
+#: Longest time between two frames, with or without tokens, in seconds.
+_HEARTBEAT_S = 0.2
 _TOKEN = 97
 _SLOTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    #: seconds between frames; 0: the next one as soon as the last was taken
+class TokenPacing:
+    """Pace of a worker's tokens."""
+
+    #: seconds between frames; 0: the next frame is sent as soon as the last one was taken
     pace_s: float
-    #: sequences that it has before it begins; then it goes on until these have ended
+    #: number of sequences that the worker waits for before it sends tokens. It then sends tokens
+    #: until all its sequences have ended
     gather: int
-    #: of each sequence in a frame. Its first one comes alone, as of a prompt that was computed
+    #: tokens of each sequence in a frame; the first token of a sequence comes alone
     tokens: int
 
 
@@ -47,7 +50,7 @@ class _Sequence:
         self.made = len(start.output_ids)
 
     def step(self, progress: session_pb2.Progress, tokens: int) -> bool:
-        """Fills it with the next ones; whether they are its last."""
+        """Write the next tokens to ``progress``; return whether the sequence has ended."""
         count = min(tokens, self.most - self.made) if self.made else 1
         progress.epoch = self.epoch
         progress.offset = self.made
@@ -60,11 +63,13 @@ class _Sequence:
 
 
 class NoopWorker(session_pb2_grpc.WorkerSessionServicer):
-    """Frames with the next tokens of every sequence that it has. A sequence that comes between two
-    of them has its first token at once, in a frame of its own."""
+    """Server of worker sessions, whose frames have the next tokens of every sequence.
 
-    def __init__(self, habits: Habits) -> None:
-        self._habits = habits
+    If a sequence starts between two frames, its first token is sent at once, in an extra frame.
+    """
+
+    def __init__(self, pacing: TokenPacing) -> None:
+        self._pacing = pacing
         self.info = session_pb2.WorkerInfo(
             worker_id=f"noop-{time.time_ns()}",
             model="fake",
@@ -91,7 +96,7 @@ class NoopWorker(session_pb2_grpc.WorkerSessionServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[session_pb2.RouterFrame], context: Any
     ) -> AsyncIterator[session_pb2.WorkerFrame]:
-        session = _Session(self.info, self._habits)
+        session = _Session(self.info, self._pacing)
         reading = asyncio.create_task(session.read(request_iterator))
         try:
             async for frame in session.frames():
@@ -101,9 +106,9 @@ class NoopWorker(session_pb2_grpc.WorkerSessionServicer):
 
 
 class _Session:
-    def __init__(self, info: session_pb2.WorkerInfo, habits: Habits) -> None:
+    def __init__(self, info: session_pb2.WorkerInfo, pacing: TokenPacing) -> None:
         self._info = info
-        self._habits = habits
+        self._pacing = pacing
         self._running: dict[int, _Sequence] = {}
         self._fresh: list[int] = []
         self._changed = asyncio.Event()
@@ -122,31 +127,34 @@ class _Session:
         yield session_pb2.WorkerFrame(hello=self._info, state=self._state())
         is_going, due = False, 0.0
         while True:
-            has_enough = len(self._running) >= self._habits.gather
+            has_enough = len(self._running) >= self._pacing.gather
             is_going = bool(self._running) and (is_going or has_enough)
             if not is_going:
                 due = 0.0
-                await self._change(_BEAT_S)
-                if len(self._running) < self._habits.gather:
+                await self._wait_for_change(_HEARTBEAT_S)
+                if len(self._running) < self._pacing.gather:
                     yield self._with_state(session_pb2.WorkerFrame())
                 continue
-            due = max(due + self._habits.pace_s, time.perf_counter())
-            while early := await self._came_before(due):
+            due = max(due + self._pacing.pace_s, time.perf_counter())
+            while early := await self._new_sequences(due):
                 yield self._step(early)
             yield self._step(list(self._running.values()))
 
-    async def _came_before(self, due: float) -> list[_Sequence]:
-        """What has no token yet, as soon as there is something; nothing when it is ``due``."""
-        if not self._habits.pace_s:
+    async def _new_sequences(self, due: float) -> list[_Sequence]:
+        """Wait for new sequences until ``due``, and return them; empty if there are none.
+
+        With a pace of 0, return an empty list at once.
+        """
+        if not self._pacing.pace_s:
             await asyncio.sleep(0)
         while (left_s := due - time.perf_counter()) > 0:
             if early := [self._running[epoch] for epoch in self._fresh if epoch in self._running]:
                 return early
-            await self._change(left_s)
+            await self._wait_for_change(left_s)
         return []
 
-    async def _change(self, timeout_s: float) -> None:
-        """Until something came since the last time."""
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        """Wait until sequences have started or been aborted since the last call."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
         self._changed.clear()
@@ -154,7 +162,7 @@ class _Session:
     def _step(self, sequences: list[_Sequence]) -> session_pb2.WorkerFrame:
         frame = self._with_state(session_pb2.WorkerFrame())
         for sequence in sequences:
-            if sequence.step(frame.progress.add(), self._habits.tokens):
+            if sequence.step(frame.progress.add(), self._pacing.tokens):
                 del self._running[sequence.epoch]
         return frame
 
@@ -173,8 +181,8 @@ class _Session:
         )
 
 
-async def serve(internal_address: str, habits: Habits) -> None:
-    info = await NoopWorker(habits).start()
+async def serve(internal_address: str, pacing: TokenPacing) -> None:
+    info = await NoopWorker(pacing).start()
     async with grpc.aio.insecure_channel(internal_address) as channel:
         announce = session_pb2_grpc.RouterInternalStub(channel).Announce
         await announce(session_pb2.AnnounceRequest(worker=info))
@@ -183,10 +191,13 @@ async def serve(internal_address: str, habits: Habits) -> None:
 
 
 @asynccontextmanager
-async def working(internal_address: str, habits: Habits) -> AsyncIterator[None]:
-    """One such process at a router."""
+async def noop_worker(internal_address: str, pacing: TokenPacing) -> AsyncIterator[None]:
+    """Run a worker in a process of its own, connected to a router.
+
+    Raises RuntimeError if the process ends during its start.
+    """
     module = ("-m", "benchmarks.noop_worker", internal_address)
-    options = [f"--pace={habits.pace_s}", f"--gather={habits.gather}", f"--tokens={habits.tokens}"]
+    options = [f"--pace={pacing.pace_s}", f"--gather={pacing.gather}", f"--tokens={pacing.tokens}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *module, *options, stdout=asyncio.subprocess.PIPE
     )
@@ -208,8 +219,8 @@ def main() -> None:
     parser.add_argument("--gather", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1)
     options = parser.parse_args()
-    habits = Habits(options.pace, options.gather, options.tokens)
-    asyncio.run(serve(options.internal_address, habits))
+    pacing = TokenPacing(options.pace, options.gather, options.tokens)
+    asyncio.run(serve(options.internal_address, pacing))
 
 
 if __name__ == "__main__":

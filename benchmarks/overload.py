@@ -1,16 +1,16 @@
-"""What an overload leaves of goodput, in virtual time: with bounds and without.
+"""Goodput under overload with and without early rejection, in virtual time.
 
     python benchmarks/overload.py [--seconds 40] [--workers 2] [--out FILE]
 
-Chats (prompts of 205 tokens and outputs of 57 in the mean, log-normal, Poisson) come to simulated
-engines of 64 slots. Capacity is what they serve with always enough to do. Goodput is requests a
-second with a first token within 1 s and 50 ms a token after it, as a part of capacity; the first 10
-s do not count. ``error`` is the median by which predicted times to first token were off, as a part
-of them.
+Simulated engines with 64 slots serve chats with Poisson arrivals; prompts have 205 tokens and
+outputs 57 in the mean (log-normal). Capacity is the rate that they serve if the queue is never
+empty. Goodput is the rate of requests with a TTFT of at most 1 s and a TPOT of at most 50 ms, as a
+share of capacity, without the first 10 s. ``error`` is the median relative error of the predicted
+TTFT.
 
-Beside that all that are refused come again when they are told to: at 1.3 times the load, and of a
-burst of 200 for each worker on top of 0.9 and 1.0 times, behind which nobody comes. ``tries`` is
-how often a refused request was refused in the mean.
+In further runs ("again") each refused request retries when its Retry-After says so: at a load of
+1.3, and with a burst of 200 requests per worker after loads of 0.9 and 1.0, after which no other
+requests come. ``tries`` is the mean number of refusals of a request that was refused.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "refuse_late": {"refuse_late": True, "tpot_target": TPOT_S},
 }
 BEGIN_S = 10.0
-#: For each worker, requests that may wait where those that are refused come again, and of a burst.
+#: Limit of queued requests in runs with retries, and requests of a burst, both per worker.
 QUEUED, BURST = 50, 200
 
 
-def played(rate: float, seconds: float, workers: int, settings: dict[str, Any]) -> list[Asked]:
+def simulate_chats(
+    rate: float, seconds: float, workers: int, settings: dict[str, Any]
+) -> list[Asked]:
     cluster = VirtualCluster(RouterConfig(**settings), workers)
     return cluster.play(chats(rate, seconds), seconds + 2)
 
 
 def capacity(seconds: float, workers: int) -> float:
-    """Requests a second."""
-    load = played(100.0 * workers, seconds, workers, {})
+    """Return the requests per second that the workers serve if the queue is never empty."""
+    load = simulate_chats(100.0 * workers, seconds, workers, {})
     ended = sum(it.ended is not None and BEGIN_S <= it.ended < seconds for it in load)
     return ended / (seconds - BEGIN_S)
 
 
-def measured(load: list[Asked], seconds: float, per_s: float) -> dict[str, Any]:
+def figures(load: list[Asked], seconds: float, per_s: float) -> dict[str, Any]:
     counted = [it for it in load if BEGIN_S <= it.arrived < seconds]
     errors = [
         abs(it.predicted_ttft_s / (it.first_token - it.arrived) - 1)
@@ -62,8 +64,8 @@ def measured(load: list[Asked], seconds: float, per_s: float) -> dict[str, Any]:
     }
 
 
-def returning(load: list[Asked], seconds: float, workers: int) -> dict[str, Any]:
-    """What those found that were refused, all of whom came again."""
+def retry_figures(load: list[Asked], seconds: float, workers: int) -> dict[str, Any]:
+    """Run the load with retries; return the number of refused requests, and their mean tries."""
     config = RouterConfig(max_queued=QUEUED * workers)
     cluster = VirtualCluster(config, workers, comes_back=True)
     refused = [it for it in cluster.play(load, seconds) if it.refusals]
@@ -74,7 +76,7 @@ def returning(load: list[Asked], seconds: float, workers: int) -> dict[str, Any]
 
 
 def with_burst(rate: float, seconds: float, workers: int) -> list[Asked]:
-    """Behind requests that come at this rate."""
+    """Return chats at ``rate`` for ``seconds``, followed by a burst."""
     burst = chats(2000.0, 1.0 * workers, seed=3)[: BURST * workers]
     for asked in burst:
         asked.name, asked.arrived = f"burst-{asked.name}", seconds + asked.arrived
@@ -90,8 +92,10 @@ def main() -> None:
     per_s = capacity(args.seconds / 2, args.workers)
     raw = {
         name: {
-            load: measured(
-                played(load * per_s, args.seconds, args.workers, settings), args.seconds, per_s
+            load: figures(
+                simulate_chats(load * per_s, args.seconds, args.workers, settings),
+                args.seconds,
+                per_s,
             )
             for load in LOADS
         }
@@ -99,9 +103,9 @@ def main() -> None:
     }
     seconds, workers = args.seconds / 2, args.workers
     again = {
-        "1.3": returning(chats(1.3 * per_s, seconds), seconds, workers),
+        "1.3": retry_figures(chats(1.3 * per_s, seconds), seconds, workers),
         **{
-            f"burst on {load}": returning(
+            f"burst on {load}": retry_figures(
                 with_burst(load * per_s, seconds, workers), args.seconds, workers
             )
             for load in (0.9, 1.0)

@@ -1,4 +1,4 @@
-"""Where make has put the other systems' environments, and what they want in theirs."""
+"""Environments of the systems that Everlift is compared with, and their variables."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from pathlib import Path
 ROOT = Path("build/peers")
 VLLM = ROOT / "vllm"
 RAY_LLM = ROOT / "ray-llm"
-#: Of all systems, in GiB.
+#: KV cache of every system, in GiB.
 KV_CACHE_GIB = 2
 _PINS = Path(__file__).with_name("peers") / "vllm.txt"
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of what vLLM's environment holds."""
+    """Return the versions of the packages that are pinned in vLLM's environment."""
     lines = (line.partition("==") for line in _PINS.read_text().splitlines())
     return {name: version for name, _, version in lines if name in packages}
 
 
 def vllm_environment(environment: Path, cores: int) -> dict[str, str]:
-    """What vLLM's documentation advises on CPUs: the first ``cores`` cores, none of them kept free
-    for anything else, tcmalloc (where make could get it) and Intel's OpenMP; and no calls home."""
+    """Return the environment variables that vLLM's documentation advises for CPUs.
+
+    Its threads are bound to the first ``cores`` cores, of which none is reserved for other work. It
+    preloads Intel's OpenMP and, if installed, tcmalloc. Usage statistics are disabled.
+    """
     libraries = sorted((environment / "lib").glob("libtcmalloc_minimal.so.4"))
     libraries.append(environment / "lib" / "libiomp5.so")
     return {

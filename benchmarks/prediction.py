@@ -1,13 +1,14 @@
-"""How well lengths of outputs are predicted, and what it costs.
+"""Accuracy and cost of the prediction of output lengths.
 
     python benchmarks/prediction.py [--outputs 10000] [--rounds 9] [--out FILE]
 
-Requests are those of tests/support/router/mixes.py: of each kind lengths are log-normal, so that
-equal prompts have random lengths too. The oracle knows the kind. Of so many outputs the first 80 %
-are learnt from, the others are predicted in turn, and told.
+Requests are those of tests/support/router/mixes.py. The output lengths of each kind of request are
+log-normal, so even equal prompts have random lengths. The oracle knows the kind. The model is
+trained on the first 80 % of the outputs. The others are predicted one by one, and the predictor
+gets each true length afterwards.
 
-Times are of a router's Predictor: of ``predict`` (features, trees, correction, rank), and of
-``note`` for an output that ended, by prompts of 20 to 100,000 tokens. Medians over the rounds.
+Times are those of a router's Predictor, as medians over the rounds: of ``predict`` (features,
+trees, correction, rank), and of ``note`` for an ended output, with prompts of 20 to 100,000 tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tests.support.router.mixes import APPLICATIONS, Application, Kind
 from tests.support.router.prediction_support import examples, learnt, mixed, request, served
 
 AT_ONCE = 500
-#: Requests that are ranked among each other, and grades of lengths that they may have.
+#: Requests of a list for learning to rank, and the largest grade of a length.
 LIST, MOST_GRADE = 100, 30
 PROMPT_TOKENS = (20, 200, 2_000, 100_000)
-#: Of each application one kind, so that the template tells all.
+#: Applications with one kind of request each, so that the prompt's template reveals the kind.
 ONE_KIND = tuple(replace(it, kinds=it.kinds[:1]) for it in APPLICATIONS)
-#: Whatever is asked, outputs are of random lengths.
+#: Mix whose output lengths do not depend on the prompt.
 NOISE = (Application("noise", "acme", "", (Kind(("{text}",), 100, 1.0),)),)
 MIXES = {"all": APPLICATIONS, "one_kind_each": ONE_KIND, "noise": NOISE}
 
@@ -51,7 +52,7 @@ def us_each(work: Callable[[], object]) -> float:
 
 
 def requests(seed: int) -> dict[int, Request]:
-    """By the tokens of their prompts."""
+    """Return requests with prompts of each length, by number of tokens."""
     (it,) = islice(mixed(seed, 1), 1)
     ids = request(it).prompt_ids
     return {
@@ -61,7 +62,7 @@ def requests(seed: int) -> dict[int, Request]:
 
 
 def costs(predictor: Predictor, rounds: int) -> dict[str, dict[int, list[float]]]:
-    """us by prompt tokens, in the order of the rounds."""
+    """Return the us per call of each round, by function and number of prompt tokens."""
     asked = requests(3)
     seen: dict[str, dict[int, list[float]]] = {
         name: {count: [] for count in asked} for name in ("predict", "note")
@@ -77,7 +78,7 @@ def costs(predictor: Predictor, rounds: int) -> dict[str, dict[int, list[float]]
 
 
 def load_ms(text: str, rounds: int) -> float:
-    """Of a file, in a thread beside the router's loop."""
+    """Return the median CPU time to parse a model, in ms; a router does it in a thread."""
     seen = []
     for _ in range(rounds):
         began = time.thread_time()
@@ -91,16 +92,18 @@ def medians(seen: dict[int, list[float]]) -> dict[int, float]:
 
 
 def quality(outputs: int) -> dict[str, Any]:
-    """By mix. Applications are named but for "unnamed"."""
+    """Return the accuracy by mix; in "unnamed", requests do not name their application."""
     found = {name: learnt(1, outputs, mix)[1].all for name, mix in MIXES.items()}
     found["unnamed"] = learnt(1, outputs, APPLICATIONS, False)[1].all
     return {name: asdict(figures) for name, figures in found.items()}
 
 
 def by_objective(outputs: int) -> dict[str, float]:
-    """Tau of trees that are grown to rank, as learning to rank does, and of those that are grown
-    for a median: of the same features, without corrections. Lists to be ranked are of requests
-    that came one after the other."""
+    """Return Kendall's tau of trees by training objective: the median, or learning to rank.
+
+    All have the same features, and no corrections. A list to be ranked consists of LIST consecutive
+    requests.
+    """
     found = examples(1, outputs, APPLICATIONS)
     rows, lengths = table(found, Histories())
     cut = outputs * 8 // (10 * LIST) * LIST

@@ -1,19 +1,20 @@
-"""Preempt here, resume there: two workers short of KV blocks under unequal load, in virtual time.
+"""Migration of preempted requests: two workers short of KV blocks, in virtual time.
 
     python benchmarks/preemption.py [--seconds 30] [--seeds 6] [--load NAME ...] [--out FILE]
 
-The routers and workers are the product's, on a simulated cluster (tests/simulated_cluster) whose
-steps take what those of a GPU would; the figures do not depend on the machine. Each load is played
-twice with the same requests: preempted requests may move to the other worker (router.max_moves as
-it is by default), or wait where they are and recompute there (max_moves 0).
+Routers and workers are the product's, on a simulated cluster (tests/simulated_cluster) with the
+step times of a GPU; the figures do not depend on the machine. Each load runs twice with the same
+requests. In "moving", preempted requests may migrate to the other worker (router.max_moves has its
+default). In "local", they wait and recompute at their worker (max_moves 0).
 
-    joining   long requests fill one worker; then another one joins, and short ones come
+    joining   long requests fill one worker; then another worker joins, and short requests come
     uneven    one worker has half the blocks of the other
-    mixed     equal workers, lengths with a long tail: now this one is short of blocks, now that
-    overfull  as joining, with so many long ones that both workers together are short of blocks
+    mixed     equal workers, lengths with a long tail: either worker is short of blocks at times
+    overfull  as joining, with so many long requests that both workers are short of blocks
 
-The normalised latency of a request is its time from submission to its last token, by output tokens.
-``ratios`` are moving by waiting: below 1 is better. Those at the top are medians over the loads.
+The normalised latency of a request is the time from its submission to its last token, divided by
+its output tokens. ``ratios`` are figures of "moving" divided by those of "local", as medians over
+the loads. Below 1 is better.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from router.config import RouterConfig
 from tests.simulated_cluster.cluster import SimCluster
 from worker.config import FakeModel, WorkerConfig
 
-#: 15 ms a step, and 25,000 tokens a second of prefill.
+#: 15 ms per step, and 25,000 prompt tokens per second.
 MODEL = FakeModel(vocab_size=256, max_model_len=2048, step_time=0.015, token_time=4e-5)
 NUM_BLOCKS = 96
 WORKER = WorkerConfig(
@@ -53,7 +54,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``blocks`` of each worker, and the second in which the last of them joins."""
+    """Requests, KV blocks of each worker, and the second in which the last worker joins."""
 
     arrivals: tuple[Arrival, ...]
     blocks: tuple[int, ...] = (NUM_BLOCKS, NUM_BLOCKS)
@@ -125,7 +126,7 @@ def quantile(values: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
-def play(load: Load, config: RouterConfig) -> Measured:
+def simulate(load: Load, config: RouterConfig) -> Measured:
     with SimCluster(config, WORKER) as cluster:
         cluster.start_router(0)
         for index, blocks in enumerate(load.blocks[:-1]):
@@ -159,19 +160,19 @@ def _submit_all(cluster: SimCluster, load: Load) -> None:
 
 
 def compare(name: str, seeds: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Both ways over all seeds of one load, and their ratios."""
+    """Run a load with and without migration, over all seeds; return the figures and ratios."""
     runs: dict[str, list[Measured]] = {"moving": [], "local": []}
     for seed in seeds:
         load = LOADS[name](Random(seed), seconds)
         for way, config in (("moving", MOVING), ("local", WAITING)):
-            runs[way].append(play(load, config))
+            runs[way].append(simulate(load, config))
             print(name, seed, way, json.dumps(rounded(runs[way][-1].summary())), flush=True)
     sums = {way: pooled(measured).summary() for way, measured in runs.items()}
     return {way: rounded(it) for way, it in sums.items()} | {"ratios": ratios(sums)}
 
 
 def pooled(runs: Sequence[Measured]) -> Measured:
-    """All requests of several runs together."""
+    """Return the figures of all runs as those of one run."""
     return Measured(
         latencies=tuple(latency for run in runs for latency in run.latencies),
         recomputed_tokens=sum(run.recomputed_tokens for run in runs),
@@ -182,7 +183,7 @@ def pooled(runs: Sequence[Measured]) -> Measured:
 
 
 def ratios(sums: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Of moving to waiting."""
+    """Return the figures with migration divided by those without."""
     moving, local = sums["moving"], sums["local"]
     return {
         "p99_normalised_latency_vs_local": round(

@@ -1,9 +1,9 @@
-"""Rate of a model's products with many rows, against the FMA peak of the cores.
+"""Rate of a model's matrix products with many rows, against the FMA peak of the cores.
 
     python -m benchmarks.prefill_rate MODEL THREADS
 
-prints JSON: operations per second of the linears of a prefill of ROWS tokens, in the form that a
-worker has them, and the peak of the instructions that they use, measured in turns (medians).
+prints JSON: the operations per second of the linear layers for ROWS tokens, in the form that a
+worker uses, and the peak of the instructions that they use. Both are medians, measured in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rate(NamedTuple):
 
 
 def measured(model: Path, threads: int) -> Rate:
-    """In a process of its own, as torch's threads cannot be had otherwise."""
+    """Measure in a new process, because torch's number of threads is set once per process."""
     command = [sys.executable, "-m", "benchmarks.prefill_rate", str(model), str(threads)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return Rate(**json.loads(printed))
@@ -81,8 +81,10 @@ def _measure(model: Path, threads: int) -> Rate:
 
 
 def peak_of(threads: int, *, pairs: bool) -> Callable[[], float]:
-    """Return what measures the most operations per second; with ``pairs``, of products of pairs of
-    bfloat16 where the CPU has them."""
+    """Return a function that measures the peak operations per second.
+
+    With ``pairs``, it uses products of pairs of bfloat16 if the CPU has them.
+    """
     from worker.native import native
 
     library = native.compiled(_SOURCE, ("-DWITH_PAIRS",) if pairs else ())

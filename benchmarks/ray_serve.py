@@ -1,20 +1,19 @@
-"""The same streams without Everlift: through Ray Serve alone.
+"""Streams through Ray Serve, for comparison with a router of Everlift.
 
-Ray, and a driver that reads a deployment's handle, are a process of their own; what the driver is
-asked comes over a pipe. The deployment makes tokens without computing anything, one an item. Its
-streams are read
+A driver, which starts Ray and reads a deployment's handle, runs in a process of its own and gets
+its tasks over a pipe. The deployment ("model") yields tokens without computing anything, one per
+item. There are four modes:
 
-    handle   by the driver, through a DeploymentHandle: what an ingress deployment does before it
-             answers anybody. The driver's process is counted, the deployment's is the model
-    grpc     the same with the handle's calls over gRPC, as RAY_SERVE_THROUGHPUT_OPTIMIZED has them
-    direct   by HTTP clients, through an ingress deployment that reads the model's replica, as a
-             router reads its workers: direct ingress, with RAY_SERVE_THROUGHPUT_OPTIMIZED for both.
-             The ingress replica's process is counted
-    alone    by HTTP clients, from the model's own replica, with nothing between: the same settings.
-             There is no router at all that could queue, or go on elsewhere. The model's process is
-             counted
+    handle   the driver reads the streams through a DeploymentHandle, as an ingress deployment does
+             before it answers a client. The driver's process is measured
+    grpc     the same, with calls of the handle over gRPC, as with RAY_SERVE_THROUGHPUT_OPTIMIZED
+    direct   HTTP clients read the streams through an ingress deployment, which reads the model's
+             replica, as a router reads its workers. Direct ingress is enabled, and
+             RAY_SERVE_THROUGHPUT_OPTIMIZED set for both. The ingress replica's process is measured
+    alone    HTTP clients read the streams from the model's replica, with the same settings. There
+             is no router that could queue or migrate requests. The model's process is measured
 
-No proxy is on the way of the last two; in a cluster HAProxy would be.
+In the last two modes there is no proxy; in a cluster there would be HAProxy.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from benchmarks.clients import Incomplete, Traffic, Window, watch
 from cluster.ray import local_ray
 from tests.support.free_port import free_port
 
-Way = Literal["handle", "grpc", "direct", "alone"]
-WAYS: tuple[Way, ...] = ("handle", "grpc", "direct", "alone")
+Mode = Literal["handle", "grpc", "direct", "alone"]
+MODES: tuple[Mode, ...] = ("handle", "grpc", "direct", "alone")
 
 _TOKEN = 97
 _EVENT = b'data: {"token_ids":[97]}\n\n'
 _EVENT_BEGIN = b"data:"
 _OBJECT_STORE_BYTES = 100 << 20
 _MAX_STREAMS = 1024
-#: Serve's own settings: replicas listen themselves, and end without waiting for a proxy.
+#: Settings of Ray Serve: replicas listen for HTTP, and end without waiting for a proxy to drain.
 _DIRECT = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }
 
 
-class _Steps:
-    """One timer for all streams, as an engine has one step for them."""
+class _StepTimer:
+    """Timer that all streams share, as an engine has one step for all sequences."""
 
     def __init__(self, pace_s: float) -> None:
         self._pace_s = pace_s
@@ -60,7 +59,7 @@ class _Steps:
         self._stepped = asyncio.Event()
 
     async def next(self) -> None:
-        """Until the next step."""
+        """Wait until the next step."""
         if not self._is_due:
             self._is_due = True
             loop = asyncio.get_running_loop()
@@ -71,19 +70,22 @@ class _Steps:
     def _step(self) -> None:
         self._is_due = False
         self._stepped.set()
-        # Who waits by now goes on all the same.
+        # The event is cleared at once; tasks that already wait for it still wake up.
         self._stepped.clear()
 
 
 class Model:
-    """A step gives every stream a token. ``pace_s`` lies between steps; 0: each stream has its next
-    token whenever the others had their turn."""
+    """Deployment that yields a token for every stream in each step.
+
+    Steps are ``pace_s`` apart. If that is 0, a stream yields its next token as soon as the other
+    tasks of the event loop have run.
+    """
 
     def __init__(self) -> None:
-        self._steps: dict[float, _Steps] = {}
+        self._steps: dict[float, _StepTimer] = {}
 
     async def generate(self, tokens: int, pace_s: float) -> AsyncIterator[int]:
-        steps = self._steps.setdefault(pace_s, _Steps(pace_s))
+        steps = self._steps.setdefault(pace_s, _StepTimer(pace_s))
         for _ in range(tokens):
             yield _TOKEN
             await (steps.next() if pace_s else asyncio.sleep(0))
@@ -96,10 +98,10 @@ class Model:
 
 
 class Ingress:
-    """Streams what a replica of the model makes."""
+    """Ingress deployment that streams the tokens of a replica of the model."""
 
     def __init__(self, model: Any) -> None:
-        # As its own replicas have it by default; the handle was made where that is not set.
+        # By default, handles in optimized replicas pass values; this one was made elsewhere.
         self._model = model.options(stream=True, _by_reference=False)
 
     async def __call__(self, request: Any) -> Any:
@@ -121,41 +123,43 @@ def _streamed(request: Any, generate: Callable[[int, float], AsyncIterator[int]]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Pid and port of a replica that HTTP clients ask."""
+class Replica:
+    """Pid and HTTP port of a replica."""
 
     pid: int
     port: int
 
 
 @dataclass(frozen=True)
-class Places:
-    #: the driver's pid
+class Processes:
+    """Processes that are measured, by mode."""
+
+    #: pid of the driver
     driver: int
-    replicas: Mapping[Way, Place]
+    replicas: Mapping[Mode, Replica]
 
 
 class RayServe:
-    def __init__(self, places: Places, driver: Child) -> None:
-        self.places = places
+    def __init__(self, processes: Processes, driver: Child) -> None:
+        self.processes = processes
         self._driver = driver
 
-    def pid(self, way: Way) -> int:
-        """Of the process that is measured."""
-        place = self.places.replicas.get(way)
-        return self.places.driver if place is None else place.pid
+    def pid(self, mode: Mode) -> int:
+        """Return the pid of the process that is measured in this mode."""
+        replica = self.processes.replicas.get(mode)
+        return self.processes.driver if replica is None else replica.pid
 
-    async def watch(self, way: Way, num: int, tokens: int, pace_s: float) -> Window:
-        """``num`` streams of so many tokens."""
-        if place := self.places.replicas.get(way):
-            path = f"/{way}?tokens={tokens}&pace_s={pace_s}"
-            return await watch(place.pid, num, partial(_get, place.port, path, tokens))
-        self._driver.pipe.send((way, num, tokens, pace_s))
+    async def watch(self, mode: Mode, num: int, tokens: int, pace_s: float) -> Window:
+        """Read ``num`` streams of ``tokens`` tokens each, and measure the mode's process."""
+        if replica := self.processes.replicas.get(mode):
+            path = f"/{mode}?tokens={tokens}&pace_s={pace_s}"
+            return await watch(replica.pid, num, partial(_get, replica.port, path, tokens))
+        self._driver.pipe.send((mode, num, tokens, pace_s))
         return Window(**await asyncio.to_thread(self._driver.pipe.recv))
 
 
 async def _get(port: int, path: str, tokens: int, traffic: Traffic) -> None:
-    """Raises Incomplete."""
+    """Read a stream over HTTP. Raises Incomplete if it does not have ``tokens`` events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = (f"GET {path} HTTP/1.1", "Host: bench", "Connection: close", "", "")
@@ -178,7 +182,7 @@ async def _get(port: int, path: str, tokens: int, traffic: Traffic) -> None:
 
 @contextmanager
 def ray_serve() -> Iterator[RayServe]:
-    # Short, since Ray's sockets lie in it: a socket's path has 107 bytes at most.
+    # The path is short, because Ray's sockets are in it, and their paths may have 107 bytes.
     with (
         tempfile.TemporaryDirectory(prefix="bench-ray-", ignore_cleanup_errors=True) as scratch,
         child(_drive, scratch) as driver,
@@ -210,7 +214,7 @@ def _drive(scratch: str, pipe: Connection) -> None:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
         _deploy()
-        pipe.send(_places())
+        pipe.send(_processes())
         asyncio.run(_answer(pipe))
     finally:
         ray.shutdown()
@@ -231,11 +235,11 @@ def _deploy() -> None:
     serve.run(model.options(**fast).bind(), name="alone", route_prefix="/alone")
 
 
-def _places() -> Places:
-    return Places(os.getpid(), {"direct": _place("direct"), "alone": _place("alone")})
+def _processes() -> Processes:
+    return Processes(os.getpid(), {"direct": _replica("direct"), "alone": _replica("alone")})
 
 
-def _place(app: str) -> Place:
+def _replica(app: str) -> Replica:
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client
@@ -243,11 +247,11 @@ def _place(app: str) -> Place:
     pid = serve.get_app_handle(app).pid.remote().result()
     [group] = ray.get(_get_global_client()._controller.get_target_groups.remote(app))
     [target] = group.targets
-    return Place(pid, target.port)
+    return Replica(pid, target.port)
 
 
-def _handles() -> dict[Way, Any]:
-    """Call it in an event loop."""
+def _handles() -> dict[Mode, Any]:
+    """Return the driver's handles by mode; must be called in the event loop that uses them."""
     from ray import serve
 
     over_grpc = serve.get_app_handle("handle")
@@ -259,19 +263,19 @@ def _handles() -> dict[Way, Any]:
 
 
 async def _answer(pipe: Connection) -> None:
-    """Reads as it is told until the pipe ends, and shuts Serve down."""
+    """Read streams as the pipe's messages ask until it is closed, then shut Ray Serve down."""
     from ray import serve
 
     handles = _handles()
     try:
         while True:
-            way, num, tokens, pace_s = await asyncio.to_thread(pipe.recv)
-            read = partial(_read, handles[way], tokens, pace_s)
+            mode, num, tokens, pace_s = await asyncio.to_thread(pipe.recv)
+            read = partial(_read, handles[mode], tokens, pace_s)
             pipe.send(asdict(await watch(os.getpid(), num, read)))
     except EOFError:
         pass
     finally:
-        # Here, since a handle is shut down in the event loop that it was used in.
+        # A handle must be shut down in the event loop that used it.
         await serve.shutdown_async()
 
 

@@ -1,4 +1,4 @@
-"""What each benchmark leaves in build/bench: machine, versions, settings, raw figures, ratios."""
+"""Report of a benchmark in build/bench: machine, versions, settings, raw figures and ratios."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def write(
     raw: Mapping[str, Any],
     ratios: Mapping[str, float],
 ) -> None:
-    """Prints the ratios: raw figures may be thousands of lines. ``packages`` are those on whose
-    versions the figures depend."""
+    """Write the report to ``out``, and print its path and the ratios.
+
+    ``packages`` are those on whose versions the figures depend. Raw figures are not printed,
+    because they may have thousands of lines.
+    """
     report = {
         "machine": machine(),
         "versions": {name: _version(name) for name in packages},

@@ -1,32 +1,32 @@
-"""What a router carries on one core, what it adds to a first token, and the same through Ray Serve.
+"""Throughput of a router on one core, its added time to first token, and Ray Serve beside it.
 
     python benchmarks/router_cost.py [--parts streams ...] [--seconds 4] [--rounds 3] [--out FILE]
 
-A router is a process of its own on a core of its own, with before_delivery and an embedded ledger
-(everysec). Clients, a worker that computes nothing, the ledger's server and, for its part, Ray have
-another core. What is compared takes turns; figures are medians over the rounds. CPU seconds are
-those of all threads of a process.
+The router runs in a process of its own, pinned to one core, with before_delivery and an embedded
+ledger (everysec). The clients, a worker without a model, the ledger's server and Ray run on another
+core. Compared cases take turns, and figures are medians over the rounds. CPU seconds are those of
+all threads of a process.
 
-    streams   256 and 64 of them with a token each at every step, at a pace that the router and its
-              clients keep up with; with four tokens a step; "hasty": with steps as fast as the
-              router takes them, when it puts into a message what came since the last one
-    requests  of one token, 256 and 64 at once, each followed by the next, against a grpc.aio server
-              that makes the same ledger calls and decides nothing
-    latency   of first tokens of requests that come at random, as many in a second as take 70 % of a
-              core, which is looked for; less what it is where a grpc.aio server answers at once. It
-              counts from when a request was to leave, so that nothing waits unseen. (A router that
-              is late joins tokens into fewer messages: that it can take more requests in a closed
-              loop says nothing of how many it keeps up with.) "Filed": the same of the server that
-              makes the same ledger calls, when it takes 70 % of its core
-    held      what 2,000 streams that go on take of a router's memory
-    serve     256 streams through Ray Serve (ray_serve.py), an item for each token, and through the
-              router with up to four tokens a message, and with one ("single"); at every step of the
-              same pace. Hasty ones too, with a token a step
+    streams   256 and 64 streams, with one token or four per step, at the fastest pace that the
+              router and its clients keep up with. "hasty": steps as fast as the router accepts
+              them; it then joins tokens into fewer messages
+    requests  closed loop of requests with one token, 256 and 64 at once, against a grpc.aio server
+              that only makes the same ledger calls
+    latency   TTFT of Poisson arrivals at the rate that takes 70 % of a core, less that of a
+              grpc.aio server that answers at once. It counts from the due time of a request. An
+              open loop is needed because a router that is late joins tokens into fewer messages,
+              so a closed loop overestimates the rate that it keeps up with. "filed": the same for
+              the server with the ledger calls, at 70 % of its core
+    held      memory of a router per stream, with 2,000 concurrent streams
+    serve     256 streams through Ray Serve (ray_serve.py), with one token per item, against the
+              router with up to four tokens per message, and with one ("single"), at the same pace
+              of steps; also "hasty" streams with one token per step
 
-Streams are counted from when all have begun: what it costs to begin a request is in the second part
-alone. A floor, or Ray Serve, has the router's core while it is measured. The raw figures say what
-part of that core a process took ("core_share"), and for what part of the time it was ready while
-others had it ("core_denied"): much of that, and the times are those of a machine with other work.
+Streams are measured from the time when all have begun, so only "requests" includes the cost of a
+request's start. The servers for comparison and Ray Serve use the router's core while they are
+measured. In the raw figures, "core_share" is the share of that core that a process used, and
+"core_denied" the share of time in which it was ready but others had the core. If the latter is
+large, the machine has other work, and the times are not valid.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ RATIOS = (
 
 
 def ratios(found: Found) -> Figures:
-    """Of one round, of the parts that were measured."""
+    """Return the ratios of one round, for the parts that were measured."""
     each = {}
     if "router_of_4" in found:
         for way in ("handle", "direct", "alone"):
@@ -105,7 +105,7 @@ def ratios(found: Found) -> Figures:
 
 @dataclass
 class Results:
-    """By part, of each round the figures of its cases."""
+    """Figures of each round, by part and case."""
 
     rounds: dict[str, list[Found]] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ async def measure(url: str, options: argparse.Namespace) -> Results:
     with redis.Redis.from_url(url) as client:
         ledger_pid = int(client.info("server")["process_id"])  # type: ignore[index]
     core, other_core = cores.split()
-    # What is started from here on is there too.
+    # Processes that are started from here on inherit this core.
     cores.pin(os.getpid(), other_core)
     cores.pin(ledger_pid, other_core)
     results = Results()
@@ -159,7 +159,7 @@ async def measure(url: str, options: argparse.Namespace) -> Results:
             for part in PARTS:
                 if part in options.parts:
                     results.add(part, await PARTS[part](bench))
-        # Ray is busy even when nobody asks it anything, so that it comes last.
+        # Ray uses CPU time even when idle, so it comes last.
         if SERVE in options.parts:
             with ray_serve() as ray:
                 for _ in range(options.rounds):
@@ -170,13 +170,13 @@ async def measure(url: str, options: argparse.Namespace) -> Results:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, SERVE), default=(*PARTS, SERVE))
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per measurement")
     parser.add_argument("--many", type=int, default=256, help="streams, or requests, at once")
     parser.add_argument("--few", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/bench/router.json"))
     options = parser.parse_args()
-    # Else what was started would go on.
+    # Without a handler, SIGTERM would leave the child processes running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with valkey_server() as url:
         results = asyncio.run(measure(url, options))

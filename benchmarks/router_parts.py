@@ -1,4 +1,4 @@
-"""What the benchmark of the router measures (router_cost.py), part by part."""
+"""Parts of the benchmark of the router (router_cost.py)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from benchmarks.clients import Window, connected, watch
 from benchmarks.cores import cpu_seconds, waited_seconds
 from benchmarks.durability import RouterProcess, router_process
 from benchmarks.floor import Floor
-from benchmarks.noop_worker import Habits, working
-from benchmarks.ray_serve import WAYS, RayServe, Way
+from benchmarks.noop_worker import TokenPacing, noop_worker
+from benchmarks.ray_serve import MODES, Mode, RayServe
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 
 CONFIG = RouterConfig(model="fake", port=0, http_host="", worker_silence=5.0)
 CONNECTIONS = 8
-#: messages in a second, of which the first is taken that the router and its clients keep up with
+#: message rates, of which the first is used that the router and its clients keep up with
 PACES_PER_S = (8000, 5000, 3000, 2000)
-#: as many messages as steps, but for so few that were late
+#: smallest number of messages per step of a stream at which the router counts as keeping up
 CALM_SHARE = 0.98
 PROMPT_TOKENS, OUTPUT_TOKENS, STEP_S = 100, 16, 0.02
-#: of a core
+#: share of a core that requests take in the part latency
 LOAD = 0.7
-#: to begin with; what a request costs is the less, the more there are
+#: first rate and number of probes in the search for that rate. Several are needed, because the CPU
+#: time of a request falls with the rate
 GENTLE_PER_S, PROBES = 100.0, 3
 HELD, HELD_TOKENS, HELD_STEP_S = 2000, 8, 0.25
-#: from the load's begin to when it is counted
+#: seconds of load before the measurement
 WARM_UP_S = 0.5
 
 Figures = dict[str, float]
@@ -40,16 +41,16 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Bench:
-    """What is there for all rounds. ``url`` and ``ledger_pid`` are the ledger's server's."""
+    """Processes, cores and sizes of all rounds; ``url`` is the address of the ledger's server."""
 
     url: str
     ledger_pid: int
-    #: of what is measured, and of everything else
+    #: core of the measured process, and core of all others
     core: int
     other_core: int
-    #: of each measurement
+    #: duration of a measurement
     seconds: float
-    #: streams, or requests, at once
+    #: two numbers of concurrent streams or requests
     many: int
     few: int
     router: RouterProcess
@@ -67,18 +68,23 @@ def _request(output_tokens: int, prompt_tokens: int = 1) -> pb.GenerateRequest:
 async def run_streams(
     router: RouterProcess, num: int, output_tokens: int, pace_s: float, tokens: int
 ) -> Window:
-    """``num`` at once, each with ``tokens`` a step; pace 0: as fast as the router takes them."""
+    """Run ``num`` concurrent streams with ``tokens`` tokens per step.
+
+    Steps are ``pace_s`` apart; 0: as fast as the router accepts them.
+    """
     request = _request(output_tokens)
     async with (
-        working(router.internal_address, Habits(pace_s, num, tokens)),
+        noop_worker(router.internal_address, TokenPacing(pace_s, num, tokens)),
         connected(router.address, CONNECTIONS) as clients,
     ):
         return await watch(router.pid, num, lambda traffic: clients.read(request, traffic))
 
 
 async def calm_streams(bench: Bench, num: int, tokens: int = 1) -> Figures:
-    """At the fastest of the paces at which every step is a message of its own, or at the slowest
-    one."""
+    """Measure streams at the fastest pace at which nearly every step is a message of its own.
+
+    If there is none, measure them at the slowest pace.
+    """
     for per_s in PACES_PER_S:
         steps = math.ceil(bench.seconds * per_s / num)
         window = await run_streams(bench.router, num, 1 + tokens * steps, num / per_s, tokens)
@@ -89,7 +95,10 @@ async def calm_streams(bench: Bench, num: int, tokens: int = 1) -> Figures:
 
 
 async def hasty_streams(bench: Bench, num: int, tokens: int, per_s: float) -> Figures:
-    """As fast as the router takes them; about so long, if it takes ``per_s`` tokens a second."""
+    """Measure streams with steps as fast as the router accepts them.
+
+    They last about ``bench.seconds`` if the router carries ``per_s`` tokens per second.
+    """
     output_tokens = max(16, round(per_s * bench.seconds / num))
     return (await run_streams(bench.router, num, output_tokens, 0.0, tokens)).figures()
 
@@ -109,10 +118,10 @@ async def streams(bench: Bench) -> dict[str, Figures]:
 # requests
 
 
-async def lines(
+async def closed_loop(
     bench: Bench, address: str, pid: int, num: int, request: pb.GenerateRequest
 ) -> Figures:
-    """``num`` clients, each with one request after another."""
+    """Measure ``num`` clients, each of which sends one request after another."""
     async with connected(address, CONNECTIONS) as clients, asyncio.TaskGroup() as group:
         until = time.perf_counter() + WARM_UP_S + bench.seconds
         for _ in range(num):
@@ -139,9 +148,9 @@ async def requests(bench: Bench) -> dict[str, Figures]:
     request, found = _request(1), {}
     router, floor = bench.router, bench.floor
     for name, num in (("requests", bench.many), ("few_requests", bench.few)):
-        async with working(router.internal_address, Habits(0.0, 1, 1)):
-            found[name] = await lines(bench, router.address, router.pid, num, request)
-        found[f"{name}_floor"] = await lines(bench, floor.ledger, floor.pid, num, request)
+        async with noop_worker(router.internal_address, TokenPacing(0.0, 1, 1)):
+            found[name] = await closed_loop(bench, router.address, router.pid, num, request)
+        found[f"{name}_floor"] = await closed_loop(bench, floor.ledger, floor.pid, num, request)
     return found
 
 
@@ -151,10 +160,10 @@ async def requests(bench: Bench) -> dict[str, Figures]:
 async def latency(bench: Bench) -> dict[str, Figures]:
     request = _request(OUTPUT_TOKENS, PROMPT_TOKENS)
     router, floor = bench.router, bench.floor
-    async with working(router.internal_address, Habits(STEP_S, 1, 1)):
-        through = await loaded(bench, router.address, router.pid, request)
+    async with noop_worker(router.internal_address, TokenPacing(STEP_S, 1, 1)):
+        through = await at_load(bench, router.address, router.pid, request)
     rate = through["requests_per_s"]
-    filed = await loaded(bench, floor.ledger, floor.pid, _request(1, PROMPT_TOKENS))
+    filed = await at_load(bench, floor.ledger, floor.pid, _request(1, PROMPT_TOKENS))
     return {
         "latency": through,
         "latency_floor": await arrivals(bench, floor.transport, floor.pid, request, rate),
@@ -162,8 +171,8 @@ async def latency(bench: Bench) -> dict[str, Figures]:
     }
 
 
-async def loaded(bench: Bench, address: str, pid: int, request: pb.GenerateRequest) -> Figures:
-    """At the rate that takes ``LOAD`` of a core."""
+async def at_load(bench: Bench, address: str, pid: int, request: pb.GenerateRequest) -> Figures:
+    """Find the rate of arrivals at which the process takes LOAD of a core, and measure it."""
     rate = GENTLE_PER_S
     for _ in range(PROBES):
         probe = await arrivals(bench, address, pid, request, rate)
@@ -174,7 +183,7 @@ async def loaded(bench: Bench, address: str, pid: int, request: pb.GenerateReque
 async def arrivals(
     bench: Bench, address: str, pid: int, request: pb.GenerateRequest, rate: float
 ) -> Figures:
-    """The same ones at every call of a rate."""
+    """Measure Poisson arrivals at ``rate`` per second; equal rates have the same arrival times."""
     async with connected(address, CONNECTIONS) as clients:
         await asyncio.gather(*(clients.read(request) for _ in range(CONNECTIONS)))
         begin, cpu, waited = time.perf_counter(), cpu_seconds(pid), waited_seconds(pid)
@@ -197,7 +206,7 @@ async def arrivals(
 
 
 async def held(bench: Bench) -> dict[str, Figures]:
-    """On a router of its own, whose memory no earlier load has left larger."""
+    """Measure the memory per stream on a new router, so that earlier loads do not count."""
     ledger = LedgerConfig(url=bench.url, key_prefix=f"held-{time.time_ns()}")
     with router_process(CONFIG, ledger) as router:
         cores.pin(router.pid, bench.core)
@@ -215,22 +224,22 @@ async def serve(bench: Bench, ray: RayServe) -> dict[str, Figures]:
     num = bench.many
     calm = await calm_streams(bench, num)
     found = {"router": calm, "router_of_4": await calm_streams(bench, num, 4)}
-    for way in WAYS:
-        found[way] = await through_serve(bench, ray, way, calm["pace_s"])
+    for mode in MODES:
+        found[mode] = await through_serve(bench, ray, mode, calm["pace_s"])
     found["hasty_router"] = await hasty_streams(bench, num, 1, calm["tokens_per_cpu_s"])
-    for way in WAYS:
-        found[f"hasty_{way}"] = await through_serve(bench, ray, way, 0.0)
+    for mode in MODES:
+        found[f"hasty_{mode}"] = await through_serve(bench, ray, mode, 0.0)
     return found
 
 
-async def through_serve(bench: Bench, ray: RayServe, way: Way, pace_s: float) -> Figures:
-    """For about as long as the router's."""
+async def through_serve(bench: Bench, ray: RayServe, mode: Mode, pace_s: float) -> Figures:
+    """Measure streams through Ray Serve for about ``bench.seconds``."""
     num = bench.many
-    cores.pin(ray.pid(way), bench.core)
+    cores.pin(ray.pid(mode), bench.core)
     try:
-        first = await ray.watch(way, num, 8, pace_s)
+        first = await ray.watch(mode, num, 8, pace_s)
         per_s = first.tokens / first.wall_s
         output_tokens = max(8, round(per_s * bench.seconds / num))
-        return (await ray.watch(way, num, output_tokens, pace_s)).figures()
+        return (await ray.watch(mode, num, output_tokens, pace_s)).figures()
     finally:
-        cores.pin(ray.pid(way), bench.other_core)
+        cores.pin(ray.pid(mode), bench.other_core)

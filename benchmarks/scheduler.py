@@ -1,21 +1,21 @@
-"""What a step costs beside the model: its plan, its inputs, its tokens, the books, the news.
+"""Cost of an engine step without the model, by part.
 
     python benchmarks/scheduler.py [--running N ...] [--waiting N ...] [--steps 300] [--out FILE]
 
-One rank's engine over a model that computes nothing and has logits of 64 tokens. The batch is full
-and decodes greedily; sequences of 64 + 512 tokens end one after the other, and the next ones in
-line take their places. Medians over the steps, in ms, by where the time goes:
+The engine of one rank runs a model that computes nothing and has logits of 64 tokens. The batch is
+full and decodes greedily. Sequences of 64 + 512 tokens end one after the other, and queued ones
+take their slots. Figures are medians over the steps, in ms:
 
     schedule   Scheduler.schedule
-    inputs     what the runner makes of the plan before the model runs, attention's tables included
-    sample     what it makes of the logits
+    inputs     the runner's inputs of the model, including attention's tables
+    sample     sampling from the logits
     commit     Scheduler.commit
-    breakdown    where the sequences' time goes, but for what schedule has of it
-    load       what routers are told of the load
-    deliver    in the event loop's thread: the step's outcomes, merged into one frame of bytes
+    account    time breakdowns of the sequences, except for their share of schedule
+    load       the load report for routers
+    deliver    in the event loop's thread: serialisation of the step's outcomes into one frame
 
-A plan is schedule and inputs. ``waiting_1e6_over_1e2`` is the plan at 256 running with 1,000,000
-waiting, over that with 100.
+``plan`` is the sum of schedule and inputs. ``waiting_1e6_over_1e2`` is the plan with 256 running
+and 1,000,000 queued sequences, divided by that with 100 queued ones.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _GREEDY = SamplingParams(temperature=0.0).to_proto()
 
 
 class NoModel:
-    """A Model of no layers; every logit is 0 but one."""
+    """Model without layers, whose logits are all 0 except one."""
 
     def __init__(self) -> None:
         self._logits = torch.zeros(1, VOCAB)
@@ -91,9 +91,11 @@ def no_model(num_blocks: int, stopwatch: Stopwatch) -> TorchRunner:
 
 
 class Bench:
-    """An engine with ``running`` sequences that decode and ``waiting`` behind them, and the one
-    router that started them all. ``clock`` is what breakdowns are kept by; None: there are none.
-    ``build_runner`` is told the number of blocks."""
+    """Engine with ``running`` decoding and ``waiting`` queued sequences, all of one router.
+
+    ``clock`` is the clock of the time breakdowns; None: there are no breakdowns. ``build_runner``
+    makes the runner from the number of KV blocks and a stopwatch.
+    """
 
     def __init__(
         self,
@@ -123,11 +125,11 @@ class Bench:
 
     def _start(self, running: int, waiting: int) -> None:
         lengths = [self._output * (i + 1) // running + 20 for i in range(running)]
-        self._take_in([*lengths, *[self._output] * waiting])
+        self._add_sequences([*lengths, *[self._output] * waiting])
         while self._engine.load().pending_prefill_tokens > waiting * PROMPT:
             self.step()
 
-    def _take_in(self, lengths: Sequence[int]) -> None:
+    def _add_sequences(self, lengths: Sequence[int]) -> None:
         starts = [_start(epoch, length) for epoch, length in enumerate(lengths, self._arrived)]
         self._arrived += len(starts)
         frame = session_pb2.RouterFrame(starts=starts)
@@ -136,30 +138,30 @@ class Bench:
         for sequence in self._started:
             self._engine.add(sequence)
 
-    def _account(self) -> list[SequenceBreakdown]:
+    def _end_breakdown(self) -> list[SequenceBreakdown]:
         if self.breakdowns is None:
             return []
         self.breakdowns.end_step()
         return self.breakdowns.report()
 
     def step(self) -> dict[str, float]:
-        """Seconds by part."""
+        """Run a step, replace the sequences that ended, and return the seconds by part."""
         before = self._stopwatch.times
         outcomes = self._engine.step(now=self._clock())
         after, over = self._stopwatch.times, time.perf_counter()
-        told = self._account()
+        breakdowns = self._end_breakdown()
         began = time.perf_counter()
         load = self._engine.load()
         loaded = time.perf_counter()
         started = tuple(sequence.key for sequence in self._started)
         self._started = []
-        news = Report(started, tuple(outcomes), load, None, breakdowns=tuple(told))
+        outcome_report = Report(started, tuple(outcomes), load, None, breakdowns=tuple(breakdowns))
         if self.breakdowns is not None:
-            news = replace(news, decoding=self.breakdowns.decoding)
-        self._sessions.deliver(news)
+            outcome_report = replace(outcome_report, decoding=self.breakdowns.decoding)
+        self._sessions.deliver(outcome_report)
         self._sessions.take_frame(self.session).SerializeToString()
         delivered = time.perf_counter()
-        self._take_in([self._output] * (self._present - load.num_running - load.num_waiting))
+        self._add_sequences([self._output] * (self._present - load.num_running - load.num_waiting))
         return {
             "schedule": after.schedule_s - before.schedule_s,
             "inputs": after.model_s - before.model_s,
@@ -172,7 +174,7 @@ class Bench:
 
 
 def _start(epoch: int, length: int) -> session_pb2.Start:
-    """Its blocks are no other's: of another salt."""
+    """Return the message that starts a sequence; its own salt prevents prefix-cache hits."""
     return session_pb2.Start(
         epoch=epoch + 1,
         request_id=f"request-{epoch}",
@@ -184,8 +186,8 @@ def _start(epoch: int, length: int) -> session_pb2.Start:
 
 
 def measure(running: int, waiting: int, steps: int) -> dict[str, float]:
-    """Medians in ms by part, and of the plan."""
-    gc.disable()  # it would look at all that wait again and again while they come
+    """Return the median ms of each part and of the plan."""
+    gc.disable()  # otherwise it would scan all queued sequences repeatedly while they are added
     bench = Bench(running, waiting)
     gc.freeze()
     gc.enable()
@@ -198,7 +200,7 @@ def measure(running: int, waiting: int, steps: int) -> dict[str, float]:
 
 
 def ratios(raw: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Those whose figures are there."""
+    """Return the ratios whose figures were measured, and the plan's ms with 100 queued."""
     plans = {name: figures["plan_ms"] for name, figures in raw.items()}
     few, many = name(256, 100), name(256, 1_000_000)
     known = {

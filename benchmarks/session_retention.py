@@ -7,9 +7,9 @@ turns. Other requests have no session and evict blocks meanwhile. ``reuse`` is t
 tokens of a conversation's earlier turns that are prefix-cache hits; ``lost`` is the share of turns
 that miss more than half of them. Figures are means over seeds, and do not depend on the machine.
 
-    documents       10 prompts of about 10,000 tokens per second, which share nothing
-    light           5 of them per second
-    conversations   8 of them, and half of the agents without a session on the wire
+    documents       10 prompts per second of about 10,000 tokens, which share nothing
+    light           5 such prompts per second
+    conversations   8 such prompts per second; half of the agents send no session id
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ GRID = [OFF, *((seconds, share) for seconds in (10, 24, 60, 120) for share in (0
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Rates per second of new agents, documents, and agents without sessions on the wire."""
+    """Rates per second of new agents, documents, and agents without a session id.
+
+    ``settings`` are pairs of session_retention_s and session_share.
+    """
 
     agents: float
     documents: float
@@ -68,7 +71,7 @@ REGIMES = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Request, and the number of its first tokens that an earlier turn has computed."""
+    """Request, and the number of its leading tokens that an earlier turn has computed."""
 
     arrival: Arrival
     reusable: int

@@ -1,4 +1,4 @@
-"""Reuse of token ids between the turns of a session: part of locality.py.
+"""Reuse of token ids between the turns of a session; a part of locality.py.
 
 A router with SmolLM2's tokenizer and chat template, and a fake worker whose outputs are random
 tokens, serve chats over HTTP. Each turn sends the messages of the earlier turns with the texts of
@@ -44,7 +44,11 @@ async def measure() -> dict[str, float]:
 
 
 async def _chat(parts: Cluster, name: str, *, is_named: bool = True) -> tuple[int, int, int]:
-    """Return the known tokens of all turns, how many the next turns began with and had cached."""
+    """Run a chat and return sums over its turns.
+
+    They count the tokens of the previous prompt and answer, those of them with which the prompt
+    begins, and the cached tokens of the prompt.
+    """
     dice = random.Random(name)
     headers = {**JSON, "x-session-id": name} if is_named else JSON
     messages: list[dict[str, Any]] = []

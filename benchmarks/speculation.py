@@ -1,9 +1,9 @@
-"""What n-gram drafts save: the demo model on text that repeats itself and on text that does not.
+"""Speed-up by n-gram drafts: the demo model on repetitive and other text.
 
     python benchmarks/speculation.py [--rounds 5] [--out build/bench/speculation.json]
 
-Each round serves every workload without and with drafts, in turn; the tokens have to be the same.
-Seconds are those of the CPU, of which one thread makes use. Medians over the rounds.
+Each round serves every workload without and with drafts, in turn; SystemExit is raised if their
+tokens differ. Seconds are CPU seconds, with one thread, as medians over the rounds.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from worker.config import Speculation
 
 DRAFT_TOKENS = 4
 MAX_TOKENS = 120
-#: Served one by one, where a draft costs next to nothing, and all together.
+#: Prompts of a workload. They are served one by one, so that drafts cost little, and all at once.
 PROMPTS = 12
 
 Workload = Callable[[Random], str]
 
 
 def repeats(rng: Random) -> str:
-    """Answers that repeat a word of the prompt."""
+    """Return a prompt whose answer repeats a word of the prompt."""
     return _task("repeat", rng)
 
 
 def copies(rng: Random) -> str:
-    """Answers that stand in the prompt already."""
+    """Return a prompt that already contains its answer."""
     example = next(tasks.stream("count", rng))
     return f"{example.prompt}{example.answer}\n{example.prompt}"
 
 
 def counts(rng: Random) -> str:
-    """Answers whose next token is rarely what followed before."""
+    """Return a prompt whose answer has few repeated n-grams."""
     return _task("long_count", rng)
 
 
@@ -63,7 +63,7 @@ WORKLOADS: dict[str, tuple[Workload, float]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """What one engine did for one workload."""
+    """Counters of one engine for one workload in one round."""
 
     seconds: float
     tokens: int

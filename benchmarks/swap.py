@@ -1,11 +1,11 @@
-"""What swap saves where sequences are preempted all the time: a random small Llama, on the CPU.
+"""CPU time of swap against recompute with frequent preemptions: a small Llama on the CPU.
 
     python benchmarks/swap.py [--rounds 7] [--out build/bench/swap.json]
 
-Each round serves the same prompts three times, in turn: with blocks for all (nobody is preempted),
-with too few and recompute, with too few and swap. Seconds are those of the CPU, of which one thread
-makes use, so that what others do on the machine counts little. Medians over the rounds; ``ratios``
-depend on the machine least.
+Each round serves the same prompts three times: with enough blocks for all (no preemption), with too
+few and recompute, and with too few and swap. Seconds are CPU seconds, with one thread, so that
+other processes have little effect. Figures are medians over the rounds; ``ratios`` depend on the
+machine least.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPE = {
 SEQUENCES = 10
 PROMPT_TOKENS = 300
 OUTPUT_TOKENS = 200
-#: A sequence begins with 10 blocks and grows to 16.
+#: Numbers of KV blocks. A sequence begins with 10 blocks and grows to 16.
 ENOUGH, TOO_FEW = 170, 64
 MODES: dict[str, dict[str, Any]] = {
     "enough": {"num_blocks": ENOUGH},
@@ -48,7 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """Sums over what one engine did in one round."""
+    """Counters of one engine in one round."""
 
     seconds: float
     preemptions: int
@@ -71,7 +71,7 @@ def serve(engine: TorchEngine, prompts: list[list[int]]) -> Served:
 
 
 def prompts(round_: int) -> list[list[int]]:
-    """Other ones each round, so that no block is found in the cache."""
+    """Return the prompts of a round, which differ by round, so that the cache has no hits."""
     rng = Random(round_)
     return [
         [rng.randrange(SHAPE["vocab_size"]) for _ in range(PROMPT_TOKENS)] for _ in range(SEQUENCES)

@@ -1,12 +1,12 @@
-"""How soon a new leader dispatches after the old one was killed, with few and with many waiting.
+"""Time from the death of a leader to the new one's first dispatch, by length of the queue.
 
     python benchmarks/takeover.py [--few 100] [--many 1000000] [--rounds 3] [--out FILE]
 
-Processes: the old leader, which dies by SIGKILL; a standby with the real leader; the fleet, 20
-gateways with real lines that have the requests; an embedded ledger for leases and membership. Only
-the requests themselves are made up: gateways make what they tell as they tell it, and the ledger
-lets everything be dispatched. The times are those of the default lease and beat, so they depend
-little on the machine; the stalls of the event loops do.
+There are four processes: the old leader, which is killed by SIGKILL; a standby with the product's
+leader; 20 gateways ("fleet") with the product's leader clients; and an embedded ledger for leases
+and membership. Only the requests are simulated: gateways generate them while they report them, and
+the ledger lets every dispatch succeed. The times follow from the default lease and heartbeat, so
+they depend little on the machine; the lag of the event loops depends on it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ CONFIG = RouterConfig()
 WORKER = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=64, num_blocks=1 << 20)
 
 
-def say(**fields: Any) -> None:
+def emit(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-class Stalls:
-    """The longest time for which an event loop was busy with one thing."""
+class LagMonitor:
+    """Monitor of the event loop's longest lag, in seconds."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -64,7 +64,7 @@ class Stalls:
 
 
 class Gateway:
-    """Of ``total`` requests every twentieth, by arrival; none is made before it is told."""
+    """Gateway with every twentieth of ``total`` requests, which it generates as it reports them."""
 
     def __init__(self, number: int, total: int) -> None:
         self.router_id = f"gateway-{number:02}"
@@ -86,7 +86,7 @@ class Gateway:
         return iter(())
 
     def dispatched(self, message: session_pb2.Dispatched) -> None:
-        say(dispatched=message.request_id, at=time.time())
+        emit(dispatched=message.request_id, at=time.time())
         self.dispatched = lambda message: None  # type: ignore[method-assign]
 
     def refused(self, refusal: session_pb2.Refusal) -> None: ...
@@ -138,8 +138,8 @@ class NoWorkers:
 # the old leader
 
 
-class Deaf(session_pb2_grpc.RouterInternalServicer):
-    """Reads what it is told, and forgets it."""
+class NullLeader(session_pb2_grpc.RouterInternalServicer):
+    """Leader that reads all messages and ignores them."""
 
     async def Admission(
         self, messages: AsyncIterator[session_pb2.GatewayMessage], context: Any
@@ -149,23 +149,23 @@ class Deaf(session_pb2_grpc.RouterInternalServicer):
             pass
 
 
-async def be_old(url: str) -> None:
+async def run_old_leader(url: str) -> None:
     server = grpc.aio.server()
-    session_pb2_grpc.add_RouterInternalServicer_to_server(Deaf(), server)
+    session_pb2_grpc.add_RouterInternalServicer_to_server(NullLeader(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     ledger = await connect(url)
     while True:
         await ledger.heartbeat("old", address, CONFIG.lease)
         assert await ledger.lead("old", address, 1, CONFIG.lease)
-        say(leading=True)
+        emit(leading=True)
         await asyncio.sleep(CONFIG.heartbeat)
 
 
 # the fleet
 
 
-async def be_fleet(url: str, total: int) -> None:
+async def run_gateways(url: str, total: int) -> None:
     ledger = await connect(url)
     gateways = [Gateway(number, total) for number in range(GATEWAYS)]
     for gateway in gateways:
@@ -175,18 +175,18 @@ async def be_fleet(url: str, total: int) -> None:
         await asyncio.sleep(0.01)
     while any(gateway.line._sender for gateway in gateways):
         await asyncio.sleep(0.01)
-    say(told=total)
-    stalls = Stalls()
+    emit(told=total)
+    lag = LagMonitor()
     while True:
         await asyncio.sleep(0.5)
-        say(stall_s=stalls.longest_s)
+        emit(stall_s=lag.longest_s)
 
 
 # the standby
 
 
 class Ledger:
-    """An embedded one for who is there; requests are as they are said to be."""
+    """Ledger whose leases and membership are real, and which lets every dispatch succeed."""
 
     def __init__(self, ledger: RedisLedger) -> None:
         self._ledger = ledger
@@ -201,8 +201,8 @@ class Ledger:
         return Entry(request_id, State.RUNNING, gateway, float(arrived), attempts=1)
 
 
-async def work(leader: Leader, ledger: Ledger) -> None:
-    """A worker that runs 64 at a time, for 50 ms each."""
+async def run_worker(leader: Leader, ledger: Ledger) -> None:
+    """Simulate a worker that runs 64 requests at a time, for 50 ms each."""
     leader.worker_up(WORKER)
     number = 0
     while True:
@@ -216,7 +216,7 @@ async def work(leader: Leader, ledger: Ledger) -> None:
         await asyncio.sleep(0.05)
 
 
-async def be_standby(url: str, total: int) -> None:
+async def run_standby(url: str, total: int) -> None:
     ledger = Ledger(await connect(url))
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -225,19 +225,21 @@ async def be_standby(url: str, total: int) -> None:
     internal = InternalServer(fleet, leader, None, None)  # type: ignore[arg-type]
     session_pb2_grpc.add_RouterInternalServicer_to_server(internal, server)
     await server.start()
-    tasks = [asyncio.create_task(it) for it in (leader.run(), fleet.run(), work(leader, ledger))]
-    say(standing_by=True)
+    tasks = [
+        asyncio.create_task(it) for it in (leader.run(), fleet.run(), run_worker(leader, ledger))
+    ]
+    emit(standing_by=True)
     while not leader.is_leading:
         await asyncio.sleep(0.005)
-    say(took_over=True, at=time.time())
-    stalls = Stalls()
+    emit(took_over=True, at=time.time())
+    lag = LagMonitor()
     while not ledger.arrivals:
         await asyncio.sleep(0.001)
-    say(told_before_first=leader.queued + len(ledger.arrivals), first_stall_s=stalls.longest_s)
+    emit(told_before_first=leader.queued + len(ledger.arrivals), first_stall_s=lag.longest_s)
     while leader.queued + len(ledger.arrivals) < total:
         await asyncio.sleep(0.01)
     violations = sum(b < a for a, b in zip(ledger.arrivals, ledger.arrivals[1:], strict=False))
-    say(all_told=True, at=time.time(), violations=violations, stall_s=stalls.longest_s)
+    emit(all_told=True, at=time.time(), violations=violations, stall_s=lag.longest_s)
     await asyncio.gather(*tasks)
 
 
@@ -247,7 +249,7 @@ async def be_standby(url: str, total: int) -> None:
 class Child:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.said: dict[str, Any] = {}
+        self.messages: dict[str, Any] = {}
 
     @classmethod
     async def start(cls, role: str, url: str, total: int) -> Child:
@@ -256,14 +258,14 @@ class Child:
         return cls(await asyncio.create_subprocess_exec(*command, stdout=pipe))
 
     async def wait_for(self, name: str) -> dict[str, Any]:
-        """The message that has this; what was said until then is kept."""
+        """Return the next message with the field ``name``; keep the fields of all messages."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             message: dict[str, Any] = json.loads(line)
-            self.said |= message
+            self.messages |= message
             if name in message:
                 return message
-        raise RuntimeError(f"ended before it said {name}")
+        raise RuntimeError(f"the process ended before it sent {name!r}")
 
     async def kill(self) -> None:
         if self._process.returncode is None:
@@ -290,11 +292,11 @@ async def one_round(url: str, total: int) -> dict[str, float]:
             "took_over_s": took_over["at"] - lost,
             "first_dispatch_s": first["at"] - lost,
             "all_told_s": over["at"] - lost,
-            "told_before_first": standby.said["told_before_first"],
+            "told_before_first": standby.messages["told_before_first"],
             "order_violations": over["violations"],
-            "leader_stall_until_first_ms": standby.said["first_stall_s"] * 1e3,
+            "leader_stall_until_first_ms": standby.messages["first_stall_s"] * 1e3,
             "leader_stall_ms": over["stall_s"] * 1e3,
-            "fleet_stall_ms": fleet.said["stall_s"] * 1e3,
+            "fleet_stall_ms": fleet.messages["stall_s"] * 1e3,
         }
     finally:
         for child in children:
@@ -302,7 +304,7 @@ async def one_round(url: str, total: int) -> dict[str, float]:
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians; of stalls and violations the worst."""
+    """Return the medians over the rounds; of lag and violations, the largest value."""
     worst = ("order_violations", "leader_stall_ms", "leader_stall_until_first_ms", "fleet_stall_ms")
     return {
         name: (max if name in worst else statistics.median)([one[name] for one in rounds])
@@ -311,7 +313,7 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 async def measure(few: int, many: int, rounds: int) -> dict[str, Any]:
-    """The two sizes take turns."""
+    """Measure both queue lengths in each round, and return their summaries."""
     results: dict[int, list[dict[str, float]]] = {few: [], many: []}
     for _ in range(rounds):
         for total, found in results.items():
@@ -336,11 +338,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench/takeover.json"))
     args = parser.parse_args()
     if args.role == "old":
-        asyncio.run(be_old(args.url))
+        asyncio.run(run_old_leader(args.url))
     elif args.role == "standby":
-        asyncio.run(be_standby(args.url, args.many))
+        asyncio.run(run_standby(args.url, args.many))
     elif args.role == "fleet":
-        asyncio.run(be_fleet(args.url, args.many))
+        asyncio.run(run_gateways(args.url, args.many))
     else:
         figures = asyncio.run(measure(args.few, args.many, args.rounds))
         few, many = figures[f"waiting_{args.few}"], figures[f"waiting_{args.many}"]

@@ -1,12 +1,12 @@
-"""What OpenMP's waiting threads cost, alone and beside busy neighbours.
+"""Decode rate by wait policy of idle OpenMP threads, alone and beside a busy process.
 
     python benchmarks/threads.py [--repeats 3] [--threads 1 2] [--out build/bench/threads.json]
 
-An engine decodes eight sequences of the small checkpoint, on one and on two threads. Those that
-wait sleep at once (PASSIVE), look for work a number of times before they do (spin_N: PASSIVE with a
-GOMP_SPINCOUNT), or never sleep (ACTIVE). It does so alone, beside a process that computes all the
-time, and beside one that works for 0.2 ms of every 0.5, as a router does. What is told is tokens a
-second, and the part of a core that the neighbour had.
+An engine decodes eight sequences of the small checkpoint, with one and with two threads. Idle
+threads sleep at once (PASSIVE), spin N times before they sleep (spin_N: PASSIVE with GOMP_SPINCOUNT
+N), or never sleep (ACTIVE). The engine runs alone, beside a process that computes all the time
+("busy"), and beside one that computes for 0.2 ms of every 0.5 ms, as a router does ("waking").
+Figures are tokens per second, and the share of a core that the other process got.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> None:
 
 @contextmanager
 def _decoder(model: Path, threads: int, policy: str) -> Iterator[subprocess.Popen[str]]:
-    """It waits to be told to decode."""
+    """Start and yield a process that decodes on request (decode_rate.py), once it is ready."""
     kept = {n: value for n, value in os.environ.items() if not n.startswith(("OMP_", "GOMP_"))}
     environment = kept | _POLICIES[policy]
     command = [sys.executable, str(_RATE), str(model), str(threads)]

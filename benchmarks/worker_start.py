@@ -1,16 +1,20 @@
-"""How long it takes until a worker that is asked for takes requests, and where that time goes.
+"""Time from the request for a new worker until it is up, by part.
 
     python benchmarks/worker_start.py [--repeats 3] [--out build/bench/worker_start.json]
 
-Three ways, in turn, each with the demo model while one worker is there already: plain processes
-with a rank that starts by itself; the same out of a process that has loaded what it needs
-(fork_server); and a replica that the autoscaler adds under Ray Serve, because requests wait. From
-the moment of asking, which is the autoscaler's decision, to the moment at which the router says
-that the worker is up; the parts are the rank's own ("rank ready" in its log), and what is left is
-what comes before its process.
+There are three modes, which take turns, each with the demo model and one running worker:
 
-A checkpoint of 1.0 GB, whose pages were dropped, is loaded by one to eight readers in turn: from
-this machine's disk, and as from a storage that takes 10 ms for each read, of 4 MiB at most.
+    process       plain processes; the rank starts in a new interpreter
+    fork server   plain processes; the rank is forked from a process with loaded modules
+    ray           a replica that the autoscaler adds under Ray Serve, because requests are queued
+
+The time is from the request, under Ray from the autoscaler's decision, until the router's status
+has the new worker. The parts are those that the rank logs ("rank ready"). ``before_s`` is the rest,
+which passes before the rank's process starts.
+
+A checkpoint of 1.0 GB, which is not in the page cache, is loaded by one to eight readers in turn:
+from this machine's disk, and from a simulated storage that takes 10 ms more for each read of at
+most 4 MiB.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 
 _PARTS = ("process_s", "fetch_s", "meet_s", "import_s", "load_s", "serve_s")
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _READERS = (1, 2, 4, 8)
 _LATENCY_S = 0.01
 #: 0.5 billion parameters.
@@ -60,7 +64,7 @@ _SHAPE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }
-#: More than a worker can do within the drain target.
+#: Number of requests, more than a worker can serve within the drain target.
 _REQUESTS = 64
 
 
@@ -102,7 +106,10 @@ def main() -> None:
 
 
 def load_weights(repeats: int, latency_s: float) -> dict[int, list[float]]:
-    """Seconds by number of readers. Each read takes ``latency_s`` longer than this machine's."""
+    """Return the seconds of each load, by number of readers.
+
+    Each read takes ``latency_s`` longer than this machine's disk needs.
+    """
     seconds: dict[int, list[float]] = {count: [] for count in _READERS}
     with TemporaryDirectory(prefix="everlift-weights-") as directory:
         _save(Path(directory))
@@ -111,9 +118,9 @@ def load_weights(repeats: int, latency_s: float) -> dict[int, list[float]]:
             64,
             Placement(Rank(0, 1), torch.bfloat16, torch.device("cpu")),
         )
-        # The first one also pays for the parameters' memory.
+        # The first load also allocates the parameters' memory, so it is not measured.
         weights.load(decoder, directory)
-        with _late_reads(latency_s):
+        with _delayed_reads(latency_s):
             for _ in range(repeats):
                 for count in _READERS:
                     _drop_pages(Path(directory))
@@ -126,7 +133,7 @@ def load_weights(repeats: int, latency_s: float) -> dict[int, list[float]]:
 
 
 @contextmanager
-def _late_reads(latency_s: float) -> Iterator[None]:
+def _delayed_reads(latency_s: float) -> Iterator[None]:
     read = os.preadv
 
     def late(descriptor: int, buffers: list[memoryview], place: int) -> int:
@@ -170,13 +177,13 @@ def _config(directory: Path) -> Config:
 async def _process(directory: Path) -> dict[str, float]:
     async with ProcessCluster(_config(directory)) as cluster:
         await cluster.kill_worker(1)
-        return await _timed(directory, cluster.addresses, cluster.restart_worker(1))
+        return await _measure_start(directory, cluster.addresses, cluster.restart_worker(1))
 
 
 async def _fork_server(directory: Path) -> dict[str, float]:
-    """Killed, it comes back by itself."""
+    """Kill a worker, which the cluster then restarts, and measure its start."""
     async with ProcessCluster(_config(directory), revive=True) as cluster:
-        return await _timed(directory, cluster.addresses, cluster.kill_worker(1))
+        return await _measure_start(directory, cluster.addresses, cluster.kill_worker(1))
 
 
 async def _ray(directory: Path) -> dict[str, float]:
@@ -187,46 +194,49 @@ async def _ray(directory: Path) -> dict[str, float]:
         worker=WorkerConfig(kv_cache_mib=64, num_threads=1, max_num_seqs=2),
     )
     async with RayCluster(config) as cluster, AsyncClient(cluster.addresses) as client:
-        asked = [asyncio.create_task(_ask(client)) for _ in range(_REQUESTS)]
+        asked = [asyncio.create_task(_send_request(client)) for _ in range(_REQUESTS)]
         try:
-            await _decision(directory)
-            return await _timed(directory, cluster.addresses, asyncio.sleep(0))
+            await _wait_for_decision(directory)
+            return await _measure_start(directory, cluster.addresses, asyncio.sleep(0))
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def _ask(client: AsyncClient) -> None:
+async def _send_request(client: AsyncClient) -> None:
     await client.generate("Once", max_tokens=400, ignore_eos=True).text()
 
 
-async def _decision(directory: Path) -> None:
-    """Returns when the autoscaler has asked for another worker."""
+async def _wait_for_decision(directory: Path) -> None:
+    """Wait until the autoscaler has logged its decision for another worker."""
     while not any(
         '"event": "workers"' in path.read_text()
         for path in (directory / "logs").glob("autoscaler*.log")
     ):
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
-async def _timed(
+async def _measure_start(
     directory: Path, routers: Sequence[str], asking: Coroutine[Any, Any, Any]
 ) -> dict[str, float]:
-    """Until a worker that was not there before is."""
+    """Await ``asking``, which requests a worker, and measure until a new worker is up.
+
+    Return the seconds in total, by part of the rank's log, and before the rank's process.
+    """
     async with AsyncClient(routers) as client:
         before = {worker.worker_id for worker in (await client.status()).workers}
         began = time.monotonic()
         await asking
-        while not (new := await _others(client, before)):
-            await asyncio.sleep(_LOOK_S)
+        while not (new := await _new_workers(client, before)):
+            await asyncio.sleep(_POLL_S)
         total_s = time.monotonic() - began
     parts = _parts(directory, new.pop())
     rest_s = total_s - sum(parts.values())
     return {"total_s": round(total_s, 3)} | parts | {"before_s": round(max(0.0, rest_s), 3)}
 
 
-async def _others(client: AsyncClient, before: set[str]) -> set[str]:
+async def _new_workers(client: AsyncClient, before: set[str]) -> set[str]:
     workers = (await client.status()).workers
     return {worker.worker_id for worker in workers if worker.alive} - before
 
@@ -237,7 +247,7 @@ def _parts(directory: Path, worker_id: str) -> dict[str, float]:
             event = json.loads(line) if line.startswith("{") else {}
             if event.get("event") == "rank ready" and event["worker_id"] == worker_id:
                 return {name: float(event.get(name, 0.0)) for name in _PARTS}
-    raise AssertionError(f"nothing was written down about the start of {worker_id}")
+    raise AssertionError(f'no log has the event "rank ready" of worker {worker_id}')
 
 
 if __name__ == "__main__":
