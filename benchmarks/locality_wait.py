@@ -39,6 +39,8 @@ class Decision:
     best_s: float | None = None
     #: time of the policy: until the dispatch, and to compute it then
     cost_s: float | None = None
+    #: worker to which the policy dispatched it
+    worker_id: str = ""
 
     @property
     def clairvoyant_s(self) -> float:
@@ -75,6 +77,8 @@ class WatchedPlacement(Placement):
         self._now = now
         if watched := self._watched.pop(worker_id, None):
             watched = [it for it in watched if now < it.at + it.compute_s]
+            # A worker to which the request was dispatched caches it all then.
+            watched = [it for it in watched if it.worker_id != worker_id]
             if not self._parking.ahead(worker_id)[1]:
                 watched = [it for it in watched if not self._note(it, worker_id, now)]
             if watched:
@@ -94,11 +98,12 @@ class WatchedPlacement(Placement):
     ) -> None:
         decision = self.decisions.get(waiting.request_id)
         if decision is not None and decision.cost_s is None:
-            pending = self._workers[worker_id].pending_prefill
+            uncached = waiting.prefill_tokens - cached_tokens
+            pending = self._workers[worker_id].prefill_before(uncached)
             seconds = self._seconds(worker_id, waiting, cached_tokens, pending)
             assert seconds is not None
             seconds += self._others_s(worker_id, waiting, cached_tokens)
-            decision.cost_s = now - decision.at + seconds
+            decision.cost_s, decision.worker_id = now - decision.at + seconds, worker_id
             if decision.has_waited and cached_tokens:
                 # The wait ended with this worker, so the clairvoyant could have waited for it, too.
                 best_s = decision.cost_s if decision.best_s is None else decision.best_s

@@ -76,13 +76,14 @@ class Scheduling:
     """Scheduling policy of the engine."""
 
     #: continuous: admit sequences whenever there is room. slai: decodes near their deadline before
-    #: prefill, short prompts first. static: closed batches. magnus: closed batches of similar
+    #: prefill, other decodes after it. static: closed batches. magnus: closed batches of similar
     #: predicted output length. everlift policy changes it at run time
     policy: EnginePolicy = "continuous"
     #: slai: a token is due this long after the previous one
     tbt_target: Positive = 0.1
-    #: slai: a waiting prompt counts as this many tokens shorter for each later arrival
-    ageing_tokens: Count = 16
+    #: continuous, slai: short prompts first, but a prompt counts as this many tokens shorter for
+    #: each later arrival
+    ageing_tokens: Count = 256
     #: magnus: share of a batch's slot steps that may be wasted, by predicted lengths
     batch_waste: Annotated[float, Field(ge=0, lt=1)] = 0.25
 

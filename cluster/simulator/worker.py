@@ -82,7 +82,12 @@ class SimulatedWorker:
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity(self.limits.max_num_seqs, self.limits.num_blocks)
+        limits = self.limits
+        return Capacity(
+            limits.max_num_seqs,
+            limits.num_blocks,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
 
     def occupants(self) -> set[str]:
         """Return the ids of the requests that have a slot."""
@@ -253,6 +258,7 @@ class SimulatedWorker:
             work,
             load.waiting_cached_tokens + pending.num_tokens - pending.num_uncached,
             retained,
+            load.long_prefill_tokens,
         )
 
 

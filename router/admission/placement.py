@@ -335,7 +335,8 @@ class Placement:
         for worker_id in worker_ids:
             num_cached = prefixes.tokens_at(self.index.bit(worker_id))
             if self._can_accept(worker_id, needs, num_cached):
-                pending = self._workers[worker_id].pending_prefill
+                uncached = waiting.prefill_tokens - num_cached
+                pending = self._workers[worker_id].prefill_before(uncached)
                 seconds = self._seconds(worker_id, waiting, num_cached, pending)
                 others_s = (
                     self._others_s(worker_id, waiting, num_cached) if prefixes.groups else 0.0
@@ -430,7 +431,8 @@ class Placement:
                 continue
             ahead = parking.ahead(worker_id)
             own_s = self._seconds(worker_id, waiting, num_cached, 0)
-            pending_s = worker.prefill_s(worker.pending_prefill + ahead[0], num_cached)
+            pending = worker.prefill_before(waiting.prefill_tokens - num_cached)
+            pending_s = worker.prefill_s(pending + ahead[0], num_cached)
             if own_s is None or pending_s is None:
                 continue
             own_cost_s = own_s + self._others_s(worker_id, waiting, num_cached)
@@ -468,7 +470,7 @@ class Placement:
         """
         tokens, choices = ahead
         need = waiting.prefill_tokens - num_cached
-        pending = worker.pending_prefill + tokens + need - self._config.max_pending_prefill
+        pending = worker.prefill_before(need) + tokens + need - self._config.max_pending_prefill
         prefill_s = worker.prefill_s(pending) or 0.0 if pending > 0 else 0.0
         lacking = choices + waiting.choices - worker.free_places(self._config.local_depth)
         blocks = blocks_of(waiting) - worker.free_blocks
@@ -504,8 +506,8 @@ class Placement:
             return True
         if not worker.has_slots(need.choices, self._config.local_depth):
             return False
-        pending = worker.pending_prefill
         uncached = need.prefill_tokens - cached_tokens
+        pending = worker.prefill_before(uncached)
         if pending and pending + uncached > self._config.max_pending_prefill:
             return False
         return worker.free_blocks > blocks_of(need)

@@ -188,6 +188,8 @@ class Load:
     waiting_cached_tokens: int = 0
     #: free blocks that are retained for sessions
     blocks_retained: int = 0
+    #: part of the pending prefill that a prompt of at most one step's tokens passes
+    long_prefill_tokens: int = 0
 
     @classmethod
     def from_proto(cls, state: session_pb2.WorkerState) -> Self:
@@ -212,6 +214,7 @@ class Load:
             ),
             waiting_cached_tokens=state.waiting_cached_tokens,
             blocks_retained=state.blocks_retained,
+            long_prefill_tokens=state.long_prefill_tokens,
         )
 
 
@@ -396,6 +399,14 @@ class WorkerView:
     @property
     def pending_prefill(self) -> int:
         return self.load.pending_prefill_tokens + self.unacknowledged.tokens + self.reserved.tokens
+
+    def prefill_before(self, tokens: int) -> int:
+        """Return the pending prefill that is computed before a request with ``tokens`` to prefill.
+
+        Workers prefer prompts that fit in a step to long ones.
+        """
+        is_short = tokens <= self.capacity.max_num_batched_tokens
+        return self.pending_prefill - (self.load.long_prefill_tokens if is_short else 0)
 
     @property
     def unused_blocks(self) -> int:

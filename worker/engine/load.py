@@ -13,10 +13,11 @@ class Load:
 
     ``committed_tokens`` are all known tokens (prompt and output so far) of running and waiting
     sequences. ``pending_prefill_tokens`` are those of them that are not computed yet, without the
-    one token that each decoding sequence computes next. ``blocks_cached`` are free blocks in the
-    prefix cache, of which sessions retain ``blocks_retained``. ``waiting_cached_tokens`` are the
-    tokens of waiting sequences that are expected to be prefix-cache hits; they are no pending
-    prefill.
+    one token that each decoding sequence computes next. ``long_prefill_tokens`` are the part of
+    them in sequences of the batch that need more than one step, if the policy lets shorter ones
+    pass. ``blocks_cached`` are free blocks in the prefix cache, of which sessions retain
+    ``blocks_retained``. ``waiting_cached_tokens`` are the tokens of waiting sequences that are
+    expected to be prefix-cache hits; they are no pending prefill.
 
     The other fields from ``step`` on are totals since the engine started. ``computed_tokens``
     includes draft tokens. ``kv_tokens`` is the number of tokens whose KV was read, and
@@ -42,6 +43,7 @@ class Load:
     kv_tokens: int = 0
     num_pairs: int = 0
     waiting_cached_tokens: int = 0
+    long_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -482,7 +482,12 @@ class Scheduler:
             blocks_cached=running.num_blocks_cached,
             blocks_retained=running.num_blocks_retained,
             waiting_cached_tokens=self._waiting.num_tokens - self._waiting.num_uncached,
+            long_prefill_tokens=self._long_prefill_tokens(),
         )
+
+    def _long_prefill_tokens(self) -> int:
+        most = self._limits.max_num_batched_tokens
+        return self._batch.slot_table.num_long(most) if self._policy.has_short_first else 0
 
     def take_chunk_changes(self) -> ChunkChanges:
         """Return the changes of the prefix cache since the last call. Call between steps."""

@@ -168,6 +168,11 @@ class SlotTable:
         remaining = self._remaining
         return int(remaining[remaining > 1].sum())
 
+    def num_long(self, most: int) -> int:
+        """Return the tokens left to compute in all slots that have more than ``most`` of them."""
+        remaining = self._remaining
+        return int(remaining[remaining > most].sum())
+
     @property
     def num_unfilled(self) -> int:
         """Number of token positions in allocated blocks that hold no computed token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import NO_SLOT, Sequence
 
 #: Sort key of a waiting sequence: the smallest is served first. The last number is the sequence's
 #: ``order``.
@@ -18,6 +18,20 @@ def by_arrival(sequence: Sequence) -> Place:
     A preempted sequence keeps its place in the order of arrival.
     """
     return -sequence.priority, sequence.order
+
+
+def by_length(sequence: Sequence, ageing_tokens: int) -> Place:
+    """Return a sort key that puts larger ``priority`` first, then fewer tokens left to compute.
+
+    A sequence counts as ``ageing_tokens`` shorter for each later arrival. A sequence with n tokens
+    to compute is therefore overtaken by fewer than n / ageing_tokens later ones of the same
+    priority. A sequence that has output already counts as having no tokens to compute, because its
+    client waits for the next token.
+    """
+    order = sequence.order
+    left = sequence.num_uncached if sequence.slot == NO_SLOT else sequence.remaining
+    length = 0 if sequence.num_output else left
+    return -sequence.priority, order * ageing_tokens + length, order
 
 
 class WaitingQueue:

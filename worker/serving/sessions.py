@@ -471,6 +471,7 @@ class Sessions:
             blocks_used=load.blocks_used,
             blocks_total=load.blocks_total,
             pending_prefill_tokens=load.pending_prefill_tokens + pending.num_uncached,
+            long_prefill_tokens=load.long_prefill_tokens,
             committed_tokens=load.committed_tokens + pending.num_tokens,
             waiting_cached_tokens=load.waiting_cached_tokens
             + pending.num_tokens

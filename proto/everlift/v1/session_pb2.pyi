@@ -698,6 +698,7 @@ class WorkerState(google.protobuf.message.Message):
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     DECODING_FIELD_NUMBER: builtins.int
     WAITING_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    LONG_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within one run of the worker"""
     num_running: builtins.int
@@ -734,6 +735,10 @@ class WorkerState(google.protobuf.message.Message):
     """name of the batching policy that the next step uses"""
     waiting_cached_tokens: builtins.int
     """Tokens of waiting sequences that are expected in the prefix cache; they are no pending prefill."""
+    long_prefill_tokens: builtins.int
+    """Part of the pending prefill that a prompt of at most max_num_batched_tokens uncached tokens
+    passes.
+    """
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """sent at most five times per second, otherwise empty"""
@@ -777,9 +782,10 @@ class WorkerState(google.protobuf.message.Message):
         engine_policy: builtins.str = ...,
         decoding: Global___TimeBreakdown | None = ...,
         waiting_cached_tokens: builtins.int = ...,
+        long_prefill_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "decoding", b"decoding", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_retained", b"blocks_retained", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_retained", b"blocks_retained", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "long_prefill_tokens", b"long_prefill_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState

@@ -21,10 +21,11 @@ from tests.support.in_process import (
     worker_status,
 )
 from worker.config import Scheduling
+from worker.engine.policies.continuous import Continuous
 from worker.engine.policies.magnus import Magnus
 from worker.engine.policies.policy import Policy
 from worker.engine.policies.slai import Slai
-from worker.engine.policies.static import Continuous, Static
+from worker.engine.policies.static import Static
 from worker.serving.rank import Rank
 
 POLICIES: dict[str, type[Policy]] = {

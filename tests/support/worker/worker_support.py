@@ -27,6 +27,9 @@ POLICIES = {
 }
 under_each_policy = pytest.mark.parametrize("scheduling", POLICIES.values(), ids=POLICIES)
 
+#: Ageing by which each prompt is longer than all later ones, so that prompts come by arrival.
+BY_ARRIVAL = Scheduling(ageing_tokens=1 << 20)
+
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -80,6 +83,7 @@ def start(
     priority: int = 0,
     predicted_tokens: int = 0,
     session: int = 0,
+    expected_cached_tokens: int = 0,
 ) -> session_pb2.Start:
     return session_pb2.Start(
         epoch=epoch,
@@ -95,6 +99,7 @@ def start(
         priority=priority,
         predicted_tokens=predicted_tokens,
         session=session,
+        expected_cached_tokens=expected_cached_tokens,
     )
 
 

@@ -52,10 +52,12 @@ class Waiting(Protocol):
 
 
 class Policy(ABC):
-    """Base class of the policies, with the decisions of continuous batching as defaults."""
+    """Base class of the policies, which decodes all sequences and prefills them by arrival."""
 
     #: whether decisions depend on ``now`` or on previous steps
     follows_time = False
+    #: whether a sequence with few tokens left to compute passes those with many
+    has_short_first = False
 
     @property
     @abstractmethod

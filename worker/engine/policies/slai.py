@@ -11,50 +11,36 @@ deferred only as long as prefills use the whole budget.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
-
 import numpy as np
 
 from worker.config import Scheduling
 from worker.engine.plan import Ints
-from worker.engine.policies.policy import Policy
+from worker.engine.policies.continuous import Continuous
 from worker.engine.policies.serving_time import LongestStep
-from worker.engine.sequence import Sequence
 from worker.engine.slot_table import SlotTable
-from worker.engine.waiting import WaitingQueue
 
 
-class Slai(Policy):
+class Slai(Continuous):
     """Policy that defers decodes in favour of prefills until their deadlines are near.
 
     If the budget suffices for all decodes with near deadlines, no decode is deferred beyond its
     deadline. A token is then late by less than two steps, and on time if these two steps take no
     longer than the longest of the last steps.
 
-    Prefills are sorted by priority, the highest first. Those of the same priority are sorted by the
-    tokens that they have left to compute, the fewest first, but a sequence counts as
-    ``ageing_tokens`` shorter for each later arrival. A sequence with n tokens to compute is
-    therefore overtaken by fewer than n / ageing_tokens later ones of the same priority.
-    A sequence that has output already counts as having no tokens to compute, because its client
-    waits for the next token.
+    Prefills are sorted as in ``Continuous``.
     """
 
     follows_time = True
 
     def __init__(self, config: Scheduling, num_slots: int) -> None:
-        self._waiting = WaitingQueue(self._place)
+        super().__init__(config)
         self._tbt_target = config.tbt_target
-        self._ageing_tokens = config.ageing_tokens
         self._longest_step = LongestStep()
         self._now = 0.0
         #: by slot: number of known tokens when the last step began, and arrival time of the newest
         #: one
         self._num_known = np.zeros(num_slots, np.int64)
         self._last_token_at = np.zeros(num_slots)
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self._waiting
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:
         num_known = slot_table.known_by_slot
@@ -63,22 +49,8 @@ class Slai(Policy):
         self._num_known[:] = num_known
         self._now = now
 
-    def head(self, num_running: int) -> Sequence | None:
-        return self._waiting.head()
-
-    def precedes(self, head: Sequence, running: Sequence) -> bool:
-        return self._place(head) < self._place(running)
-
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
         slots = slots[self._last_token_at[slots].argsort(kind="stable")]
         deadlines = self._last_token_at[slots] + self._tbt_target
         num_near = deadlines.searchsorted(self._now + 2 * self._longest_step.seconds, side="right")
         return slots[:num_near], slots[num_near:]
-
-    def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
-        return sorted(sequences, key=self._place)
-
-    def _place(self, sequence: Sequence) -> tuple[int, int, int]:
-        length = 0 if sequence.num_output else sequence.remaining
-        order = sequence.order
-        return -sequence.priority, order * self._ageing_tokens + length, order

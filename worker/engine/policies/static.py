@@ -1,4 +1,4 @@
-"""Continuous and static batching. Pure."""
+"""Static batching. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,6 @@ from itertools import chain
 from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
 from worker.engine.waiting import WaitingQueue
-
-
-class Continuous(Policy):
-    """Policy of continuous batching: sequences are admitted by priority, then by arrival.
-
-    The token budget of a step goes to all decodes first, then to the prompts of sequences in the
-    batch, then to newly admitted sequences.
-    """
-
-    def __init__(self) -> None:
-        self._waiting = WaitingQueue()
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self._waiting
-
-    def head(self, num_running: int) -> Sequence | None:
-        return self._waiting.head()
 
 
 class ClosedBatch:

@@ -161,6 +161,14 @@ def test_saving_of_a_prefix_includes_the_delay_of_others(per_s: float, delay_s: 
     assert cluster.place_at(saved_s + 0.01) == [("a", "cold")]
 
 
+def test_short_turn_does_not_wait_for_long_prefill_at_its_worker() -> None:
+    load = Load(1, num_running=1, pending_prefill_tokens=90_000, long_prefill_tokens=90_000)
+    cluster = Warm(load, Load(1))
+    cluster.ask("a")
+    assert cluster.place_at(0.0) == [("a", "warm")]
+    assert cluster.placement.workers["warm"].unacknowledged.tokens == 4 * CHUNK_SIZE
+
+
 def test_wait_for_a_prefix_counts_pending_prefill_once() -> None:
     # The request needs 10.24 s at "cold", and 1.02 s at "warm" after its pending prefill.
     soon = Warm(Load(1, num_running=1, pending_prefill_tokens=9000), Load(1))

@@ -109,6 +109,22 @@ def test_pending_prefill_is_bounded_but_long_prompts_get_a_turn() -> None:
     assert choose(idle, waiting(prefill_tokens=500)) == "a"
 
 
+def test_short_prompts_do_not_count_long_pending_prefill() -> None:
+    busy = Load(1, num_running=1, pending_prefill_tokens=500, long_prefill_tokens=440)
+    placement = Placement(CONFIG)
+    placement.join("a", Capacity(max_num_seqs=8, num_blocks=100, max_num_batched_tokens=200))
+    placement.report("a", busy, now=0.0)
+    assert choose(placement, waiting(prefill_tokens=41)) is None
+    assert choose(placement, waiting(prefill_tokens=40)) == "a"
+    placement.reserve("a", 1, waiting(prefill_tokens=30), now=0.0)
+    assert choose(placement, waiting(prefill_tokens=11)) is None
+    alone = replace(busy, sequence_number=2, pending_prefill_tokens=440)
+    placement.acknowledge("a", 1)
+    placement.report("a", alone, now=0.0)
+    assert choose(placement, waiting(prefill_tokens=200)) == "a"
+    assert choose(placement, waiting(prefill_tokens=201)) is None, "it is long as well"
+
+
 def test_placement_requires_free_blocks_for_the_prompt() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=98))
     assert choose(placement, waiting(prefill_tokens=64)) is None
@@ -232,12 +248,14 @@ def events(draw: st.DrawFn, number: int) -> Event:
 
     held = draw(tokens)
     dispatched = waiting(draw(tokens) + 1)._replace(is_suspect=draw(few) == 0)
+    pending = draw(tokens)
     load = Load(
         sequence_number=number,
         num_running=draw(few),
         num_waiting=draw(few) // 2,
         blocks_used=draw(st.integers(0, 100)),
-        pending_prefill_tokens=draw(tokens),
+        pending_prefill_tokens=pending,
+        long_prefill_tokens=draw(st.integers(0, pending)),
         committed_tokens=draw(tokens),
         draining=draw(few) == 3,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everlift.sampling import SamplingParams
-from tests.support.worker.worker_support import limits, prompt, sequence
+from tests.support.worker.worker_support import BY_ARRIVAL, limits, prompt, sequence
 from worker.config import FakeModel, Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
@@ -24,7 +24,13 @@ from worker.serving.loop import LeadingLoop, Report
 
 #: A step takes 16 ms and 1 ms a token; its text repeats itself enough for drafts.
 MODEL = FakeModel(step_time=16e-3, token_time=1e-3, surprise_one_in=5)
-LIMITS = limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, model=MODEL)
+LIMITS = limits(
+    num_blocks=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    model=MODEL,
+    scheduling=BY_ARRIVAL,
+)
 
 
 class Worker:

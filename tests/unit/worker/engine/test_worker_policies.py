@@ -25,6 +25,8 @@ STATIC = Scheduling("static")
 MAGNUS = Scheduling("magnus")
 #: Without ageing to speak of: by length alone.
 SLAI = Scheduling("slai", tbt_target=4.0, ageing_tokens=1)
+CONTINUOUS = Scheduling(ageing_tokens=1)
+short_first = pytest.mark.parametrize("scheduling", [SLAI, CONTINUOUS], ids=lambda it: it.policy)
 
 
 def present(bench: Bench) -> set[int]:
@@ -195,11 +197,12 @@ def test_serving_time_is_estimated_from_similar_batches() -> None:
     assert estimator.estimate(BatchSize(66, 100, 50)) == pytest.approx(50 * 0.5)
 
 
-# slai
+# continuous and slai
 
 
-def test_slai_admits_shortest_prompt_first() -> None:
-    bench = Bench(limits(max_num_seqs=1, scheduling=SLAI))
+@short_first
+def test_policy_admits_shortest_prompt_first(scheduling: Scheduling) -> None:
+    bench = Bench(limits(max_num_seqs=1, scheduling=scheduling))
     for epoch, length in ((1, 40), (2, 20), (3, 30)):
         bench.add(epoch, length, max_tokens=1, first=100 * epoch)
     came = []
@@ -210,16 +213,30 @@ def test_slai_admits_shortest_prompt_first() -> None:
     assert came == [2, 3, 1]
 
 
-def test_slai_short_prompt_is_not_delayed_by_long_prompt() -> None:
-    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=40, scheduling=SLAI))
+@short_first
+def test_short_prompt_is_not_delayed_by_long_prompt(scheduling: Scheduling) -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=40, scheduling=scheduling))
     bench.add(1, 200)
     bench.step()
     bench.add(2, 20, first=500)
     assert bench.step() == [(0, 40, 20), (1, 0, 20)]
 
 
-def test_slai_ageing_shortens_waiting_prompt() -> None:
-    ageing = Scheduling("slai", ageing_tokens=10)
+@short_first
+def test_cached_prompt_counts_as_the_tokens_that_it_lacks(scheduling: Scheduling) -> None:
+    bench = Bench(limits(num_blocks=32, max_num_batched_tokens=40, scheduling=scheduling))
+    bench.add(1, 320, max_tokens=1)
+    bench.steps(9)
+    bench.add(2, 200, first=500)
+    bench.step()
+    bench.add(3, 325, expected_cached_tokens=320)
+    bench.add(4, 60, first=900)
+    assert bench.step() == [(1, 320, 5), (2, 0, 35)]
+
+
+@pytest.mark.parametrize("policy", ["continuous", "slai"])
+def test_ageing_shortens_waiting_prompt(policy: EnginePolicy) -> None:
+    ageing = Scheduling(policy, ageing_tokens=10)
     bench = Bench(limits(max_num_seqs=1, scheduling=ageing))
     long = bench.add(1, 60)
     for epoch in range(2, 9):
@@ -376,11 +393,15 @@ def test_slai_misses_no_target_with_equal_steps(
 
 
 @settings(max_examples=examples(50))
-@given(st.integers(1, 20), st.lists(st.lists(comings, max_size=4), min_size=1, max_size=20))
-def test_slai_bounds_overtaking_and_serves_all(
-    ageing_tokens: int, arrivals: list[list[Coming]]
+@given(
+    st.sampled_from(("continuous", "slai")),
+    st.integers(1, 20),
+    st.lists(st.lists(comings, max_size=4), min_size=1, max_size=20),
+)
+def test_policy_bounds_overtaking_and_serves_all(
+    policy: EnginePolicy, ageing_tokens: int, arrivals: list[list[Coming]]
 ) -> None:
-    clocked = Clocked(Scheduling("slai", tbt_target=2.0, ageing_tokens=ageing_tokens))
+    clocked = Clocked(Scheduling(policy, tbt_target=2.0, ageing_tokens=ageing_tokens))
     for each in arrivals:
         clocked.take_in(each)
         clocked.step(1.0)
@@ -435,7 +456,8 @@ def test_policy_change_to_continuous_admits_all_waiting(before: Scheduling) -> N
 
 
 def test_policy_change_keeps_unadmitted_batch_members_waiting() -> None:
-    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=5, scheduling=STATIC))
+    scheduling = replace(STATIC, ageing_tokens=1)
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=5, scheduling=scheduling))
     for epoch, length in ((1, 5), (2, 30), (3, 10)):
         bench.add(epoch, length, first=100 * epoch)
     assert presence(bench, 1) == [{1}]

@@ -6,10 +6,18 @@ from typing import NoReturn
 
 import pytest
 
+from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
 from tests.support.worker.scheduler_bench import TOKEN, Bench, result
-from tests.support.worker.worker_support import limits, prompt, sequence, under_each_policy
+from tests.support.worker.worker_support import (
+    BY_ARRIVAL,
+    limits,
+    prompt,
+    sequence,
+    under_each_policy,
+)
 from worker.config import Scheduling
+from worker.engine.limits import Limits
 from worker.engine.load import Counters, Load, Occupant
 from worker.engine.outcome import Outcome, SequenceKey, SequenceUpdate, Stop
 from worker.engine.plan import NO_ROWS, Plan, RowResult
@@ -93,15 +101,20 @@ def test_occupant_is_prefilling_until_prompt_is_computed() -> None:
 def test_admission_reserves_blocks_for_whole_prompt() -> None:
     bench = Bench(limits(num_blocks=5, max_num_batched_tokens=10, watermark_blocks=1))
     bench.add(1, 70)
-    bench.add(2, 40, first=500)
     bench.step()
+    bench.add(2, 40, first=500)
     assert bench.scheduler.load().blocks_used == 3
     bench.steps(7)
     assert bench.scheduler.load().num_waiting == 1, "two more would leave less than the watermark"
 
 
+def by_arrival(**fields: int) -> Limits:
+    """Limits with which prompts are prefilled in the order of arrival."""
+    return limits(**fields, scheduling=BY_ARRIVAL)
+
+
 def test_waiting_head_is_not_overtaken() -> None:
-    bench = Bench(limits(num_blocks=5))
+    bench = Bench(by_arrival(num_blocks=5))
     bench.add(1, 64)
     bench.step()
     bench.add(2, 120)
@@ -229,7 +242,7 @@ def fill(bench: Bench, *lengths: int) -> list[Sequence]:
 
 
 def test_least_computed_sequence_is_preempted_and_hits_prefix() -> None:
-    bench = Bench(limits(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=200))
+    bench = Bench(by_arrival(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=200))
     long, short, middle = fill(bench, 60, 33, 35)
     assert bench.scheduler.load().blocks_used == 6
     bench.steps(5)
@@ -242,7 +255,7 @@ def test_least_computed_sequence_is_preempted_and_hits_prefix() -> None:
 
 
 def test_preempted_sequences_precede_later_arrivals_in_order() -> None:
-    bench = Bench(limits(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=300))
+    bench = Bench(by_arrival(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=300))
     long, first, second = fill(bench, 95, 32, 31)
     bench.add(4, 3)
     while first.slot != NO_SLOT or second.slot != NO_SLOT:
@@ -318,7 +331,7 @@ def test_epoch_lookup_finds_running_and_waiting_choices(scheduling: Scheduling) 
 
 
 def test_load_counts_committed_and_pending_tokens() -> None:
-    bench = Bench(limits(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=30))
+    bench = Bench(by_arrival(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=30))
     bench.add(1, 10)
     bench.step()
     bench.add(2, 50)
@@ -340,6 +353,19 @@ def test_load_counts_committed_and_pending_tokens() -> None:
         kv_tokens=10 + 11 + 29,
         num_pairs=sum(range(1, 11)) + 11 + sum(range(1, 30)),
     )
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("continuous", 35), ("slai", 35), ("magnus", 0)])
+def test_load_counts_prefill_that_short_prompts_pass(policy: EnginePolicy, expected: int) -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=30, scheduling=Scheduling(policy)))
+    bench.add(1, 65)
+    assert bench.scheduler.load().long_prefill_tokens == 0, "it is not in the batch yet"
+    bench.step()
+    bench.add(2, 20, first=500)
+    load = bench.scheduler.load()
+    assert (load.pending_prefill_tokens, load.long_prefill_tokens) == (35 + 20, expected)
+    bench.step()
+    assert bench.scheduler.load().long_prefill_tokens == 0, "the rest fits in one step"
 
 
 def test_released_blocks_exclude_shared_blocks() -> None:
