@@ -9,6 +9,7 @@ import pytest
 
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError
+from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE
 from tests.support.in_process import ROUTER, cluster, receive, until
 from tests.support.router.scrape import scraped
 
@@ -27,6 +28,10 @@ DASHBOARD = """
 """.split()
 
 
+#: A prompt that is long enough for dispatch by its cached prefix.
+REPEATED = [*range(CHUNK_SIZE + 40)]
+
+
 async def test_vllm_metrics_are_off_by_default() -> None:
     async with cluster(workers=0) as parts:
         assert not any(
@@ -38,6 +43,8 @@ async def test_vllm_metrics_are_off_by_default() -> None:
 async def test_vllm_metrics_match_everlift_metrics() -> None:
     async with cluster(router_config=CONFIG) as parts:
         async with AsyncClient(parts.address) as client:
+            for _ in range(2):
+                await receive(client, REPEATED, 5)
             await asyncio.gather(
                 receive(client, [5, 6, 7], 20),
                 receive(client, [8] * 70, 30, priority=1),
@@ -64,14 +71,16 @@ async def test_vllm_metrics_match_everlift_metrics() -> None:
         "vllm:generation_tokens_total": "everlift_output_tokens_total",
         "vllm:prompt_tokens_total": "everlift_prompt_tokens_total",
         "vllm:prefix_cache_queries_total": "everlift_worker_prompt_tokens_total",
+        "vllm:prefix_cache_hits_total": "everlift_worker_prefix_hit_tokens_total",
         "vllm:num_preemptions_total": "everlift_worker_preemptions_total",
     }
     for theirs, ours in pairs.items():
         assert samples.total(theirs) == pytest.approx(samples.total(ours)), theirs
-    assert samples.total("vllm:time_to_first_token_seconds_count") == 4
+    assert samples.total("vllm:prefix_cache_hits_total") == CHUNK_SIZE + BLOCK_SIZE
+    assert samples.total("vllm:time_to_first_token_seconds_count") == 6
     assert samples.values("vllm:request_success_total", "finished_reason") == {
         "stop": 0,
-        "length": 3,
+        "length": 5,
         "abort": 1,
         "error": 0,
     }
