@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -60,6 +61,19 @@ def test_prediction_covers_all_choices_and_the_prompt() -> None:
     prediction = bare.predict(three, 0.0)
     assert prediction.output_tokens == 21
     assert prediction.queue_key.predicted_total == 21 + len(three.prompt_ids)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_predicted_work_excludes_cached_prompt_tokens(is_loaded: bool) -> None:
+    made, (it,) = predictor(is_loaded=is_loaded), mixed(3, 1)
+    asked = request(it, prompt_ids=range(1000), n=2)
+    whole, cached = made.predict(asked, 0.0), made.predict(asked, 0.0, cached_tokens=900)
+    assert whole.work_tokens == 1000 + whole.output_tokens
+    assert (cached.cached_tokens, cached.output_tokens) == (900, whole.output_tokens)
+    assert cached.work_tokens == cached.queue_key.predicted_total == 100 + whole.output_tokens
+    assert cached.queue_key.predicted_work_rank < whole.queue_key.predicted_work_rank
+    # Equal outputs have equal ranks, whatever is cached.
+    assert cached.queue_key.predicted_rank == whole.queue_key.predicted_rank
 
 
 def test_predictor_ignores_outputs_ended_by_max_tokens() -> None:
@@ -147,17 +161,37 @@ def test_worthless_predictions_become_constant_and_recover() -> None:
     assert made.trust.is_trusted and made.trust.tau > 0.5
 
 
-def left(order: Order, predictor: Predictor, requests: list[Drawn]) -> list[int]:
+def left(
+    order: Order, predictor: Predictor, requests: list[Drawn], cached: Sequence[int] = ()
+) -> list[int]:
     """Requests that come a second after each other, and leave when all of them have waited for
-    long."""
+    long. ``cached`` are their cached prompt tokens, 0 by default."""
     queue = AdmissionQueue(policy_of(order, RouterConfig()), class_floor=0.0)
     for number, it in enumerate(requests):
         made = request(it, request_id=str(number))
-        prediction = predictor.predict(made, it.arrived)
+        prediction = predictor.predict(made, it.arrived, cached[number] if cached else 0)
         key = prediction.queue_key._replace(estimated_wait_s=50.0)
         prediction = replace(prediction, queue_key=key)
         queue.push(Waiting.from_proto("g", arriving(made, float(number), None, prediction, 0)))
     return [int(queue.pop(1000.0).request_id) for _ in requests]
+
+
+@pytest.mark.parametrize("order", ["shortest", "hrrn"])
+def test_cached_long_prompt_leaves_before_a_shorter_one(order: Order) -> None:
+    (it,) = mixed(3, 1)
+    long, short = (replace(it, prompt="word " * count) for count in (900, 400))
+    num_long, num_short = (len(request(each).prompt_ids) for each in (long, short))
+    assert num_long > 2 * num_short > 800
+    requests = [long, short, long]
+    assert left(order, predictor(is_loaded=False), requests) == [1, 0, 2]
+    cached = [0, 0, num_long - 30]
+    assert left(order, predictor(is_loaded=False), requests, cached) == [2, 1, 0]
+
+
+def test_ranked_order_ignores_cached_tokens() -> None:
+    requests = mixed(8, 30)
+    cached = [len(request(it).prompt_ids) * (number % 2) for number, it in enumerate(requests)]
+    assert left("ranked", predictor(), requests, cached) == left("ranked", predictor(), requests)
 
 
 @pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
