@@ -56,6 +56,15 @@ def reserve(gateway: Gateway, term: int = TERM, **fields: bool) -> RecordedReser
     return reservation
 
 
+async def test_leader_receives_cached_and_uncached_tokens(gateway: Gateway) -> None:
+    gateway.line.cached = 40
+    await gateway.submit(text="a" * 60, max_tokens=8)
+    for waiting in (*gateway.line.arriving, *gateway.line.enqueued):
+        assert (waiting.prompt_tokens, waiting.cached_tokens) == (60, 40)
+        assert (waiting.predicted_total, waiting.predicted_tokens) == (20 + 8, 8)
+    assert len(gateway.line.arriving) == len(gateway.line.enqueued) == 1
+
+
 async def test_reserved_request_starts_without_queueing(gateway: Gateway) -> None:
     reservation = reserve(gateway)
     live = await gateway.submit(timeout_s=9.0, max_tokens=8, priority=2)
