@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from cluster.explain.tables import headline, reading
+from cluster.explain.tables import headline, prefix_waits, reading
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 
@@ -19,8 +19,10 @@ SPANS = [
     (pb.SPAN_KIND_QUEUE, 0.5, 1),
     (pb.SPAN_KIND_DECODE, 0.25, 1),
     (pb.SPAN_KIND_MIGRATION, 0.2485, 1),
-    (pb.SPAN_KIND_RECOMPUTE, 1.0, 2),
+    (pb.SPAN_KIND_PREFIX_WAIT, 0.25, 2),
+    (pb.SPAN_KIND_RECOMPUTE, 0.75, 2),
 ]
+PREFIX_WAIT = pb.PrefixWait(seconds=0.25, tokens=96, saved_s=1.5)
 EXPLANATION = pb.Explanation(
     request_id="r",
     state=pb.REQUEST_STATE_FINISHED,
@@ -39,6 +41,9 @@ EXPLANATION = pb.Explanation(
         pb.ExplainedAttempt(
             number=2,
             worker_id="w2" * 8,
+            known_tokens=110,
+            expected_cached_tokens=96,
+            prefix_wait=PREFIX_WAIT,
             neighbours=["x", "y"],
             newcomers=["z"],
             end="finished",
@@ -84,6 +89,27 @@ async def test_explain_prints_a_table_with_a_total() -> None:
         "queue before attempt 1 (fifo): 7 queued on arrival; left first: "
         "3 later arrivals of higher classes; your last ones: other" in result.stdout
     )
+
+
+async def test_explain_prints_the_wait_for_a_cached_prefix() -> None:
+    result = await run()
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["1.000", "0.250", "12.5", *"waiting for cached prefix".split(), "2"] in lines
+    assert (
+        "cached prefix, attempt 2: waited 0.250 s for a worker with 96 of 110 tokens cached; "
+        "computing them elsewhere would have cost this and other requests 1.500 s more"
+    ) in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("expected, said", [(95, " (in vain)"), (96, ""), (97, "")])
+def test_explain_says_that_a_prefix_wait_was_in_vain(expected: int, said: str) -> None:
+    attempt = pb.ExplainedAttempt(
+        number=1, expected_cached_tokens=expected, prefix_wait=PREFIX_WAIT
+    )
+    (line,) = prefix_waits(pb.Explanation(attempts=[attempt]))
+    assert f"waited 0.250 s{said} for a worker" in line
+    attempt.ClearField("prefix_wait")
+    assert not [*prefix_waits(pb.Explanation(attempts=[attempt]))]
 
 
 async def test_explain_prints_json() -> None:
