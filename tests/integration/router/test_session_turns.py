@@ -124,6 +124,28 @@ async def test_turn_begins_with_prompt_and_answer(parts: Cluster) -> None:
         before = turn
 
 
+@pytest.mark.parametrize("router", [0, 1])
+async def test_turn_tokenises_only_its_new_text(
+    two: Cluster, router: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at a router that has the earlier turn from the ledger."""
+    tokenizer, texts = two.routers[router]._model.tokenizer, list[str]()
+    encode = tokenizer.encode
+
+    def recorded(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        texts.append(text)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
+    chat = Chat(two, "s")
+    await chat.say("How many? " * 400, router=0)
+    texts.clear()
+    await chat.say("And more?", router=router)
+    assert "And more?" in texts[0]
+    # The new message, and what the template writes around it; its end is tokenised twice.
+    assert sum(map(len, texts)) < 150
+
+
 async def test_turn_of_another_session_is_tokenised(parts: Cluster) -> None:
     served = parts.routers[0]._model
     for session in ("", "other"):

@@ -186,3 +186,46 @@ def test_splice_keeps_the_hashes_of_known_chunks() -> None:
             ids, _, hashes = splice(later, [first], BYTE_LEVEL, encode, has_added=False)
             assert list(hashes) == chunk_hashes(ids)[: len(hashes)]
             assert len(hashes) >= len(first.chunk_hashes) - 1
+
+
+class Recorder:
+    """``encode`` that records the texts it is given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        self.texts.append(text)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+
+def encoded(text: str, *turns: Turn) -> list[str]:
+    """Texts that are tokenised for a prompt."""
+    recorder = Recorder()
+    splice(text, turns, BYTE_LEVEL, recorder, has_added=False)
+    return recorder.texts
+
+
+def test_splice_encodes_only_the_text_behind_known_turns() -> None:
+    asked = f"{ASK}{'how? ' * 200}{ANSWER}"
+    first = turn(asked, (COUNT * 100, "count" * 100))
+    assert encoded(asked) == [asked, ANSWER]
+    # The last message is encoded again, to find where a later turn can be cut.
+    new = f"</s>{ASK}on{ANSWER}"
+    assert encoded(f"{asked}{'count' * 100}{new}", first) == [new, ANSWER]
+    # Of another answer nothing is known, so its text is encoded with the generation prompt.
+    edited = f"{ANSWER}no{new}"
+    assert encoded(f"{asked}no{new}", first) == [edited, ANSWER]
+    assert encoded(f"{ASK}why?{ANSWER}", first) == [f"{ASK}why?{ANSWER}", ANSWER]
+
+
+def test_splice_encodes_as_much_in_every_turn_of_a_session() -> None:
+    turns: list[Turn] = []
+    text = f"{ASK}{'how? ' * 200}{ANSWER}"
+    for number in range(8):
+        ids, mark = prompt(text, *turns)
+        if turns:
+            assert sum(map(len, encoded(text, *turns))) == len(f"</s>{ASK}on{ANSWER}{ANSWER}")
+        outputs = [TurnOutput(array("I", COUNT), "count")]
+        turns.append(Turn(f"r{number}", mark, array("I", ids), outputs))
+        text += f"count</s>{ASK}on{ANSWER}"
