@@ -22,7 +22,7 @@ SPANS = [
     (pb.SPAN_KIND_PREFIX_WAIT, 0.25, 2),
     (pb.SPAN_KIND_RECOMPUTE, 0.75, 2),
 ]
-PREFIX_WAIT = pb.PrefixWait(seconds=0.25, tokens=96, saved_s=1.5)
+PREFIX_WAIT = pb.PrefixWait(seconds=0.25, tokens=96, saved_s=1.5, compute_s=1.25)
 EXPLANATION = pb.Explanation(
     request_id="r",
     state=pb.REQUEST_STATE_FINISHED,
@@ -97,7 +97,8 @@ async def test_explain_prints_the_wait_for_a_cached_prefix() -> None:
     assert ["1.000", "0.250", "12.5", *"waiting for cached prefix".split(), "2"] in lines
     assert (
         "cached prefix, attempt 2: waited 0.250 s for a worker with 96 of 110 tokens cached; "
-        "computing them elsewhere would have cost this and other requests 1.500 s more"
+        "computing them elsewhere would have taken 1.250 s, and with its cost for other "
+        "requests, a wait of up to 1.500 s was worthwhile"
     ) in " ".join(result.stdout.split())
 
 
