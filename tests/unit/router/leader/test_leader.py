@@ -14,6 +14,7 @@ from everlift.messages import OnDisconnect, Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.policy import Rules, policy_of
+from router.admission.workers import Departures
 from router.config import RouterConfig
 from router.event_loop import now
 from router.leader.leader import Leader
@@ -570,6 +571,40 @@ async def test_preempted_request_is_moved_to_worker_with_room(leader: Leader) ->
     )
     gateway.say(running=[preempted])
     await until(lambda: gateway.told("move") == [5])
+
+
+@pytest.fixture
+def without_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.leader.leader.TICK_S", 1000.0)
+
+
+@pytest.mark.usefixtures("without_ticks")
+async def test_wait_for_a_prefix_ends_without_any_message(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway, chunks = Gateway(leader, "g"), list(range(1, 5))
+    for worker_id, num_running in (("warm", 8), ("cold", 0)):
+        leader.worker_up(session_pb2.WorkerInfo(worker_id=worker_id, max_num_seqs=8, num_blocks=99))
+        state = session_pb2.WorkerState(
+            sequence_number=1, num_running=num_running, num_waiting=num_running
+        )
+        stored = chunks if worker_id == "warm" else []
+        frame = session_pb2.WorkerFrame(state=state, stored_chunks=stored)
+        leader.worker_frame(worker_id, frame)
+        view = leader.view(worker_id)
+        assert view is not None
+        view.throughput, view.departures = paced(tokens_per_s=10_000.0), Departures(per_s=300.0)
+    await opened(ledger, "r", "g")
+    waiting = session_pb2.Waiting(
+        request_id="r", prompt_tokens=1025, chunks=chunks, choices=1, accepted=True
+    )
+    gateway.say(enqueue=[waiting])
+    state = leader._leader_state
+    assert state is not None
+    await until(lambda: state._queue.num_parked == 1)
+    await until(lambda: gateway.told("dispatched") == ["r"])
+    [message] = [it for message in gateway.heard for it in message.dispatched]
+    assert message.worker_id == "cold"
 
 
 # orphans
