@@ -454,6 +454,8 @@ class GenerateRequest(google.protobuf.message.Message):
     a tenant. If the text begins with the prompt and the output of an earlier request of the session,
     it gets their token ids, so that the KV cache of both is reused. The KV blocks of a session are
     retained between its requests, and the order attained prefers sessions that were served less.
+    With several shards of the ledger, a request whose id the client chose stores its whole prompt,
+    unless the id has the session's tag (in_session in everlift/request_id.py).
     """
     fairness_id: builtins.str
     """Name of the party that the request counts for when capacity is shared fairly, at most 128
