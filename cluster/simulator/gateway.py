@@ -222,6 +222,8 @@ class Gateway:
             request = self._by_epoch.get(outcome.key.epoch)
             if request is not None:
                 self._progress(request, outcome, step)
+                if frame.may_defer:
+                    request.samples_since = None
 
     def _progress(self, request: SimulatedRequest, outcome: Outcome, step: int) -> None:
         if outcome.tokens:

@@ -35,16 +35,24 @@ class MultiStepScheduler(Scheduler):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, MultiStepBatch(limits))
 
+    @property
+    def may_defer(self) -> bool:
+        """Return whether the policy may leave out decoding sequences in a step."""
+        return self._policy.follows_time
+
     def commit_sampled(self, plan: Plan, token: int) -> list[Outcome]:
         """Apply the scheduled step ``plan`` as if every row that samples had sampled ``token``.
 
-        ``token`` must not be a stop token. Return the results of the step. A sequence that received
-        one token and continues without any other change is not among them.
+        ``token`` must not be a stop token. Return the results of the step. Unless the policy may
+        defer decodes (``may_defer``), a sequence that received one token and continues without any
+        other change is not among them.
         """
         self._batch.commit_copies()
         self._count_step(plan)
         slot_table, rows = self._batch.slot_table, plan.rows
         usual = slot_table.is_plain_decode(rows)
+        if self.may_defer:
+            usual[:] = False
         for index, sequence in zip(
             usual.nonzero()[0].tolist(), self._batch.at(rows.slots[usual]), strict=True
         ):

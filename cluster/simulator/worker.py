@@ -209,7 +209,10 @@ class SimulatedWorker:
         self._frames += 1
         chunks = self._scheduler.take_chunk_changes().device
         aborted, self._aborted = tuple(self._aborted), []
-        self._send(Frame(self.worker_id, self._state(), accepted, outcomes, chunks, aborted))
+        may_defer = self._scheduler.may_defer
+        self._send(
+            Frame(self.worker_id, self._state(), accepted, outcomes, chunks, aborted, may_defer)
+        )
 
     def _heartbeat(self) -> None:
         heartbeat_s = self._spec.config.heartbeat

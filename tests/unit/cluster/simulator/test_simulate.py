@@ -19,6 +19,7 @@ from cluster.simulator.simulate import simulate
 from cluster.simulator.summary import Quantiles, Record, Slo
 from cluster.simulator.worker import SimulatedWorker
 from cluster.simulator.workloads.arrivals import Arrival
+from everlift.engine_policy import EnginePolicy
 from router.config import Order, RouterConfig
 from tests.support.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
 from worker.config import Scheduling
@@ -90,6 +91,13 @@ def test_simulation_loses_and_repeats_no_token(events: tuple[Event, ...]) -> Non
     assert [record.arrival for record in forecast.records] == load
     check_conserved(forecast)
     assert not any(record.refused for record in forecast.records)
+
+
+@pytest.mark.parametrize("policy", ["slai", "magnus", "static"])
+def test_simulation_counts_tokens_of_deferred_decodes(policy: EnginePolicy) -> None:
+    load = [Arrival(0.02 * number, 400, 30, 200) for number in range(40)]
+    worker = spec(scheduling=Scheduling(policy, tbt_target=30.0))
+    check_conserved(simulate(load, scenario(worker)))
 
 
 def test_simulated_worker_loss_migrates_requests_with_tokens() -> None:
