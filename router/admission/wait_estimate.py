@@ -71,14 +71,16 @@ class WaitEstimator:
     def prefill_s(self, waiting: Waiting) -> float:
         """Return the predicted seconds to the first token if dispatched now; 0 if unknown.
 
-        If only the time of the prefill is unknown, the result is the rest of the current step.
+        Tokens that some worker had cached when the request arrived are not computed. If only the
+        time of the prefill is unknown, the result is the rest of the current step.
         """
         worker = self._next
         if worker is None:
             return 0.0
         # On average half of the current step remains.
         rest_s = worker.throughput.step_s / 2
-        return rest_s + (worker.prefill_s(worker.pending_prefill + waiting.prefill_tokens) or 0.0)
+        tokens = worker.prefill_before(waiting.uncached_tokens) + waiting.uncached_tokens
+        return rest_s + (worker.prefill_s(tokens, waiting.cached_tokens) or 0.0)
 
     def least_wait_s(self, wait_s: float) -> float:
         """Return the seconds that 95 % of requests wait longer than, if ``wait_s`` is predicted."""

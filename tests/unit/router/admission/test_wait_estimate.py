@@ -79,6 +79,15 @@ def test_prefill_estimate_adds_half_of_the_running_step() -> None:
     assert busy.prefill_s(waiting("r", prefill_tokens=48)) == pytest.approx(expected, rel=0.05)
 
 
+def test_prefill_estimate_excludes_cached_and_passed_tokens() -> None:
+    cached = waiting("r", prefill_tokens=500, cached_tokens=450)
+    one_step = ROOFLINE.seconds(StepSize(1, 50, 500, 50 * 475)) + 1.0 / 2
+    idle = forecast_of(worker())
+    assert idle.prefill_s(cached) == pytest.approx(one_step, rel=0.05)
+    passed = forecast_of(worker(Load(1, pending_prefill_tokens=900, long_prefill_tokens=900)))
+    assert passed.prefill_s(cached) == pytest.approx(idle.prefill_s(cached), rel=0.05)
+
+
 def test_least_part_is_a_low_quantile_of_waits() -> None:
     least, dice = LeastRatio(), random.Random(5)
     for _ in range(5000):
