@@ -34,10 +34,10 @@ ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 .DEFAULT_GOAL := help
 .PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 
-help: ## list the commands
+help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
 
-install: $(VENV)/.installed ## make .venv with everything that Everlift needs
+install: $(VENV)/.installed ## create .venv with everything that Everlift needs
 
 $(VENV)/.installed: $(call unless_current,$(VENV),$(MADE_OF))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Everlift needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -74,134 +74,134 @@ $(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEE
 	$(MAKE_PEER) $(PYTHON) $(PEERS)/guidellm $(GUIDELLM_PINS)
 	@cat $(MAKE_PEER) $(GUIDELLM_PINS) | cksum > $@
 
-demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
+demo: $(VENV)/.installed ## start a local cluster, kill a worker, and show that no token is lost
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (15 minutes on 2 cores with AVX-512)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## run the tests (15 minutes on 2 cores with AVX-512)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
-test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
+test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## run the long tests and a short soak test (about an hour)
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
 	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal tests/property tests/continuation
 
-image: ## the container image, with docker or buildah; VARIANT=cpu for CPUs
+image: ## build the container image with docker or buildah; VARIANT=cpu for CPUs
 	@tools/build_image.sh $(or $(VARIANT),cuda)
 
-test-image: $(VENV)/.installed ## build the image for CPUs on a base of Debian's packages, and run it (as root, with buildah, debootstrap, bubblewrap)
+test-image: $(VENV)/.installed ## build the image for CPUs on a base of Debian packages, and run it (as root, with buildah, debootstrap, bubblewrap)
 	$(BIN)/pytest -q -s -m image tests/image
 
-e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
+e2e-ray-up: $(VENV)/.installed ## run ray up over ssh on hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
 	$(BIN)/pytest -q -s -m ray_up tests/ray_up
 
-soak: $(VENV)/.installed ## FUZZ_CASES (1,000,000) of malformed input; random faults, SOAK_MINUTES (30), then Ray; memory
+soak: $(VENV)/.installed ## send FUZZ_CASES (1,000,000) malformed inputs, then inject random faults for SOAK_MINUTES (30), and watch memory
 	FUZZ_REPORT=build/bench/fuzz.json $(BIN)/pytest -q -s tests/soak/test_fuzz.py
 	SOAK_REPORT=build/bench/soak.json $(BIN)/pytest -q -s tests/soak/test_cluster.py
 	SOAK_REPORT=build/bench/soak_memory.json $(BIN)/pytest -q -s tests/soak/test_memory.py
 
-soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind; SCHEMAS (100,000)
+soak-engine: $(VENV)/.installed ## run random models and request histories, SOAK_MINUTES (10) for each kind, and SCHEMAS (100,000) JSON schemas
 	$(BIN)/pytest -q -s tests/soak/test_engine.py tests/soak/test_models.py tests/soak/test_ledger.py
 	$(BIN)/pytest -q -s tests/soak/test_json_schema.py
 
-bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
+bench-ledger: $(VENV)/.installed ## measure the cost of an engine step in the ledger (build/bench/ledger.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/ledger_step.py
 
-bench-router: $(VENV)/.installed ## what a router carries on one core, also against Ray Serve (build/bench/router.json)
+bench-router: $(VENV)/.installed ## measure the throughput of a router on one core, also against Ray Serve (build/bench/router.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/router_cost.py
 
-bench-durability: $(VENV)/.installed ## tokens before or after the ledger has them (build/bench/durability.json)
+bench-durability: $(VENV)/.installed ## compare sending tokens before and after they are stored in the ledger (build/bench/durability.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/durability.py
 
-bench-preemption: $(VENV)/.installed ## preempted requests that move, against those that wait (build/bench/preemption.json)
+bench-preemption: $(VENV)/.installed ## compare moving preempted requests with letting them wait (build/bench/preemption.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/preemption.py
 
-bench-long-prompt: $(VENV)/.installed ## streams beside prompts of 200,000 tokens (build/bench/long_prompt.json)
+bench-long-prompt: $(VENV)/.installed ## measure the delay of streams by prompts of 200,000 tokens (build/bench/long_prompt.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/long_prompt.py
 
-bench-start: $(VENV)/.installed ## until a new worker takes requests, by part (build/bench/worker_start.json)
+bench-start: $(VENV)/.installed ## measure the start of a worker until it accepts requests, by part (build/bench/worker_start.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/worker_start.py
 
-bench-first-token: $(VENV)/.installed ## from a process's start to its first token (build/bench/first_token.json)
+bench-first-token: $(VENV)/.installed ## measure the time from the start of a process to its first token (build/bench/first_token.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/first_token.py
 
-bench-threads: $(VENV)/.installed ## how idle OpenMP threads wait, beside a busy neighbour (build/bench/threads.json)
+bench-threads: $(VENV)/.installed ## compare how idle OpenMP threads wait beside a busy process (build/bench/threads.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/threads.py
 
-bench-autoscale: $(VENV)/.installed ## workers that follow the load, on fake GPUs (build/bench/autoscale.json, .png)
+bench-autoscale: $(VENV)/.installed ## run the autoscaler under changing load, with fake GPUs (build/bench/autoscale.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/autoscale.py
 
-bench-locality: $(VENV)/.installed ## dispatch by cached prefix against other routers' policies, in virtual time; about an hour (build/bench/locality.json, .png)
+bench-locality: $(VENV)/.installed ## compare dispatch by cached prefix with other routers' policies, in virtual time; about an hour (build/bench/locality.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/locality.py $(ARGS)
 
-bench-takeover: $(VENV)/.installed ## a new leader with few and with 1,000,000 waiting (build/bench/takeover.json)
+bench-takeover: $(VENV)/.installed ## measure the start of a new leader with few and with 1,000,000 queued requests (build/bench/takeover.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/takeover.py
 
-bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/load.json)
+bench-load: $(VENV)/.installed ## measure the loading of a checkpoint (build/bench/load.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/load_memory.py
 
-bench-linear: $(VENV)/.installed ## products with packed weights on a CPU (build/bench/linear.json)
+bench-linear: $(VENV)/.installed ## measure matrix products with packed weights on a CPU (build/bench/linear.json)
 	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/linear_layers.py
 
-bench-attention: $(VENV)/.installed ## attention on the CPU: the compiled kernel against torch (build/bench/attention.json)
+bench-attention: $(VENV)/.installed ## compare the compiled attention kernel for CPUs with torch (build/bench/attention.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/attention_kernel.py
 
-bench-int8: $(VENV)/.installed ## accuracy and speed of int8 weights with SmolLM2-135M-Instruct (build/bench/int8.json)
+bench-int8: $(VENV)/.installed ## measure accuracy and speed of int8 weights with SmolLM2-135M-Instruct (build/bench/int8.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/int8_accuracy.py $(ARGS)
 
-bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/bench/swap.json)
+bench-swap: $(VENV)/.installed ## compare recomputing and swapping of preempted requests (build/bench/swap.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/swap.py
 
-bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
+bench-speculation: $(VENV)/.installed ## measure speculative decoding with n-gram drafts on the demo model (build/bench/speculation.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/speculation.py
 
-bench-scheduling: $(VENV)/.installed ## batching, the admission queue, its orders, forecasts and how true they are; 80 minutes (build/bench/scheduling.json, .png)
+bench-scheduling: $(VENV)/.installed ## measure batching, queue orders, placement and the accuracy of forecasts; 80 minutes (build/bench/scheduling.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/scheduling/scheduling.py
 
-bench-batching: $(VENV)/.installed ## static against continuous batching, prefill in chunks, SLAI (build/bench/batching*.json, .png)
+bench-batching: $(VENV)/.installed ## compare static and continuous batching, chunked prefill, and SLAI (build/bench/batching*.json, .png)
 	PYTHONPATH=. $(BIN)/python benchmarks/batching.py --virtual --out build/bench/batching_virtual.json
 	PYTHONPATH=. $(BIN)/python benchmarks/batching.py
 
-bench-prediction: $(VENV)/.installed ## how well outputs' lengths are predicted, and what it costs (build/bench/prediction.json)
+bench-prediction: $(VENV)/.installed ## measure accuracy and cost of output length prediction (build/bench/prediction.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/prediction.py
 
-bench-overload: $(VENV)/.installed ## goodput when more comes than can be served, in virtual time (build/bench/overload.json)
+bench-overload: $(VENV)/.installed ## measure goodput under overload, in virtual time (build/bench/overload.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/overload.py
 
-bench-console: $(VENV)/.installed ## what the console costs a router and a browser, with 1,000 workers (build/bench/console.json)
+bench-console: $(VENV)/.installed ## measure the cost of the console for a router and a browser, with 1,000 workers (build/bench/console.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/console.py
 
-picture-console: $(VENV)/.installed ## the README's picture of the console, of a cluster under Ray (pictures/console.png)
+picture-console: $(VENV)/.installed ## draw the README's picture of the console, of a cluster under Ray (pictures/console.png)
 	PYTHONPATH=. $(BIN)/python -W ignore tests/support/router/console_picture.py
 
-bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
+bench-scheduler: $(VENV)/.installed ## measure the cost of a step without the model (build/bench/scheduler.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/scheduler.py
 
-bench-retention: $(VENV)/.installed ## sessions whose blocks are retained between turns, in virtual time (build/bench/session_retention.json)
+bench-retention: $(VENV)/.installed ## measure the retention of KV blocks between the turns of sessions, in virtual time (build/bench/session_retention.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/session_retention.py
 
-bench-explain: $(VENV)/.installed ## what explanations of requests cost, and whether they add up (build/bench/explain.json)
+bench-explain: $(VENV)/.installed ## measure the cost of request explanations, and check that their parts add up (build/bench/explain.json)
 	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/explain.py
 
-bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against vLLM and transformers on this CPU (build/bench/engine.json)
+bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## compare the engine with vLLM and transformers on this CPU (build/bench/engine.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/engine.py $(ARGS)
 
-bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
+bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## compare the product under load with vllm serve and Ray Serve LLM (build/bench/online.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/online/online_bench.py $(ARGS)
 
-bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## the load generator beside guidellm, on an endpoint of known times (build/bench/load_generator.json)
+bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## compare the load generator with guidellm, on an endpoint with known latencies (build/bench/load_generator.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/load_generator.py
 
-bench-collectives: $(VENV)/.installed ## sums among ranks on CPUs: shared memory against gloo (build/bench/collectives.json)
+bench-collectives: $(VENV)/.installed ## compare all-reduce on CPUs: shared memory and gloo (build/bench/collectives.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/collectives.py
 
-bench-gpu: $(VENV)/.installed ## the engine on one GPU against what the GPU can do, and transformers; 10 minutes (build/bench/gpu.json)
+bench-gpu: $(VENV)/.installed ## compare the engine on one GPU with the GPU's limits and with transformers; 10 minutes (build/bench/gpu.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu.py
 
-bench-gpu-product: $(VENV)/.installed ## the whole product on one GPU without Ray, disturbed: the same texts (build/bench/gpu_product.json)
+bench-gpu-product: $(VENV)/.installed ## run the product on one GPU without Ray under faults, and check that texts stay identical (build/bench/gpu_product.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu_product.py
 
-check: lint types imports proto-check chart-check texts ## style, types, import rules, wire contract, chart, texts
+check: lint types imports proto-check chart-check texts ## check style, types, import rules, wire contract, chart and texts
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --no-cache
@@ -213,11 +213,11 @@ types: $(VENV)/.installed
 imports: $(VENV)/.installed
 	$(BIN)/lint-imports
 
-proto: $(PROTO_VENV)/.installed ## generate the stubs beside every .proto
+proto: $(PROTO_VENV)/.installed ## generate the stubs beside every .proto file
 	@tools/generate_stubs.sh $(PROTO_BIN) proto proto $(PROTOS)
 	@tools/generate_stubs.sh $(PROTO_BIN) . . $(SERVER_PROTOS)
 
-proto-release: $(PROTO_VENV)/.installed ## write what is promised from this release on into proto/contract.binpb
+proto-release: $(PROTO_VENV)/.installed ## write the wire contract of this release to proto/contract.binpb
 	$(PROTO_BIN)/buf build proto -o $(CONTRACT) --exclude-source-info
 
 proto-check: $(PROTO_VENV)/.installed
@@ -230,7 +230,7 @@ proto-check: $(PROTO_VENV)/.installed
 	  cmp -s $$stub ../../$$stub || { echo "$$stub is not current: run make proto"; exit 1; }; done
 	@echo "stubs are current"
 
-chart: $(VENV)/.installed ## generate helm/'s schema, its table of values, the defaults that it needs
+chart: $(VENV)/.installed ## generate the Helm chart's schema, table of values, and defaults
 	$(BIN)/python tools/generate_chart.py
 
 chart-check: $(VENV)/.installed
@@ -239,10 +239,10 @@ chart-check: $(VENV)/.installed
 texts: $(VENV)/.installed
 	$(BIN)/pytest -q tests/unit/project/test_texts.py
 
-lock: $(VENV)/.installed ## write what .venv holds into constraints.txt
+lock: $(VENV)/.installed ## write the versions that .venv contains to constraints.txt
 	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \
 	  echo "# But triton: torch's CUDA builds say which one they need."; \
 	  $(BIN)/pip freeze --exclude-editable | grep -vE '^(torch|triton)=='; echo torch==$(TORCH); } > constraints.txt
 
-clean: ## remove the environments and everything built
+clean: ## remove the environments and all build outputs
 	rm -rf $(VENV) $(PROTO_VENV) $(CLIENTS_VENV) build
