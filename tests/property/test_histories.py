@@ -36,21 +36,30 @@ _MANNERS = st.one_of(
     st.builds(Manners, cancels_after=st.integers(1, 30)),
 )
 _FAULTS = [kind for kind in Kind if kind is not Kind.SUBMIT]
+#: One event in two is a request; one in six fills the caches, so that chunks are evicted.
+_KINDS = st.one_of(
+    *[st.just(Kind.SUBMIT) for _ in range(3)],
+    st.sampled_from(_FAULTS),
+    st.sampled_from(_FAULTS[::-1]),
+    st.just(Kind.FILL_CACHES),
+)
+#: Two thirds of the requests are among the four with the longest prompts that fit the KV cache.
+_WHICH = st.one_of(st.integers(0, 12), st.integers(-4, -1), st.integers(-2, -1))
 _EVENTS = st.builds(
     Event,
     after=st.sampled_from([0.0, 0.003, 0.02, 0.1, 0.4]),
-    kind=st.one_of(st.just(Kind.SUBMIT), st.just(Kind.SUBMIT), st.sampled_from(_FAULTS)),
-    which=st.integers(0, 12),
+    kind=_KINDS,
+    which=_WHICH,
     other=st.integers(0, 3),
     seconds=_DURATIONS,
     manners=_MANNERS,
 )
 _HISTORIES = st.builds(
     History,
-    events=st.lists(_EVENTS, min_size=2, max_size=18).map(tuple),
+    events=st.lists(_EVENTS, min_size=3, max_size=18).map(tuple),
     num_routers=st.integers(1, 3),
     num_workers=st.integers(1, 3),
-    num_blocks=st.sampled_from([6, 8, 12, 24]),
+    num_blocks=st.sampled_from([6, 10, 12, 18, 26]),
     seed=st.integers(0, 99),
 )
 

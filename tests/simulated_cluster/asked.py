@@ -10,10 +10,17 @@ from everlift.options import GenerateOptions
 from tests.simulated_cluster.client import Transcript
 from tests.simulated_cluster.cluster import ROUTER, SimCluster
 from worker.config import FakeModel, WorkerConfig
+from worker.engine.limits import blocks_for
 
 MODEL = FakeModel(vocab_size=256, eos_token_id=0, eos_one_in=40, step_time=0.02, token_time=1e-4)
 WORKERS = WorkerConfig(
-    model="fake", num_blocks=24, max_num_seqs=8, max_num_batched_tokens=64, fake=MODEL
+    model="fake",
+    num_blocks=24,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    preemption="swap",
+    swap_mib=3,
+    fake=MODEL,
 )
 #: Faults alone must not use up what a request has.
 ROUTERS = replace(ROUTER, max_losses=100, max_losses_total=100, grace=5.0)
@@ -36,6 +43,11 @@ class Asked:
     def of(cls, prompt: str | Sequence[int], **options: object) -> Asked:
         return cls(prompt if isinstance(prompt, str) else tuple(prompt), tuple(options.items()))
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks that one choice needs, if its prompt consists of tokens."""
+        return blocks_for(len(self.prompt) + (self.arguments().get("max_tokens") or 0))
+
     def arguments(self) -> GenerateOptions:
         return dict(self.options)  # type: ignore[return-value]
 
@@ -44,7 +56,7 @@ def _prompt(length: int, first: int) -> list[int]:
     return [(first + i * 7) % 127 + 1 for i in range(length)]
 
 
-#: One of each thing that a continuation has to carry on.
+#: One of each thing that a continuation has to carry on; the longest prompts come last.
 ASKED: tuple[Asked, ...] = (
     Asked.of(_prompt(5, 1), temperature=0, max_tokens=16),
     Asked.of(_prompt(40, 2), temperature=0, max_tokens=30, session_id="t"),
@@ -64,16 +76,19 @@ ASKED: tuple[Asked, ...] = (
         max_tokens=20,
         on_disconnect=OnDisconnect.CONTINUE,
     ),
-    # The first chunk of both prompts is the same, unlike that of another tenant's salt.
-    # Workers retain the blocks of the sessions, also of the one that two requests share.
+    # Prompts with one to three chunks. Those with the same first token share a prefix, except with
+    # another tenant's salt. Workers retain the blocks of the sessions, also of the one that two
+    # requests share. Requests of a lower priority are preempted first and admitted last, so that
+    # their blocks are swapped out.
     Asked.of(_prompt(262, 10), temperature=0, max_tokens=12, session_id="s"),
     Asked.of(_prompt(290, 10), temperature=1, seed=4, max_tokens=8, session_id="s"),
     Asked.of(_prompt(262, 10), temperature=0, max_tokens=9, cache_salt="b"),
+    Asked.of(_prompt(270, 13), temperature=0, max_tokens=30, priority=-1),
+    Asked.of(_prompt(530, 10), temperature=0, max_tokens=14),
+    Asked.of(_prompt(530, 13), temperature=0, max_tokens=14, priority=-1),
+    Asked.of(_prompt(780, 10), temperature=0, max_tokens=8),
+    Asked.of(_prompt(790, 13), temperature=0, max_tokens=8, priority=-1),
 )
-#: Number of KV blocks that each request of ASKED fits into.
-BLOCKS_FOR_ALL = 12
-#: Requests that fit into smaller KV caches as well.
-SHORT = ASKED[:10]
 
 
 def undisturbed(asked: Asked) -> Transcript:

@@ -16,9 +16,7 @@ from router.config import RouterConfig
 from router.ledger.memory.memory import MemoryLedger
 from tests.simulated_cluster.asked import (
     ASKED,
-    BLOCKS_FOR_ALL,
     ROUTERS,
-    SHORT,
     WORKERS,
     Asked,
 )
@@ -30,13 +28,17 @@ from worker.config import WorkerConfig
 
 
 class Kind(Enum):
-    #: a client comes with request ``which`` of ASKED, to router ``other``
+    #: a client comes to router ``other`` with request ``which`` of those of ASKED that fit the KV
+    #: cache
     SUBMIT = "submit"
     KILL_WORKER = "kill worker"
     FREEZE_WORKER = "freeze worker"
     #: it hands back what it has, ends, and another one comes
     DRAIN_WORKER = "drain worker"
     SLOW_WORKER = "slow worker"
+    #: each worker preempts its sequences and evicts cached blocks, in all its KV cache, in half or
+    #: in a third of it
+    FILL_CACHES = "fill caches"
     KILL_ROUTER = "kill router"
     STOP_ROUTER = "stop router"
     FREEZE_ROUTER = "freeze router"
@@ -140,6 +142,8 @@ class _Player:
         """All that was begun comes to its end."""
         while self._agenda:
             self._run_for(max(0.0, self._agenda[0][0] - self.cluster.clock.now))
+        workers = self.cluster.workers
+        self.cluster.run_until(lambda: not any(it.is_filling for it in workers.values()))
 
     def _happen(self, event: Event) -> None:
         getattr(self, f"_{event.kind.name.lower()}")(event)
@@ -147,8 +151,8 @@ class _Player:
     # clients
 
     def _submit(self, event: Event) -> None:
-        wishes = ASKED if self._history.num_blocks >= BLOCKS_FOR_ALL else SHORT
-        asked = wishes[event.which % len(wishes)]
+        fitting = [it for it in ASKED if it.num_blocks <= self._history.num_blocks]
+        asked = fitting[event.which % len(fitting)]
         request_id = f"r{len(self.asked)}"
         self.asked[request_id] = asked, event.manners
         prompt = asked.prompt
@@ -188,6 +192,11 @@ class _Player:
     def _slow_worker(self, event: Event) -> None:
         if (index := self._worker(event)) is not None:
             self.cluster.workers[index].slow_down(10.0, event.seconds)
+
+    def _fill_caches(self, event: Event) -> None:
+        num_blocks = self._history.num_blocks // (1 + event.other % 3)
+        for worker in self.cluster.workers.values():
+            worker.fill(num_blocks)
 
     # routers
 

@@ -138,17 +138,20 @@ def _judge_credits(cluster: SimCluster) -> None:
 
 
 def _judge_index(cluster: SimCluster) -> None:
-    """Every router's index of prefixes has exactly the chunks that the workers' caches have."""
-    pools = {worker.worker_id: worker.cached_chunks() for worker in cluster.workers.values()}
+    """Compare each router's index of prefixes with the chunks that the workers have."""
+    workers = {worker.worker_id: worker for worker in cluster.workers.values()}
+    device = {worker_id: worker.device_chunks() for worker_id, worker in workers.items()}
+    host = {worker_id: worker.host_chunks() for worker_id, worker in workers.items()}
     for number, router in cluster.ready_routers():
         index = router.leader._placement.index
-        known = {chunk: {*index.workers(mask)} for chunk, mask in index._device.items()}
-        holders = defaultdict(set)
-        for worker_id in router.leader.views:
-            for chunk in pools[worker_id]:
-                holders[chunk].add(worker_id)
-        if known != holders or index._host:
-            raise Wrong(f"router {number} knows {known}, not {pools}")
+        for tier, masks, chunks in (("device", index._device, device), ("host", index._host, host)):
+            indexed = {chunk: {*index.workers(mask)} for chunk, mask in masks.items()}
+            holders = defaultdict(set)
+            for worker_id in router.leader.views:
+                for chunk in chunks[worker_id]:
+                    holders[chunk].add(worker_id)
+            if indexed != holders:
+                raise Wrong(f"router {number} has {indexed} on the {tier}, not {chunks}")
 
 
 def _judge_leaders(cluster: SimCluster) -> None:
@@ -169,7 +172,7 @@ def _judge_workers(cluster: SimCluster) -> None:
         if not worker.sessions.is_idle:
             raise Wrong(f"{worker.worker_id} still has claims")
         chunks = worker.sessions._chunks
-        if chunks._num_holders or chunks._chunks.keys() != chunks.on_device:
+        if chunks._num_holders or chunks._chunks.keys() != chunks.on_device | chunks.on_host:
             raise Wrong(f"{worker.worker_id} keeps other prompts than its cache has")
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from cluster.local.start_reporter import Announcer
 from everlift.engine_policy import EnginePolicy
 from everlift.hashes import BLOCK_SIZE, chunk_id
+from everlift.sampling import SamplingParams
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.simulated_cluster.clock import VirtualLoop
@@ -17,7 +18,7 @@ from tests.simulated_cluster.grammars import SimGrammars
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
-from worker.engine.outcome import Abort
+from worker.engine.outcome import Abort, SequenceKey
 from worker.engine.plan import Runner
 from worker.engine.sequence import NO_SLOT, Sequence
 from worker.runner.fake_runner import FakeRunner
@@ -51,6 +52,11 @@ class _Orders(Inbox):
         self.come.set()
 
 
+#: Epochs of the sequences that fill a worker's KV cache, above those of requests.
+_FILL_EPOCHS = 1 << 40
+#: Priority of these sequences, above those of requests.
+_FILL_PRIORITY = 1 << 20
+
 #: Makes what computes. It says how long each step takes.
 Build = Callable[[WorkerConfig, Callable[[float], None]], tuple[Runner, Grammars]]
 
@@ -60,7 +66,9 @@ def build_fake(
 ) -> tuple[FakeRunner, SimGrammars]:
     """What the fake model is."""
     assert config.num_blocks is not None, "a simulated worker needs num_blocks"
-    runner = FakeRunner(config.num_blocks, config.fake, sleep=spend)
+    swap_mib = config.swap_mib if config.preemption == "swap" else 0
+    num_host_blocks = swap_mib * 1024 // config.fake.block_kib
+    runner = FakeRunner(config.num_blocks, config.fake, num_host_blocks, sleep=spend)
     return runner, SimGrammars(config.fake.eos_token_id)
 
 
@@ -97,6 +105,9 @@ class SimWorker:
             self._announce,
         )
         self._spent = 0.0
+        self._num_fills = 0
+        #: unfinished sequences of ``fill``
+        self._filling: set[SequenceKey] = set()
         self._report: Report | None = None
         self._confirmed = asyncio.Event()
         self.info = self._info(limits)
@@ -141,11 +152,50 @@ class SimWorker:
             if sequence.request_id == request_id and sequence.slot != NO_SLOT:
                 self.engine.preempt(sequence)
 
-    def cached_chunks(self) -> set[int]:
-        """Return the chunks that its cache has."""
+    def fill(self, num_blocks: int) -> None:
+        """Preempt all sequences for one of this worker's own, which fills ``num_blocks`` blocks.
+
+        Cached blocks are evicted for it, and those of the preempted sequences are swapped out. Call
+        it between two steps.
+        """
+        if self.sessions.is_draining:
+            return
+        for sequence in self.engine.sequences():
+            if sequence.slot != NO_SLOT:
+                self.engine.preempt(sequence)
+        self._num_fills += 1
+        key = SequenceKey(_FILL_EPOCHS + self._num_fills, 0)
+        self._filling.add(key)
+        length = num_blocks * BLOCK_SIZE - 1
+        self._orders.start(
+            Sequence(
+                key=key,
+                request_id="fill",
+                tokens=[1] * length,
+                num_prompt=length,
+                max_tokens=1,
+                sampling=SamplingParams(temperature=0.0),
+                stop_token_ids=frozenset(),
+                salt=b"fill %d" % self._num_fills,
+                priority=_FILL_PRIORITY,
+            )
+        )
+
+    @property
+    def is_filling(self) -> bool:
+        """True if a sequence of ``fill`` is unfinished."""
+        return bool(self._filling)
+
+    def device_chunks(self) -> set[int]:
+        """Return the chunks that its KV cache has."""
         pool = self.engine._scheduler._batch._pool
         hashes = map(pool.hash_of, range(pool.num_blocks))
         return {chunk_id(it) for it in hashes if it in pool._chunks}
+
+    def host_chunks(self) -> set[int]:
+        """Return the chunks that its host memory has."""
+        store = self.engine._scheduler._batch._store
+        return {chunk_id(it) for it in store._stored if it in store._chunks}
 
     async def drain(self) -> None:
         """Hands everything back, and leaves."""
@@ -183,6 +233,8 @@ class SimWorker:
 
     def _made(self, report: Report) -> None:
         self._report = report
+        if self._filling:
+            self._filling -= {it.key for it in report.outcomes if it.stop is not None}
 
     def _spend(self, seconds: float) -> None:
         self._spent += seconds
