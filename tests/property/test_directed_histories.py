@@ -14,6 +14,7 @@ import pytest
 from everlift.errors import AttemptsExhausted, DeadlineExceeded, EverliftError
 from everlift.messages import OnDisconnect
 from everlift.v1 import session_pb2
+from router.admission.prefix_index import PrefixIndex
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests import messages
@@ -32,6 +33,8 @@ LONG = Asked.of(range(1, 12), temperature=1, seed=5, max_tokens=60)
 #: It takes longer than anybody may be silent.
 LONGER = Asked.of(range(1, 12), temperature=1, seed=5, min_tokens=200, max_tokens=200)
 SHORT = Asked.of(range(1, 9), temperature=0, max_tokens=8)
+#: Prompt with two chunks.
+TWO_CHUNKS = Asked.of([1] * 530, temperature=0, max_tokens=8)
 #: More than a gateway, a leader or a worker may be silent.
 TOO_LONG_S = 3.0
 READS = Manners()
@@ -535,6 +538,23 @@ def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Resync, "_work", lambda self: iter(()))
 
 
+def the_index_ignores_evictions(patch: pytest.MonkeyPatch) -> None:
+    update = PrefixIndex.update
+    patch.setattr(
+        PrefixIndex,
+        "update",
+        lambda self, worker_id, stored, evicted: update(self, worker_id, stored, ()),
+    )
+
+
+def the_index_ignores_computed_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixIndex, "settle", lambda self, worker_id, epoch: None)
+
+
+def the_index_ignores_host_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixIndex, "update_host", lambda self, worker_id, stored, evicted: None)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -542,12 +562,17 @@ def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
         a_worker_keeps_what_a_dead_gateway_started,
         a_continuation_forgets_a_token,
         a_rollback_is_told_nothing,
+        the_index_ignores_evictions,
+        the_index_ignores_computed_prompts,
+        the_index_ignores_host_memory,
     ],
 )
 def test_history_judgement_catches_mutant(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed(LONG), undisturbed(SHORT)
+    expired = Asked.of([2] * 530, temperature=0, max_tokens=8, timeout_s=0.1)
+    for asked in (LONG, SHORT, TWO_CHUNKS, expired):
+        undisturbed(asked)
     mutate(monkeypatch)
     with pytest.raises((AssertionError, TimeoutError)), cluster() as it:
         ended = it.ask(SHORT)
@@ -564,6 +589,12 @@ def test_history_judgement_catches_mutant(
         assert all(worker.sessions.is_idle for worker in it.workers.values())
         it.settle(60)
         assert it.entry(ended).state is State.FINISHED
+        it.may_fail.add(it.ask(expired))
+        it.settle(60)
+        request_id = it.ask(TWO_CHUNKS)
+        it.until_has(request_id, 1)
+        [worker] = it.workers.values()
+        worker.fill(WORKERS.num_blocks or 0)
 
 
 def a_stale_epoch_stores_tokens(patch: pytest.MonkeyPatch) -> None:
