@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission.prefix_index import PrefixIndex
+from tests.support.example_counts import examples
 
 #: Chains of prompts that share prefixes: a chunk is the number of its prompt and its place.
 CHAINS = [
@@ -24,60 +25,91 @@ def cached(index: PrefixIndex, chain: Sequence[int]) -> dict[str, int]:
 
 
 class Model:
-    """What an index should know, without regard to cost."""
+    """Model of the index without regard to cost.
+
+    ``stored`` and ``host`` are the chunks in the device and host memory of each worker. A chunk is
+    ``unconfirmed`` from the dispatch of a prompt that expects it to a worker that lacks it, until
+    it is stored or no prompt expects it.
+    """
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.stored: dict[str, set[int]] = {}
+        self.host: dict[str, set[int]] = {}
         self.expected: dict[str, dict[int, Sequence[int]]] = {}
-        #: workers that evicted chunks which they should keep, so that not all expected ones count
+        self.unconfirmed: dict[str, set[int]] = {}
+        #: workers that had a chunk without its prefix at a dispatch, so that the index may lack
+        #: unconfirmed chunks, or have more of them
         self.uncertain: set[str] = set()
 
-    def join(self, worker: str, chunks: Sequence[int]) -> None:
-        self.index.join(worker, chunks)
-        self.stored[worker], self.expected[worker] = set(chunks), {}
+    def join(self, worker: str, device: Sequence[int], host: Sequence[int]) -> None:
+        self.index.join(worker, device, host)
+        self.stored[worker], self.host[worker] = set(device), set(host)
+        self.expected[worker], self.unconfirmed[worker] = {}, set()
+        self.uncertain.discard(worker)
 
     def remove(self, worker: str) -> None:
         self.index.remove(worker)
-        self.stored.pop(worker, None)
-        self.expected.pop(worker, None)
+        for chunks in (self.stored, self.host, self.expected, self.unconfirmed):
+            chunks.pop(worker, None)
 
     def update(self, worker: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
         self.index.update(worker, stored, evicted)
         if worker in self.stored:
-            lost = self.stored[worker].intersection(evicted)
-            if not lost.isdisjoint(self.of(worker, ())):
-                self.uncertain.add(worker)
-            self.stored[worker] = self.stored[worker] - lost | set(stored)
+            self.stored[worker] = self.stored[worker].difference(evicted).union(stored)
+            self.unconfirmed[worker].difference_update(stored)
+
+    def update_host(self, worker: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        self.index.update_host(worker, stored, evicted)
+        if worker in self.host:
+            self.host[worker] = self.host[worker].difference(evicted).union(stored)
 
     def expect(self, worker: str, epoch: int, chunks: Sequence[int]) -> None:
-        if worker in self.stored:
-            self.expected[worker].setdefault(epoch, chunks)
-            if not _is_closed(chunks, self.held(worker)):
+        if worker in self.stored and epoch not in self.expected[worker]:
+            self.expected[worker][epoch] = chunks
+            held = self.held(self.index._device, worker) | self.held(self.index._host, worker)
+            self.unconfirmed[worker] |= {*chunks} - held
+            if not _is_closed(chunks, held):
                 self.uncertain.add(worker)
         self.index.expect(worker, epoch, chunks)
 
     def settle(self, worker: str, epoch: int) -> None:
         self.index.settle(worker, epoch)
-        self.expected.get(worker, {}).pop(epoch, None)
+        if worker in self.expected:
+            self.expected[worker].pop(epoch, None)
+            self.unconfirmed[worker] &= self.all_expected(worker)
 
-    def of(self, worker: str, stored: Iterable[int]) -> set[int]:
-        """Return the ``stored`` chunks together with those that a worker is expected to have."""
-        return set(stored).union(*self.expected[worker].values())
+    def all_expected(self, worker: str) -> set[int]:
+        """Return the chunks of all prompts that a worker has not computed yet."""
+        return {chunk for chunks in self.expected[worker].values() for chunk in chunks}
 
-    def held(self, worker: str) -> set[int]:
-        """Return the chunks that the index has for a worker."""
-        return {it for it, mask in self.index._device.items() if worker in self.index.workers(mask)}
+    def held(self, masks: Mapping[int, int], worker: str) -> set[int]:
+        """Return the chunks that the index has for a worker in ``masks``, one of its memories."""
+        return {it for it, mask in masks.items() if worker in self.index.workers(mask)}
 
     def check(self) -> None:
+        known = self.held_by_anyone(self.index._device) | self.held_by_anyone(self.index._host)
+        assert known <= self.stored.keys()
         for worker, stored in self.stored.items():
             if not self.expected[worker]:
                 self.uncertain.discard(worker)
-            most, chunks = self.of(worker, stored), self.held(worker)
-            assert stored <= chunks <= most if worker in self.uncertain else chunks == most
+            device, host = (
+                self.held(masks, worker) for masks in (self.index._device, self.index._host)
+            )
+            assert host == self.host[worker]
+            if worker in self.uncertain:
+                assert stored <= device <= stored | self.all_expected(worker)
+            else:
+                assert device == stored | self.unconfirmed[worker]
             for chain in CHAINS:
-                if _is_closed(chain, chunks):
-                    assert cached(self.index, chain).get(worker, 0) == len(chunks & {*chain})
+                assert self.index.host_chunks(worker, chain) == len((host - device) & {*chain})
+                if _is_closed(chain, device | host):
+                    depth = len((device | host) & {*chain})
+                    assert cached(self.index, chain).get(worker, 0) == depth
+
+    def held_by_anyone(self, masks: Mapping[int, int]) -> set[str]:
+        """Return the workers that have a chunk in ``masks``."""
+        return {worker for mask in masks.values() for worker in self.index.workers(mask)}
 
 
 def _is_closed(chain: Sequence[int], chunks: set[int]) -> bool:
@@ -87,28 +119,34 @@ def _is_closed(chain: Sequence[int], chunks: set[int]) -> bool:
 
 workers = st.sampled_from(WORKERS)
 prefixes = st.builds(
-    lambda chain, depth: chain[:depth], st.sampled_from(CHAINS), st.integers(0, 14)
+    lambda chain, depth: chain[:depth], st.sampled_from(CHAINS), st.integers(1, 14)
 )
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("join"), workers, prefixes),
+        st.tuples(st.just("join"), workers, prefixes, prefixes),
         st.tuples(st.just("remove"), workers),
         st.tuples(st.just("store"), workers, prefixes),
         st.tuples(st.just("evict"), workers, st.sampled_from(CHAINS), st.integers(0, 14)),
         st.tuples(st.just("drop"), workers, st.lists(st.sampled_from(CHUNKS))),
-        st.tuples(st.just("expect"), workers, st.integers(1, 4), prefixes),
-        st.tuples(st.just("settle"), workers, st.integers(1, 4)),
+        st.tuples(st.just("store on host"), workers, prefixes),
+        st.tuples(st.just("drop from host"), workers, st.lists(st.sampled_from(CHUNKS))),
+        st.tuples(st.just("expect"), workers, st.integers(1, 3), prefixes),
+        st.tuples(st.just("settle"), workers, st.integers(1, 3)),
     ),
+    min_size=20,
     max_size=40,
 )
 
 
+@settings(max_examples=examples(250))
 @given(steps)
 def test_prefix_index_matches_the_chunks_of_each_worker(taken: list[tuple]) -> None:  # type: ignore[type-arg]
     model = Model()
+    for worker in WORKERS:
+        model.join(worker, (), ())
     for name, worker, *rest in taken:
         if name == "join":
-            model.join(worker, rest[0])
+            model.join(worker, *rest)
         elif name == "remove":
             model.remove(worker)
         elif name == "store":
@@ -126,6 +164,10 @@ def test_prefix_index_matches_the_chunks_of_each_worker(taken: list[tuple]) -> N
             model.update(worker, (), sorted(gone))
         elif name == "drop":
             model.update(worker, (), rest[0])
+        elif name == "store on host":
+            model.update_host(worker, rest[0], ())
+        elif name == "drop from host":
+            model.update_host(worker, (), rest[0])
         elif name == "expect":
             model.expect(worker, *rest)
         else:
