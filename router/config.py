@@ -58,7 +58,7 @@ def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Liste
 class RouterConfig:
     """Settings of a router. Durations are in seconds; port 0 takes a free port."""
 
-    #: the model, for its tokenizer: what the setting of the cluster takes
+    #: model whose tokenizer the router uses; it takes the values of the cluster's setting model
     model: str = ""
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
@@ -124,8 +124,8 @@ class RouterConfig:
     #: reject requests that cannot meet their TTFT target or deadline, by the estimated wait: on
     #: arrival (deadline_unmeetable) or while queued (queue_timeout)
     refuse_late: bool = False
-    #: premature retries of a tenant that are forgiven per second, and at once; further ones are
-    #: refused (retried_too_soon)
+    #: premature retries that a tenant may make per second (retry_rate) and at once (retry_burst);
+    #: further ones are refused (retried_too_soon)
     retry_rate: NotNegative = 1.0
     retry_burst: Amount = 10
     #: order of the queue within a class: earliest arrival (fifo), earliest deadline or
@@ -156,8 +156,8 @@ class RouterConfig:
     output_token_weight: Positive = 2.0
     #: requests dispatched to a worker beyond its free slots
     local_depth: Amount = 2
-    #: dispatch requests to workers that have a prefix of them cached, and let them wait for a busy
-    #: one for at most the time that this saves all requests
+    #: dispatch requests to workers that have their prefix cached. A request waits for a busy one
+    #: for at most the time that the cached prefix saves this and other requests
     locality: bool = True
     #: largest number of uncached prompt tokens waiting for prefill at a worker
     max_pending_prefill: Count = 4096
@@ -195,7 +195,7 @@ class RouterConfig:
     #: longest wait of a request while there is no worker; then it ends with UNAVAILABLE
     #: (no_worker). A worker may need a machine, an image and a model first
     worker_wait: NotNegative = 1800.0
-    #: interval of renewals
+    #: interval at which a router renews its lease
     heartbeat: Positive = 0.25
     #: before_delivery: a client receives a token after the ledger stored it; behind: at once,
     #: marked unledgered, and the ledger stores it some ten milliseconds later

@@ -35,10 +35,10 @@ class FakeModel:
     token_time: NotNegative = 0.0
     #: token that ends a sequence; never produced while eos_one_in is 0
     eos_token_id: int = 0
-    #: one token in this many ends the sequence, decided by the tokens before it; 0: none
+    #: mean number of tokens per eos_token_id; the previous tokens determine its places. 0: none
     eos_one_in: Amount = 0
-    #: all tokens but one in this many are equal, so that drafts can guess them; 0: no
-    #: tokens are made equal
+    #: mean number of tokens per random token; the others are all equal, so that drafts can predict
+    #: them. 0: all tokens are random
     surprise_one_in: Amount = 0
     #: size of a block in kv_cache_mib
     block_kib: Count = 512
@@ -59,9 +59,9 @@ class Speculation:
 
     #: largest number of draft tokens of a sequence in a step; 0 disables
     num_draft_tokens: Amount = 0
-    #: number of last tokens that must have occurred before
+    #: minimum number of last tokens that must have occurred before
     min_match: Count = 2
-    #: longest match that is looked for, in tokens
+    #: maximum number of last tokens that are matched
     max_match: int = 4
 
     def __post_init__(self) -> None:
@@ -117,13 +117,13 @@ _CPU_KV_CACHE_MIB = 256
 class WorkerConfig:
     """Settings of a worker, the same for all its ranks. Durations are in seconds."""
 
-    #: the model (required): what the setting of the cluster takes
+    #: the model (required); it takes the values of the cluster's setting model
     model: str = ""
     #: commit of a hub id, so that all ranks read the same files
     model_revision: str = ""
     #: dummy: pseudo-random weights; only config.json is read
     load_format: Literal["auto", "dummy"] = "auto"
-    #: threads of a rank that read weights
+    #: number of threads of a rank that read weights
     weight_readers: Count = 4
     #: address for routers and other ranks; no wildcard
     host: str = "127.0.0.1"

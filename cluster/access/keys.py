@@ -68,7 +68,7 @@ def create(
 
 @app.command("list", epilog="**Example:** `everlift key list --config cluster.yaml`")
 def show(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:

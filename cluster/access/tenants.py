@@ -99,7 +99,7 @@ def change(
 
 @app.command("list", epilog="**Example:** `everlift tenant list --json`")
 def show(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:

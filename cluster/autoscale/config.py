@@ -11,11 +11,11 @@ from everlift.settings import CHECKED, Amount, Count, Fraction, NotNegative, Pos
 class AutoscaleConfig:
     """Settings of the autoscaler; all durations are in seconds."""
 
-    #: with max_workers: least number of workers; 0: none while there is no work
+    #: minimum number of workers, if max_workers is set; 0: none while there is no work
     min_workers: Amount = 1
-    #: largest number of workers; not set: it is fixed (num_workers)
+    #: maximum number of workers; not set: the number is fixed (num_workers)
     max_workers: Count | None = None
-    #: largest number of routers, with num_routers as the least; not set: fixed
+    #: maximum number of routers; num_routers is the minimum. Not set: the number is fixed
     max_routers: Count | None = None
     #: running and queued requests per router: 512 streams of 40 tokens per second are about what a
     #: core carries
@@ -23,17 +23,17 @@ class AutoscaleConfig:
     #: target for the queue wait; workers are normally added when the estimated wait exceeds half
     #: of it
     ttft_target: Positive = 2.0
-    #: time in which added workers shall drain the queue
+    #: target time in which added workers drain the queue
     drain_target: Positive = 20.0
-    #: share of the workers' throughput and batch slots that is planned with
+    #: share of the workers' throughput and batch slots that the autoscaler plans to use
     utilisation: Fraction = 0.8
-    #: share of the workers' KV blocks that is planned with
+    #: share of the workers' KV blocks that the autoscaler plans to use
     kv_utilisation: Fraction = 0.9
     #: workers are removed when fewer would have sufficed for this long
     down_delay: NotNegative = 120.0
     #: with min_workers 0: all workers are removed after this long without work
     idle_delay: NotNegative = 300.0
-    #: age beyond which a load report changes nothing
+    #: a load report older than this is ignored
     stale: Positive = 5.0
 
     def __post_init__(self) -> None:

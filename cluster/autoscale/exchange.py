@@ -77,7 +77,7 @@ class LedgerExchange:
             try:
                 await self._exchange()
             except (LedgerUnavailable, LedgerSetupError, ValueError, OSError) as error:
-                log.warning("ledger not reachable", cause=str(error))
+                log.warning("ledger exchange failed: retrying", cause=str(error))
             await self._pause(_RETRY_S)
 
     async def _exchange(self) -> None:

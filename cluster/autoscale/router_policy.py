@@ -55,10 +55,10 @@ class Routers:
 
 
 class RouterPolicy:
-    """Serve's autoscaling policy for the router deployment.
+    """Autoscaling policy that Ray Serve calls for the router deployment.
 
     ``ledger`` has the settings of the ledger except its URL, which is read from the environment or
-    from ``state_dir``.
+    from ``state_dir``. A call returns the target number of routers.
     """
 
     def __init__(self, ledger: Mapping[str, Any], state_dir: str) -> None:

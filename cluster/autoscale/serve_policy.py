@@ -46,7 +46,7 @@ class QueuePolicy:
         self._gauges = Gauges(Gauge)
         self._decisions = Decisions()
         self._exchange = LedgerExchange(partial(ledger_config, dict(ledger), Path(state_dir)))
-        #: settings that were refused last, so that they are logged only once
+        #: invalid settings that were logged last, so that they are logged only once
         self._refused: Mapping[str, float] = {}
         # Serve only drops its reference to a policy when it deploys another one.
         weakref.finalize(self, self._exchange.stop)
@@ -77,7 +77,7 @@ class QueuePolicy:
             # A leader of another version may have settings that this version does not know.
             if given != self._refused:
                 self._refused = given
-                log.warning("autoscaler settings refused", cause=str(error))
+                log.warning("invalid autoscaler settings: using the defaults", cause=str(error))
             return settings.load(AutoscaleConfig, bounds)
 
     def _publish(self, decision: Decision, target: int, most: int, now: float) -> None:

@@ -167,7 +167,10 @@ class Load:
 
     @property
     def has_arrival_times(self) -> bool:
-        """Return whether a finite rate, a workload or a trace determines the arrival times."""
+        """Return whether arrival times are determined.
+
+        A finite rate determines them, or else, if no rate is set, a workload or a trace.
+        """
         paced = self.rate is not None and isfinite(self.rate)
         return paced or (self.rate is None and bool(self.trace or self.workloads))
 

@@ -11,7 +11,7 @@ from cluster.bench.load import REQUESTS
 from cluster.config import API_KEY_VARIABLE
 from cluster.simulator.workloads.options import PANEL as _WHICH
 
-_WHERE, _WHEN, _OUT = "The endpoint", "When requests come", "What comes out"
+_WHERE, _WHEN, _OUT = "The endpoint", "Arrivals", "The report"
 
 
 def _option(*names: str, panel: str, **more: Any) -> Any:
@@ -54,7 +54,9 @@ IgnoreEos = Annotated[
         help="Generate outputs of the full length. Not every endpoint supports it.",
     ),
 ]
-Temperature = Annotated[float, _option("--temperature", panel=_WHERE, min=0, help="Of sampling.")]
+Temperature = Annotated[
+    float, _option("--temperature", panel=_WHERE, min=0, help="Sampling temperature.")
+]
 ExtraBody = Annotated[
     str | None,
     _option("--extra-body", panel=_WHERE, metavar="JSON", help="Fields of every body, with --url."),
@@ -76,7 +78,7 @@ InputTokens = Annotated[
         "--input-tokens",
         panel=_WHICH,
         min=1,
-        help="Tokens of each prompt, without a workload or trace.",
+        help="Length of each prompt in tokens, without a workload or trace.",
     ),
 ]
 OutputTokens = Annotated[
@@ -85,7 +87,7 @@ OutputTokens = Annotated[
         "--output-tokens",
         panel=_WHICH,
         min=1,
-        help="Tokens of each output, without a workload or trace.",
+        help="Length of each output in tokens, without a workload or trace.",
     ),
 ]
 LongestInput = Annotated[
@@ -95,7 +97,7 @@ LongestInput = Annotated[
         panel=_WHICH,
         min=1,
         metavar="N",
-        help="Longest prompt in tokens; longer ones are cut.",
+        help="Maximum length of a prompt in tokens; longer prompts are truncated.",
     ),
 ]
 LongestOutput = Annotated[
@@ -105,7 +107,7 @@ LongestOutput = Annotated[
         panel=_WHICH,
         min=1,
         metavar="N",
-        help="Longest output in tokens; longer ones are cut.",
+        help="Maximum length of an output in tokens; longer outputs are truncated.",
     ),
 ]
 Number = Annotated[
@@ -153,7 +155,7 @@ RampText = Annotated[
         "--ramp",
         panel=_WHEN,
         metavar="FIRST:MOST",
-        help="Range of rates in which to find saturation, as in 1:64.",
+        help="Range of rates to search for saturation, in requests per second, as in 1:64.",
     ),
 ]
 Concurrency = Annotated[
@@ -177,7 +179,10 @@ WarmUp = Annotated[
     ),
 ]
 Timeout = Annotated[
-    float, _option("--timeout", panel=_WHEN, min=0.001, metavar="S", help="Timeout of one request.")
+    float,
+    _option(
+        "--timeout", panel=_WHEN, min=0.001, metavar="S", help="Timeout of one request, in seconds."
+    ),
 ]
 
 Goodput = Annotated[

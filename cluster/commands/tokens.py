@@ -24,7 +24,7 @@ TOKENIZE_EXAMPLES = """
 DETOKENIZE_EXAMPLES = "**Example:** `everlift detokenize 18 301 7`"
 
 _Model = Annotated[str, typer.Option("--model", help="Model name. Default: the served model.")]
-_Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+_Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
 def models(as_json: _Json = False, address: Address = None) -> None:

@@ -45,10 +45,10 @@ def explain(
         str,
         typer.Option("--session", metavar="SESSION", help="Explain all turns of a session."),
     ] = "",
-    for_programs: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    for_programs: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     png: Annotated[
         Path | None,
-        typer.Option("--png", metavar="FILE", help="File for a picture by kind of time."),
+        typer.Option("--png", metavar="FILE", help="File for a picture of the times."),
     ] = None,
     address: Address = None,
 ) -> None:

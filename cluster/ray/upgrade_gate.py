@@ -28,19 +28,22 @@ log = logs.get_logger(__name__)
 
 _POLL_S = 0.5
 #: Seconds for which all workers must have been running before the gate opens with fewer workers
-#: than the other clusters have. By then the autoscaler has seen the other clusters' workers and has
-#: asked for as many as it may.
+#: than the other clusters have. Within this time the autoscaler reads the number of the other
+#: clusters' workers and requests as many as it may.
 _SETTLED_S = 10.0
 
 
 class Progress:
-    """Decision, during an upgrade, whether this cluster has enough workers. Pure."""
+    """Progress of an upgrade: whether the new cluster has enough workers. Pure."""
 
     def __init__(self) -> None:
         self._complete_since: float | None = None
 
     def is_enough(self, own: int, total: int, *, is_complete: bool, now: float) -> bool:
         """Return whether this cluster has enough workers, so that the other cluster may be removed.
+
+        It does if it has at least as many as the other clusters together, or if all its workers
+        have been running for ``_SETTLED_S`` seconds; in both cases, all must be running.
 
         Args:
             own: Number of running workers of this cluster.

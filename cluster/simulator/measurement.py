@@ -20,7 +20,7 @@ from worker.engine.sequence import Sequence as EngineSequence
 #: Number of steps that are measured of each prompt size and decoding batch; their median is used.
 #: Each chunk of a long prompt is measured once.
 _REPETITIONS = 5
-#: Maximum number of steps in which the prompts of a decoding batch are computed.
+#: Maximum number of steps in which all prompts of a decoding batch are prefilled.
 _MOST_STEPS = 32
 #: Output tokens of each sequence of a decoding batch: one per measured step, and enough for the
 #: first sequences to decode while the last prompts are computed.
@@ -81,9 +81,9 @@ class Measurement:
         ]
 
     def _most_rows(self, context: int) -> int:
-        """Return how many sequences with ``context`` prompt tokens each can decode at once.
+        """Return the number of sequences of ``context`` prompt tokens that can decode at once.
 
-        The KV cache must have room for all prompts and outputs. The token budget must allow to
+        The KV cache must have room for all prompts and outputs. The token budget must suffice to
         prefill all prompts within ``_MOST_STEPS`` steps, in which earlier sequences already decode.
         """
         blocks = self._limits.num_blocks - self._limits.watermark_blocks

@@ -118,9 +118,9 @@ class MultiStepScheduler(Scheduler):
     def decode(self, token: int, starts: Several[float]) -> list[Outcome]:
         """Compute uniform steps at once, as if all sequences sampled ``token`` in each.
 
-        ``starts`` are the times at which the steps begin. Sequences can end only with the last
-        step; return the outcome of each of these. Scheduler and outcomes are the same afterwards as
-        if ``schedule`` and ``commit_sampled`` had been called for one step after the other.
+        ``starts`` are the times at which the steps begin, in seconds. Sequences can end only with
+        the last step; return the outcomes of those that do. The state of the scheduler and the
+        outcomes are the same as after calls of ``schedule`` and ``commit_sampled`` for each step.
         """
         steps = len(starts)
         num_tokens = len(self._batch) * steps

@@ -106,8 +106,8 @@ class _Search:
     def bracket(self, guess: int) -> tuple[int, int]:
         """Return a number of workers that is not enough, and a larger one that is.
 
-        The first number is 0 if one worker is enough. The second one is ``most`` + 1 if ``most``
-        workers are not enough.
+        The search begins at ``guess``, which is from 1 to ``most``. The first number is 0 if one
+        worker is enough. The second one is ``most`` + 1 if ``most`` workers are not enough.
         """
         if self.is_enough(guess):
             return self._down(guess)

@@ -22,13 +22,16 @@ class Timeline:
         self._events: list[_Event] = []
 
     def at(self, time: float, call: Callable[..., object], *args: object) -> None:
-        """Schedule ``call(*args)`` at the time ``time``, which must not be before ``now``."""
+        """Schedule ``call(*args)`` at ``time`` in seconds, which must not be before ``now``."""
         heappush(self._events, (time, next(self._numbers), call, args))
 
     def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:
         heappush(self._events, (self.now + seconds, next(self._numbers), call, args))
 
     def step(self) -> None:
-        """Advance ``now`` to the next call and make it. Raises IndexError if there is none."""
+        """Advance ``now`` to the time of the next scheduled call, and make the call.
+
+        Raises IndexError if no call is scheduled.
+        """
         self.now, _, call, args = heappop(self._events)
         call(*args)

@@ -1,8 +1,8 @@
 """Everlift's client library, its wire protocol, and modules that all packages share.
 
-Client programs import the names in ``__all__``, and their tests ``everlift.testing``. Names
-are imported when they are first used (PEP 562), so that a process that needs only ``everlift.logs``
-does not load grpc.
+Client programs import the names in ``__all__``; tests of client programs import
+``everlift.testing``. Each name is loaded when it is first used (PEP 562), so that a process that
+needs only ``everlift.logs`` does not load grpc.
 """
 
 from importlib import import_module

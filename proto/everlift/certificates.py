@@ -89,8 +89,7 @@ def _load(tls: Tls, context: ssl.SSLContext) -> Pem:
             context.load_cert_chain(tls.cert, tls.key, password="")
         except ssl.SSLError:
             raise SettingsError(
-                f"{tls.key}: must hold, in PEM and not encrypted, the key of the certificate in "
-                f"{tls.cert}"
+                f"{tls.key}: must hold the unencrypted PEM key of the certificate in {tls.cert}"
             ) from None
     return found
 

@@ -48,9 +48,10 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _configured(directory: Path) -> tuple[int, ...]:
-    """Return the end-token ids of the first configuration section that names any.
+    """Return the end-token ids of the first configuration section that has any; () if none has.
 
-    The sections are generation_config.json, config.json and its text_config, in this order.
+    The sections are generation_config.json, config.json and its text_config, in this order. Raises
+    UnknownModel for invalid ids.
     """
     generation, config = directory / "generation_config.json", directory / "config.json"
     facts = read_object(config)

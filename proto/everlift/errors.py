@@ -58,7 +58,7 @@
     └── DataLoss                  acknowledged data is lost
 
 The slug of an error names it in logs, in metrics and on the wire. This module does not depend on a
-transport, so that it names gRPC status codes as strings.
+transport, so it names gRPC status codes as strings.
 """
 
 from __future__ import annotations

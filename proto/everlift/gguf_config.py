@@ -384,10 +384,10 @@ def _gemma3(model: _Model) -> Json:
 
 
 def _sliding_pattern(model: _Model) -> Json:
-    """Return a dict with the single key that says which layers have a sliding window.
+    """Return a dict with one key, which determines the layers that have a sliding window.
 
     The key is ``layer_types``, with one type per layer, or ``sliding_window_pattern``, whose value
-    n means that all layers except every n-th one have a sliding window.
+    n means that all layers except every n-th one have a sliding window. Without metadata, n is 6.
     """
     pattern = model.raw_value("attention.sliding_window_pattern", 6)
     if isinstance(pattern, list):

@@ -286,7 +286,8 @@ class Keys:
     def _nearest(self, path: str) -> str | None:
         """Return the key or section that is most similar to ``path``, or None.
 
-        Keys in the same section are preferred, then keys of the same name in other sections.
+        Similar keys in the same section are preferred, then keys of the same name in other
+        sections, then similar keys anywhere.
         """
         section, dot, name = path.rpartition(".")
         prefix = section + dot

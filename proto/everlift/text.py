@@ -227,7 +227,7 @@ class StopAutomaton:
         self.is_empty = len(self._next) == 1
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after ``state`` when ``char`` is read; the initial state is 0."""
+        """Return the state that follows ``state`` after ``char``; the initial state is 0."""
         while state and char not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(char, 0)

@@ -45,7 +45,7 @@ async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
 
     If the call has failed, raises the EverliftError that the server sent. If the server sent none,
     raises Unreachable for a broken connection, DeadlineExceeded, MessageTooLarge, or EverliftError
-    for any other error of gRPC.
+    for any other error of gRPC. Raises CancelledError only if the calling task is cancelled.
     """
     try:
         return await waiting
@@ -62,8 +62,7 @@ async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
 async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
     """Return the next message of a stream, or None after the last one.
 
-    If the call has failed, raises the server's EverliftError, or Unreachable if the connection
-    broke.
+    Raises the errors of ``answer`` if the call has failed.
     """
     message: Any = await answer(call, call.read())
     return None if message is grpc.aio.EOF else message

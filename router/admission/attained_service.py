@@ -15,9 +15,9 @@ from everlift.v1 import session_pb2
 from router.admission.recent_ranks import RecentRanks
 from router.admission.request import Waiting
 
-#: A session without a request for this many seconds is forgotten.
+#: A session to which no cost was charged for this many seconds is forgotten.
 EXPIRES_S = 3600.0
-#: Sessions that are remembered; beyond that the one that was used least recently is forgotten.
+#: Maximum number of sessions; beyond it the one that was charged least recently is forgotten.
 MAX_SESSIONS = 1 << 16
 
 
@@ -30,14 +30,14 @@ class AttainedService:
     """Attained service by session, and ranks of requests by it; ``now`` is in seconds.
 
     ``prompt_token`` and ``output_token`` are the costs of a prompt and of an output token. A new
-    leader begins without any attained service, so that its order begins as fifo. Operations are
+    leader knows no attained service, so its order is initially fifo. Operations are
     O(1) amortised, except for a search among the last 1,024 requests.
     """
 
     def __init__(self, prompt_token: float, output_token: float) -> None:
         self._prompt_token = prompt_token
         self._output_token = output_token
-        #: by number of the session, the least recently used first
+        #: by session number; the least recently charged session is first
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
         self._ranks = RecentRanks()
 
@@ -45,7 +45,7 @@ class AttainedService:
         return len(self._sessions)
 
     def attained(self, session: int) -> float:
-        """Return the cost of what a session was served; 0 for an unknown session, and for none."""
+        """Return the attained service of a session; 0 if it is unknown or if there is none (0)."""
         known = self._sessions.get(session)
         return 0.0 if known is None else known.service
 

@@ -76,9 +76,10 @@ class Deadlines(NamedTuple):
         return MissedDeadline(first_late_s <= 0, min(late_s, wait_s)) if late_s > 0 else None
 
 
-#: Most refusals and tenants that are remembered; beyond that the oldest are forgotten.
+#: Maximum numbers of stored refusals and tenants; beyond them the oldest entry is removed.
 _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
-#: A retry that is early by at most this many seconds is in time: clocks and timers are not exact.
+#: A retry that is early by at most this many seconds is in time, because clocks and timers are not
+#: exact.
 _SLACK_S = 0.05
 #: A refused request that has not retried this many seconds after its due time is forgotten.
 _ABANDONED_S = 5.0
@@ -99,7 +100,7 @@ class RetryLimiter:
         self._retry_at: dict[str, float] = {}
         #: heap of (due time, request id), also with outdated entries
         self._due_times: list[tuple[float, str]] = []
-        #: by tenant: tokens, and the time as of which they were counted
+        #: by tenant: tokens in the bucket, and the time at which they were counted
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def refused(self, request_id: str, now: float, retry_at: float) -> None:
@@ -173,7 +174,7 @@ _OUTPUT_TOO_LONG = "estimated end of the output ({} tokens at least) is after th
 class EarlyRejection:
     """Early rejection of requests in a router, before they reach the leader.
 
-    ``rng`` varies Retry-After. ``now`` is the router's clock in seconds.
+    ``rng`` randomises Retry-After. ``now`` is the router's clock in seconds.
     """
 
     def __init__(self, config: RouterConfig, rng: Random) -> None:

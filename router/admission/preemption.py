@@ -261,9 +261,9 @@ class OutputReservations:
         return blocks
 
     def prune(self, workers: Mapping[str, WorkerView], now: float) -> None:
-        """Drop reservations that are used up, or whose request is not at the reserved worker.
+        """Drop reservations that are used up, or whose worker is lost or does not have the request.
 
-        A request has _IN_TRANSIT_S seconds to reach the worker.
+        A request has _IN_TRANSIT_S seconds from the reservation on to reach the worker.
         """
         self._reservations = {
             request_id: reservation

@@ -208,7 +208,11 @@ class Classes:
         return highest
 
     def highest(self, ledger_now: float | None) -> Queued | None:
-        """Return the next request of the highest class that has any; None if all are parked."""
+        """Return the next request of the highest class; None if there is no request to dispatch.
+
+        Classes in which all requests are parked are skipped. The credit of lower classes is
+        ignored.
+        """
         return next(self._heads(ledger_now), _NONE_QUEUED)[1]
 
     def serve(self, waiting: Waiting) -> None:
@@ -389,7 +393,7 @@ class AdmissionQueue:
         self.num_parked += 1
 
     def unpark(self, request_id: str, parked_s: float) -> None:
-        """Put a parked request back at its place in the order; ``parked_s`` is how long it was."""
+        """Return a parked request to its place in the order, after ``parked_s`` seconds."""
         queued = self._queued[request_id]
         queued.is_parked = False
         queued.parked_s += parked_s
@@ -401,7 +405,7 @@ class AdmissionQueue:
         return queued is not None and queued.is_parked
 
     def parked_s(self, request_id: str) -> float:
-        """Return for how many seconds a queued request was parked before."""
+        """Return the total duration of a queued request's past parkings, in seconds."""
         return self._queued[request_id].parked_s
 
     def last_wait(self, request_id: str) -> Wait | None:
@@ -417,7 +421,11 @@ class AdmissionQueue:
         return _waiting(self._classes.head(ledger_now))
 
     def peek_highest(self, ledger_now: float) -> Waiting | None:
-        """Return the next request of the highest class that has any; None if all are parked."""
+        """Return the next request of the highest class; None if there is no request to dispatch.
+
+        Classes in which all requests are parked are skipped. The credit of lower classes is
+        ignored.
+        """
         return _waiting(self._classes.highest(ledger_now))
 
     def pop(self, ledger_now: float | None = None) -> Waiting:

@@ -281,7 +281,7 @@ class RunningTable:
             yield self._running[rank[2]]
 
     def from_class(self, priority: int, worker_id: str) -> Iterator[Running]:
-        """Yield a worker's requests of class ``priority`` and of higher classes."""
+        """Yield a worker's requests of class ``priority`` or higher, in ascending order."""
         ranks = self._ranks.get(worker_id, [])
         for rank in ranks[bisect_left(ranks, (priority,)) :]:
             yield self._running[rank[2]]

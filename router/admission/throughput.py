@@ -363,8 +363,8 @@ class LeastRatio:
         self.value = min(1.0, self.value * exp(_STEP * (_QUANTILE - is_below)))
 
 
-#: Least tokens of an output whose time per token is used. The time of shorter ones is dominated by
-#: the delays of frames and of the ledger.
+#: Minimum length in tokens of an output whose time per token is used. In a shorter output, the
+#: delays of frames and of the ledger dominate.
 _FEWEST = 16
 
 

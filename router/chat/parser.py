@@ -45,7 +45,7 @@ _MAX_KEY = _ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
 #: opening mark and the first key behind it have 17 characters, so none is read more than 16 times.
 #: Without a bound, a text of nothing but marks would be read as often as it has marks.
 _MAX_REREAD = 256
-#: Characters of numbers, true, false and null.
+#: Characters that may continue a number, true, false or null, and all other lower-case letters.
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 

@@ -69,7 +69,11 @@ _TOTALS = (
 
 
 class _Router:
-    """Counters of one router; ``before`` are those that are left out of recent values."""
+    """Counters of one router.
+
+    ``bounds`` maps the names of histograms to the upper bounds of their buckets. Failures and
+    prompts that ``before`` already counts are not part of the recent values.
+    """
 
     def __init__(self, bounds: Mapping[str, Sequence[float]], before: session_pb2.Counts) -> None:
         self.histograms = {name: RecentHistogram(each) for name, each in bounds.items()}
@@ -109,6 +113,7 @@ class Aggregates:
         self.num_answering, self.num_silent = 1, 0
 
     def note(self, counts: session_pb2.Counts, now: float) -> None:
+        """Store the latest counters of a router, received at ``now``, in seconds."""
         router = self._routers.get(counts.router_id)
         if router is None:
             router = _Router(self._bounds, counts)

@@ -74,7 +74,7 @@ def _check_slow(fault: pb.Fault, target: Part) -> None:
 def _check_rank(fault: pb.Fault, target: Part, num_ranks: int) -> None:
     has_ranks = fault.kind in (pb.FAULT_KIND_KILL, pb.FAULT_KIND_PAUSE) and target is Part.WORKER
     if fault.rank and not has_ranks:
-        raise InvalidRequest("rank is for killing or pausing a rank of a worker")
+        raise InvalidRequest("rank applies only to the kill or the pause of a worker")
     if fault.rank >= num_ranks:
         raise OutOfRange(f"rank must be from 0 to {num_ranks - 1}, not {fault.rank}")
 

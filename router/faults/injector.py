@@ -170,7 +170,7 @@ class Chaos:
         if name == ANY_ROUTER:
             name = random.choice(sorted(routers))
         if name == LEADER and not (name := self._heartbeat.leader_id):
-            raise UnknownWorker("no router leads now")
+            raise UnknownWorker("no router is the leader now: retry later")
         found = find_id(name, [*workers, *routers])
         if found is None:
             raise UnknownWorker(f"no worker or router {name!r} is connected")

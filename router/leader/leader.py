@@ -130,7 +130,7 @@ class Leader:
         self._is_reporting = False
         #: settings of the autoscaler, which reads them with the load
         self.autoscale: Mapping[str, float] = {}
-        #: how often this replica became the leader
+        #: number of times that this replica became the leader
         self.num_terms = 0
         #: number of workers that were lost without a drain while this replica led
         self.num_losses = 0

@@ -206,13 +206,13 @@ def check_copy(stored: Stored) -> Stored:
     """
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):
-        raise ValueError(f"a request that is {entry.state.value} under epoch {entry.epoch}")
+        raise ValueError(f"state {entry.state.value} does not match epoch {entry.epoch}")
     if entry.moves < 1:
-        raise ValueError("a request without a move was never opened")
+        raise ValueError("moves must be at least 1")
     if not len(stored.choices) == len(entry.finish_reasons) == stored.request.n:
-        raise ValueError(f"not {stored.request.n} choices")
+        raise ValueError(f"the number of choices must be {stored.request.n}")
     if any(choice.offset for choice in stored.choices):
-        raise ValueError("a choice that begins in its middle")
+        raise ValueError("a choice does not begin at offset 0")
     return stored
 
 

@@ -61,7 +61,7 @@ class Settlement:
 def cost_us(amount: int, per_minute: int | None) -> int:
     """Return the time in µs in which a bucket refills by ``amount``; 0 if there is no limit.
 
-    ``per_minute`` is the limit: the amount that refills in a minute.
+    ``per_minute`` is the limit: the amount that refills in a minute. The time is rounded down.
     """
     return amount * MINUTE_US // per_minute if per_minute else 0
 

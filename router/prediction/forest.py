@@ -55,7 +55,7 @@ class Forest:
         """
         counts = [len(each) for each in roots]
         if not counts or not all(counts) or sum(counts) > _MAX_TREES:
-            raise ValueError(f"a sum has no tree, or all have more than {_MAX_TREES}")
+            raise ValueError(f"a sum has no tree, or there are more than {_MAX_TREES} trees")
         trees = _Trees(feature, threshold, left, right, value, num_features)
         for root in (root for each in roots for root in each):
             trees.add(root)
@@ -105,15 +105,15 @@ class _Trees:
 
     def _walk(self, node: int, parent: int) -> int:
         if not parent < node < len(self._left):
-            raise ValueError("a child is none, or comes before its parent")
+            raise ValueError(f"node {node} does not exist, or does not follow its parent {parent}")
         threshold, value = self._threshold[node], self._value[node]
         left, right, feature = self._left[node], self._right[node], self._feature[node]
         if not isfinite(threshold) or not isfinite(value):
-            raise ValueError("a number is not finite")
+            raise ValueError(f"the threshold or the value of node {node} is not finite")
         if left == right == node:
             return self._leaf(value)
         if not 0 <= feature < self._num_features:
-            raise ValueError("a feature is none")
+            raise ValueError(f"node {node} has an unknown feature, {feature}")
         on_left = self._walk(left, node)
         above = on_left << _LEAVES * (len(self.values) - 1)
         self._cleared[feature].append((threshold, above))

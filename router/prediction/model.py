@@ -160,11 +160,13 @@ def _object(plain: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _history(count: int, mean: float, variance: float) -> History:
     if not 0 <= count <= _MOST_OUTPUTS or variance < 0:
-        raise ValueError("a history counts or varies below 0, or counts too many")
+        raise ValueError(
+            f"a history's count must be from 0 to {_MOST_OUTPUTS}, its variance at least 0"
+        )
     return History(int(count), _number(mean), _number(variance))
 
 
 def _number(value: float) -> float:
     if not math.isfinite(value):
-        raise ValueError("a number is not finite")
+        raise ValueError(f"a number must be finite, not {value}")
     return float(value)

@@ -81,7 +81,7 @@ def _below(z: float) -> float:
 
 #: Predicted length of an output in tokens before any has ended.
 _FIRST_GUESS = 128.0
-#: Approximate number of last outputs over which the mean is taken.
+#: Approximate number of most recent outputs that the mean covers.
 _LENGTH_MEMORY = 200
 
 
@@ -93,7 +93,7 @@ class OutputLengths:
         self._count = 0
 
     def note(self, num_tokens: int) -> None:
-        """Record an output that ended by itself or by its ``max_tokens``."""
+        """Record the length of an output that ended by itself or by its ``max_tokens``."""
         self._count = min(_LENGTH_MEMORY, self._count + 1)
         self.mean += (num_tokens - self.mean) / self._count
 

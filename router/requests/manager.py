@@ -198,8 +198,10 @@ class Requests:
     async def attach(self, request_id: str) -> LiveRequest:
         """Return a known request, live or ended; take it over if its router is gone.
 
-        Raises UnknownRequest, UnknownModel if it is for a model that is no longer served, Elsewhere
-        or Moved if another router owns it, RouterStopping and LedgerUnavailable.
+        Raises UnknownRequest, UnknownModel if an ended request is for a model that is not served,
+        and Elsewhere if another living router owns the request. Raises Moved if another router took
+        it over meanwhile and is not known to be alive. Also raises RouterStopping and
+        LedgerUnavailable.
         """
         return await self._takeover.attach(request_id)
 

@@ -166,8 +166,10 @@ class Takeover:
     async def attach(self, request_id: str) -> LiveRequest:
         """Return a known request, live or ended; take it over if its router is gone.
 
-        Raises UnknownRequest, UnknownModel if it is for a model that is no longer served, Elsewhere
-        or Moved if another router owns it, RouterStopping and LedgerUnavailable.
+        Raises UnknownRequest, UnknownModel if an ended request is for a model that is not served,
+        and Elsewhere if another living router owns the request. Raises Moved if another router took
+        it over meanwhile and is not known to be alive. Also raises RouterStopping and
+        LedgerUnavailable.
         """
         if (live := self._registry.known(request_id)) is not None:
             return live
@@ -190,7 +192,7 @@ class Takeover:
         The request is cancelled if no client attaches within the grace period, unless its
         on_disconnect is CONTINUE. If the request has ended, or cannot continue with the served
         model, return it as ended. Raises UnknownRequest, UnknownModel if an ended request is for
-        another model, Elsewhere or Moved if another router owns it, and RouterStopping.
+        another model, and RouterStopping. Raises Elsewhere and Moved as ``attach`` does.
         """
         return await asyncio.shield(self._tasks.spawn(self._take_over(request_id)))
 

@@ -474,13 +474,13 @@ class LiveRequest:
         return self.phase is Phase.RUNNING and self.epoch == epoch
 
     def age_s(self, now: float) -> float:
-        """Return the seconds since the request's call."""
+        """Return the seconds since the client's call that submitted the request."""
         return self._times.age_s(now)
 
     # events
 
     def observe(self, observer: ClassObserver) -> None:
-        """Report this request's times to ``observer`` from now on."""
+        """Report the events of this request, with their durations, to ``observer`` from now on."""
         self._times.observer = observer
 
     def start_attempt(

@@ -98,7 +98,10 @@ class RequestStream(Source):
         return piece
 
     def fail(self, error: EverliftError) -> None:
-        """End the stream with ``error``, after the pieces that can be read now."""
+        """End the stream with ``error`` after the pieces that can be read now.
+
+        If these pieces complete the output, the stream ends without an error.
+        """
         self._error = error
         self._wake()
 

@@ -41,7 +41,8 @@ class Turns:
     def __init__(self, retention_s: float, max_ids: int = _MAX_IDS) -> None:
         """Create an empty store that holds at most ``max_ids`` token ids.
 
-        A turn is removed ``retention_s`` seconds after it was added, at the next call.
+        The sessions that were used least recently are removed first. A turn is also removed at the
+        first call of ``of`` or ``add`` at least ``retention_s`` seconds after it was added.
         """
         self._retention_s = retention_s
         self._max_ids = max_ids

@@ -1235,10 +1235,10 @@ async def test_reassert_merges_choice_ends_into_finish(ledger: Ledger) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"epoch": 0}, "running under epoch 0"),
-        ({"state": State.QUEUED}, "queued under epoch"),
-        ({"moves": 0}, "without a move"),
-        ({"finish_reasons": (None, None)}, "3 choices"),
+        ({"epoch": 0}, "running does not match epoch 0"),
+        ({"state": State.QUEUED}, "queued does not match epoch"),
+        ({"moves": 0}, "moves must be at least 1"),
+        ({"finish_reasons": (None, None)}, "choices must be 3"),
     ],
 )
 async def test_reassert_rejects_inconsistent_entry(
@@ -1251,7 +1251,7 @@ async def test_reassert_rejects_inconsistent_entry(
 
 async def test_reassert_requires_tokens_from_offset_0(ledger: Ledger) -> None:
     await run_rich(ledger)
-    with pytest.raises(ValueError, match="middle"):
+    with pytest.raises(ValueError, match="offset 0"):
         await ledger.reassert(await ledger.read("r", [1]))
 
 

@@ -38,5 +38,5 @@ class Prefix(NamedTuple):
         return cls(tokens, [it for chunk in chunks for it in chunk.block_hashes])
 
 
-#: Prefix of a sequence of which nothing is left out.
+#: Empty prefix, for a sequence that was sent with all its tokens.
 NO_PREFIX = Prefix([], [])

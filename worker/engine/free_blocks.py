@@ -67,7 +67,7 @@ class FreeBlocks:
         return self._num_retained
 
     def num_retained_after(self, now: float, num_popped: int) -> int:
-        """Return how many blocks are retained at ``now`` if so many are popped until then."""
+        """Return the number of retained blocks at ``now`` after ``num_popped`` pops until then."""
         lapsed = 0
         for session in self._sessions.values():
             if session.used_at + self._retention_s > now:
@@ -85,7 +85,10 @@ class FreeBlocks:
         return iter(self._ordinary), chain(self._lapsed, chain.from_iterable(retained))
 
     def set_time(self, now: float) -> None:
-        """Set the time to ``now``, in seconds, which must not decrease; end retentions."""
+        """Set the time to ``now``, in seconds, and end the retentions that have expired.
+
+        ``now`` must not decrease.
+        """
         self._now = now
         while self._sessions:
             number, session = next(iter(self._sessions.items()))

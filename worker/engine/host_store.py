@@ -96,7 +96,7 @@ class HostStore:
     # one step
 
     def evicted(self, block: int, block_hash: bytes, *, ends_chunk: bool) -> None:
-        """Plan to save ``block`` before the planned step overwrites it, if it is needed.
+        """Plan to save ``block`` before the planned step overwrites it, if it is marked as needed.
 
         Nothing is saved if the store already has a block with ``block_hash`` or has no host block
         for it.

@@ -17,7 +17,7 @@ class Load:
     them in sequences of the batch that need more than one step, if the policy lets shorter ones
     pass. ``blocks_cached`` are free blocks in the prefix cache, of which sessions retain
     ``blocks_retained``. ``waiting_cached_tokens`` are the tokens of waiting sequences that are
-    expected to be prefix-cache hits; they are no pending prefill.
+    expected to be prefix-cache hits; ``pending_prefill_tokens`` does not include them.
 
     The other fields from ``step`` on are totals since the engine started. ``computed_tokens``
     includes draft tokens. ``kv_tokens`` is the number of tokens whose KV was read, and

@@ -41,10 +41,11 @@ def draw_rows(
 ):
     """Sample ``tokens`` int64 [rows] from ``logits`` fp32 [rows, VOCAB].
 
-    For each row, ``filters`` fp64 [rows, 4] has temperature, top_k, top_p and min_p, where an
-    infinite top_k or top_p keeps all tokens. ``keys`` int64 [rows, 2] has the bits of seed and
-    choice, and ``positions`` int64 [rows] the token's position in the output. A token is the
-    negative marker NOT_FINITE if a logit is NaN or +inf, and NOTHING_LEFT if all are -inf.
+    There is one program per row. Rows of ``logits`` are ``row_stride`` elements apart. For each
+    row, ``filters`` fp64 [rows, 4] has temperature, top_k, top_p and min_p, where an infinite top_k
+    or top_p keeps all tokens. ``keys`` int64 [rows, 2] has the bits of seed and choice, and
+    ``positions`` int64 [rows] the token's position in the output. A token is the negative marker
+    NOT_FINITE if a logit is NaN or +inf, and NOTHING_LEFT if all are -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride

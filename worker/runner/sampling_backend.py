@@ -77,7 +77,7 @@ class SamplingBackend(Protocol):
 
 
 def choose_sampling_backend(device: torch.device) -> SamplingBackend:
-    """Return sampling by the Triton kernel on a GPU where it works, else sampling in torch."""
+    """Return sampling by the Triton kernel on a GPU on which Triton works, else by torch."""
     if device.type == "cuda" and kernels_work(device):
         # Imported late, because Triton is only needed on a GPU.
         from worker.runner.sample_by_kernel import sample_by_kernel

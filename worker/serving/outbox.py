@@ -86,7 +86,10 @@ class Outbox:
             progress.prefilled_tokens = outcome.prefilled_tokens
 
     def add_breakdown(self, breakdown: SequenceBreakdown) -> None:
-        """Add the time breakdown of a sequence to the next frame, in place of an older one."""
+        """Add the time breakdown of a sequence to the next frame.
+
+        It replaces an earlier breakdown of the same sequence.
+        """
         self._breakdowns[breakdown.key] = breakdown.breakdown
 
     def accept(self, epoch: int) -> None:

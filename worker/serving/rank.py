@@ -106,9 +106,11 @@ class Rank:
         if not config.model:
             raise ValueError('model must be set, to a directory or "fake"')
         if not 0 <= rank < config.tensor_parallel:
-            raise ValueError(f"rank must be below tensor_parallel {config.tensor_parallel}")
+            raise ValueError(f"rank must be from 0 to {config.tensor_parallel - 1}, not {rank}")
         if rank and not rendezvous:
-            raise ValueError("a rank above 0 needs the rendezvous of rank 0")
+            raise ValueError(
+                "rendezvous must be the address of rank 0's rendezvous for a rank above 0"
+            )
         self.worker_id = secrets.token_hex(8)
         self._config = config
         self._rank = rank
@@ -137,12 +139,12 @@ class Rank:
 
     @property
     def has_no_router(self) -> bool:
-        """True if no router is connected; in that case perhaps none knows this worker."""
+        """Return whether no router is connected, so that possibly none knows this worker."""
         return self._server is None or self._server.has_no_router
 
     @property
     def is_stuck(self) -> bool:
-        """True while the engine's thread runs; if it still runs after ``stop``, it is stuck."""
+        """Return whether the engine's thread runs. After ``stop``, a running thread is stuck."""
         return self._thread is not None and not self._thread_exited.is_set()
 
     async def open(self) -> str:

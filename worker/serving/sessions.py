@@ -94,7 +94,7 @@ class Attempt:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.choices: set[int] = set()
-        #: whether its prompt is computed, as routers were told
+        #: whether routers were notified that its prompt is computed
         self.is_prefilled = False
         #: names of the chunks that the chunk store holds for it
         self.chunks: Collection[bytes] = ()
@@ -256,7 +256,7 @@ class Sessions:
             if self.is_draining:
                 return Outcome(key, offset, (), Stop.RETURNED)
             if attempt is not None and attempt.session is not session:
-                raise InvalidRequest("another router runs this epoch")
+                raise InvalidRequest(f"epoch {key.epoch} belongs to another router")
             sequence = self._sequence(start, num_chunks)
         except InvalidRequest as error:
             log.warning("start refused", request_id=start.request_id, error=error.slug)

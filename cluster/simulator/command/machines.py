@@ -113,9 +113,10 @@ def config_of(
 
 
 def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
-    """Return a worker of this kind with the settings of ``file`` and ``assignments``.
+    """Return the spec of a worker of ``kind`` with the settings of ``file`` and ``assignments``.
 
-    Raises ForecastFailed for settings that the simulator does not model, and SettingsError.
+    Raises ForecastFailed for settings that the simulator does not model, and SettingsError for
+    invalid ones.
     """
     config = config_of(file, assignments, kind).worker
     with as_modelled():

@@ -39,21 +39,24 @@ Begin = Annotated[
         "--from",
         min=0,
         metavar="S",
-        help="First second of the trace to use.",
+        help="Skip requests before this time, in seconds after the trace's first request.",
         rich_help_panel=PANEL,
     ),
 ]
 End = Annotated[
     float | None,
     typer.Option(
-        "--to", metavar="S", help="Last second of the trace to use.", rich_help_panel=PANEL
+        "--to",
+        metavar="S",
+        help="Skip requests from this time on, in seconds after the trace's first request.",
+        rich_help_panel=PANEL,
     ),
 ]
 Speed = Annotated[
     float,
     typer.Option(
         metavar="FACTOR",
-        help="Factor by which the trace is replayed faster.",
+        help="Replay speed of the trace; 2 halves the times between arrivals.",
         rich_help_panel=PANEL,
     ),
 ]

@@ -171,7 +171,8 @@ class AsyncClient:
         ``from_offset``, the stream raises OffsetOutOfRange.
 
         Closing this stream does not cancel the request. Raises InvalidRequest if both parameters
-        are given, or if an offset is out of the range of a message's field.
+        are given or the request id is invalid, and OutOfRange if an offset does not
+        fit into an int64, or a token id into a uint32.
 
         >>> await client.generate("one two three four", request_id="r").text()
         'one two three four'
@@ -181,7 +182,7 @@ class AsyncClient:
         check_request_id(request_id)
         offsets = [from_offset] if isinstance(from_offset, int) else from_offset
         if any(offsets) and received:
-            raise InvalidRequest("give either received or offset")
+            raise InvalidRequest("give either received or from_offset")
         with sendable():
             reception = ReceivedOutput(request_id, offsets, received)
             reception.attach_request()

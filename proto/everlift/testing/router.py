@@ -1,4 +1,4 @@
-"""Fake router for tests of clients, whose outputs come from a function."""
+"""Fake router for tests of clients. A function computes its outputs."""
 
 from __future__ import annotations
 

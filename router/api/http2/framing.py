@@ -22,7 +22,9 @@ _WORTHWHILE_BYTES = 256
 def check_encoding(name: str) -> str:
     """Return ``name`` if this encoding is supported. Raises Unimplemented if it is not."""
     if name not in ENCODINGS:
-        raise Unimplemented(f"grpc-encoding {name[:32]!r} is not known; {', '.join(ENCODINGS)} are")
+        raise Unimplemented(
+            f"grpc-encoding {name[:32]!r} is unknown; supported: {', '.join(ENCODINGS)}"
+        )
     return name
 
 
@@ -78,20 +80,20 @@ class MessageReader:
         if flag == 0:
             return data
         if flag != 1 or self._encoding == IDENTITY:
-            raise InvalidRequest("a message is marked as compressed, its call not")
+            raise InvalidRequest("a message is compressed, but its call has no grpc-encoding")
         inflater = zlib.decompressobj(_WINDOW_BITS[self._encoding])
         try:
             message = inflater.decompress(data, self._max_bytes + 1)
         except zlib.error:
-            raise InvalidRequest(f"a message is not {self._encoding}") from None
+            raise InvalidRequest(f"a message is not valid {self._encoding} data") from None
         if len(message) > self._max_bytes:
             raise self._too_large(len(message))
         if not inflater.eof:
-            raise InvalidRequest(f"a message breaks off inside its {self._encoding}")
+            raise InvalidRequest(f"the {self._encoding} data of a message is truncated")
         return message
 
     def _too_large(self, length: int) -> MessageTooLarge:
         return MessageTooLarge(
-            f"a message of {length} bytes or more; at most {self._max_bytes} are taken "
+            f"a message has at least {length} bytes; the limit is {self._max_bytes} "
             "(router.max_message_bytes)"
         )

@@ -32,7 +32,7 @@ from router.requests.tokenizer import ServedModel
 SLUG = "everlift-error"
 #: Reasons for which some methods of Triton's contract are not served.
 _REPOSITORY = "a cluster serves the one model that it was started with"
-_SHARED_MEMORY = "tensors come in their requests, not in shared memory"
+_SHARED_MEMORY = "send tensors in requests, not in shared memory"
 _SETTINGS = "logs and traces are set where the cluster is started"
 _NOT_SERVED = {
     "RepositoryModelLoad": _REPOSITORY,

@@ -84,18 +84,18 @@ def _tensor(
 ) -> Tensor:
     name, datatype = message.name, message.datatype
     if datatype not in _FORMATS and datatype != _BYTES:
-        raise InvalidRequest(f"{name}: the datatype {datatype!r} is not read here")
+        raise InvalidRequest(f"{name}: the datatype {datatype!r} is not supported")
     if message.parameters:
         raise InvalidRequest(
-            f"{name}: {min(message.parameters)} is not served: "
-            "a tensor comes in the request itself, and not in shared memory"
+            f"{name}: {min(message.parameters)} is not supported: "
+            "send the tensor in the request, not in shared memory"
         )
     count = _count(message)
     check_count(name, count)
     if raw is None:
         values = _from_contents(message, count)
     elif message.HasField("contents"):
-        raise InvalidRequest(f"{name} has contents beside raw_input_contents")
+        raise InvalidRequest(f"{name} has both contents and raw_input_contents")
     elif datatype == _BYTES:
         values = _split(name, raw, count)
     else:
@@ -118,36 +118,38 @@ def _from_contents(message: pb.ModelInferRequest.InferInputTensor, count: int) -
     for other, _ in message.contents.ListFields():
         if other.name != field:
             raise InvalidRequest(
-                f"{message.name}: elements of {message.datatype} do not come in {other.name}"
+                f"{message.name}: elements of {message.datatype} must not be in {other.name}"
             )
     values: Sequence[Scalar] = getattr(message.contents, field) if field else ()
     if len(values) != count:
-        raise _mismatch(message.name, count, f"{len(values)} come")
+        raise _mismatch(message.name, count, f"{len(values)} were sent")
     return tuple(values)
 
 
 def _unpack(name: str, datatype: str, raw: bytes, count: int) -> Sequence[Scalar]:
     kind = _FORMATS[datatype][0]
     if len(raw) != count * struct.calcsize(f"<{kind}"):
-        raise _mismatch(name, count, f"{len(raw)} bytes of {datatype} come")
+        raise _mismatch(name, count, f"{len(raw)} bytes of {datatype} were sent")
     return struct.unpack(f"<{count}{kind}", raw)
 
 
 def _split(name: str, raw: bytes, count: int) -> Sequence[bytes]:
     if count * _LENGTH.size > len(raw):
-        raise _mismatch(name, count, f"{len(raw)} bytes come")
+        raise _mismatch(name, count, f"only {len(raw)} bytes were sent")
     elements: list[bytes] = []
     start = 0
     while start < len(raw):
         if len(elements) == count or start + _LENGTH.size > len(raw):
-            raise _mismatch(name, count, "more bytes come")
+            raise _mismatch(name, count, "more bytes were sent")
         (length,) = _LENGTH.unpack_from(raw, start)
         start += _LENGTH.size + length
         if start > len(raw):
-            raise InvalidRequest(f"{name}: element {len(elements)} is longer than what came of it")
+            raise InvalidRequest(
+                f"{name}: element {len(elements)} is longer than its remaining bytes"
+            )
         elements.append(raw[start - length : start])
     if len(elements) != count:
-        raise _mismatch(name, count, f"{len(elements)} come")
+        raise _mismatch(name, count, f"{len(elements)} were sent")
     return elements
 
 

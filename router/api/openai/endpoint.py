@@ -66,7 +66,7 @@ class Call:
     async def fields(self, kind: type[F]) -> F:
         """Return the body, parsed and checked as ``kind``. Raises InvalidRequest if invalid."""
         fields = parse(kind, await self.json())
-        # Errors up to here already use the names in the body.
+        # Errors of ``parse`` name fields as the body does; later errors need this map.
         self.params = fields.params
         return fields
 

@@ -66,7 +66,7 @@ class Choice:
     def is_repeated(self, item: Append) -> bool:
         """Return whether ``item`` repeats the append that ended this choice.
 
-        It does if it has the same finish reason, and no tokens after the stored ones.
+        A repetition has the same finish reason, and no tokens after the stored ones.
         """
         last = item.offset + len(item.tokens)
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)

@@ -56,7 +56,8 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
 def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
     """Raise LedgerSetupError if the server guarantees less durability than ``demanded``.
 
-    ``appendfsync`` is the server's setting of that name; None if it is unknown, which is accepted.
+    ``info`` is the server's reply to INFO. ``appendfsync`` is the server's setting of that name, or
+    None if it is unknown; an unknown setting is accepted.
     """
     if demanded == "memory":
         return
@@ -67,8 +68,8 @@ def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | N
         )
     if appendfsync is not None and appendfsync not in _FSYNCS[demanded]:
         raise LedgerSetupError(
-            f"the ledger's server has appendfsync {appendfsync}: durability_class {demanded} asks"
-            f" for {_FSYNCS[demanded][0]}"
+            f"the ledger's server has appendfsync {appendfsync}: durability_class {demanded}"
+            f" needs {_FSYNCS[demanded][0]}"
         )
 
 

@@ -79,7 +79,7 @@ def test_encrypted_key_is_rejected_without_prompt(pair: Pair, tmp_path: Path) ->
     locked = tmp_path / "locked.key"
     command = f"openssl ec -in {pair.key} -aes256 -passout pass:secret -out {locked}"
     subprocess.run(command.split(), check=True, capture_output=True)
-    with pytest.raises(SettingsError, match="not encrypted"):
+    with pytest.raises(SettingsError, match="unencrypted"):
         certificates.pem(tls_of(Pair(pair.cert, locked)))
 
 

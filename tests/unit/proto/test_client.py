@@ -406,7 +406,7 @@ async def test_attach_continues_after_received_tokens(wire: Wire) -> None:
         for received in ([[*tokens[0][:1], 999]], [[*tokens[0], 5, 5, 5]]):
             with pytest.raises(everlift.DataLoss):
                 await client.attach(request_id, received=received).text()
-        with pytest.raises(everlift.InvalidRequest, match="give either received or offset"):
+        with pytest.raises(everlift.InvalidRequest, match="give either received or from_offset"):
             client.attach(request_id, 1, received=[[1]])
 
 

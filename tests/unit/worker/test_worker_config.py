@@ -152,8 +152,8 @@ def test_watermark_is_fraction_of_pool_and_at_least_a_block() -> None:
     ("config", "rank", "reason"),
     [
         (WorkerConfig(), 0, "model must be set"),
-        (WorkerConfig(model="fake"), 1, "rank must be below tensor_parallel 1"),
-        (WorkerConfig(model="fake", tensor_parallel=2), 1, "needs the rendezvous"),
+        (WorkerConfig(model="fake"), 1, "rank must be from 0 to 0, not 1"),
+        (WorkerConfig(model="fake", tensor_parallel=2), 1, "must be the address of rank 0"),
         (WorkerConfig(model="org/llama"), 0, "must be a commit, not ''"),
         (WorkerConfig(model="org/llama", model_revision="main"), 0, "must be a commit, not 'main'"),
     ],

@@ -32,9 +32,9 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.begin_s < self.end_s:
-            raise WorkloadFailed("a trace's window must begin at 0 or later, and before its end")
+            raise WorkloadFailed("a trace's window must begin at 0 s or later, and before its end")
         if not 0 < self.speed < inf:
-            raise WorkloadFailed(f"a trace's speed must be above 0, not {self.speed:g}")
+            raise WorkloadFailed(f"a trace's speed must be above 0 and finite, not {self.speed:g}")
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the requests of the window in order of arrival.
@@ -48,13 +48,17 @@ class Trace:
             is_empty = False
             yield replace(arrival, at=(arrival.at - self.begin_s) / self.speed)
         if is_empty:
-            raise WorkloadFailed(f"{self.file}: has no request in that window")
+            raise WorkloadFailed(
+                f"{self.file}: no request from {self.begin_s:g} to {self.end_s:g} s"
+            )
 
     def _recorded(self) -> Iterator[Arrival]:
         begin, last = None, -inf
         for row, arrival in _read(self.file):
             if arrival.at < last:
-                raise row.wrong(f"comes {last - arrival.at:g} s before the line above it")
+                raise row.wrong(
+                    f"arrives {last - arrival.at:g} s before the request on the line above"
+                )
             last = arrival.at
             begin = last if begin is None else begin
             yield replace(arrival, at=last - begin)
@@ -69,7 +73,7 @@ def _read(path: Path) -> Iterator[tuple[Row, Arrival]]:
     except OSError as error:
         raise WorkloadFailed(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise WorkloadFailed(f"{path}: is no text") from None
+        raise WorkloadFailed(f"{path}: is not UTF-8 text") from None
 
 
 def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
@@ -92,11 +96,13 @@ def _csv_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
             if (arrival := read(row)) is not None:
                 yield row, arrival
     except csv.Error as error:
-        raise WorkloadFailed(f"{path}:{rows.line_num}: is no CSV: {error}") from None
+        raise WorkloadFailed(f"{path}:{rows.line_num}: is not CSV: {error}") from None
 
 
 def _format(path: Path, columns: Sequence[str]) -> Format:
     for known, read in CSV.items():
         if known <= set(columns):
             return read
-    raise WorkloadFailed(f"{path}:1: neither Azure's columns, nor BurstGPT's, nor Mooncake's JSON")
+    raise WorkloadFailed(
+        f"{path}:1: unknown format; known are Azure's and BurstGPT's CSV and Mooncake's JSON"
+    )
