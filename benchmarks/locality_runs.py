@@ -21,9 +21,14 @@ from cluster.simulator.simulate import simulate
 from cluster.simulator.summary import Quantiles, Record
 from everlift.hashes import BLOCK_SIZE
 from router.config import RouterConfig
+from worker.config import Scheduling
 
 #: The h200 preset; its model's context is raised to that of the longest session.
 WORKER = spec(max_model_len=212_992)
+#: Rivals' engines prefill in the order of arrival, as those of vLLM and SGLang do by default.
+RIVAL_WORKER = replace(
+    WORKER, config=replace(WORKER.config, scheduling=Scheduling(ageing_tokens=1 << 20))
+)
 OFF, EVERLIFT = "off", "everlift"
 RIVALS = (*rivals(WORKER),)
 POLICIES = (OFF, *RIVALS, EVERLIFT)
@@ -61,11 +66,13 @@ class Run:
         requests = WORKLOADS[self.workload](self.rate * self.workers, seed, until_s)
         config = RouterConfig(max_queued=10**9, locality=self.policy != OFF)
         queue: Any = None
+        worker = WORKER
         if self.policy in RIVALS:
             queue = RivalQueue(rivals(WORKER)[self.policy], config, seed)
+            worker = RIVAL_WORKER
         elif self.policy == EVERLIFT:
             queue = WatchedQueue(config)
-        scenario = Scenario((WORKER,) * self.workers, config, weights=None)
+        scenario = Scenario((worker,) * self.workers, config, weights=None)
         records = simulate(
             requests.arrivals, scenario, dispatcher=queue, follow_up=requests.follow_up
         ).records

@@ -470,8 +470,8 @@ class Placement:
         """
         tokens, choices = ahead
         need = waiting.prefill_tokens - num_cached
-        pending = worker.prefill_before(need) + tokens + need - self._config.max_pending_prefill
-        prefill_s = worker.prefill_s(pending) or 0.0 if pending > 0 else 0.0
+        excess = worker.prefill_excess(need, self._config.max_pending_prefill, tokens)
+        prefill_s = worker.prefill_s(excess) or 0.0 if excess > 0 else 0.0
         lacking = choices + waiting.choices - worker.free_places(self._config.local_depth)
         blocks = blocks_of(waiting) - worker.free_blocks
         if blocks >= 0 and worker.load.num_running:
@@ -507,8 +507,7 @@ class Placement:
         if not worker.has_slots(need.choices, self._config.local_depth):
             return False
         uncached = need.prefill_tokens - cached_tokens
-        pending = worker.prefill_before(uncached)
-        if pending and pending + uncached > self._config.max_pending_prefill:
+        if worker.prefill_excess(uncached, self._config.max_pending_prefill) > 0:
             return False
         return worker.free_blocks > blocks_of(need)
 

@@ -405,8 +405,24 @@ class WorkerView:
 
         Workers prefer prompts that fit in a step to long ones.
         """
-        is_short = tokens <= self.capacity.max_num_batched_tokens
-        return self.pending_prefill - (self.load.long_prefill_tokens if is_short else 0)
+        passed = 0 if self._is_long(tokens) else self.load.long_prefill_tokens
+        return self.pending_prefill - passed
+
+    def prefill_excess(self, tokens: int, most: int, ahead: int = 0) -> int:
+        """Return the tokens to compute before the worker may receive ``tokens`` more to prefill.
+
+        A prompt that fits in a step may be received while at most ``most`` tokens, including its
+        own, are computed before it is; a longer one while fewer than ``most`` of short prompts and
+        none of another long one are pending. A worker without pending prefill may receive any
+        prompt. ``ahead`` tokens are to be received before.
+        """
+        before = self.prefill_before(tokens) + ahead
+        if self._is_long(tokens):
+            return max(self.load.long_prefill_tokens, before + 1 - most)
+        return max(0, before + tokens - most) if before else 0
+
+    def _is_long(self, tokens: int) -> bool:
+        return tokens > self.capacity.max_num_batched_tokens
 
     @property
     def unused_blocks(self) -> int:

@@ -125,6 +125,21 @@ def test_short_prompts_do_not_count_long_pending_prefill() -> None:
     assert choose(placement, waiting(prefill_tokens=201)) is None, "it is long as well"
 
 
+def test_long_prompt_needs_a_worker_without_another_one() -> None:
+    placement = Placement(CONFIG)
+    placement.join("a", Capacity(max_num_seqs=8, num_blocks=100, max_num_batched_tokens=200))
+    loads = [
+        Load(1, num_running=1, pending_prefill_tokens=99),
+        Load(2, num_running=1, pending_prefill_tokens=100),
+        Load(3, num_running=1, pending_prefill_tokens=1, long_prefill_tokens=1),
+    ]
+    chosen = []
+    for load in loads:
+        placement.report("a", load, now=0.0)
+        chosen.append(choose(placement, waiting(prefill_tokens=500)))
+    assert chosen == ["a", None, None]
+
+
 def test_placement_requires_free_blocks_for_the_prompt() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=98))
     assert choose(placement, waiting(prefill_tokens=64)) is None
