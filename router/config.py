@@ -159,7 +159,8 @@ class RouterConfig:
     #: dispatch requests to workers that have their prefix cached. A request waits for a busy one
     #: for at most the time that the cached prefix saves this and other requests
     locality: bool = True
-    #: largest number of uncached prompt tokens waiting for prefill at a worker
+    #: most uncached tokens of prompts that wait for prefill at a worker and fit in a step each; one
+    #: longer prompt may be there as well
     max_pending_prefill: Count = 4096
     #: target time per output token, which limits the batch of a worker by its predicted step time;
     #: 0 disables
