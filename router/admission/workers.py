@@ -409,12 +409,12 @@ class WorkerView:
         return self.pending_prefill - passed
 
     def prefill_excess(self, tokens: int, most: int, ahead: int = 0) -> int:
-        """Return the tokens to compute before the worker may receive ``tokens`` more to prefill.
+        """Return how many pending tokens must be computed before the worker gets a request.
 
-        A prompt that fits in a step may be received while at most ``most`` tokens, including its
-        own, are computed before it is; a longer one while fewer than ``most`` of short prompts and
-        none of another long one are pending. A worker without pending prefill may receive any
-        prompt. ``ahead`` tokens are to be received before.
+        The request has ``tokens`` to prefill. If they fit in a step, they may be pending together
+        with those that are computed before, up to ``most`` in total. A longer prompt requires fewer
+        than ``most`` pending tokens and no other long prompt. A worker without pending prefill may
+        get any request. ``ahead`` tokens of other requests are to be dispatched to it before.
         """
         before = self.prefill_before(tokens) + ahead
         if self._is_long(tokens):

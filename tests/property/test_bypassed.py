@@ -1,6 +1,7 @@
-"""How often a request is overtaken, over all its stays in the queue: no more than router/README.md
-says under "How often a request is overtaken". Counted in random lives of a queue, in which requests
-are heard of late, wait for cached prefixes, come back from workers and are withdrawn."""
+"""How often a request is bypassed in the queue: no more than router/admission/README.md states.
+
+Counted in random lives of a queue, in which requests arrive late at the leader, wait for cached
+prefixes, return from workers and are withdrawn."""
 
 from __future__ import annotations
 

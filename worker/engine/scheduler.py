@@ -464,12 +464,13 @@ class Scheduler:
 
     def load(self) -> Load:
         running, slot_table = self._batch, self._batch.slot_table
+        num_prefilling = slot_table.num_prefilling
         return Load(
             num_running=len(running),
             num_waiting=len(self._waiting),
             blocks_used=running.num_blocks_used,
             blocks_total=self._limits.num_blocks,
-            pending_prefill_tokens=slot_table.num_prefilling + self._waiting.num_uncached,
+            pending_prefill_tokens=num_prefilling + self._waiting.num_uncached,
             committed_tokens=slot_table.num_known + self._waiting.num_tokens,
             step=self._step,
             output_tokens=self._output_tokens,
@@ -482,12 +483,16 @@ class Scheduler:
             blocks_cached=running.num_blocks_cached,
             blocks_retained=running.num_blocks_retained,
             waiting_cached_tokens=self._waiting.num_tokens - self._waiting.num_uncached,
-            long_prefill_tokens=self._long_prefill_tokens(),
+            long_prefill_tokens=self._long_prefill_tokens(num_prefilling),
         )
 
-    def _long_prefill_tokens(self) -> int:
+    def _long_prefill_tokens(self, num_prefilling: int) -> int:
         most = self._limits.max_num_batched_tokens
-        return self._batch.slot_table.num_long(most) if self._policy.has_short_first else 0
+        if not self._policy.has_short_first or num_prefilling <= most:
+            return 0
+        long = self._batch.at(self._batch.slot_table.prefilling(above=most))
+        # Resumed sequences come first, so that no prompt passes them.
+        return sum(sequence.remaining for sequence in long if not sequence.num_output)
 
     def take_chunk_changes(self) -> ChunkChanges:
         """Return the changes of the prefix cache since the last call. Call between steps."""

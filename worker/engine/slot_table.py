@@ -120,9 +120,9 @@ class SlotTable:
         """
         return self._by_order((self._remaining == 1) & self._is_below_limit)
 
-    def prefilling(self) -> Ints:
-        """Return the slots with several tokens left to compute, in the order of arrival."""
-        return self._by_order(self._remaining > 1)
+    def prefilling(self, above: int = 1) -> Ints:
+        """Return the slots with more than ``above`` tokens to compute, in the order of arrival."""
+        return self._by_order(self._remaining > above)
 
     def lacking(self) -> Ints:
         """Return the slots whose block tables are too short for their known tokens.
@@ -167,11 +167,6 @@ class SlotTable:
         """Number of tokens left to compute in all slots that have more than one left."""
         remaining = self._remaining
         return int(remaining[remaining > 1].sum())
-
-    def num_long(self, most: int) -> int:
-        """Return the tokens left to compute in all slots that have more than ``most`` of them."""
-        remaining = self._remaining
-        return int(remaining[remaining > most].sum())
 
     @property
     def num_unfilled(self) -> int:

@@ -24,7 +24,7 @@ def by_length(sequence: Sequence, ageing_tokens: int) -> Place:
     """Return a sort key that puts larger ``priority`` first, then fewer tokens left to compute.
 
     A sequence counts as ``ageing_tokens`` shorter for each later arrival. A sequence with n tokens
-    to compute is therefore overtaken by fewer than n / ageing_tokens later ones of the same
+    to compute is therefore bypassed by fewer than n / ageing_tokens later ones of the same
     priority. A sequence that has output already counts as having no tokens to compute, because its
     client waits for the next token.
     """

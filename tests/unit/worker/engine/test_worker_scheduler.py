@@ -368,6 +368,16 @@ def test_load_counts_prefill_that_short_prompts_pass(policy: EnginePolicy, expec
     assert bench.scheduler.load().long_prefill_tokens == 0, "the rest fits in one step"
 
 
+def test_load_counts_no_resumed_sequence_that_comes_first() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=30))
+    bench.add(1, 65, output=[7])
+    bench.step()
+    bench.add(2, 20, first=500)
+    load = bench.scheduler.load()
+    assert (load.pending_prefill_tokens, load.long_prefill_tokens) == (36 + 20, 0)
+    assert bench.step() == [(0, 30, 30)]
+
+
 def test_released_blocks_exclude_shared_blocks() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     first, second = bench.add(1, 70), bench.add(2, 70)
