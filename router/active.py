@@ -21,7 +21,7 @@ from router.requests.tokenizer import ServedModel
 log = logs.get_logger(__name__)
 
 _POLL_INTERVAL_S = 1.0
-#: Seconds after which load balancers have noticed that another cluster's routers are ready.
+#: Seconds that load balancers need to notice that the routers of another cluster became ready.
 _NOTICED_S = 10.0
 
 
@@ -42,7 +42,7 @@ class ActiveModel:
         self._changed_at = -inf
 
     async def run(self) -> None:
-        """Ask the ledger every second whether the cluster is active; ``note`` each answer.
+        """Ask the ledger every second whether the cluster is active; pass the answer to ``note``.
 
         Runs until cancelled.
         """
@@ -57,8 +57,8 @@ class ActiveModel:
         """Update the model's ``is_active`` and ``is_switching`` from the ledger's answer.
 
         ``is_switching`` is True while the cluster is inactive, and for 10 s after it became active.
-        If it is inactive, clients' connections are closed once they are idle. ``now`` is the time
-        in seconds.
+        While the cluster is inactive, clients' connections are closed as soon as they are idle.
+        ``now`` is the router's clock in seconds.
         """
         model = self._model
         if is_active != model.is_active:
@@ -68,6 +68,6 @@ class ActiveModel:
         # Until load balancers have noticed the change, clients may reach either cluster.
         model.is_switching = not (is_active and has_settled)
         if not is_active:
-            # On the connections that they keep, clients would reach this router until it stops.
+            # Clients would continue to reach this router on connections that stay open.
             for connections in self._connections:
                 connections.close_when_idle()

@@ -29,7 +29,7 @@ from router.router import Router
 
 log = logs.get_logger(__name__)
 
-#: Seconds between two queries for the workers that Ray cannot place.
+#: Seconds between two queries of Ray for the workers that it cannot place.
 _PLACEMENT_S = 5.0
 
 
@@ -44,8 +44,8 @@ class RouterDeployment:
     If the ledger is embedded, its URL is read from the environment variable URL_VARIABLE. Workers
     and other routers connect to the node's address, clients to the addresses in ``config``.
 
-    Settings that change without a restart are the deployment's user_config, which Serve hands to
-    ``reconfigure`` (cluster/ray/deployments.py).
+    Settings that change without a restart are in the deployment's user_config, which Serve passes
+    to ``reconfigure`` (cluster/ray/deployments.py).
     """
 
     async def __init__(  # type: ignore[misc]
@@ -191,7 +191,7 @@ async def _end(router: Router) -> None:
     try:
         await router.stop()
     except Exception:
-        log.exception("did not stop in good order")
+        log.exception("router did not stop cleanly")
     finally:
         os._exit(0)
 
@@ -206,5 +206,7 @@ def _located(ledger: LedgerConfig) -> LedgerConfig:
         return ledger
     url = os.environ.get(URL_VARIABLE)
     if not url:
-        raise LedgerSetupError(f"the ledger has no url: set {URL_VARIABLE} where Ray starts")
+        raise LedgerSetupError(
+            f"the embedded ledger's url is unknown: set {URL_VARIABLE} in Ray's environment"
+        )
     return replace(ledger, url=url)

@@ -16,7 +16,7 @@ from everlift.address import strip_brackets
 from everlift.settings import CHECKED, Amount, Count, NotNegative, Port, Positive
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
-#: Hosts that must be set, because an empty one would be no address or every address.
+#: Settings that must name a host, because an empty one would mean every address of the machine.
 _HOSTS = ("host", "internal_host")
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = {"localhost": "127.0.0.1"}
@@ -58,7 +58,7 @@ def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Liste
 class RouterConfig:
     """Settings of a router. Durations are in seconds; port 0 takes a free port."""
 
-    #: model whose tokenizer the router uses; it takes the values of the cluster's setting model
+    #: model whose tokenizer the router uses, written like the cluster's setting model
     model: str = ""
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
@@ -79,15 +79,15 @@ class RouterConfig:
     http_port: Port = 8000
     #: serve the console, a page that shows the cluster, at /console
     console: bool = True
-    #: web pages that may use the OpenAI API, as https://chat.example.com; "*": all
+    #: origins of web pages that may use the OpenAI API, such as https://chat.example.com; "*": all
     cors_origins: tuple[str, ...] = ()
     #: fields of the OpenAI API whose value names the session of a request without x-session-id; the
     #: first one that is set applies. A value must name one conversation, and not an application
     session_from: tuple[SessionField, ...] = ()
     #: largest body of an HTTP request; a larger one is refused with 413
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 8 << 20
-    #: a stream of server-sent events without an event for this many seconds sends its headers, then
-    #: an SSE comment line each time; 0 disables both
+    #: interval in which a stream of server-sent events sends at least something: at first its
+    #: headers, later an SSE comment line; 0 disables both
     keep_alive: NotNegative = 15.0
     #: streams that get comment lines: those of requests with Accept: text/event-stream (accept), or
     #: all (always)
@@ -95,7 +95,7 @@ class RouterConfig:
     #: address of the port for workers and other routers
     internal_host: str = "127.0.0.1"
     internal_port: Port = 0
-    #: TLS of that port, as for workers
+    #: TLS of the port for workers and other routers; the same settings as those of the workers
     internal_tls: InternalTls = field(default_factory=InternalTls)
     #: address of Prometheus metrics (GET /metrics) and probes (GET /ready, GET /live), without TLS;
     #: empty: disabled
@@ -103,17 +103,18 @@ class RouterConfig:
     metrics_port: Port = 0
     #: source of API keys: off (clients need none), file or ledger
     access: Literal["off", "file", "ledger"] = "off"
-    #: with access: file: the file that `everlift key` writes, with hashes of keys and limits of
-    #: tenants
+    #: file that `everlift key` writes, with hashes of keys and limits of tenants; to be set if
+    #: access is file, and only then
     access_file: str = ""
     #: also export metrics under vLLM's names
     vllm_metrics: bool = False
     #: OTLP collector (gRPC) for traces of requests, as http://127.0.0.1:4317; empty: no traces
     trace_endpoint: str = ""
-    #: share of the requests to trace; requests of a caller's trace follow its sampled flag
+    #: share of the requests to trace; a request that arrives with a trace context follows the
+    #: sampled flag of that context
     trace_sample: Annotated[float, Field(ge=0, le=1)] = 1.0
-    #: lower max_tokens to what the context leaves; off: refuse the request
-    #: (context_length_exceeded)
+    #: lower a request's max_tokens if it exceeds the context length together with the prompt;
+    #: false: refuse such a request (context_length_exceeded)
     clamp_max_tokens: bool = False
     #: largest number of queued requests; more are refused with RESOURCE_EXHAUSTED. everlift policy
     #: sets this, queue_ttl, refuse_late, order, undated_due, ageing_factor, starvation,
@@ -130,37 +131,40 @@ class RouterConfig:
     retry_burst: Amount = 10
     #: order of the queue within a class: earliest arrival (fifo), earliest deadline or
     #: ttft_target_ms (deadline), fewest predicted tokens (shortest), shortest predicted output by
-    #: rank (ranked), or longest wait relative to its tokens (hrrn). Order attained: least computed
-    #: for the request's session so far
+    #: rank (ranked), or longest wait relative to its tokens (hrrn). Order attained: fewest tokens
+    #: computed so far for the request's session
     order: Order = "fifo"
-    #: deadline: due time of a request without a deadline, in seconds after its arrival
+    #: order deadline: due time of a request without a deadline, in seconds after its arrival
     undated_due: Positive = 60.0
-    #: shortest, ranked, attained: how long a request yields to others, in multiples of its
-    #: estimated wait; short requests (attained: sessions) yield for less, long ones for more
+    #: orders shortest, ranked and attained: how long a request yields to others, in multiples of
+    #: its estimated wait; a short request (attained: session) yields for a shorter time
     ageing_factor: NotNegative = 1.5
     #: file of `everlift train-predictor` that predicts output lengths; a new version is loaded at
-    #: once. Empty: the mean of the last outputs
+    #: once. Empty: the prediction is the mean of recent output lengths
     predictor: str = ""
-    #: predictions with a lower Kendall's tau are not used: shortest, ranked and hrrn are then fifo
+    #: minimum of Kendall's tau between predicted and actual output lengths; below it, predictions
+    #: are not used, and the orders shortest, ranked and hrrn act as fifo
     predictor_min_tau: Annotated[float, Field(ge=-1, le=1)] = 0.1
     #: a request that has waited for this many seconds leaves its class first, whatever the order; 0
     #: disables
     starvation: NotNegative = 0.0
-    #: share of the work of higher classes that a waiting class receives
+    #: minimum share of lower classes: tokens of work that a class with queued requests may send per
+    #: token of work of higher classes
     class_floor: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    #: with access: share each class fairly between tenants, by the tokens that they were served;
-    #: the order applies within a tenant
+    #: if clients need API keys: share each class fairly between tenants, by the tokens that each
+    #: was served; the order applies within a tenant
     fair_share: bool = True
     #: weight of an uncached prompt token and of an output token in fair_share and attained service
     prompt_token_weight: Positive = 1.0
     output_token_weight: Positive = 2.0
-    #: requests dispatched to a worker beyond its free slots
+    #: number of requests that may be dispatched to a worker beyond its free slots
     local_depth: Amount = 2
-    #: dispatch requests to workers that have their prefix cached. A request waits for a busy one
-    #: for at most the time that the cached prefix saves this and other requests
+    #: dispatch requests to workers that have their prefix cached. If such a worker is busy, a
+    #: request waits for it at most as long as its cached prefix saves time for this and other
+    #: requests
     locality: bool = True
-    #: most uncached tokens of prompts that wait for prefill at a worker and fit in a step each; one
-    #: longer prompt may be there as well
+    #: largest total of uncached tokens of the prompts that wait for prefill at a worker. It applies
+    #: to prompts that fit in one step; one longer prompt may wait in addition
     max_pending_prefill: Count = 4096
     #: target time per output token, which limits the batch of a worker by its predicted step time;
     #: 0 disables
@@ -168,33 +172,34 @@ class RouterConfig:
     #: a dispatch that its worker has not acknowledged after this many seconds no longer counts as
     #: load
     dispatch_ack: Positive = 1.0
-    #: a request fails after it lost this many workers in a row without a new token, each while it
-    #: was in a step
+    #: a request fails after it lost this many workers in a row, each while it was in a step, and
+    #: received no new token meanwhile
     max_losses: Count = 3
-    #: a request fails after it lost this many workers in a row without a new token, in a step or
-    #: not
+    #: a request fails after it lost this many workers in a row, in a step or not, and received no
+    #: new token meanwhile
     max_losses_total: Count = 20
-    #: most moves of a preempted request to other workers; evictions for a higher class do not count
+    #: largest number of moves of a preempted request to other workers; evictions for a higher class
+    #: do not count
     max_moves: Amount = 3
     #: share of a worker's blocks that must stay free when a preempted request is moved there
     move_reserve: NotNegative = 0.05
-    #: a worker whose steps take this many times as long as the others' gets no requests while they
-    #: have room
+    #: a worker whose steps take this many times as long as those of other workers gets no requests
+    #: while the others have capacity
     slow_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     #: allow fault injection: everlift chaos
     chaos: bool = False
     #: time that a request without a client continues under on_disconnect: grace
     grace: NotNegative = 30.0
-    #: a worker without a message for this long is lost; it is declared lost after 0.85 to 0.9 of
-    #: it. Workers send five messages a second
+    #: a worker that sends no message for this long is lost; the loss is declared after 85 to 90 %
+    #: of this time. Workers send five messages a second
     worker_silence: Positive = 1.0
-    #: the leader forgets a worker that was unreachable for this long
+    #: the leader removes a worker from the ledger's table if it is unreachable for this long
     worker_forget: Positive = 10.0
     #: a router that did not renew its lease for this long is lost; a new leader takes over within 2
     #: s
     lease: Positive = 1.2
     #: longest wait of a request while there is no worker; then it ends with UNAVAILABLE
-    #: (no_worker). A worker may need a machine, an image and a model first
+    #: (no_worker). Allow for the time to start a machine, pull the image and load the model
     worker_wait: NotNegative = 1800.0
     #: interval at which a router renews its lease
     heartbeat: Positive = 0.25
@@ -205,19 +210,20 @@ class RouterConfig:
     on_ledger_loss: Literal["available", "strict"] = "available"
     #: available: streams continue for this long, then pause
     unledgered: NotNegative = 10.0
-    #: requests that ended this recently are sent to the ledger again if its server lost its last
-    #: second
+    #: requests that ended within this time are sent to the ledger again if its server restarts or
+    #: fails over, because it may have lost its last second of writes
     reassert: NotNegative = 5.0
     #: source of the defaults for sampling parameters that a request does not set: the model's
     #: generation_config.json (model), or Everlift's own defaults (none)
     sampling_defaults: Literal["model", "none"] = "model"
     #: format of the model's tool calls; auto: detected from its chat template
     tool_format: Literal["auto", "hermes", "llama3"] = "auto"
-    #: CPU time of the model's chat template for one chat; beyond it its process is killed
+    #: limit of the CPU time for rendering one chat with the model's chat template; a process that
+    #: exceeds it is killed
     template_timeout: Positive = 2.0
-    #: processes that render chats, each one at a time
+    #: number of processes that render chats; each renders one chat at a time
     template_processes: Count = 1
-    #: time that a stopping router gives its streams to finish before it moves them
+    #: time that a stopping router gives its requests to finish before other routers take them over
     drain: NotNegative = 5.0
 
     def __post_init__(self) -> None:
@@ -226,7 +232,7 @@ class RouterConfig:
         if self.heartbeat * 2 > self.lease:
             raise ValueError(f"lease ({self.lease:g}) must be twice heartbeat or more")
         if (self.access == "file") != bool(self.access_file):
-            raise ValueError("access_file must be set with access: file, and then only")
+            raise ValueError("access_file must be set if access is file, and only then")
         for name in ("access_file", "predictor"):
             if path := getattr(self, name):
                 # A relative path is resolved once, against the working directory.
@@ -237,7 +243,7 @@ class RouterConfig:
             object.__setattr__(self, name, strip_brackets(getattr(self, name)))
         for name in _HOSTS:
             if not getattr(self, name):
-                raise ValueError(f"{name} must be set: an empty one would be every address")
+                raise ValueError(f"{name} must be set: an empty host would mean every address")
         for one, other in combinations(self.listeners, 2):
             if one.overlaps(other):
                 raise ValueError(f"{one.setting} and {other.setting} are both {one.port}")

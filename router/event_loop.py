@@ -15,8 +15,8 @@ from everlift import logs
 def now() -> float:
     """Return a time in seconds that never decreases; only differences are meaningful."""
     loop = asyncio.get_running_loop()
-    # The time of uvloop is in whole milliseconds and stays the same for one iteration of the loop.
-    # It is that of time.monotonic, so both can be compared.
+    # The clock of uvloop has whole milliseconds and advances only between iterations of the loop.
+    # It has the same origin as time.monotonic, so the values of both can be compared.
     return time.monotonic() if isinstance(loop, uvloop.Loop) else loop.time()
 
 
@@ -27,10 +27,10 @@ _CHECK_INTERVAL_S = 0.1
 #: Lag of the event loop, in seconds, from which it is logged as a stall: the process was frozen or
 #: lacked a core.
 FREEZE_S = 0.5
-#: Number of intervals of a wait, each of which counts only if the event loop kept up.
+#: Number of intervals of a ``wait``; an interval counts only if the event loop ended it in time.
 _INTERVALS = 6
-#: If the event loop notices a deadline this many seconds late, it extends the deadline once, by the
-#: same time.
+#: If the event loop reaches a deadline this many seconds late, the deadline is extended once, by
+#: the same number of seconds.
 _LATE_S = 0.25
 
 
@@ -46,8 +46,8 @@ async def report() -> None:
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
     """Wait until ``call`` ends, or until ``seconds`` have passed; return whether it has ended.
 
-    Most of the time in which the event loop stalls does not count. The wait consists of six
-    intervals, and an interval is repeated if it ends late by at least its own length.
+    Most of the time for which the event loop stalls is not counted as waiting time. The wait
+    consists of six intervals, and an interval is repeated if it ends late by at least its length.
     """
     loop = asyncio.get_running_loop()
     interval = seconds / _INTERVALS
@@ -63,8 +63,8 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
 class Expiry:
     """Timer that lets ``limit`` expire after ``seconds``.
 
-    If the event loop is at least 0.25 s late at that time, ``limit`` expires 0.25 s later, so that
-    answers that have arrived meanwhile are read first.
+    If the event loop reaches that time at least 0.25 s late, ``limit`` expires another 0.25 s
+    later, so that answers that have arrived meanwhile are read first.
     """
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
@@ -93,8 +93,8 @@ async def first_answer(start_call: Callable[[], Coroutine[Any, Any, T]], every_s
     """Return the result of the first call that ends, or raise its error; the others are cancelled.
 
     ``start_call`` starts a call. Until one ends, a further one is started every ``every_s`` seconds
-    (hedging). This is for ledger calls on which a lease depends. Each call has its own connection,
-    so that a dead connection costs only a part of the lease.
+    (hedging). Use this for ledger calls on which a lease depends. Each of these calls has its own
+    connection, so that waiting on a dead connection takes only a part of the lease.
     """
     calls = [asyncio.create_task(start_call())]
     try:

@@ -1,6 +1,6 @@
-"""Heartbeat of a router: renews its lease in the ledger, and applies what the ledger answers.
+"""Heartbeat of a router: renews its lease in the ledger, and applies the ledger's answer.
 
-The answers concern the workers, the run-time policy and the leader.
+The answer concerns the workers, the run-time policy and the leader.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Gateway(Protocol):
     async def generation_changed(self, generation: str) -> None:
         """Send all requests to the ledger again, then notify the leader that this is done.
 
-        The ledger may have lost data. ``generation`` is the new id of its servers' present run. For
-        the first generation that this router sees, nothing is sent to the ledger.
+        ``generation`` is an id that changes when the ledger's servers restart or fail over and may
+        have lost data. For the first generation that this router sees, nothing is sent to the
+        ledger.
         """
         ...
 
@@ -76,8 +77,8 @@ class Heartbeat:
     async def run(self) -> None:
         """Send heartbeats at the configured interval, until cancelled.
 
-        The interval is reduced to a third of that while there is no stream to the leader, or while
-        the leader sends nothing. A change of leadership ends the interval early.
+        The interval is reduced to a third while there is no stream to the leader, or while the
+        leader sends nothing. A change of leadership ends the interval early.
         """
         try:
             while True:
@@ -105,8 +106,8 @@ class Heartbeat:
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """Store a ready worker in the ledger, and connect to it.
 
-        Raises InvalidRequest if it has another model fingerprint or block size than the workers
-        that are connected. Raises LedgerUnavailable.
+        Raises InvalidRequest if the worker has another model fingerprint or block size than the
+        workers that are connected. Raises LedgerUnavailable.
         """
         for link in self._sessions.links:
             if link.is_up:

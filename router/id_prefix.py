@@ -16,10 +16,10 @@ def find_id(prefix: str, ids: Iterable[str]) -> str | None:
     Returns None if no id begins with it, or if ``prefix`` is empty. Raises UnknownWorker if several
     ids begin with it, and none equals it.
     """
-    found = sorted({each for each in ids if prefix and each.startswith(prefix)})
+    found = sorted({known for known in ids if prefix and known.startswith(prefix)})
     if prefix in found:
         return prefix
     if len(found) > 1:
-        shown = ", ".join(each[: max(SHOWN, len(prefix) + 2)] for each in found)
-        raise UnknownWorker(f"{prefix!r} may mean {shown}")
+        shown = ", ".join(known[: max(SHOWN, len(prefix) + 2)] for known in found)
+        raise UnknownWorker(f"the id {prefix!r} is ambiguous: it may be {shown}")
     return found[0] if found else None

@@ -15,9 +15,10 @@ _STALE_S = 5.0
 def missing_workers(report: LoadReport | None) -> str:
     """Return as text how many workers are ready, and what the missing ones wait for.
 
-    ``report`` is the leader's last load report. The text is empty if no worker is missing, if there
-    is no report, or if it is older than 5 s or has no wanted number of workers. The text counts the
-    workers that load their model, those that Ray cannot place, and those that have not started.
+    ``report`` is the leader's last load report. The text counts the workers that load their model,
+    those that Ray cannot place, and those that have not started. The text is empty if no worker is
+    missing. It is also empty without a report, or if the report is older than 5 s or does not state
+    how many workers are wanted.
     """
     if report is None or report.age_s > _STALE_S or not report.load.HasField("wanted_workers"):
         return ""
@@ -52,13 +53,13 @@ def unplaced(
 ) -> tuple[int, str]:
     """Return the number of pending placement groups, and why the first of them is pending.
 
-    Without a pending group this is 0 and an empty text.
+    If none is pending, return 0 and an empty text.
 
     Args:
         groups: Placement groups as ``ray.util.placement_group_table`` describes them.
         replicas: Prefix of the names of the groups to count.
-        is_on_kubernetes: Whether nodes are pods. Ray knows a pod only once it runs, so the
-            reason points to the pods.
+        is_on_kubernetes: Whether the nodes are pods. Ray does not know a pod that does not run
+            yet, so the reason then includes a note on such pods.
     """
     waiting = [
         group

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
 
-#: Most bytes of a merged message, far below the limit of the messages of a stream.
+#: Maximum size of a merged message in bytes, far below the size limit of a stream's messages.
 _MERGED_BYTES = 1 << 20
 #: Larger additions are sent alone, because merging copies them.
 _COPIED_BYTES = 1 << 16
@@ -34,11 +34,11 @@ class Outbox(Generic[M]):
     def add(self, message: M, *, is_large: bool = False) -> None:
         """Queue a message to be sent; small ones are merged into the last unsent message.
 
-        A message that ``is_large`` is sent alone, and its size is not computed, because that
-        serialises it. Small messages are merged with MergeFrom: repeated fields are appended, other
-        fields that are set in ``message`` replace older values, and the fields of submessages are
-        merged likewise. The outbox takes over ``message``, which must not be changed afterwards.
-        After ``close`` this has no effect.
+        If ``is_large`` is True, the message is sent alone, and its size is not computed, because
+        computing it serialises the message. Small messages are merged with MergeFrom: repeated
+        fields are appended, other fields that are set in ``message`` replace older values, and the
+        fields of submessages are merged likewise. The outbox takes over ``message``, which must not
+        be changed afterwards. After ``close`` this has no effect.
         """
         if self._is_closed:
             return

@@ -22,8 +22,8 @@ class Processes(Protocol):
     def pause(self, pid: int, seconds: float) -> Coroutine[Any, Any, None]:
         """Return a coroutine that stops a process with SIGSTOP, and resumes it after ``seconds``.
 
-        It returns when it has sent SIGCONT. It may return earlier if the process ends, and returns
-        at once if the process does not exist.
+        The coroutine returns when it has sent SIGCONT. It may return earlier if the process ends,
+        and returns at once if the process does not exist.
         """
         ...
 

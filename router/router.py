@@ -69,8 +69,8 @@ from router.worker_sessions import Sessions
 
 log = logs.get_logger(__name__)
 
-#: Most seconds for which the event loop waits for Python's lock while threads process long prompts.
-#: Python's default of 5 ms delays tokens noticeably.
+#: Seconds for which a thread may hold Python's global interpreter lock while the event loop waits
+#: for it. Python's default of 5 ms delays tokens noticeably when threads process long prompts.
 _SWITCH_INTERVAL_S = 1e-3
 
 
@@ -86,7 +86,7 @@ class Router:
         ledger_config: LedgerConfig,
         access: Access | None = None,
     ) -> None:
-        """Create the router without starting it; without ``access`` clients need no API key.
+        """Create the router without starting it; clients need no API key if ``access`` is None.
 
         Raises SettingsError for an unusable setting, for example a missing certificate file.
         """
@@ -150,7 +150,7 @@ class Router:
 
     async def _start_servers(self, cluster_id: str) -> None:
         config = self.config
-        # Ports are bound first, because that can be undone if one of them is taken.
+        # Ports are bound first, because this can be undone if one of them is in use.
         with _naming("metrics_port", config.metrics_host, config.metrics_port):
             await self._metrics.start(config.metrics_host, config.metrics_port)
         try:
@@ -405,11 +405,12 @@ class Router:
     def reconfigure(
         self, config: RouterConfig, autoscale: Mapping[str, float], num_workers: int | None
     ) -> None:
-        """Apply the run-time settings of the router, of the autoscaler, and the number of workers.
+        """Apply run-time settings of the router and the autoscaler, and the number of workers.
 
-        Of ``config``, only settings that operators may change at run time are applied. The leader
-        stores ``autoscale`` in its load report, where the autoscaler reads it. ``num_workers`` is
-        the number of workers that the cluster is to have; None if the autoscaler decides it.
+        Only those settings of ``config`` that operators may change at run time are applied. The
+        leader stores ``autoscale`` in its load report, where the autoscaler reads it.
+        ``num_workers`` is the number of workers that the cluster is to have; None if the autoscaler
+        decides it.
         """
         self._runtime_policy.configure(config)
         self._leader.autoscale = autoscale
@@ -423,9 +424,9 @@ class Router:
         """Report to the leader how many workers Ray cannot place.
 
         Args:
-            ray_cluster: Name of the Ray cluster; its workers have the same name in WorkerInfo.
+            ray_cluster: Name of the Ray cluster, as in the WorkerInfo of its workers.
             unplaced: Number of workers that wait for resources.
-            cause: Reason why one of them cannot be placed; empty if none waits.
+            cause: Reason why one of them cannot be placed; empty if no worker waits.
         """
         self._demand.ray_cluster = ray_cluster
         self._demand.unplaced, self._demand.unplaced_cause = unplaced, cause
@@ -449,8 +450,8 @@ class Router:
     async def stop(self) -> None:
         """Stop the router: let requests finish, then hand over the rest to other routers.
 
-        It resigns as the leader, lets streams finish for up to ``drain`` seconds, and ends its
-        lease. Further calls wait until the same stop has ended.
+        The router resigns as the leader, lets streams finish for up to ``drain`` seconds, and ends
+        its lease. Further calls wait until the first one has stopped the router.
         """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
@@ -474,7 +475,7 @@ class Router:
             await self._ledger.end_lease(self.router_id)
         except LedgerUnavailable:
             log.info("gateway lease left to expire", router_id=self.router_id)
-        # Other routers already continue the remaining requests, so that closing may take a while.
+        # This may take a while, but other routers already continue the remaining requests.
         await asyncio.to_thread(self._traces.close)
         await self._ledger.close()
 
@@ -521,5 +522,5 @@ async def _guarded(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("part of the router failed")
+        log.exception("background task of the router failed")
         raise

@@ -1,9 +1,9 @@
 """Streams to the workers: send starts and aborts of sequences, receive a frame per engine step.
 
 A worker is up from its first message on a stream until the stream breaks or the worker is silent
-for too long. The stream of a silent worker is closed and opened again. When the worker notices
-that, it ends the sequences that it still runs for this router. If a worker that was declared lost
-sends a frame under the same id, that is counted as a false alarm.
+for too long. The stream of a silent worker is closed and opened again. When the worker notices the
+new stream, it ends the sequences that it still runs for this router. If a worker that was declared
+lost sends a frame under the same id, this counts as a false alarm.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Listener(Protocol):
 
 
 class _Replaced(Exception):
-    pass
+    """Raised if another worker answers at the address of a worker."""
 
 
 class WorkerLink:
@@ -89,7 +89,7 @@ class WorkerLink:
         #: how often the worker was declared lost and then sent a frame
         self.false_alarms = 0
         self.last_message_at = self._dialled_at = now()
-        #: seconds since then in which this process was frozen and received nothing
+        #: seconds since the last message in which this process was frozen and could receive none
         self._frozen_s = 0.0
         self._was_up = False
         self._hello = hello
@@ -109,7 +109,7 @@ class WorkerLink:
         frame = session_pb2.RouterFrame()
         num_ids = sum(len(start.prompt_ids) for start in starts)
         for start in starts:
-            # A message is merged by way of its serialised form, but a list of numbers is copied.
+            # Merging serialises a message, but a list of numbers that is set here is only copied.
             added = frame.starts.add(prompt_ids=start.prompt_ids)
             start.ClearField("prompt_ids")
             added.MergeFrom(start)
@@ -122,14 +122,14 @@ class WorkerLink:
     def confirm(self, epoch: int) -> None:
         """Confirm to the worker that it may run the first step of the attempt ``epoch``.
 
-        The worker has announced this step, and waits for the confirmation for at most 0.2 s.
+        The worker has reported this step, and waits at most 0.2 s for the confirmation.
         """
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 
     def drain(self) -> None:
         """Tell the worker to drain.
 
-        It then accepts no more requests, and returns those of all routers.
+        The worker then accepts no more requests, and returns its requests to their routers.
         """
         self._outbox.add(session_pb2.RouterFrame(drain=True))
 
@@ -184,8 +184,8 @@ class WorkerLink:
         async for frame in stub.Connect(self._outgoing(self._outbox)):
             await self._wait_for_delay()
             if was_up and not self.is_up:
-                # It was declared lost while this stream was delayed. Only on a new stream does it
-                # report its whole state again, such as all cached chunks.
+                # The worker was declared lost while this stream was delayed. It reports its whole
+                # state, such as all cached chunks, only at the beginning of a stream.
                 return
             if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
                 raise _Replaced
@@ -222,14 +222,13 @@ class WorkerLink:
     async def _monitor_silence(self) -> None:
         """Declare a worker lost if it is silent for nearly ``silence_s`` seconds.
 
-        Its stream is also closed, so that it is opened again. Nothing is declared while the event
-        loop is late, because messages may have arrived.
+        The worker's stream is then closed, so that ``_dial`` opens a new one. A check is skipped if
+        the event loop was late, because messages that have arrived may not have been read yet.
         """
         interval = self._silence_s / _NUM_CHECKS
         while True:
             due = now() + interval
             await asyncio.sleep(interval)
-            # Messages that arrived during a stall of the event loop have not been read yet.
             if (late := now() - due) < _STALL_S:
                 self._check_silence()
             elif late >= FREEZE_S:
@@ -279,7 +278,7 @@ class Sessions:
         self._listener = listener
         self._transport = transport
         self._links: dict[str, WorkerLink] = {}
-        #: policy of the engines; None if none was ever set
+        #: batching policy of the engines; None if none was ever set
         self._policy: session_pb2.EnginePolicy | None = None
         self._past_false_alarms = 0
 
@@ -320,8 +319,8 @@ class Sessions:
     def drain(self, worker_id: str) -> int:
         """Tell a worker to drain; return how many sequences it had in its last report.
 
-        It then accepts no more requests, and returns those of all routers. Raises UnknownWorker if
-        it is not connected.
+        The worker then accepts no more requests, and returns its requests to their routers. Raises
+        UnknownWorker if it is not connected.
         """
         link = self._connected(worker_id)
         link.drain()
@@ -346,7 +345,8 @@ class Sessions:
     async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
         """Connect to the workers in ``workers``, and disconnect from all others.
 
-        ``workers`` is the ledger's table. A worker with another block size is ignored.
+        ``workers`` is the ledger's worker table. A worker whose KV blocks do not have BLOCK_SIZE
+        tokens is ignored.
         """
         named = {info.worker_id: info for info in workers if _has_our_block_size(info)}
         for worker_id in self._links.keys() - named.keys():
@@ -362,9 +362,9 @@ class Sessions:
             )
 
     def unreachable(self) -> list[str]:
-        """Return the ids of workers that are down and whose last message is too old.
+        """Return the ids of workers that are down and have been silent for too long.
 
-        Too old is more than the setting ``worker_forget``, in seconds.
+        The limit is the setting ``worker_forget``, in seconds since the worker's last message.
         """
         oldest = now() - self._config.worker_forget
         return [

@@ -249,7 +249,7 @@ async def test_leaving_router_replica_drains_and_is_replaced(
     assert (await router.describe.remote())["pid"] != pid
     said = [event["event"] for event in log_of(running, f"router-{pid}")]
     assert said[said.index("stop requested") :][:2] == ["stop requested", "router stopping"]
-    assert "leadership lost" in said and "did not stop in good order" not in said
+    assert "leadership lost" in said and "router did not stop cleanly" not in said
 
 
 @pytest.mark.long

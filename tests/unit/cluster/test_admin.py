@@ -127,7 +127,11 @@ async def test_drain_accepts_a_unique_id_prefix(router: Router, operator: AsyncC
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("ab", "may mean abc, abd"), ("x", "no worker with the id 'x' is connected")]
+    ("name", "why"),
+    [
+        ("ab", "the id 'ab' is ambiguous: it may be abc, abd"),
+        ("x", "no worker with the id 'x' is connected"),
+    ],
 )
 async def test_drain_rejects_unknown_and_ambiguous_workers(
     operator: AsyncClient, name: str, why: str
@@ -155,7 +159,7 @@ async def test_drain_command_waits_until_the_worker_is_empty(router: Router) -> 
 async def test_drain_command_prints_the_error(router: Router) -> None:
     result = await run("drain", "ab", "--address", router.address)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "may mean" in result.stderr
+    assert "is ambiguous" in result.stderr
 
 
 # the policy of queue and engines

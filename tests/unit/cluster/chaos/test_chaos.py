@@ -103,7 +103,7 @@ def test_find_id_accepts_a_unique_prefix() -> None:
     assert find_id("ab", ["ab", "abc"]) == "ab"
     assert find_id("c", ["abc"]) is None
     assert find_id("", ["abc"]) is None
-    with pytest.raises(UnknownWorker, match="'a' may mean abc, abd"):
+    with pytest.raises(UnknownWorker, match="the id 'a' is ambiguous: it may be abc, abd"):
         find_id("a", ["abd", "abc"])
 
 
@@ -243,7 +243,7 @@ async def test_inject_partition_resolves_the_peer_to_its_full_id(me: Place) -> N
 async def test_inject_rejects_an_ambiguous_prefix(me: Place, ledger: RecordedLedger) -> None:
     await ledger.heartbeat("worker-3", "w:3", 60.0)
     me.sessions.links.pop()
-    with pytest.raises(UnknownWorker, match="may mean"):
+    with pytest.raises(UnknownWorker, match="is ambiguous"):
         await me.inject(KILL, "worker")
     assert await me.inject(KILL, "worker-1") == "worker-1"
 
