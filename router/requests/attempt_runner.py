@@ -49,10 +49,11 @@ from router.requests.token_writer import TokenWriter
 
 log = logs.get_logger(__name__)
 
-#: Most tokens in the Start messages of one turn of the event loop. More would delay other requests.
+#: Maximum number of tokens in the Start messages that are made in one turn of the event loop. More
+#: would delay other requests.
 _TOKENS_PER_TURN = 1 << 16
-#: Most seconds for which the end of a request waits for the leader's answer to its withdrawal. A
-#: living leader answers within a few milliseconds.
+#: Maximum time in seconds for which the end of a request waits for the leader's answer to the
+#: request's withdrawal. A living leader answers within a few milliseconds.
 _WITHDRAWAL_S = 0.1
 
 
@@ -86,7 +87,7 @@ class AttemptRunner:
     """Passes events to the attempts' state machine, and carries out the effects that it returns.
 
     ``take_over`` is called with the id of a request that the ledger assigns to this router but that
-    this router does not have. It takes the request over in the background.
+    this router does not have. The callback takes the request over in the background.
     """
 
     def __init__(
@@ -235,9 +236,9 @@ class AttemptRunner:
     ) -> bool:
         """Send the Start messages of these choices; return False if no stream to the worker exists.
 
-        The chunks of ``prefix`` are left out of the first one, and all common chunks out of the
-        others, because the worker then has them. If the choices are long, some are sent now and the
-        others in later turns of the event loop.
+        The first message omits the chunks of ``prefix``. The others omit all chunks that the
+        choices have in common, because the worker gets these from the first message. If the choices
+        are long, some are sent now and the others in later turns of the event loop.
         """
         shared = self._chunk_hashes(live) if len(choices) > 1 else ()
         starts: list[session_pb2.Start] = []
@@ -300,7 +301,10 @@ class AttemptRunner:
     def incomplete_starts(
         self, worker_id: str, starts: Iterable[session_pb2.IncompleteStart]
     ) -> None:
-        """Send these Start messages again, whole: the worker lacks tokens that they left out."""
+        """Send choices to their worker again with all tokens, because it lacks omitted ones.
+
+        ``starts`` names the choices whose Start messages omitted tokens that the worker lacks.
+        """
         choices: dict[int, list[int]] = {}
         for start in starts:
             choices.setdefault(start.epoch, []).append(start.choice)
@@ -336,12 +340,13 @@ class AttemptRunner:
         self._apply([Reconcile(live, is_queued=True)])
 
     async def reconcile(self, live: LiveRequest, *, is_queued: bool = True) -> None:
-        """Bring a request and its ledger entry into the same state; more moves mean a newer state.
+        """Bring a request and its ledger entry into the same state, which is the newer of the two.
 
-        Moves are the state changes that the ledger counts, such as dispatch and release. The ledger
-        has fewer moves if its server lost recent writes. It has more moves if another router moved
-        the request, or if an operation succeeded and its answer was lost. ``is_queued`` states
-        whether a waiting request is in the leader's queue; if not, it is enqueued.
+        The newer state has more moves. Moves are the state changes that the ledger counts, such as
+        dispatch and release. The ledger has fewer moves than this router if its server lost recent
+        writes. It has more if another router moved the request, or if the answer to a successful
+        operation was lost. ``is_queued`` states whether a waiting request is in the leader's queue;
+        if not, it is enqueued.
         """
         async with self._registry.locks.hold(live.request_id):
             if live.is_ending:

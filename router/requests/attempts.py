@@ -30,7 +30,7 @@ from router.requests.registry import Counters
 from router.requests.request import Choice, LiveRequest, Phase
 from router.requests.timing import FINISHED, NO_CONNECTION, WorkerConnection
 
-#: Number of newest requests that are searched, and number of ids that are returned at most.
+#: Number of newest requests that are searched, and maximum number of ids that are returned.
 _MAX_SEARCHED, _MAX_RETURNED = 16, 8
 
 
@@ -90,9 +90,9 @@ class RunningRequests:
         return _of_tenant(request_id, others)
 
     def newcomers(self, live: LiveRequest) -> tuple[str, ...]:
-        """Return ids of the same tenant's requests that reached the worker of ``live`` after it."""
+        """Return ids of requests of the same tenant that the worker received after ``live``."""
         last = reversed(self._newest.get(live.worker_id, ()))
-        since = takewhile(lambda each: each[0] != live.epoch, last)
+        since = takewhile(lambda pair: pair[0] != live.epoch, last)
         return _of_tenant(live.request_id, (request_id for _, request_id in since))
 
 
@@ -119,7 +119,8 @@ _UNREACHABLE_S = 0.1
 class Start(NamedTuple):
     """Effect: send choices of a request to its worker.
 
-    Unless ``is_whole``, tokens that the worker is expected to have are left out.
+    Tokens that the worker is expected to have in its prefix cache are left out, unless ``is_whole``
+    is True.
     """
 
     live: LiveRequest
@@ -136,7 +137,10 @@ class Abort(NamedTuple):
 
 
 class ConfirmStep(NamedTuple):
-    """Effect: confirm to the worker that its report of an attempt's first step has arrived here."""
+    """Effect: confirm to the worker that this router received its report of the first step.
+
+    ``epoch`` identifies the attempt.
+    """
 
     worker_id: str
     epoch: int
@@ -170,7 +174,7 @@ class ReportServed(NamedTuple):
 class ReportFinished(NamedTuple):
     """Effect: report to the leader that a request has generated its last token.
 
-    ``tpot_ratio`` is the measured divided by the predicted time per output token.
+    ``tpot_ratio`` is the ratio of the measured to the predicted time per output token.
     """
 
     tpot_ratio: float
@@ -307,7 +311,8 @@ class Attempts:
             attempt=message.attempt,
             tokens=live.num_tokens,
         )
-        # After a release, the ledger rejects tokens and ends of the older epoch: write them again.
+        # The ledger rejects tokens and ends that were written under an older epoch after its
+        # release, so they are written again under the new one.
         if live.at_worker:
             return [WriteUnstored(live), Start(live, live.unfinished)]
         return [WriteUnstored(live), *self._on_all_choices_stopped(live, now)]
@@ -315,25 +320,28 @@ class Attempts:
     def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
         """Release a request because there is no stream to its worker.
 
-        The worker's id is stored as ``live.avoid``. The release waits ``_UNREACHABLE_S`` seconds.
+        The worker's id is stored as ``live.avoid``, so that the leader avoids this worker. The
+        release waits ``_UNREACHABLE_S`` seconds.
         """
         live.avoid = live.worker_id
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
-        """Reconcile a request with the ledger because the leader's state of it was outdated.
+        """Reconcile a request with the ledger because the leader had an outdated state of it.
 
-        For example, the ledger refused to dispatch it because it was not queued, or another router
-        has reported or owns it. Do nothing if the request is not waiting here.
+        For example, the ledger refused to dispatch the request because it was not queued, or
+        another router has reported the request or owns it. Do nothing if the request is not waiting
+        at this router.
         """
         if live is None or live.phase is not Phase.WAITING:
             return []
         return [Reconcile(live, is_queued=False)]
 
     def on_move(self, epoch: int, now: float) -> list[Effect]:
-        """Abort the preempted request with this epoch and release it, so that it can be migrated.
+        """Abort and release the preempted request with this epoch, as the leader has decided.
 
-        The leader asks for this. Return no effects if no request runs under this epoch.
+        The leader then migrates the request to another worker. Return no effects if no request runs
+        under this epoch.
         """
         if (live := self.running.get(epoch)) is None:
             return []
@@ -363,8 +371,8 @@ class Attempts:
     def on_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
         """Record in the request's journal the time breakdown that a worker reports for a choice.
 
-        In a worker's message, it precedes the progress report of the choice. Do nothing if the
-        choice is not at a worker under the breakdown's epoch.
+        In a worker's message, the breakdown precedes the progress report of the choice. Do nothing
+        if the choice is not at a worker under the breakdown's epoch.
         """
         live = self.running.get(breakdown.epoch)
         if live is not None and breakdown.choice in live.at_worker:
@@ -375,9 +383,10 @@ class Attempts:
     ) -> list[Effect]:
         """Handle a worker's progress report of one choice, including its new output.
 
-        If the choice is not running at a worker under the report's epoch, only abort it at the
-        worker, unless the worker has stopped it already; with all choices if the epoch is unknown.
-        If the report leaves a gap in the output, release the request as lost.
+        If the choice does not run under the report's epoch, only abort the choice at the worker. If
+        no request runs under this epoch, abort all choices of the attempt. Do neither if the worker
+        has stopped the choice already. If the report leaves a gap in the output, release the
+        request as lost.
         """
         live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
@@ -408,7 +417,7 @@ class Attempts:
     def on_incomplete(self, worker_id: str, epoch: int, choices: Sequence[int]) -> list[Effect]:
         """Send choices to their worker again, because it lacks tokens that were left out.
 
-        Choices that do not run at a worker under this epoch are ignored: they were aborted.
+        Choices that do not run at a worker under this epoch were aborted meanwhile and are ignored.
         """
         if (live := self.running.get(epoch)) is None:
             return []
@@ -424,8 +433,8 @@ class Attempts:
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         effects: list[Effect] = []
         for live in lost:
-            # A worker that must await the confirmation of its first step cannot be in a step that
-            # it has not reported.
+            # If the worker must wait for a confirmation before the first step, it cannot have been
+            # in a step that it did not report.
             was_in_step = live.has_stepped or not live.confirms_first_step
             loss = f"worker {worker_id} was lost"
             effects += self._release(live, now, loss=loss, was_in_step=was_in_step)
@@ -445,12 +454,14 @@ class Attempts:
         if has_block_changes:
             self._counters.preempted += progress.preemptions
             self._counters.recomputed_tokens += progress.recomputed_tokens
-            effects += _residence(live)
+            effects += _report_residence(live)
         return effects
 
     def _on_choice_stopped(self, live: LiveRequest, choice: Choice, now: float) -> list[Effect]:
         live.at_worker.discard(choice.index)
-        return _residence(live) if live.at_worker else self._on_all_choices_stopped(live, now)
+        if live.at_worker:
+            return _report_residence(live)
+        return self._on_all_choices_stopped(live, now)
 
     def _on_all_choices_stopped(self, live: LiveRequest, now: float) -> list[Effect]:
         if live.unfinished:
@@ -502,7 +513,8 @@ class Attempts:
 
         The ledger ends a request as failed when its number of losses reaches ``max_losses``. If
         this router decides that there are too many losses, return the number that the ledger
-        reaches with this loss. Otherwise, or if no loss caused the release, return None (no limit).
+        reaches with this loss. Return None (no limit) in all other cases, and if the release was
+        not caused by a loss.
         """
         live = release.live
         if release.loss is None:
@@ -560,7 +572,8 @@ class Attempts:
         live.journal.set_newcomers(self.running.newcomers(live))
 
 
-def _residence(live: LiveRequest) -> list[Effect]:
+def _report_residence(live: LiveRequest) -> list[Effect]:
+    """Report to the leader whether the request is preempted, unless the leader knows it already."""
     if live.is_preempted is live.is_known_preempted:
         return []
     live.is_known_preempted = live.is_preempted

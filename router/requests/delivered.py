@@ -40,8 +40,8 @@ class Delivered:
     def attach_request(self, request_id: str) -> pb.AttachRequest:
         """Return the message that asks another router for the rest of the stream.
 
-        It contains, by choice, the number of delivered tokens and their digest. The other router
-        skips these tokens and compares the digest with that of its own tokens.
+        The message contains, by choice, the number of delivered tokens and their digest. The other
+        router skips these tokens and compares the digest with that of its own tokens.
         """
         choices = range(max(self._offsets, default=-1) + 1)
         return pb.AttachRequest(
@@ -81,8 +81,9 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
 def _usage_only(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
     """Return a message with only the usage and timing of ``piece``; None if it has no usage.
 
-    ``piece`` is of a choice that has been delivered to its end. Usage comes with the choice that is
-    delivered last, which may be another one at the router from which the stream continues.
+    The choice of ``piece`` has been delivered to its end already. Usage comes with the choice that
+    is delivered last. After the stream has continued at another router, this may be a choice that
+    the previous router has delivered.
     """
     if not piece.HasField("usage"):
         return None

@@ -16,8 +16,8 @@ from router.requests.request import LiveRequest
 #: Times below this number of seconds, or below this fraction of the request's total time, are not
 #: reported.
 _MIN_S, _MIN_FRACTION = 1e-3, 0.01
-#: Most reports between two flushes. For further requests the ledger keeps the explanation that it
-#: has.
+#: Maximum number of reports between two flushes. For further requests the ledger keeps the
+#: explanation that it has.
 _MAX_REPORTS = 1000
 
 
@@ -39,10 +39,10 @@ class Deliveries:
         self._tracked[live.request_id] = live
 
     def in_delivery(self, entry: Entry) -> LiveRequest | None:
-        """Return the request of a ledger entry if its delivery still goes on here, else None.
+        """Return the request of a ledger entry if this router still delivers its output, else None.
 
-        The request must have ended here, a client must have an open stream of it at this router,
-        and ``note_delivered`` must not have found its delivery complete.
+        This is so if the request ended at this router, a client still has an open stream of it
+        here, and ``note_delivered`` has not found the delivery complete.
         """
         live = self._tracked.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:

@@ -1,8 +1,8 @@
 """Explanation of a request (its time breakdown), as clients receive and the ledger stores it. Pure.
 
-With each state change of a request in the ledger, its router stores its explanation there, in a
-limited number of bytes. If the router is lost, the time since then is taken from the ledger's
-events.
+With each state change of a request in the ledger, the router that owns the request stores the
+explanation there, in a limited number of bytes. If the router is lost, the time since then is taken
+from the ledger's events.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from router.ledger.entry import Entry, Event, State, Stored
 from router.prediction.predictor import Prediction
 from router.requests.timing import FINISHED, Attempt, Journal, Span, UnreadTime
 
-#: Most bytes of an explanation in the ledger.
+#: Maximum size of an explanation in the ledger, in bytes.
 MAX_BYTES = 4096
-#: Most characters of an attempt's end, because an error may quote any text.
+#: Maximum number of characters of the text that says how an attempt ended. Without a limit, an
+#: error could quote a text of any length.
 _MAX_END = 200
 
 _ACCEPTING = (pb.SPAN_KIND_RECEIVE, pb.SPAN_KIND_LEDGER)
@@ -38,6 +39,12 @@ def explained(
     predicted_ttft_s: float | None,
     unread_tokens: int,
 ) -> pb.Explanation:
+    """Return the explanation of a request that this router owns, from its journal.
+
+    ``predicted_ttft_s`` is the predicted time to first token in seconds since the call, None if
+    unknown. ``unread_tokens`` is the number of tokens that no client has read yet, over all
+    choices.
+    """
     explanation = pb.Explanation(
         request_id=entry.request_id,
         state=pb.RequestState.Value(f"REQUEST_STATE_{entry.state.name}"),
@@ -55,11 +62,11 @@ def explained(
         bypassed=journal.bypassed,
     )
     # Spans are added in place, because creating messages and copying them takes twice as long.
-    for kind, seconds, attempt in journal.spans:
-        explanation.spans.add(kind=kind, seconds=seconds, attempt=attempt)
+    for kind, seconds, number in journal.spans:
+        explanation.spans.add(kind=kind, seconds=seconds, attempt=number)
     explanation.attempts.extend(journal.earlier_attempts)
-    for each in journal.detailed_attempts:
-        _add(each, explanation)
+    for attempt in journal.detailed_attempts:
+        _add(attempt, explanation)
     return explanation
 
 

@@ -29,19 +29,21 @@ class LedgerHealth:
     """Availability, memory, clock and lost writes of the ledger, updated with each heartbeat."""
 
     def __init__(self, memory_limit: float) -> None:
-        """Create the record; new requests are rejected while the ledger uses too much memory.
+        """Create the record; ``memory_limit`` is a fraction of the ledger's memory.
 
-        ``memory_limit`` is the limit, as a fraction of the ledger's memory.
+        New requests are rejected while the ledger uses more memory than this.
         """
         self._memory_limit = memory_limit
         self._generation = ""
         #: whether this generation of the ledger lacks acknowledged state, and whether that was
         #: found since the last heartbeat
         self._is_rolled_back = self._is_newly_rolled_back = False
+        #: why the ledger lacks the required durability; empty if it does not lack it
         self._unfit = ""
+        #: used fraction of the ledger's memory
         self.memory_used = 0.0
         self.is_away = False
-        #: times that the ledger restarted without state that it had acknowledged
+        #: number of times that the ledger restarted without state that it had acknowledged
         self.rollbacks = 0
         #: ledger time minus the router's clock, in seconds
         self.clock_offset_s = 0.0
@@ -123,9 +125,9 @@ class LedgerClient:
                 await asyncio.sleep(_RETRY_S)
 
     async def check_ownerless(self, owner: str) -> None:
-        """Check that no other living router has the id ``owner``.
+        """Check that the router ``owner`` is this router or is not alive.
 
-        Raises Elsewhere, with that router's address, if there is one.
+        Raises Elsewhere, with the owner's address, if it is another living router.
         """
         if owner != self._router_id:
             address = (await self.retry(self.ledger.gateways)).get(owner)
@@ -193,8 +195,8 @@ class LedgerClient:
         """Run ``operation`` until the ledger answers; return the ledger entry that it returns.
 
         If the ledger lost state of the request, restore the state and repeat the operation. If the
-        request is final in the ledger after that, or could not be restored, return its entry
-        without repeating the operation. If the ledger contradicts what was streamed, end the
+        request is final in the ledger after the restoration, or could not be restored, return its
+        entry without repeating the operation. If the ledger contradicts what was streamed, end the
         request with DataLoss. Raises UnknownRequest if this router neither owns the request nor has
         ended it recently.
         """
@@ -204,7 +206,7 @@ class LedgerClient:
                 entry = await self.retry(operation)
             except UnknownRequest:
                 if not (self._registry.has(live) or self._registry.recent.has(live)):
-                    # The ledger did not lose the request: it was rejected or erased meanwhile.
+                    # The ledger did not lose the request: the request was rejected or erased.
                     raise
             else:
                 if _has_all(entry, acknowledged):
@@ -218,8 +220,8 @@ class LedgerClient:
     async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
         """Send the ledger the state of a request again; return the result and the ledger's entry.
 
-        If the ledger has other tokens than were streamed, the request ends with DataLoss. If the
-        request was erased, the returned entry has the state CANCELLED.
+        If the ledger has other tokens than those that were streamed, the request ends with
+        DataLoss. If the request was erased, the returned entry has the state CANCELLED.
         """
         answer, entry = await self.retry(lambda: self.ledger.reassert(live.as_stored()))
         if answer is Reasserted.FORGOTTEN:

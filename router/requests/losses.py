@@ -5,8 +5,8 @@ request was in an engine step, because these identify a request that crashes its
 ``max_losses_total`` counts all losses, because a request can also crash a worker outside a step.
 
 A worker that crashes in a sequence's first step may not have reported that step. The first loss in
-a row is therefore counted as a loss in a step if the worker reported nothing. In later attempts,
-the worker must wait for the confirmation of its report before it runs the first step
+a row is therefore counted as a loss in a step, even if the worker reported no step. In later
+attempts, the worker must report the first step and wait for a confirmation before it runs that step
 (``need_confirmation``). A loss without a report is then a loss outside a step. If ``max_losses`` is
 1, this also applies to the first attempt.
 """
@@ -19,8 +19,8 @@ from router.config import RouterConfig
 class Losses:
     """Counts the losses of one request since its last new token.
 
-    ``in_a_row`` counts all of them, and ``in_step`` only those in which the request was in an
-    engine step. If the request has new output tokens at its next loss, both counts restart then.
+    ``in_a_row`` counts all losses, and ``in_step`` only those in which the request was in an engine
+    step. Both counts restart at a loss if the request has received new output tokens before it.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Losses:
         self.in_step += was_in_step
 
     def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
-        """Return whether the worker of the next attempt must await a confirmation.
+        """Return whether the worker of the next attempt must wait before the request's first step.
 
-        It must if the request has no new tokens since its last loss, or if ``max_losses`` is 1. The
-        worker then runs its first step of the request only when this router has confirmed the
-        report of that step. ``num_tokens`` is the request's number of output tokens now.
+        The worker then runs this step only when this router has confirmed the report of the step.
+        This is necessary if the request has no new tokens since its last loss, or if ``max_losses``
+        is 1. ``num_tokens`` is the request's number of output tokens now.
         """
         return num_tokens <= self._num_tokens or config.max_losses == 1
 

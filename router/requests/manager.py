@@ -182,8 +182,8 @@ class Requests:
                 raise RouterStopping(
                     "this router is stopping: send the request to another router"
                 ) from None
-            # The client is gone, but the request may still be opened: its only reader has then
-            # left.
+            # The client has disconnected, but the request may still be opened. It is then treated
+            # like a request whose only reader has left.
             opening.add_done_callback(self._on_opened_without_client)
             raise
 
@@ -196,7 +196,9 @@ class Requests:
         self._registry.observer.refused(error.slug)
 
     async def attach(self, request_id: str) -> LiveRequest:
-        """Return a known request, live or ended; take it over if its router is gone.
+        """Return an unfinished or ended request; take it over if it is unfinished and ownerless.
+
+        An unfinished request is ownerless if the router that owned it is gone.
 
         Raises UnknownRequest, UnknownModel if an ended request is for a model that is not served,
         and Elsewhere if another living router owns the request. Raises Moved if another router took
@@ -279,8 +281,9 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        Another router that has served the same session may reuse the token ids in later prompts of
-        the session, for ``ledger.retention`` after it last read them; no client can read them.
+        Another router that has served the same session may still reuse the token ids in later
+        prompts of the session, until ``ledger.retention`` seconds after it last stored them in its
+        memory. No client can read them.
 
         Do nothing if an earlier call erased the request recently. Raises UnknownRequest and
         LedgerUnavailable, and Elsewhere or Moved if another router owns the request. An ended
@@ -302,7 +305,7 @@ class Requests:
         log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
-        """Return what the ledger stores of a request except its output tokens; and its last events.
+        """Return a request as the ledger stores it, without output tokens, and its last events.
 
         Raises UnknownRequest and LedgerUnavailable.
         """
@@ -311,7 +314,7 @@ class Requests:
         return stored, await self._ledger.events(request_id)
 
     async def explain(self, request_id: str) -> pb.Explanation:
-        """Return a request's time breakdown, up to its end or, before its end, up to now.
+        """Return a request's time breakdown up to its end, or up to now if it has not ended.
 
         The breakdown comes from this router if it owns the request, if the request ended here
         recently, or if a client still reads the request from it, and otherwise from the ledger.
@@ -391,7 +394,7 @@ class Requests:
     # operators
 
     def apply_rules(self, rules: Rules) -> None:
-        """Use the queue rules that an operator has set for early rejection from now on."""
+        """Apply the queue rules, which an operator has changed, to early rejection from now on."""
         self._early_rejection.rules = rules
 
     # the leader's events
@@ -488,8 +491,8 @@ class Requests:
     async def stop(self, drain_s: float) -> None:
         """Stop accepting requests, wait for unfinished ones, then redirect the clients of the rest.
 
-        The wait takes at most ``drain_s`` seconds. The clients of the remaining requests receive
-        RouterStopping, after which they can attach through another router.
+        The wait takes at most ``drain_s`` seconds. The clients of the requests that are unfinished
+        then receive RouterStopping, and can attach through another router.
         """
         self._registry.is_closing = True
         deadline = now() + drain_s
@@ -512,6 +515,7 @@ class Requests:
         await self._tasks.cancel_all()
 
     async def _write_delivered(self) -> None:
+        """Wait until the ledger has all output that clients may have read, up to a time limit."""
         deadline = now() + DEFAULTS.timeout
         while any(live.has_unledgered_output for live in self._registry) and now() < deadline:
             await asyncio.sleep(0.02)
@@ -524,5 +528,8 @@ def _is_cancelled() -> bool:
 
 
 def new_request_id(session_id: str = "") -> str:
-    """Return an id for a request of the session, if not empty, whose client chose no id."""
+    """Return a new id for a request whose client chose none.
+
+    ``session_id`` is the request's session; empty if it has none.
+    """
     return in_session(unnamed_request_id(secrets.token_hex(12)), session_id)

@@ -17,8 +17,8 @@ from router.requests.request import Choice, LiveRequest
 def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
     """Return the message that makes a worker start a choice, or resume it after earlier output.
 
-    ``prefix`` has the hashes of the leading chunks that the worker should have. Their tokens are
-    left out.
+    ``prefix`` has the hashes of the leading chunks that the worker is expected to have in its
+    prefix cache. The tokens of these chunks are left out.
     """
     request = live.request
     num_omitted = len(prefix) * CHUNK_SIZE
@@ -73,6 +73,13 @@ def waiting(
     chunks: Sequence[int] = (),
     cached_tokens: int = 0,
 ) -> session_pb2.Waiting:
+    """Return the message that puts a request into the leader's queue.
+
+    ``moves_left`` is how often the request may be moved to another worker while it is preempted.
+    ``is_suspect`` states whether the request may be the cause of its workers' losses. ``chunks``
+    are the ids of the chunks of its known tokens. Some worker has the first ``cached_tokens`` of
+    these tokens in its prefix cache.
+    """
     request, unfinished = live.request, live.unfinished
     length = live.prediction.length
     return session_pb2.Waiting(
@@ -110,8 +117,8 @@ def arriving(
 ) -> session_pb2.Waiting:
     """Return the Waiting message of a new request, which the ledger does not have yet.
 
-    ``arrived`` is its arrival in ledger time. ``timeout_s`` is the time from then to its deadline,
-    or None without a deadline. Both are in seconds. ``moves_left`` is how often the request may be
+    ``arrived`` is its arrival in ledger time, in seconds. ``timeout_s`` is the time from arrival to
+    deadline in seconds, or None without a deadline. ``moves_left`` is how often the request may be
     moved to another worker while it is preempted.
     """
     target_s = request.ttft_target_s

@@ -27,7 +27,7 @@ class ClassObserver(Protocol):
     def prefix_looked_up(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
         """Count a prompt that a worker admitted, and its tokens found in the prefix cache.
 
-        This is called once for each request. ``tenant`` is empty if there are no tenants.
+        The method is called once for each request. ``tenant`` is empty if there are no tenants.
         """
         ...
 
@@ -38,11 +38,11 @@ class ClassObserver(Protocol):
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
-        """Record the measured divided by the predicted time per output token after the first."""
+        """Record the ratio of measured to predicted time per output token after the first one."""
         ...
 
     def next_tokens(self, interval_s: float) -> None:
-        """Record the time between consecutive moments at which more of a choice became readable."""
+        """Record the time between two consecutive increases of a choice's readable tokens."""
         ...
 
     def finished(

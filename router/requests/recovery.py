@@ -27,10 +27,10 @@ log = logs.get_logger(__name__)
 
 #: Tokens of stored output that are replayed without yielding to the event loop.
 _TOKENS_PER_TURN = 1024
-#: Most requests that are sent to the ledger again concurrently, because other requests need the
-#: ledger too.
+#: Maximum number of requests whose state is sent to the ledger again at the same time. More would
+#: delay the ledger's answers to other requests.
 _MAX_CONCURRENT_RESYNCS = 8
-#: Most concurrent takeovers, because each one replays its tokens in the event loop.
+#: Maximum number of concurrent takeovers, each of which replays its tokens in the event loop.
 _MAX_CONCURRENT_TAKEOVERS = 4
 
 
@@ -94,8 +94,8 @@ class Resync:
     def _work(self) -> Iterator[Coroutine[Any, Any, None]]:
         # Running requests come first because their clients are waiting for tokens.
         live = list(self._registry)
-        for each in sorted(live, key=lambda each: each.phase is Phase.WAITING):
-            yield self._reconcile_owned(each)
+        for request in sorted(live, key=lambda request: request.phase is Phase.WAITING):
+            yield self._reconcile_owned(request)
         for ended in self._registry.recent.ended:
             yield self.resend_end(ended)
         for request_id in self._registry.recent.rejected:
@@ -136,9 +136,9 @@ class Resync:
 
 
 async def _run(work: Iterator[Coroutine[Any, Any, None]]) -> None:
-    for each in work:
+    for resync in work:
         try:
-            await each
+            await resync
         except Exception:
             log.exception("state not re-sent to the ledger")
 
@@ -164,7 +164,9 @@ class Takeover:
         self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_TAKEOVERS)
 
     async def attach(self, request_id: str) -> LiveRequest:
-        """Return a known request, live or ended; take it over if its router is gone.
+        """Return an unfinished or ended request; take it over if it is unfinished and ownerless.
+
+        An unfinished request is ownerless if the router that owned it is gone.
 
         Raises UnknownRequest, UnknownModel if an ended request is for a model that is not served,
         and Elsewhere if another living router owns the request. Raises Moved if another router took
@@ -202,8 +204,8 @@ class Takeover:
                 return live
             entry = await self._ledger.retry(lambda: self._ledger.ledger.get(request_id))
             await self._ledger.check_ownerless(entry.gateway)
-            # The semaphore is acquired late, so that these waits for the ledger do not block other
-            # takeovers.
+            # The semaphore is acquired only now, so that the waits for the ledger above do not
+            # block other takeovers.
             async with self._semaphore:
                 return await self._take_from(request_id, entry.gateway)
 
@@ -225,7 +227,7 @@ class Takeover:
         except UnknownModel as error:
             return await self._fail(stored, error)
         entry = stored.entry
-        log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
+        log.info("request taken over", request_id=entry.request_id, tokens=sum(entry.num_tokens))
         live = await restored_request(stored, self._model.tokenizer)
         live.accepted = True
         self._registry.add(live)

@@ -21,7 +21,7 @@ from router.requests.turns import Turns
 
 log = logs.get_logger(__name__)
 
-#: Most ended requests that are kept, each with all its tokens.
+#: Maximum number of ended requests that are kept, each with all its tokens.
 _MAX_ENDED = 10_000
 
 
@@ -78,9 +78,9 @@ class RecentRequests:
         return self._ended.get(request_id)
 
     def erased_arrival(self, request_id: str) -> float | None:
-        """Return the arrival in ledger time of the erased request of this id, or None without one.
+        """Return the arrival in ledger time of the erased request with this id, or None.
 
-        A request with the same id and another arrival is a later one, which is not erased.
+        A request with the same id and another arrival is a later request, which was not erased.
         """
         return self._erased.get(request_id)
 
@@ -133,7 +133,7 @@ class Counters:
 class RequestRegistry:
     """Registry of the requests that this router owns, by id.
 
-    It also ends requests for their clients, and reports their ends to quotas and metrics.
+    The registry also ends requests for their clients, and reports their ends to quotas and metrics.
     """
 
     def __init__(
@@ -181,14 +181,15 @@ class RequestRegistry:
         return self._live.get(request_id) or self.recent.get(request_id)
 
     def has(self, live: LiveRequest) -> bool:
-        """Return whether this router owns the request ``live``, not only one with the same id.
+        """Return whether this router owns the request ``live`` itself.
 
-        An id can be reused after the release of its request.
+        False if it owns another request with the same id: an id can be reused after the release of
+        its request.
         """
         return self._live.get(live.request_id) is live
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """Own a request from now on; if ``prediction`` is None, a new prediction is made."""
+        """Add a request, which this router then owns; make a prediction if it is None."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         self.recent.discard(live.request_id)
@@ -214,11 +215,12 @@ class RequestRegistry:
         if entry.state.is_final:
             self.quotas.settle(live.request_id, sum(entry.num_tokens))
         if entry.state is State.FINISHED and not self._was_streamed_here(live, entry):
-            live.settle(now(), Moved("it finished on another router: attach again"))
+            live.settle(now(), Moved("the request finished on another router: attach again"))
             return
         self._count_end(live, entry.state)
         live.has_unreported_end = entry.state.is_final and entry.gateway == self.router_id
-        # Read the flag first: ``close`` can make the last reader leave, which clears it.
+        # The flag is read before ``close``, which can make the last reader leave and thereby clear
+        # the flag.
         is_ours = live.has_unreported_end
         self.close(live, entry)
         if is_ours:

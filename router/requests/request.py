@@ -1,4 +1,4 @@
-"""Request that this router answers for, from its acceptance to its end."""
+"""State of a request that this router owns, from its acceptance to its end."""
 
 from __future__ import annotations
 
@@ -101,19 +101,20 @@ class Output:
         return self._tail
 
 
-#: Most tokens of a piece without log probabilities.
+#: Maximum number of tokens in a piece (a message of a client's stream) without log probabilities.
 _TOKENS_A_PIECE = 4096
-#: Most log probabilities of a piece, including alternatives. The piece is then far below the size
-#: limit of a message, and its conversion to a chat's JSON takes some 20 ms.
+#: Maximum number of log probabilities in a piece, including alternatives. The piece is then far
+#: below the size limit of a message, and its conversion to a chat's JSON takes some 20 ms.
 _LOGPROBS_A_PIECE = 4096
 
 
 class Choice:
     """Output of one choice, and how much of it is stored and read.
 
-    Of the tokens of ``output``, the first ``stored`` are in the ledger. The first ``readable`` may
-    be read by clients. If deliveries run ahead of the ledger, ``readable`` exceeds ``stored``. The
-    first ``delivered`` were read by the fastest client.
+    Three attributes count tokens of ``output`` from its beginning: ``stored`` tokens are in the
+    ledger, clients may read ``readable`` tokens, and the fastest client has read ``delivered``
+    tokens. ``readable`` exceeds ``stored`` while clients may read tokens before the ledger has
+    them.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Choice:
         self.index = index
         self.output = output
         self.stored = self.readable = self.delivered = len(output)
-        #: whether tokens were unread when more became readable or a time breakdown was requested,
-        #: and no client has caught up since
+        #: whether every client lags behind: tokens were unread when more became readable or when a
+        #: time breakdown was requested, and no client has read all readable tokens since
         self.has_slow_reader = False
         #: how the choice ended; its last tokens may still be on their way into the ledger
         self.finish_reason = finish_reason
@@ -138,6 +139,7 @@ class Choice:
         self.is_preempted = False
         #: tokens, including the prompt, that workers have reported as computed
         self.num_computed = 0
+        #: for each attempt: the offset of its first token, and its epoch
         self._epochs: list[tuple[int, int]] = [(0, 0)]
         if finish_reason:
             self.complete()
@@ -197,8 +199,8 @@ class Choice:
     def piece(self, offset: int) -> pb.GenerateResponse:
         """Return a message of the stream with readable tokens from ``offset`` on.
 
-        All its tokens come from the same attempt and fit into one message. The last message has the
-        finish reason, and it may have no tokens.
+        Its tokens all come from the same attempt and fit into one message. The last message of the
+        choice has the finish reason, and may have no tokens.
         """
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
@@ -226,6 +228,7 @@ class Choice:
         return max(1, _LOGPROBS_A_PIECE // (1 + len(self.output.logprobs[0].top)))
 
     def _segment(self, offset: int) -> tuple[int, int]:
+        """Return where a piece that begins at ``offset`` ends, and the epoch of its tokens."""
         end = min(self.readable, offset + self._tokens_a_piece())
         for start, epoch in reversed(self._epochs):
             if start <= offset:
@@ -316,15 +319,16 @@ class LiveRequest:
         #: hashes of the chunks of known tokens, as far as they were computed
         self._chunk_hashes = list(request.chunk_hashes)
         self.losses = Losses()
-        #: whether the worker awaits a confirmation of its report before it runs the first step of
-        #: this attempt, and whether it has reported a step
+        #: whether the worker reports the first step of this attempt before it runs that step, and
+        #: waits until this router has confirmed the report
         self.confirms_first_step = False
+        #: whether the worker has reported a step of this attempt
         self.has_stepped = False
         #: prediction of the output length, made when this router received the request
         self.prediction = NOTHING
         #: number of times that the leader moved the request because it was preempted
         self.num_moved = 0
-        #: whether a leader has had the request before, so that it is no longer rejected
+        #: whether a leader has queued or dispatched the request before; it is then not rejected
         self.accepted = False
         #: id of a worker that could not be reached, or could not continue the request
         self.avoid = ""
@@ -381,7 +385,7 @@ class LiveRequest:
     def ttft_deadline(self) -> float:
         """Return the ledger time at which the first token is due.
 
-        It is infinite if the request has no TTFT target, or has a token already.
+        Return infinity if the request has no TTFT target, or has a token already.
         """
         target_s = self.request.ttft_target_s
         return inf if target_s is None or self.num_tokens else self.arrived + target_s
@@ -507,7 +511,7 @@ class LiveRequest:
             worker=dispatched.worker_id,
             epoch=dispatched.epoch,
             attempts=dispatched.attempt,
-            # A ledger that lost moves of the request counts too few.
+            # The message has too few moves if the ledger has lost some of them.
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
         self.migrations += bool(self.num_tokens)
@@ -534,7 +538,7 @@ class LiveRequest:
     def mark_queued(self, entry: Entry, now: float) -> None:
         """Record that the request is queued again because its worker was lost or returned it.
 
-        ``entry`` is the ledger's entry after that.
+        ``entry`` is the ledger's entry after the request was queued.
         """
         self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
@@ -560,9 +564,9 @@ class LiveRequest:
         self._times.more_readable(choice.index, now)
 
     def report_tpot_ratio(self, now: float) -> float | None:
-        """Return the measured divided by the predicted time per output token, and report it.
+        """Return the ratio of the measured to the predicted time per output token.
 
-        The ratio is recorded as a metric. Call this at the last token. Return None, without a
+        The ratio is also recorded as a metric. Call this at the last token. Return None, without a
         metric, if there was no prediction, if the output is too short, or if another router
         delivered the first token.
         """
@@ -659,7 +663,8 @@ class LiveRequest:
     def head(self, offset: int) -> pb.GenerateResponse:
         """Return the first message of a stream, which has no tokens.
 
-        It tells the client that the request is known. ``offset`` is where the first choice starts.
+        The message tells the client that the request exists. The stream's first choice starts at
+        ``offset``.
         """
         return pb.GenerateResponse(
             request_id=strip_tenant(self.request_id),
@@ -670,8 +675,8 @@ class LiveRequest:
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
         """Return a message of a stream with readable tokens of a choice from ``offset`` on.
 
-        If the offset is 0, the first choice's message includes the log probabilities of the prompt,
-        if the request asks for them.
+        The first choice's message at offset 0 includes the log probabilities of the prompt, if the
+        request asks for them.
         """
         piece = choice.piece(offset)
         if self.has_logprobs:

@@ -23,11 +23,11 @@ from router.requests.submission import discarded_error
 
 log = logs.get_logger(__name__)
 
-#: Seconds for which a stream searches for its request. The lease of a dead router expires well
-#: before.
+#: Seconds for which a stream searches for the new owner of its request. The lease of a dead router
+#: expires well before.
 _RESUME_S = 10.0
-#: Seconds before the first search for the request's owner. The delay doubles up to the maximum with
-#: each search, because each search reads the request from the ledger.
+#: Seconds before the first search. The delay doubles with each search, up to the maximum, because
+#: each search reads the request from the ledger.
 _RETRY_S = 0.05
 _MAX_RETRY_S = 0.4
 
@@ -39,8 +39,8 @@ class RequestStream(Source):
 
     When the request leaves the router that the stream reads from, ``reopen`` is called with an
     AttachRequest and returns a source at the new owner. The stream then continues directly after
-    the last piece (message) that was taken. If no new owner is found in time, the stream fails with
-    the error of its last source.
+    the last piece (message) that the client received. If no new owner is found in time, the stream
+    fails with the error of its last source.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class RequestStream(Source):
     ) -> None:
         """Create a stream that reads from ``source``.
 
-        ``delivered`` records what the client has received. If it is None, the source is asked for
-        such a record when the stream has to be resumed. ``was_submitted`` states whether the client
-        can submit the request again. ``had_output`` states whether the client has output from an
+        ``delivered`` records what the client has received. If it is None, the source provides this
+        record when the stream has to be resumed. ``was_submitted`` states whether the client can
+        submit the request again. ``had_output`` states whether the client has output from an
         earlier stream.
         """
         super().__init__()
@@ -141,7 +141,9 @@ class RequestStream(Source):
         time = now()
         if self._deadline is None or time - self._opened_at >= _RESUME_S:
             self._deadline, self._retry_s = time + _RESUME_S, _RETRY_S
-            log.info("stream follows its request", request_id=self._request_id, cause=str(error))
+            log.info(
+                "stream searches for its request", request_id=self._request_id, cause=str(error)
+            )
         if self._delivered is None or time >= self._deadline:
             raise error
         message = self._delivered.attach_request(self._request_id)

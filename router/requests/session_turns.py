@@ -1,4 +1,4 @@
-"""Earlier turns of a session: those that this router remembers, and the ledger's."""
+"""Earlier turns of a session, from this router's memory or from the ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.requests.turns import Turns
 
 log = logs.get_logger(__name__)
 
-#: Most seconds that a prompt waits for turns from the ledger, before it is tokenised without them.
+#: Seconds for which a prompt waits for turns from the ledger; it is then tokenised without them.
 _LEDGER_S = 0.25
 
 
@@ -34,9 +34,9 @@ class SessionTurns:
     async def find(self, submission: Submission) -> Sequence[Turn]:
         """Return known turns of a submission's session, newest first.
 
-        If this router does not remember the turn before, because it ended at another router or
-        before a restart, it is read from the ledger. A ledger that fails or is slow changes
-        nothing.
+        If this router does not remember the turn that the prompt continues, for example because
+        that turn ended at another router or before a restart, the turn is read from the ledger. If
+        the ledger fails or is slow, only turns that this router remembers are returned.
         """
         known, text = self._turns.of(submission, now()), submission.prompt
         if not submission.session_id or not isinstance(text, str):
@@ -57,7 +57,10 @@ class SessionTurns:
         return self._turns.of(submission, now())
 
     async def _read(self, submission: Submission, text: str, known: Sequence[Turn]) -> None:
-        """Remember the longest turn with which ``text`` begins, if only the ledger has it."""
+        """Read the longest turn with which ``text`` begins, and remember it.
+
+        Do nothing if that turn is among ``known``, or if ``text`` begins with none.
+        """
         ids = {turn.request_id for turn in known}
         marks = {turn.request_id: turn.mark for turn in known}
         for stored in await self._ledger.turns(

@@ -4,10 +4,10 @@
     later text        A + O, as the template writes it + a special token + ...
     its token ids     ids of A + ids of O + encode(a special token + ...)
 
-The model generated the ids of O, and the KV cache has them. Tokenising O again may yield others.
-Tokenizers divide a text at its special tokens first, so a text can be cut before one. White space
-around O is not compared, because templates trim contents. If the client or the template changed O,
-only the ids of A are reused.
+The model generated the ids of O, and the KV cache has them. Tokenising O again may yield other ids.
+Tokenizers divide a text at its special tokens first, so a text can be cut before a special token
+without changing its ids. White space around O is not compared, because templates trim contents. If
+the client or the template changed O, only the ids of A are reused.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from everlift.text import Vocabulary
 _DIGEST_BYTES = 16
 _PREFIX = Struct(f"<II{_DIGEST_BYTES}s")
 _SPACES = re.compile(r"\s*")
-#: Token ids that are copied without a chance for other threads to run.
+#: Token ids that are copied at once; other threads can run only between two such copies.
 _IDS_PER_COPY = 1 << 14
 
 
 class Tokenizer(Vocabulary, Protocol):
     @property
     def boundaries(self) -> Mapping[int, str]:
-        """Texts of special tokens, by token id, before which a text can be cut.
+        """Texts of the special tokens before which a text can be cut, by token id.
 
-        The parts have the same token ids as the whole text.
+        The parts of a text together have the same token ids as the whole text.
         """
         ...
 
@@ -55,7 +55,8 @@ def boundary_pattern(texts: Iterable[str]) -> re.Pattern[str]:
 class Prefix(NamedTuple):
     """Beginning of a prompt: its length in characters and in tokens, and a digest of its text.
 
-    Without characters there is no prefix.
+    If ``num_characters`` is 0, there is no prefix. The digest also depends on whether the tokenizer
+    adds special tokens before the text (``has_added``).
     """
 
     num_characters: int = 0
@@ -63,7 +64,7 @@ class Prefix(NamedTuple):
     digest: bytes = b""
 
     def begins(self, text: str, *, has_added: bool) -> bool:
-        """Return whether ``text`` begins with the text of this prefix; ``has_added`` as there."""
+        """Return whether ``text`` begins with this prefix, and ``has_added`` is the same."""
         return (
             0 < self.num_characters <= len(text)
             and _digest(text[: self.num_characters], has_added=has_added) == self.digest
@@ -79,15 +80,15 @@ def _digest(text: str, *, has_added: bool) -> bytes:
 class PromptMark:
     """Digests by which a later text that begins with a prompt is recognised.
 
-    ``whole`` is the whole prompt. ``divisible`` ends before its last special token, and is empty if
-    there is none after its first token.
+    ``whole`` is the whole prompt. ``divisible`` is the part before its last special token, where
+    the prompt can be cut; it is empty if no token after the first one is special.
     """
 
     whole: Prefix
     divisible: Prefix
 
     def match(self, text: str, *, has_added: bool) -> int:
-        """Return the length of the longer prefix with which ``text`` begins; 0 if with neither."""
+        """Return the number of characters of the longer prefix with which ``text`` begins, or 0."""
         prefixes = self.whole, self.divisible
         matches = (it for it in prefixes if it.begins(text, has_added=has_added))
         return next((it.num_characters for it in matches), 0)
@@ -95,7 +96,8 @@ class PromptMark:
     def is_last(self, text: str, *, has_added: bool) -> bool:
         """Return whether ``text`` continues this prompt and no later prompt of its session.
 
-        A later prompt ends with the same generation prompt, the text behind ``divisible``.
+        A later prompt of the session ends with the same generation prompt, which is the text from
+        the end of ``divisible`` to the end of ``whole``.
         """
         start, end = self.divisible.num_characters, self.whole.num_characters
         is_later = start > 0 and text.count(text[start:end], end) > 1
@@ -124,9 +126,9 @@ class TurnOutput(NamedTuple):
 class Turn:
     """Finished request of a session.
 
-    Its prompt is the first ``mark.whole.num_ids`` of ``ids``. Turns whose prompts begin with each
-    other share the array of the longest one. ``chunk_hashes`` are those of the prompt, or empty if
-    they are unknown.
+    The first ``mark.whole.num_ids`` of ``ids`` are the ids of its prompt. ``ids`` may have more,
+    because turns share the longer array if one prompt is the beginning of another. ``chunk_hashes``
+    are the hashes of the prompt's chunks, or empty if they are unknown.
     """
 
     request_id: str
@@ -167,9 +169,10 @@ def splice(
 def _known(
     text: str, turns: Sequence[Turn], tokenizer: Tokenizer, *, has_added: bool
 ) -> tuple[list[int], int, Sequence[bytes]]:
-    """Return what an earlier turn has for the beginning of ``text``.
+    """Return the token ids that an earlier turn provides for the beginning of ``text``.
 
-    These are token ids, the length of the beginning, and hashes of the ids' first chunks.
+    Also return the length of this beginning in characters, and hashes of the first chunks of the
+    ids. All three are empty or 0 if no turn is suitable.
     """
     boundary = tokenizer.boundary
     for turn in sorted(turns, key=lambda turn: turn.mark.whole.num_characters, reverse=True):
@@ -199,7 +202,7 @@ def _output_end(text: str, start: int, output: str, boundary: re.Pattern[str]) -
     """Return the position of the special token that follows an output in ``text``.
 
     The output is expected at ``start``; white space before and after it is ignored. Return None if
-    there is another text.
+    ``text`` has another text there, or no special token after the output.
     """
     begin, shown = _skip_spaces(text, start), output.strip()
     if not text.startswith(shown, begin):
@@ -217,7 +220,8 @@ def _skip_spaces(text: str, start: int) -> int:
 def _shown_ids(output: TurnOutput, tokenizer: Tokenizer) -> array[int] | None:
     """Return the ids of an output's text, without those of a stop string or stop token.
 
-    Return None if a stop string begins within a token, or if the text lacks a special token.
+    Return None if a stop string begins within a token, or if a special token that the text lacks
+    precedes a part of the text.
     """
     pieces = [
         tokenizer.token_bytes(token, is_first=not place) for place, token in enumerate(output.ids)
@@ -241,6 +245,11 @@ def _decoded(data: Sequence[bytes]) -> str:
 def _divisible(
     text: str, ids: list[int], tokenizer: Tokenizer, encode: Encode, *, has_added: bool
 ) -> Prefix:
+    """Return the part of a prompt before its last special token.
+
+    It is empty if no token after the first one is special, or if the rest of the text alone has
+    other token ids.
+    """
     boundaries = tokenizer.boundaries
     last = next((place for place in range(len(ids) - 1, 0, -1) if ids[place] in boundaries), 0)
     start = text.rfind(boundaries[ids[last]]) if last else 0

@@ -31,9 +31,9 @@ from router.requests.request import Choice, LiveRequest
 class ChoiceReader:
     """Reader of a request's choices for one client, each choice from its offset on.
 
-    An offset is the number of tokens of the choice that the client already has. It may exceed the
-    number of tokens that the choice has so far if there is a digest for it, because the ledger may
-    have lost tokens. Reading then continues when the choice has that many tokens again.
+    An offset is the number of tokens of the choice that the client already has. With a digest of
+    these tokens, the offset may exceed the number of tokens that the choice has so far, because the
+    ledger may have lost some. Reading then continues when the choice has that many tokens again.
     """
 
     def __init__(
@@ -67,14 +67,16 @@ class ChoiceReader:
     def _check(self) -> None:
         if len(self._offsets) > len(self._live.choices):
             raise OffsetOutOfRange(
-                f"{len(self._offsets)} offsets of {len(self._live.choices)} choices"
+                f"{len(self._offsets)} offsets are too many for {len(self._live.choices)} choices"
             )
         for choice, offset in zip(self._live.choices, self._offsets, strict=True):
             last = choice.readable
             if choice in self._digests:
                 last = self._live.request.max_tokens
             if not 0 <= offset <= last:
-                raise OffsetOutOfRange(f"offset {offset} of {choice.readable} tokens")
+                raise OffsetOutOfRange(
+                    f"the offset of choice {choice.index} is {offset}, but must be from 0 to {last}"
+                )
 
     def head(self) -> pb.GenerateResponse:
         return self._live.head(self._offsets[0])
@@ -135,7 +137,7 @@ class ChoiceReader:
 
     def _compare(self, choice: Choice, offset: int) -> None:
         if token_digest(choice.output.tokens[:offset]) != self._digests.pop(choice):
-            raise _data_loss(choice, offset, "the tokens before it are others")
+            raise _data_loss(choice, offset, "the tokens before it differ from the client's")
 
     def _end(self, choice: Choice, piece: pb.GenerateResponse) -> None:
         self._open.remove(choice)
@@ -166,7 +168,7 @@ _Method = Callable[
     ["inference_pb2_grpc.InferenceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Q, A]
 ]
 
-#: Metadata of a call that one router makes at another router for its client.
+#: Metadata of a call that a router makes to another router on behalf of a client.
 _RELAYED = ("everlift-relayed", "1")
 
 
@@ -205,9 +207,9 @@ def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceAsyncStub:
 class Source(AsyncIterator[pb.GenerateResponse]):
     """Source of the pieces (messages) of one request's stream, which are polled or iterated.
 
-    A server calls ``poll`` when its client can receive a piece, and ``on_more`` notifies it when
-    there may be more pieces. Thousands of streams therefore need no task of their own. The owner of
-    a source must close it, even if it has not read all pieces.
+    A server calls ``poll`` when its client can receive a piece, and ``on_more`` notifies the server
+    when there may be more pieces. Streams therefore need no tasks of their own, even if there are
+    thousands. The owner of a source must close it, even if the owner has not read all pieces.
     """
 
     #: Errors after which the same request can be read from another source.
@@ -223,8 +225,8 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     def is_over(self) -> bool:
         """Return whether the last piece was taken, or the source is closed.
 
-        A source such as RelayedSource learns of its end only in the ``poll`` after the last piece,
-        which returns None. Until then the result is False.
+        Some sources, such as RelayedSource, find their end only in the ``poll`` after the last
+        piece, which returns None. Until then the result is False.
         """
 
     @abstractmethod

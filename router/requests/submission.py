@@ -42,9 +42,10 @@ log = logs.get_logger(__name__)
 class Submissions:
     """Opens new requests: checks, charges to quotas, stores in the ledger, and starts them.
 
-    Both callbacks are called with a request id. ``attach`` returns the existing request if the
-    ledger already has the id. ``take_over`` starts a takeover in the background if the ledger may
-    have stored the request but its answer was lost; a request of another living router is skipped.
+    Both callbacks are called with a request id. ``attach`` is called if the ledger already has the
+    id, and returns the existing request. ``take_over`` is called if the ledger may have stored the
+    request but its answer was lost. It starts a takeover in the background, unless another living
+    router owns the request.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Submissions:
                 self._quotas.settle(request.request_id, None)
             raise
         if is_charged and opened.entry.state.is_final:
-            # The request had already ended and its quota is settled, so the new charge is
+            # The request had already ended and its quota was settled, so the new charge is
             # cancelled.
             self._quotas.settle(request.request_id, None)
         return opened

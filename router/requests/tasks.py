@@ -78,7 +78,7 @@ class TaskGroup:
         except EverliftError as error:
             log.info("request operation failed", cause=str(error))
         except Exception:
-            log.exception("request work failed")
+            log.exception("background task of a request failed")
 
     async def cancel_all(self) -> None:
         """Cancel all tasks and wait until they have ended.

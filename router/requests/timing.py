@@ -13,9 +13,9 @@ of the leader or the worker divides the span in which it arrives. The part of th
 report does not cover is the time of the messages in both directions. Times are the router's clock
 in seconds.
 
-Of an attempt's tokens, only the first one is recorded. The number of tokens is read from the
-outputs. The time at which the worker was last heard from is read from the worker's stream. At
-"left", the sequence has left the worker's batch.
+Only the first token of an attempt has its time recorded. The number of tokens is read from the
+outputs, and the time of the worker's last message from the worker's stream. At "left", the sequence
+has left the worker's batch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from router.requests.observer import NO_OBSERVER, ClassObserver
 
 
 class UnreadTime:
-    """Time in seconds during which the client had unread tokens of any choice."""
+    """Total time in seconds during which the client had unread tokens of at least one choice."""
 
     def __init__(self, earlier_s: float = 0.0) -> None:
-        """Start with the ``earlier_s`` seconds that the request's previous router recorded."""
+        """Start from the ``earlier_s`` seconds that the request's previous router recorded."""
         self._seconds = earlier_s
         #: time up to which unread time is already counted in ``_seconds``
         self._counted = -inf
-        #: indices of the choices with unread tokens, and since when there are any
+        #: indices of the choices with unread tokens, and the time since which there are any
         self._choices: set[int] = set()
         self._since = inf
 
@@ -96,7 +96,7 @@ def worker_shares(breakdown: session_pb2.TimeBreakdown) -> list[Share]:
     ]
 
 
-#: Most pauses that are kept of an attempt.
+#: Maximum number of pauses that are kept of an attempt.
 _MAX_PAUSES = 32
 
 
@@ -155,22 +155,23 @@ class Attempt:
     known_tokens: int = 0
     #: requests of the same tenant that the worker had at the dispatch
     neighbours: tuple[str, ...] = ()
-    #: requests of the same tenant that other workers had at the dispatch, if it waited for
-    #: capacity; and those that the worker received since the dispatch
+    #: requests of the same tenant that other workers had at the dispatch; empty if the request did
+    #: not wait for capacity
     occupants: tuple[str, ...] = ()
+    #: requests of the same tenant that the worker received since the dispatch
     newcomers: tuple[str, ...] = ()
     queue: pb.QueueBypass | None = None
     prefix_wait: pb.PrefixWait | None = None
     #: known tokens that were expected in the worker's KV cache at the dispatch
     expected_cached_tokens: int = 0
-    #: None after the end of the attempt
+    #: connection to the worker; None after the end of the attempt
     worker: WorkerConnection | None = None
     #: the request's outputs by choice, and their number of tokens at the dispatch
     outputs: Sequence[Sized] = ()
     tokens_before: int = 0
     #: seconds until the first step that computed something of the request, by the worker's clock
     waited_s: float | None = None
-    #: known tokens that this step found in the KV cache
+    #: known tokens that this first step found in the KV cache
     cached_tokens: int = 0
     #: known tokens that are computed or cached, as last reported during the prefill
     prefilled_tokens: int = 0
@@ -184,7 +185,8 @@ class Attempt:
     #: the worker's last breakdown, which is for one choice, and the time at which it arrived
     breakdown: session_pb2.TimeBreakdown | None = None
     breakdown_at: float | None = None
-    #: the worker's report on decoding sequences at that time, and its increase since then
+    #: the worker's cumulative breakdown (``WorkerConnection.decoding``) when ``breakdown`` arrived,
+    #: and its increase since then
     _decoding: session_pb2.TimeBreakdown = field(default_factory=lambda: _NO_BREAKDOWN)
     decoding_since: session_pb2.TimeBreakdown = field(default_factory=lambda: _NO_BREAKDOWN)
     #: whether the worker has reported anything on the attempt
@@ -251,7 +253,7 @@ class Attempt:
         if self.first_token is None or self.breakdown_at is None or self._is_preempted:
             return
         if self.last_message_at > self.breakdown_at:
-            self.decoding_since = _between(self._decoding, self.worker.decoding)
+            self.decoding_since = _increase(self._decoding, self.worker.decoding)
 
     def close(self, end: str) -> None:
         self.worker, self.outputs, self.end = None, (), end
@@ -297,7 +299,7 @@ class Attempt:
                 pause.until = self.last_message_at
 
 
-def _between(
+def _increase(
     then: session_pb2.TimeBreakdown, now: session_pb2.TimeBreakdown
 ) -> session_pb2.TimeBreakdown:
     return session_pb2.TimeBreakdown(
@@ -311,11 +313,11 @@ def _between(
 
 #: Number of last attempts whose spans are kept one by one. Those of earlier attempts are summed.
 MAX_DETAILED_ATTEMPTS = 8
-#: End of an attempt that brought the request's last token.
+#: ``end`` of an attempt that generated the request's last token.
 FINISHED = "finished"
 
-#: A queue wait of at most this many seconds is not a wait for capacity: the queue itself takes that
-#: long.
+#: A queue wait of at most this many seconds does not count as a wait for capacity, because even an
+#: empty queue takes that long.
 _NEGLIGIBLE_WAIT_S = 1e-3
 #: Kinds of the last spans of a request, in this order.
 _AFTER_LAST_TOKEN = (pb.SPAN_KIND_LEDGER, pb.SPAN_KIND_CLIENT)
@@ -335,12 +337,12 @@ class Journal:
         #: seconds from the call until the request was in the ledger; None if another router
         #: accepted it
         self.accept_s: float | None = None
-        #: seconds until the first token was readable, since the request was in the ledger and since
-        #: its call
+        #: seconds from the storing of the request in the ledger until its first token was readable
         self.readable_s: float | None = None
+        #: seconds from the call until the first token was readable
         self.ttft_s: float | None = None
-        #: part of ``ttft_s`` from the arrival of the first token at this router until the ledger
-        #: had it
+        #: part of ``ttft_s`` between the arrival of the first token at this router and the storing
+        #: of that token in the ledger
         self.ledger_s: float | None = None
         self.unread = UnreadTime()
         #: number of later requests that left the queue before this one
@@ -351,7 +353,7 @@ class Journal:
         self.awaits_token = False
         #: attempts that previous routers recorded
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
-        #: number of attempts before these, of which only sums were recorded
+        #: number of attempts before ``earlier_attempts``; only the sums of their spans are known
         self.earlier_dropped = 0
         self._attempts: deque[Attempt] = deque(maxlen=MAX_EVENTS)
         self._spans: list[Span] = []
@@ -360,11 +362,12 @@ class Journal:
         self._first_token: float | None = None
         self._num_dispatched = 0
         self._is_delivered = False
+        #: end of the last span
         self._until = called_at
-        #: kind of the time since ``_until``; unspecified after the end
+        #: kind of the span that begins at ``_until``; unspecified after the request's end
         self._open_kind: pb.SpanKind.ValueType = pb.SPAN_KIND_RECEIVE
         self._is_at_worker = False
-        #: number of the attempt that the next span belongs to, and of the last attempt
+        #: number of the attempt to which the next span belongs, and number of the last attempt
         self._number = self._last_attempt = 0
 
     def __iter__(self) -> Iterator[Attempt]:
@@ -415,8 +418,8 @@ class Journal:
         """Return the spans in order, up to the last event.
 
         Spans of attempts that are too old to be kept in detail (``num_dropped``) are replaced by
-        one span for each kind, with the sum of their seconds. These stand after the spans that
-        belong to no attempt at the beginning.
+        one span for each kind, with the sum of their seconds. These sums follow the spans before
+        the first attempt.
         """
         first = list(takewhile(lambda span: not span.attempt, self._spans))
         early = (Span(kind, seconds) for kind, seconds in sorted(self._dropped_s.items()))
@@ -588,8 +591,8 @@ class Journal:
     def ended(self, end: str, now: float) -> None:
         """Record that the request has ended.
 
-        ``end`` is a text that says how. It is also the end of the attempt, if a worker has the
-        request.
+        ``end`` is a text that says how the request ended. If a worker has the request, the attempt
+        ends in the same way.
         """
         self.end_attempt(end, now)
         if self.is_open:
@@ -692,7 +695,7 @@ def _prefix_wait(queue_wait: session_pb2.QueueWait | None) -> pb.PrefixWait | No
 class RequestTimes:
     """Times of a request at this router, which are reported to ``observer`` as metrics.
 
-    ``has_earlier_output`` states that another router has delivered the first token.
+    ``has_earlier_output`` states whether another router has delivered the first token.
     """
 
     def __init__(self, journal: Journal, now: float, *, has_earlier_output: bool) -> None:
@@ -751,11 +754,12 @@ class RequestTimes:
                 self.observer.ttft_predicted(self._predicted_ttft_s, now - self._owned_since)
 
     def report_tpot_ratio(self, longest: int, now: float) -> float | None:
-        """Return the measured divided by the predicted time per output token, and report it.
+        """Return the ratio of the measured to the predicted time per output token.
 
-        The ratio is reported to the observer. ``longest`` is the number of tokens of the longest
-        choice, and ``now`` the time of the last token. Return None, without a report, if there was
-        no prediction, if the output is too short, or if another router delivered the first token.
+        The ratio is also reported to the observer. ``longest`` is the number of tokens of the
+        longest choice, and ``now`` the time of the last token. Return None, without a report, if
+        there was no prediction, if the output is too short, or if another router delivered the
+        first token.
         """
         if self._first_token is None or self._has_earlier_output:
             return None

@@ -23,7 +23,8 @@ from router.requests.request import Choice, LiveRequest
 
 log = logs.get_logger(__name__)
 
-#: A request, an append and the ledger's answer. By then, another request may have the id.
+#: A request, an append and the ledger's answer to it. When the answer arrives, the request's id may
+#: belong to another request.
 Answered = tuple[LiveRequest, Append, Appended]
 
 #: A request, the index of one of its choices, and an epoch.
@@ -32,8 +33,8 @@ _Key = tuple[LiveRequest, int, int]
 _RETRY_S = 0.1
 #: Answers that are handled without yielding to the event loop.
 _ANSWERS_PER_TURN = 64
-#: Seconds after which an answer is late. Most of the time in which the event loop was stalled does
-#: not count.
+#: Seconds after which an answer is late. Most of the time for which the event loop was stalled is
+#: not counted.
 _LATE_S = 0.3
 
 
@@ -63,7 +64,8 @@ class LedgerAppender:
     def add(self, live: LiveRequest, append: Append) -> None:
         """Queue an append for the next batch.
 
-        It may overlap a pending one of its choice and epoch, but must leave no gap.
+        The append may overlap a pending append of the same choice and epoch, but must not leave a
+        gap after it.
         """
         key = (live, append.choice, append.epoch)
         earlier = self._pending.get(key)
@@ -228,7 +230,8 @@ class TokenWriter:
         elif answer is Appended.OK:
             self._on_stored(live, append, answered_at)
         elif answer is Appended.LIMIT:
-            self._on_failure(live, DataLoss(f"more than max_tokens at offset {append.offset}"))
+            error = DataLoss(f"the output exceeds max_tokens after offset {append.offset}")
+            self._on_failure(live, error)
         elif append.epoch == live.epoch:
             self._on_difference(live)
 
@@ -258,12 +261,12 @@ class TokenWriter:
             live.make_all_readable(live.choices[append.choice], now())
 
     def _may_deliver_unledgered(self) -> bool:
-        """Return whether clients may read output now that the ledger does not have."""
+        """Return whether clients may read output that the ledger does not have yet."""
         return self._away_since is None or now() - self._away_since < self._max_unledgered_s
 
 
 def _finished_entry(live: LiveRequest) -> Entry:
-    """Return the entry that the ledger has after the append that finished the request.
+    """Return the request's ledger entry after the append that finished the request.
 
     The entry is derived from ``live``, without a call to the ledger.
     """

@@ -35,7 +35,8 @@ from router.requests import splicing
 from router.requests.sampling_defaults import of_model
 from router.requests.splicing import Turn
 
-#: Most characters of a token. The longest tokens of common vocabularies are runs of 128 spaces.
+#: Maximum number of characters of a token. The longest tokens of common vocabularies are runs of
+#: 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
 #: A text with more bytes than this per token of the context is counted in pieces before all of it
 #: is tokenised. Prose has 3 to 5 bytes per token, so few texts that fit are counted.
@@ -47,18 +48,19 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 #: Value of a limit that the configuration does not state. The limits that workers announce bound
 #: every request anyway.
 _UNBOUNDED = 1 << 30
-#: Most log probabilities of a prompt, including alternatives. They are sent to the ledger and to
-#: the client in one message, and more would block the event loop for too long.
+#: Maximum number of log probabilities of a prompt, including alternatives. They are sent to the
+#: ledger and to the client in one message, and more would block the event loop for too long.
 _MAX_PROMPT_LOGPROBS = 1 << 18
-#: Most log probabilities of the output of all choices, including alternatives. They stay in the
-#: memory of the router and of the ledger.
+#: Maximum number of log probabilities of the output of all choices, including alternatives. They
+#: stay in the memory of the router and of the ledger.
 _MAX_LOGPROBS = 1 << 22
-#: Least characters of a part of a text that is tokenised by itself.
+#: Minimum number of characters of a part of a text that is tokenised separately.
 _PART_CHARACTERS = 1 << 14
-#: Most parts in one call of the tokenizer, each of which takes a core. Half of the cores are left
-#: to the event loop and others. Converting the results of more parts would delay other threads.
+#: Maximum number of parts in one call of the tokenizer, each of which takes a core. Half of the
+#: cores are left to the event loop and others. Converting the results of more parts would delay
+#: other threads.
 _PARTS_PER_CALL = max(1, min(8, (os.cpu_count() or 1) // 2))
-#: Token ids that are copied without a chance for other threads to run.
+#: Token ids that are copied at once; other threads can run only between two such copies.
 _IDS_PER_COPY = 1 << 14
 
 
@@ -71,11 +73,11 @@ class Tokenizer(splicing.Tokenizer, Protocol):
 
 class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
-        """Load the tokenizer. Raises UnknownModel for an invalid file."""
+        """Load the file tokenizer.json at ``path``. Raises UnknownModel if it is invalid."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a plain Exception
-            raise UnknownModel(f"{path} is no tokenizer: {error}") from None
+            raise UnknownModel(f"{path} is not a valid tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
         self.boundaries = {
@@ -94,7 +96,7 @@ class HuggingFaceTokenizer:
         self.adds_end = False
         self.adds_end = self.encode("a")[-1:] != self.encode("a", add_special_tokens=False)[-1:]
 
-    # The tokenizers library releases Python's lock only in its batch methods.
+    # The tokenizers library releases the global interpreter lock only in its batch methods.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         first, *rest = self._parts(text)
@@ -141,7 +143,7 @@ class HuggingFaceTokenizer:
         if self._is_byte_level:
             return byte_level(token)
         piece = byte_piece(token) if self._has_byte_pieces else None
-        # Decoders strip a space at the beginning of a text, also one that is written as a byte.
+        # Decoders strip a space at the beginning of a text, even if its token is a byte token.
         if piece is not None and not (is_first and piece == b" "):
             return piece
         first = self.decode([token_id])
@@ -183,7 +185,7 @@ class ServedModel:
 
     ``context`` is the context length in tokens that the model's configuration states.
     ``max_model_len`` is the number of tokens of prompt and output together that every worker can
-    hold, or None until a worker has announced it. ``fingerprint`` identifies the weights and
+    hold, or None until a worker has announced its limit. ``fingerprint`` identifies the weights and
     settings with which the workers run the model; it is empty until a worker has announced it.
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
     request does not set. With ``clamps_max_tokens``, the max_tokens of every request is lowered to
@@ -207,7 +209,7 @@ class ServedModel:
     #: whether requests for another model may arrive, because this model is inactive or was
     #: activated a moment ago
     is_switching: bool = field(default=False, init=False)
-    #: most tokens of a sequence that a worker can hold, by worker id
+    #: maximum number of tokens of a sequence that a worker can hold, by worker id
     _capacities: dict[str, int] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -251,8 +253,8 @@ class ServedModel:
     def assume_limit(self, last: session_pb2.WorkerInfo) -> None:
         """Use the length limit that the worker ``last`` announced in the past.
 
-        The limit holds until a worker is connected (``update_limits``). The fingerprint stays
-        unknown until then. Do nothing if that worker had another model.
+        The limit applies until a worker is connected (``update_limits``). The fingerprint stays
+        unknown until then. Do nothing if ``last`` had another model.
         """
         if last.model == self.name:
             self.max_model_len = _capacity(last)
@@ -269,9 +271,9 @@ class ServedModel:
 
     @property
     def longest_sequence(self) -> int:
-        """Return the most tokens that a prompt and its output may have together.
+        """Return the maximum number of tokens of a prompt and its output together.
 
-        This is ``max_model_len``, or ``context`` until a worker has announced its limit.
+        The limit is ``max_model_len``, or ``context`` until a worker has announced its limit.
         """
         return self.context if self.max_model_len is None else self.max_model_len
 
@@ -315,9 +317,9 @@ class ServedModel:
         """Return the request with the fingerprint that this model's workers announced.
 
         ``has_output`` states whether the request has output already. Raises UnknownModel if the
-        request is for another model, or if its output was made with another fingerprint: other
-        weights, another tokenizer or other settings. A fingerprint that is not known yet matches
-        every other.
+        request is for another model, or if its output was generated under another fingerprint, that
+        is, with other weights, another tokenizer or other settings. A fingerprint that is not known
+        yet matches every other one.
         """
         self.check_name(request)
         if self.fingerprint in ("", request.fingerprint):
@@ -334,9 +336,9 @@ class ServedModel:
 
         ``turns`` are earlier turns of its session, whose token ids its prompt reuses.
 
-        Raises UnknownModel if another model is asked for, or RouterStopping instead while models
-        are being switched. Raises EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange
-        for an invalid token id or parameter.
+        Raises UnknownModel if the submission is for another model, or RouterStopping instead while
+        models are being switched. Raises EmptyPrompt, PromptTooLong, ContextLengthExceeded, or
+        OutOfRange for an invalid token id or parameter.
         """
         self.check_requested(submission.model)
         prompt_ids, turn, hashes = self._prompt(submission, turns)
@@ -383,7 +385,8 @@ class ServedModel:
         )
 
     def _chunks(self, submission: Submission, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        # A prompt whose log probabilities are requested is computed as a whole.
+        # A prompt whose log probabilities are requested is computed as a whole, even if some worker
+        # has its chunks in the prefix cache.
         if not self.computes_chunks or submission.sampling.prompt_logprobs is not None:
             return ()
         return tuple(map(chunk_id, hashes))
@@ -398,7 +401,11 @@ class ServedModel:
     def _prompt(
         self, submission: Submission, turns: Sequence[Turn]
     ) -> tuple[tuple[int, ...], bytes, list[bytes]]:
-        """Return a prompt's token ids, its mark in the session, and hashes of its first chunks."""
+        """Return a prompt's token ids, its PromptMark as bytes, and hashes of its first chunks.
+
+        The mark and the hashes are empty unless the prompt is a text that belongs to a session.
+        Raises the errors of ``resolve`` for an invalid or too long prompt.
+        """
         prompt, has_added = submission.prompt, submission.add_special_tokens
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
@@ -513,7 +520,9 @@ class ServedModel:
         worst = max(ids, default=0)
         if worst >= self.vocab_size:
             raise OutOfRange(
-                f"{name} holds token {worst}; the vocabulary has {self.vocab_size}", field=name
+                f"{name} contains the token id {worst}, but the vocabulary has only "
+                f"{self.vocab_size} tokens",
+                field=name,
             )
 
 
@@ -559,7 +568,7 @@ def _facts(config: Path) -> dict[str, Any]:
         facts = json.loads(config.read_text())
         return {**facts.get("text_config", {}), **facts}
     except (ValueError, TypeError, AttributeError):
-        raise UnknownModel(f"{config} is no model's configuration") from None
+        raise UnknownModel(f"{config} is not a valid model configuration") from None
 
 
 def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
@@ -569,7 +578,7 @@ def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
 def _context(facts: Mapping[str, Any]) -> int:
     """Return the context length in tokens that the configuration ``facts`` states.
 
-    Of the methods that extend a context (RoPE scaling), only YaRN is taken into account. All
+    YaRN is the only method of extending a context (RoPE scaling) that is taken into account. All
     sections of the rope parameters are searched for YaRN, because Gemma has a section for each kind
     of layer.
     """
@@ -590,9 +599,9 @@ def _yarn_context(facts: Mapping[str, Any], written: int) -> int:
 
 T = TypeVar("T")
 
-#: Most characters of text that are processed in the event loop. The tokenizer takes 1.2 ms for
-#: them, and handing work to a thread takes 0.1 ms. 100,000 characters would block all streams for
-#: 41 ms.
+#: Maximum length of a text that is processed in the event loop, in characters. The tokenizer takes
+#: 1.2 ms for it, and handing work to a thread takes 0.1 ms. 100,000 characters would block all
+#: streams for 41 ms.
 _INLINE = 4096
 
 

@@ -12,30 +12,30 @@ from everlift.request_id import tenant_of
 from router.requests.request import LiveRequest
 from router.requests.splicing import PromptMark, Turn, TurnOutput
 
-#: Most sessions. A session takes a kilobyte besides its token ids.
+#: Maximum number of sessions that are remembered. Each takes a kilobyte besides its token ids.
 _MAX_SESSIONS = 1 << 14
-#: Most turns of a session.
+#: Maximum number of turns of a session that are remembered.
 _MAX_TURNS = 8
-#: Most token ids of all sessions. An id takes 4 bytes.
+#: Maximum number of token ids of all sessions. An id takes 4 bytes.
 _MAX_IDS = 8 << 20
 
 
 class SessionKey(NamedTuple):
-    """Requests with equal keys may share token ids."""
+    """Key of a session. A prompt may reuse token ids only of requests with the same key."""
 
     tenant: str
     session_id: str
     salt: bytes
 
     @classmethod
-    def of(cls, it: Submission | Request) -> SessionKey:
-        return cls(tenant_of(it.request_id), it.session_id, it.salt)
+    def of(cls, request: Submission | Request) -> SessionKey:
+        return cls(tenant_of(request.request_id), request.session_id, request.salt)
 
 
 class Turns:
     """Turns of recently used sessions that finished at this router.
 
-    ``now`` is in seconds, of a clock that does not go back.
+    The ``now`` of its methods is the time in seconds of a clock that never goes back.
     """
 
     def __init__(self, retention_s: float, max_ids: int = _MAX_IDS) -> None:
@@ -51,7 +51,7 @@ class Turns:
         self._sizes: dict[SessionKey, int] = {}
         self._num_ids = 0
         self._key_of: dict[str, SessionKey] = {}
-        #: when to remove each request, and its id, the first one first
+        #: time at which to remove each request, and the request's id, sorted by this time
         self._ends: deque[tuple[float, str]] = deque()
 
     def of(self, submission: Submission, now: float) -> Sequence[Turn]:
@@ -97,7 +97,7 @@ class Turns:
             self.forget(ends.popleft()[1])
 
     def _keep(self, key: SessionKey, turns: list[Turn]) -> None:
-        """Replace the turns of a session by some of them."""
+        """Keep only ``turns`` of a session; remove the session if there are none."""
         for turn in self._sessions.pop(key):
             self._key_of.pop(turn.request_id, None)
         self._num_ids -= self._sizes.pop(key, 0)
@@ -109,7 +109,10 @@ class Turns:
 
 
 def _share_ids(turns: Sequence[Turn], new: Turn) -> None:
-    """Let turns whose prompts begin with each other share the longest array of ids."""
+    """Let ``new`` and an earlier turn share the longer of their arrays of ids, to save memory.
+
+    They share it if the shorter array is the beginning of the longer one.
+    """
     arrays = {id(turn.ids): turn.ids for turn in turns}
     for ids in arrays.values():
         length = min(len(ids), len(new.ids))

@@ -166,7 +166,7 @@ async def test_sse_streams_follow_requests_off_frozen_router(tmp_path: Path) -> 
 
 
 def num_adopted(cluster: Cluster, since: float) -> int:
-    return sum(event["event"] == "request adopted" for event in cluster.events(since=since))
+    return sum(event["event"] == "request taken over" for event in cluster.events(since=since))
 
 
 async def has_begun(client: AsyncClient, request_id: str) -> bool:

@@ -127,7 +127,7 @@ async def test_frozen_router_clients_find_requests_elsewhere(tmp_path: Path) -> 
 
 def adopted(cluster: Cluster, since: float) -> list[str]:
     events = cluster.events(since=since)
-    return [e["request_id"] for e in events if e["event"] == "request adopted"]
+    return [e["request_id"] for e in events if e["event"] == "request taken over"]
 
 
 @pytest.mark.long

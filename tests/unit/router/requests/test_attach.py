@@ -56,7 +56,7 @@ async def test_attach_with_other_digest_is_data_loss_at_its_offset(
         gateway.make(epoch, 0, "abc", EOS if has_ended else 0, choice=choice)
     await until(lambda: all(choice.stored == 3 for choice in live.choices))
     live = await gateway.requests.attach("r")
-    with pytest.raises(DataLoss, match=r"choice 1 .* offset 2: the tokens before it are others"):
+    with pytest.raises(DataLoss, match=r"choice 1 .* offset 2: the tokens before it differ"):
         await read(gateway, live, "ab", "a?")
 
 
@@ -85,7 +85,7 @@ async def test_attach_ahead_is_data_loss_if_regenerated_otherwise(gateway: Gatew
     reading = asyncio.create_task(read(gateway, live, "abc"))
     await asyncio.sleep(0)
     gateway.make(epoch, 0, "ab?")
-    with pytest.raises(DataLoss, match="offset 3: the tokens before it are others"):
+    with pytest.raises(DataLoss, match="offset 3: the tokens before it differ"):
         await reading
 
 

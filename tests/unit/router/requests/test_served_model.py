@@ -117,12 +117,12 @@ def test_eos_ids_prefer_the_outer_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ["text", [], {"text_config": 3}])
 def test_config_that_is_no_models_is_rejected(config: object, tmp_path: Path) -> None:
-    with pytest.raises(UnknownModel, match=r"config\.json is no model's configuration"):
+    with pytest.raises(UnknownModel, match=r"config\.json is not a valid model configuration"):
         ServedModel.load(model(tmp_path / "m", config))
 
 
 def test_tokenizer_file_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UnknownModel, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(UnknownModel, match=r"tokenizer\.json is not a valid tokenizer"):
         ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}, "{}"))
 
 
