@@ -5,8 +5,8 @@ After every output of the group, the shift of quantile q increases by rate * q i
 longer than the quantile, and decreases by rate * (1 - q) if it was not. An output that was cut off
 can only increase it. Without such outputs, the share of outputs within the quantile therefore tends
 to q, whatever the model predicts and however the outputs are distributed (Gibbs and Candes,
-adaptive conformal inference, arXiv 2106.00170). Over n consecutive outputs of a group the share is
-off by at most
+adaptive conformal inference, arXiv 2106.00170). Over n consecutive outputs of a group, the error of
+this share is at most
 
     (r + rate) / (rate * n)
 
@@ -23,9 +23,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-#: Rate of a shift, in natural logarithm: an output longer than the median moves that by 2.5 %.
+#: Rate of the shifts of natural logarithms: an output that is longer than the predicted median
+#: raises the median by 2.5 %.
 RATE = 0.05
-#: Most groups with shifts of their own; beyond that the least recently updated ones lose theirs.
+#: Maximum number of groups with shifts of their own; the least recently updated groups lose theirs
+#: first.
 _MAX_GROUPS = 4096
 
 
@@ -38,10 +40,10 @@ class Corrections:
         self._shifts: OrderedDict[str, list[float]] = OrderedDict()
 
     def apply(self, group: str, logs: Sequence[float]) -> list[float]:
-        """Return the natural logarithms of the quantiles after correction; ``logs`` are without it.
+        """Return the corrected natural logarithms of the quantiles for a group.
 
-        A group of which no output has been recorded is shifted by the running average of all
-        groups.
+        ``logs`` are the logarithms before correction. If no output of the group has been recorded,
+        they are shifted by the running average over all groups.
         """
         shifts = self._shifts.get(group, self._all)
         return [each + shift for each, shift in zip(logs, shifts, strict=True)]
@@ -57,10 +59,11 @@ class Corrections:
         self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
 
     def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """Record an output that was cut off; ``log_length`` is a lower bound of its full length.
+        """Record an output of a group that was cut off, to correct later predictions.
 
-        It is a natural logarithm. Only quantiles below it are shifted. ``logs`` are the natural
-        logarithms of the quantiles as predicted, before corrections.
+        ``log_length`` is the natural logarithm of a lower bound of its full length in tokens. Only
+        quantiles below this bound are shifted. ``logs`` are the natural logarithms of the quantiles
+        as predicted, before corrections.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)

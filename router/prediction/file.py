@@ -14,7 +14,7 @@ log = logs.get_logger(__name__)
 
 #: Seconds between two checks whether the file has changed.
 _POLL_INTERVAL_S = 1.0
-#: Device, inode, size and modification time of a file. They also differ if a symbolic link was
+#: Device, inode, size and modification time of a file. They also change if a symbolic link is
 #: changed to point to another file.
 _Identity = tuple[int, ...]
 
@@ -30,7 +30,7 @@ class PredictorFile:
         self._path = path
         self._load = load
         self._identity: _Identity | None = None
-        #: why the file was refused at the last check; empty if it was not
+        #: why the file was refused at the last check; empty if it was not refused
         self._cause = ""
 
     async def run(self) -> None:
@@ -59,7 +59,7 @@ class PredictorFile:
             identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
             if identity == self._identity:
                 return None
-            # Set first, so that a file that cannot be used is read and reported only once.
+            # Set before reading, so that an unusable file is read and reported only once.
             self._identity = identity
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:

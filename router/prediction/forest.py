@@ -1,7 +1,7 @@
 """Evaluation of gradient-boosted trees for one request at a time. Pure.
 
-The libraries that train such trees are not used here, because calling them takes longer than the
-evaluation, their model files are code or nearly so, and they are large. A model is only a few
+The libraries that train such trees are not used here: a call of them takes longer than the
+evaluation, loading their model files may execute code, and they are large. A model is only a few
 thousand numbers. Trees are evaluated as in QuickScorer (Lucchese et al., SIGIR 2015): feature by
 feature instead of tree by tree.
 
@@ -21,11 +21,11 @@ from math import isfinite
 
 import numpy as np
 
-#: Most leaves of a tree; a set of leaves is a number of as many bits.
+#: Maximum number of leaves of a tree. A set of leaves is a number with one bit for each leaf.
 _LEAVES = 16
-#: Most trees of a model, in all sums together.
+#: Maximum number of trees of a model, over all sums.
 _MAX_TREES = 512
-#: By a number with a single set bit: the position of that bit.
+#: Table that maps a number with a single set bit to the position of that bit.
 _PLACE_OF_BIT = np.zeros(1 << _LEAVES, np.intp)
 _PLACE_OF_BIT[1 << np.arange(_LEAVES)] = np.arange(_LEAVES)
 

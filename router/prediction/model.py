@@ -17,15 +17,15 @@ KIND = "everlift output lengths"
 VERSION = 1
 #: Quantiles of an output's length that a model predicts.
 QUANTILES = (0.5, 0.9)
-#: Largest file that is read, in bytes.
+#: Maximum size of a predictor's file in bytes.
 MAX_BYTES = 16 << 20
-#: Most outputs of a group: the largest count that a float represents exactly.
+#: Maximum number of outputs of a group. A float represents every count up to it exactly.
 _MOST_OUTPUTS = 1 << 53
 _COLUMNS = ("roots", "feature", "threshold", "left", "right", "value")
 
-#: Words in lower case, by the name of their feature. The feature is how many different ones of them
-#: occur in the part of the prompt that is read: its first 32 and its last 64 tokens. They are
-#: English; requests in other languages are recognised by their template.
+#: English words in lower case, by feature. The value of a feature is how many different words of
+#: its list occur in the first 32 and the last 64 tokens of the prompt. Requests in other languages
+#: are recognised by their template.
 WORDS: dict[str, tuple[str, ...]] = {
     "ask": ("what", "who", "when", "where", "which", "whose", "is", "are", "does"),
     "reason": ("why", "how", "explain", "describe", "discuss", "analyse", "analyze", "compare"),
@@ -53,15 +53,15 @@ FEATURES: tuple[str, ...] = (
     *STATIC,
     *(f"{group}_{what}" for group in GROUPS for what in ("log_mean", "log_spread", "log_count")),
 )
-#: Approximate number of last outputs over which mean and variance are taken.
+#: Approximate number of most recent outputs that mean and variance cover.
 _HISTORY_MEMORY = 64
 
 
 class History(NamedTuple):
     """Running mean and variance of the natural logarithms of the lengths of a group's outputs.
 
-    They are taken over about the last 64 outputs. ``outputs`` counts the outputs only up to 64.
-    After the first output the variance is assumed to be 1.
+    Mean and variance cover about the last 64 outputs. ``outputs`` counts the outputs, but only up
+    to 64. After the first output the variance is assumed to be 1.
     """
 
     outputs: int = 0
@@ -69,11 +69,12 @@ class History(NamedTuple):
     variance: float = 1.0
 
     def with_one(self, value: float) -> History:
+        """Return the history with one more output; ``value`` is the logarithm of its length."""
         count = min(_HISTORY_MEMORY, self.outputs + 1)
-        far = value - self.mean
-        mean = self.mean + far / count
-        seen = far * (value - mean) if self.outputs else 1.0
-        return History(count, mean, self.variance + (seen - self.variance) / count)
+        difference = value - self.mean
+        mean = self.mean + difference / count
+        square = difference * (value - mean) if self.outputs else 1.0
+        return History(count, mean, self.variance + (square - self.variance) / count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,17 @@ class Model:
         except (ValueError, RecursionError):
             raise ValueError("is not JSON") from None
         if not isinstance(plain, dict) or plain.get("kind") != KIND:
-            raise ValueError("is no predictor of output lengths")
+            raise ValueError("is not a predictor of output lengths")
         if plain.get("version") != VERSION:
-            raise ValueError(f"is of version {plain.get('version')!r}, and {VERSION} is read")
+            raise ValueError(f"has version {plain.get('version')!r}; the router reads {VERSION}")
         if plain.get("features") != list(FEATURES):
             raise ValueError("was trained for other features: train it again")
         if plain.get("quantiles") != list(QUANTILES):
-            raise ValueError(f"has other quantiles than {QUANTILES}")
+            raise ValueError(f"has other quantiles than {QUANTILES}: train it again")
         try:
             return cls._parsed(plain)
         except (LookupError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"is not whole: {type(error).__name__}: {error}") from None
+            raise ValueError(f"is malformed: {type(error).__name__}: {error}") from None
 
     @classmethod
     def _parsed(cls, plain: Mapping[str, Any]) -> Self:
@@ -124,7 +125,7 @@ class Model:
             raise TypeError("served must be a name")
         forest, report, known = (_object(plain, name) for name in ("forest", "report", "histories"))
         if len(forest["roots"]) != len(QUANTILES):
-            raise ValueError("has not one sum for each quantile")
+            raise ValueError(f"must have one sum for each of {len(QUANTILES)} quantiles")
         columns = {name: forest[name] for name in _COLUMNS}
         grown = Forest(**columns, num_features=len(FEATURES))
         histories = {str(group): _history(*its) for group, its in known.items()}

@@ -30,7 +30,8 @@ from router.prediction.model import QUANTILES, WORDS, History, Model
 from router.prediction.trust import Trust
 
 _LONGEST_LENGTH = float(1 << 30)
-#: If the probability of a longer output is below this, the mean of longer ones is not computed.
+#: Minimum probability that an output is longer than a given length, for which the mean of such
+#: longer outputs is computed.
 _LEAST_PROBABILITY = 1e-12
 
 
@@ -76,10 +77,11 @@ class LengthDistribution:
 
 
 def _below(z: float) -> float:
+    """Return the standard normal distribution function at ``z``."""
     return erfc(-z / sqrt(2.0)) / 2
 
 
-#: Predicted length of an output in tokens before any has ended.
+#: Predicted length of an output in tokens before any output has ended.
 _FIRST_GUESS = 128.0
 #: Approximate number of most recent outputs that the mean covers.
 _LENGTH_MEMORY = 200
@@ -100,10 +102,10 @@ class OutputLengths:
 
 #: Tokens that are read at the beginning and at the end of a prompt.
 _HEAD, _TAIL = 32, 64
-#: First tokens of the opening: prompts that agree in them probably ask for something similar.
+#: Number of first tokens that form a prompt's opening. Prompts with the same opening probably ask
+#: for something similar.
 _OPENING = 8
-#: First tokens of the template: prompts that agree in them probably share a template or system
-#: prompt.
+#: Number of first tokens by which prompts with the same template or system prompt are recognised.
 _TEMPLATE = 32
 
 _PLACES = {word: place for place, words in enumerate(WORDS.values()) for word in words}
@@ -187,18 +189,20 @@ def features_of(
 def narrowest(groups: Sequence[str]) -> str:
     """Return the last digest in ``groups`` that is not empty; the narrowest group comes last.
 
-    The requests of this group are most alike.
+    The outputs of this group's requests are the most similar ones.
     """
     return next(group for group in reversed(groups) if group)
 
 
 def _ends(ids: Sequence[int], tokenizer: Vocabulary) -> str:
+    """Return the text of the first ``_HEAD`` and the last ``_TAIL`` tokens of a prompt."""
     if len(ids) <= _HEAD + _TAIL:
         return tokenizer.decode(ids)
     return tokenizer.decode(ids[:_HEAD]) + "\n" + tokenizer.decode(ids[-_TAIL:])
 
 
 def _counts(text: str) -> list[float]:
+    """Return the features of a text: those of WORDS, and those that follow them in STATIC."""
     words = _WORD.findall(text.lower())
     counts = [0.0] * len(WORDS)
     for word in _PLACES.keys() & words:
@@ -224,7 +228,7 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=8).hexdigest()
 
 
-#: Most groups that are kept; beyond that the least recently updated ones are dropped.
+#: Maximum number of groups that are kept; the least recently updated ones are dropped first.
 _MAX_GROUPS = 8192
 #: Name of the group of all requests.
 _ALL = "all"
@@ -235,8 +239,9 @@ class Histories:
 
     A group is a tenant, an application, or the requests whose prompts begin with the same tokens.
     The means are ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516): the
-    training records outputs in the order of arrival, each after the features of its request were
-    computed. A group that was not in the training data can be used after its first outputs.
+    training records outputs in the order of arrival, and each one only after the features of its
+    request were computed. A group that was not in the training data can be used after its first
+    outputs.
     """
 
     def __init__(self, known: Mapping[str, History] | None = None) -> None:
@@ -258,9 +263,9 @@ class Histories:
         return values
 
     def note(self, groups: Sequence[str], log_length: float) -> None:
-        """Record an output of a request in these groups.
+        """Record an output of a request that belongs to ``groups``.
 
-        ``log_length`` is the natural logarithm of its length in tokens.
+        ``log_length`` is the natural logarithm of the output's length in tokens.
         """
         self._all = self._all.with_one(log_length)
         for group in filter(None, groups):
@@ -293,8 +298,9 @@ class Histories:
 
 #: Distance of the two QUANTILES of a normal distribution, in standard deviations.
 _APART = NormalDist().inv_cdf(QUANTILES[1]) - NormalDist().inv_cdf(QUANTILES[0])
-#: Largest sigma of a log-normal length. With a larger one its mean would exceed its 0.9 quantile:
-#: outputs that are either short or long have such quantiles, but not such a mean.
+#: Largest sigma of a predicted length. With a larger one, the mean of the log-normal distribution
+#: would exceed its 0.9 quantile. Outputs that are either short or long have quantiles so far apart,
+#: but not so large a mean.
 _WIDEST = 2 * _APART
 #: Share of outputs that are shorter than the predicted least length.
 LEAST = 0.05
@@ -311,7 +317,7 @@ class Guess:
     and ``least_log`` is the logarithm of the corrected LEAST quantile. ``length`` is the
     distribution with the quantiles of ``logs`` in ascending order, and with ``_WIDEST`` as the
     upper limit of its sigma. ``uncorrected`` holds the logarithms of QUANTILES and then of LEAST
-    before correction. Of the request's features, only ``groups`` are kept, to save memory.
+    before correction. Only the ``groups`` of the request's features are kept, to save memory.
     """
 
     groups: tuple[str, ...]
@@ -382,7 +388,7 @@ def _length(logs: Sequence[float]) -> LengthDistribution:
     return LengthDistribution(exp(low), min(_WIDEST, (high - low) / _APART))
 
 
-#: One in this many requests is admitted whatever its predicted least length is.
+#: One in this many requests is admitted without regard to its predicted least length.
 _TRIALS = 20
 
 
@@ -404,7 +410,7 @@ class Prediction:
     cached_tokens: int = 0
     #: uncached prompt tokens and ``output_tokens`` together
     work_tokens: int = 0
-    #: tokens that a single output reaches with a probability of about 95 %, or more
+    #: tokens that a single output reaches with a probability of about 95 % or more
     least_tokens: int = 1
     queue_key: QueueKey = BY_ARRIVAL
     guess: Guess | None = None
@@ -458,7 +464,9 @@ class Predictor:
         Raises ValueError if it was trained on the outputs of another model than the served one.
         """
         if model.served != self._served:
-            raise ValueError(f"is of {model.served!r}, and {self._served!r} is served")
+            raise ValueError(
+                f"was trained for the model {model.served!r}, but {self._served!r} is served"
+            )
         self._histories.learn(model.histories)
         self._learned = Learned(model, self._histories, self._min_tau)
 

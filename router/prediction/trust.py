@@ -17,7 +17,8 @@ def kendall_tau(pairs: Collection[tuple[float, float]]) -> float:
 
     tau-b = (concordant - discordant) / sqrt((n - ties in x) (n - ties in y)), n = all pairs of
     pairs (Kendall, Biometrika 33, 1945). The second values are inserted into a sorted list in the
-    order of the first ones, where Knight (JASA 61, 1966) merges: O(n log n) comparisons.
+    order of the first ones, which takes O(n log n) comparisons, like the merge sort of Knight (JASA
+    61, 1966).
     """
     sorted_ys: list[float] = []
     balance = 0
@@ -51,7 +52,7 @@ _MARGIN = 0.05
 
 
 class Trust:
-    """Judgement whether a model's predictions can be trusted, by Kendall's tau of the last outputs.
+    """Decision whether a model's predictions are trusted, by Kendall's tau of the last outputs.
 
     Tau measures how well the order of the predicted lengths agrees with that of the actual lengths.
 

@@ -296,6 +296,6 @@ def test_loaded_model_starts_with_trust_from_training() -> None:
 
 def test_predictor_rejects_model_trained_for_other_outputs() -> None:
     made = Predictor(served().tokenizer, "another", 0.1)
-    with pytest.raises(ValueError, match=r"is of '.+', and 'another' is served"):
+    with pytest.raises(ValueError, match=r"for the model '.+', but 'another' is served"):
         made.load(Model.parse(learnt()[0]))
     assert made.trust is None

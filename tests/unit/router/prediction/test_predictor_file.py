@@ -78,7 +78,7 @@ async def test_broken_predictor_file_is_logged_once_and_not_loaded(
     assert len(loaded) == 1
     assert [fields.get("cause") for _, fields in told] == [
         None,
-        "is no predictor of output lengths",
+        "is not a predictor of output lengths",
         "is not JSON",
     ]
     write(path, learnt()[0])
