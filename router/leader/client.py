@@ -32,9 +32,9 @@ _DEAD_S = 2.0
 
 
 class Gateway(Protocol):
-    """Part of a router that owns its requests: the source of the client's first messages.
+    """Owner of the router's requests, which handles the leader's messages.
 
-    It also handles the leader's messages.
+    On each new stream, LeaderClient reports the requests that ``waiting`` and ``running`` return.
     """
 
     def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
@@ -78,9 +78,9 @@ class LeaderClient:
         self._local = leader
         self._transport = transport
         self._gateway: Gateway | None = None
-        #: sender of what the leader does not know yet; None while there is no stream
+        #: sender of the requests that the leader does not know yet; None while there is no stream
         self._sender: HandoverSender | None = None
-        #: output tokens that were not sent yet, also those from before the stream
+        #: counted output tokens that were not sent yet, including those from before the stream
         self._served = ServedOutputs()
         self._is_served_due = False
         self._starts: list[session_pb2.WorkerStart] = []
@@ -90,9 +90,11 @@ class LeaderClient:
         self._session_outputs: list[session_pb2.SessionOutput] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        #: id and address of the leader to which this client last connected
         self._followed = ("", "")
         self._last_message_at = 0.0
         self._generation = ""
+        #: number of requests in the leader's queue, as the leader last reported it
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
@@ -106,7 +108,7 @@ class LeaderClient:
     def is_open(self) -> bool:
         """Return whether there is a stream to a leader that has been silent for less than 2 s.
 
-        The silence begins with the leader's last message, or with the start of the stream.
+        The silence is measured from the leader's last message, or else from the stream's start.
         """
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
@@ -114,7 +116,7 @@ class LeaderClient:
     def is_quiet(self) -> bool:
         """Return whether no stream is open, or the leader has sent nothing for more than 0.6 s.
 
-        This is sooner than ``is_open`` becomes False, because a silent leader may have failed.
+        The limit is shorter than that of ``is_open``, because a silent leader may have failed.
         """
         return not self.is_open or self._silence_s > _QUIET_S
 
@@ -172,8 +174,8 @@ class LeaderClient:
     def report_finished(self, tpot_ratio: float) -> None:
         """Report how well the time per output token of a finished request was predicted.
 
-        ``tpot_ratio`` is the measured time divided by the predicted one. Without a stream it is
-        ignored.
+        ``tpot_ratio`` is the measured time divided by the predicted one. It is ignored if there is
+        no stream.
         """
         if self._sender is not None:
             self._tpot_ratios.append(tpot_ratio)
@@ -181,7 +183,7 @@ class LeaderClient:
     def report_session_output(self, session: int, tokens: int) -> None:
         """Report the number of output tokens of a request that has ended, and its session.
 
-        Without a stream it is ignored.
+        The report is ignored if there is no stream.
         """
         if self._sender is not None:
             output = session_pb2.SessionOutput(session=session, tokens=tokens)
@@ -230,8 +232,8 @@ class LeaderClient:
     async def follow(self, leader: str, address: str) -> None:
         """Connect to this leader, unless connected already; if ``leader`` is empty, disconnect.
 
-        ``leader`` is the id of a router, ``address`` its internal address. If it is this router's
-        id although this router does not lead, disconnect, too.
+        ``leader`` is the id of a router, ``address`` its internal address. If ``leader`` is this
+        router although it does not lead, disconnect, too.
         """
         if (leader, address) == self._followed and self.is_open:
             return
@@ -249,14 +251,14 @@ class LeaderClient:
             self._task = None
 
     async def _run_stream(self, address: str) -> None:
-        """Run the stream to the leader at ``address``; if it is empty, this replica leads.
+        """Run the stream to the leader at ``address``, which is empty if this replica leads.
 
         An error ends the stream, and the next heartbeat opens another one.
         """
         try:
             await (self._stream_to(address) if address else self._stream_locally())
         except Exception:
-            log.exception("the line to the leader failed")
+            log.exception("stream to the leader failed")
 
     async def _stream_locally(self) -> None:
         with self._outgoing_messages() as messages:
@@ -326,8 +328,8 @@ class LeaderClient:
     async def _receive(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
         """Handle the leader's messages until it resigns or the stream ends.
 
-        Then wake the heartbeat, which finds the next leader. It is not woken if no message came, or
-        if the first message already was the resignation.
+        Then wake the heartbeat, which finds the next leader. Do not wake it if no message came, or
+        if the first message was already the resignation.
         """
         has_led = False
         try:

@@ -2,14 +2,15 @@
 
 Every router replica runs this loop; only the one that holds the leader's lease acts. The queue is
 in memory while a replica leads (``LeaderState``). Live routers report their queued requests to a
-new leader, and it finds the requests of dead routers in the ledger. Names with "gateway" mean a
-router that is connected to the leader.
+new leader, and it finds the requests of dead routers in the ledger. In names, "gateway" stands for
+a router that is connected to the leader.
 
     routers' streams --receive--> LeaderState --place--> ledger.dispatch --> Dispatched, to routers
     workers' frames  --report---> Placement   --moves-->                     move, to routers
     its own router   --reserve--> LeaderState --> ledger.open with a dispatch, if the queue is empty
 
-Nothing is dispatched or moved while routers re-send state that the ledger may have lost.
+The leader dispatches and moves no requests while routers send state to the ledger again that the
+ledger may have lost.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ from router.ledger.entry import Dispatch, Entry
 
 log = logs.get_logger(__name__)
 
-#: Most dispatches that are retried because the ledger did not answer. They do not count towards
-#: ``DISPATCHES_AT_ONCE``.
+#: Maximum number of dispatches that are being retried because the ledger did not answer. They do
+#: not count towards ``DISPATCHES_AT_ONCE``.
 _MAX_RETRYING = 512
-#: Seconds until a dispatch is retried at the ledger, at first and at most.
+#: Seconds before the first retry of a dispatch, and the maximum, up to which the wait doubles.
 _RETRY_S, _MOST_RETRY_S = 0.2, 2.0
 #: Seconds between two queries for the live routers, while the leader waits for them.
 _GATEWAY_POLL_S = 0.05
 
 
-#: Returns the message of a new request for its arrival in ledger time, in seconds.
+#: Function that returns the Waiting message of a new request, given its arrival (ledger time in
+#: seconds).
 Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
 
 
@@ -122,13 +124,15 @@ class Leader:
         self._leader_state: LeaderState | None = None
         self._server = LeaderServer(self)
         self._sweep = Sweep(config, ledger, self._assignees, self._send, self._server.redirect)
+        #: sequences in the slots of each worker, by worker id, as the worker last reported them
         self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
         self._generation = ""
-        #: ledger time less the router's clock
+        #: ledger time minus the router's clock, in seconds
         self._ledger_offset_s = 0.0
+        #: time from which the next moves of preempted requests may be made
         self._move_after = 0.0
         self._is_reporting = False
-        #: settings of the autoscaler, which reads them with the load
+        #: settings of the autoscaler, by name; the autoscaler reads them with the load report
         self.autoscale: Mapping[str, float] = {}
         #: number of times that this replica became the leader
         self.num_terms = 0
@@ -387,6 +391,7 @@ class Leader:
                 self._wake.set()
 
     def _occupants(self, worker_id: str) -> Collection[str]:
+        """Return the ids of the requests in the slots of a worker, as it last reported them."""
         return {sequence.request_id for sequence in self._slots.get(worker_id, ())}
 
     # dispatch
@@ -414,8 +419,9 @@ class Leader:
     def _may_act(self) -> bool:
         """Return whether this replica may dispatch and move requests.
 
-        It must lead, and the ledger must have confirmed its term (number of its leadership). If the
-        ledger may have lost data, all routers must first have sent it their requests again.
+        It may if it leads and the ledger has confirmed its term (number of its leadership). If the
+        ledger may have lost data, all routers must also have sent their requests to the ledger
+        again.
         """
         return (
             self._leader_state is not None
@@ -448,6 +454,7 @@ class Leader:
 
     @property
     def _limit(self) -> int:
+        """Number of dispatches that may be started now."""
         at_once = DISPATCHES_AT_ONCE - (self._num_in_flight - self._num_retrying)
         return max(0, at_once) if self._num_retrying < _MAX_RETRYING else 0
 
@@ -582,7 +589,7 @@ class Leader:
 
     async def _report(self, leader_state: LeaderState) -> None:
         try:
-            # Before the report of the previous leader is overwritten, its counters are restored.
+            # The counters in the previous leader's report are read before it is overwritten.
             await self._restore_counters(leader_state)
             await self._read_scaling(leader_state)
             await self._ledger.put_load(self._load(leader_state))

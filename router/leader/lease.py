@@ -27,8 +27,8 @@ log = logs.get_logger(__name__)
 class Lease:
     """Leader's lease, as this router competes for it and holds it.
 
-    ``on_acquired`` is called when this router acquires the lease, ``on_lost`` when it
-    loses or releases it.
+    ``on_acquired`` is called when this router acquires the lease, ``on_lost`` when it loses or
+    releases the lease.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Lease:
     def lose(self) -> None:
         """Stop leading: call ``on_lost``, and choose a new term for the next attempt.
 
-        Nothing happens if the lease is not held.
+        Do nothing if the lease is not held.
         """
         if self.is_held:
             log.warning("leadership lost", router_id=self._router_id)
@@ -116,7 +116,7 @@ class Lease:
             await self.resign()
 
     async def resign(self) -> None:
-        """Release the lease if it is held, also in the ledger unless that is unavailable."""
+        """Release the lease if it is held; without an answer of the ledger, it expires there."""
         if self.is_held:
             term = self.term
             self.lose()
@@ -129,7 +129,7 @@ class Lease:
 def _new_term() -> int:
     """Return a new random term (number of a leadership).
 
-    The caller requests the lease with the same term until it is granted. If the answer to a granted
-    request was lost, another term would be refused until the lease expires.
+    The caller requests the lease with the same term until the lease is granted. If the answer to a
+    granted request was lost, the ledger would refuse another term until the lease expires.
     """
     return secrets.randbits(64) or 1

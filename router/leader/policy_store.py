@@ -42,7 +42,7 @@ SETTINGS = (*ROUTER_SETTINGS, *_ENGINE_SETTINGS)
 class EngineSettings:
     """Settings of all engines that operators may change at run time."""
 
-    #: batching policy (worker.scheduling.policy); default: the one that each worker started with
+    #: batching policy (worker.scheduling.policy); "default": the one that a worker started with
     engine_policy: Literal["default", EnginePolicy] = DEFAULT
 
 
@@ -88,7 +88,10 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSettings:
-    """Values of the settings in effect, by name; ``overridden`` names those that operators set."""
+    """Values of the settings in effect, by name.
+
+    ``overridden`` has the names of those that operators have set.
+    """
 
     values: Mapping[str, Any]
     overridden: Collection[str]
@@ -185,7 +188,7 @@ class RuntimePolicy:
             try:
                 current = current.with_setting(name, text)
             except SettingsError as error:
-                log.warning("unknown setting", cause=str(error))
+                log.warning("setting in the ledger ignored", cause=str(error))
             else:
                 overridden.append(name)
         self._current, self._overridden = current, tuple(sorted(overridden, key=SETTINGS.index))
@@ -197,7 +200,7 @@ def _text(value: object) -> str:
 
 def _with(config: C, name: str, text: str) -> C:
     if isinstance(config, RouterConfig) and name not in ROUTER_SETTINGS:
-        raise SettingsError(f"{name}: unknown")
+        raise SettingsError(f"{name}: unknown setting")
     layer: Mapping[str, Any] = settings.from_flags(type(config), [f"{name}={text}"])
     try:
         return replace(config, **layer)

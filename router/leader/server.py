@@ -64,7 +64,7 @@ class LeaderServer:
         send = outbox.add
         self.connect(gateway, send)
         reader = asyncio.create_task(self._read(gateway, send, first, messages))
-        # When reading has ended, the stream is closed, and its gateway opens another one.
+        # When the gateway's messages end, close the stream; the gateway then opens another one.
         reader.add_done_callback(lambda _: send(session_pb2.LeaderMessage(resigned=True)))
         try:
             async with aclosing(outbox.messages()) as answers:

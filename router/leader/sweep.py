@@ -17,10 +17,10 @@ from router.ledger.base import Ledger
 
 SendTo: TypeAlias = Callable[[str, session_pb2.LeaderMessage], None]
 
-#: Most orphaned requests that are read from the ledger at once.
+#: Maximum number of orphaned requests that are read from the ledger in one call.
 _SWEEP_BATCH = 256
 #: Seconds for which a request that was assigned to a gateway is not assigned again.
-_ADOPTION_S = 5.0
+_ASSIGNED_S = 5.0
 
 
 class Sweep:
@@ -44,7 +44,8 @@ class Sweep:
         self._assignees = assignees
         self._send = send
         self._disconnect = disconnect
-        self._adopting: dict[str, float] = {}
+        #: time until which a request is not assigned again, by request id
+        self._assigned_until: dict[str, float] = {}
         self._next_assignee = 0
         self._paused_until = 0.0
 
@@ -59,9 +60,10 @@ class Sweep:
                 await self._sweep()
 
     def pause(self) -> None:
-        """Pause the search for the duration of one lease, so that live routers can renew theirs.
+        """Pause the search for the duration of one lease.
 
-        They could not renew them while the ledger was unavailable.
+        Live routers then have time to renew their leases, which was not possible while the ledger
+        was unavailable.
         """
         self._paused_until = now() + self._config.lease
 
@@ -88,10 +90,14 @@ class Sweep:
 
     def _assign(self, orphans: list[str], timestamp: float) -> None:
         assignees = self._assignees()
-        self._adopting = {r: until for r, until in self._adopting.items() if until > timestamp}
+        self._assigned_until = {
+            request_id: until
+            for request_id, until in self._assigned_until.items()
+            if until > timestamp
+        }
         for request_id in orphans if assignees else ():
-            if request_id not in self._adopting:
-                self._adopting[request_id] = timestamp + _ADOPTION_S
+            if request_id not in self._assigned_until:
+                self._assigned_until[request_id] = timestamp + _ASSIGNED_S
                 self._next_assignee = (self._next_assignee + 1) % len(assignees)
                 self._send(
                     assignees[self._next_assignee], session_pb2.LeaderMessage(adopt=[request_id])

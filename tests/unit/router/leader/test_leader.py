@@ -617,7 +617,7 @@ async def test_outage_gives_renewals_priority_over_orphans(
     await ledger.heartbeat("g", "there:1", lease_s=1000.0)
     await opened(ledger, "r", "dead")
     await until(lambda: gateway.told("adopt") == ["r"])
-    sweep._adopting.clear()
+    sweep._assigned_until.clear()
     gateway.heard.clear()
     ledger.is_away = True
     await until(lambda: sweep._paused_until > now())
