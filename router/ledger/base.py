@@ -2,12 +2,12 @@
 
 Every method that changes a request is one atomic operation: it checks the state and the caller,
 changes the ledger, and returns the result. In a call with several items, each item is one such
-operation. If a reply was lost, the call may be repeated with the same arguments: it then changes
-nothing more and returns the same. The exceptions are ``open`` and ``charge``, which then report
-that the request is known already, and ``erase``, which raises UnknownRequest. The ledger uses its
-own clock, called ledger time: callers pass durations, and no points in time but those that they
-received from the ledger. Routers, the autoscaler and some commands call this; workers and clients
-do not.
+operation. If a reply was lost, the call may be repeated with the same arguments. The repetition
+changes nothing and returns the same result, with three exceptions: ``open`` and ``charge`` report
+that the request is known already, and ``erase`` raises UnknownRequest. The ledger uses its own
+clock, called ledger time: callers pass durations, and points in time only if they received them
+from the ledger. Routers, the autoscaler and some commands use the ledger; workers and clients do
+not.
 
 A router that owns a request is called the gateway of the request. An epoch is a random number that
 identifies one attempt at a worker; a term is one that identifies a leadership.
@@ -183,7 +183,7 @@ def check_end(state: State) -> State:
     Raises ValueError for any other state.
     """
     if state not in Move.END.targets:
-        raise ValueError(f"nothing is ended as {state.value}")
+        raise ValueError(f"the state must be failed, cancelled or expired, not {state.value}")
     return state
 
 
@@ -193,7 +193,7 @@ def check_listed(limit: int) -> int:
     Raises ValueError otherwise.
     """
     if not 0 < limit <= MAX_PAGE_SIZE:
-        raise ValueError(f"a page has 1 to {MAX_PAGE_SIZE} requests")
+        raise ValueError(f"limit must be from 1 to {MAX_PAGE_SIZE}, not {limit}")
     return limit
 
 
@@ -212,7 +212,7 @@ def check_copy(stored: Stored) -> Stored:
     if not len(stored.choices) == len(entry.finish_reasons) == stored.request.n:
         raise ValueError(f"the number of choices must be {stored.request.n}")
     if any(choice.offset for choice in stored.choices):
-        raise ValueError("a choice does not begin at offset 0")
+        raise ValueError("every choice must begin at offset 0")
     return stored
 
 
@@ -233,11 +233,11 @@ class Ledger(Protocol):
     ) -> Opened:
         """Create a request owned by the router ``gateway``, and return its entry.
 
-        It becomes RUNNING if ``dispatch`` is given and has the latest leader's term, even if the
-        lease of this leader has ended; otherwise QUEUED. The stored deadline is ledger time plus
-        ``timeout_s`` seconds, or None without a timeout; the deadline in ``request`` is ignored. If
-        the id exists with the same body, the existing entry is returned unchanged. Raises
-        RequestConflict if the id exists with another body, LedgerFull.
+        The request becomes RUNNING if ``dispatch`` is given and has the latest leader's term, even
+        if the lease of this leader has ended. Otherwise it becomes QUEUED. The stored deadline is
+        ledger time plus ``timeout_s`` seconds, or None without a timeout; the deadline in
+        ``request`` is ignored. If the id exists with the same body, the existing entry is returned
+        unchanged. Raises RequestConflict if the id exists with another body, and LedgerFull.
         """
         ...
 
@@ -247,7 +247,8 @@ class Ledger(Protocol):
         ``epoch`` is a new random number that identifies this attempt; ``term`` identifies the
         leadership of the caller. If the request already runs under this epoch, its entry is
         returned, whatever the term. Otherwise raises StaleTerm if ``term`` is not the latest
-        leader's (whose lease may have ended), and NotQueued if the request is not QUEUED.
+        leader's term, and NotQueued if the request is not QUEUED. The latest leader may dispatch
+        even if its lease has ended.
         """
         ...
 
@@ -275,9 +276,10 @@ class Ledger(Protocol):
 
         ``epoch`` identifies the attempt that ends. If it is not the current one, nothing changes.
         ``loss`` is the cause, in words, if the worker was lost; None if the worker returned the
-        request. A loss is counted in the entry, and with loss number ``max_losses`` the request
-        becomes FAILED (attempts_exhausted) instead. ``tally`` replaces the stored counters, and
-        ``explanation`` the stored explanation unless it is empty. Raises UnknownRequest.
+        request. A loss is counted in the entry, and at loss number ``max_losses`` the request
+        becomes FAILED (attempts_exhausted) instead of QUEUED. ``tally`` replaces the stored
+        counters, and ``explanation`` the stored explanation unless it is empty. Raises
+        UnknownRequest.
         """
         ...
 
@@ -311,9 +313,9 @@ class Ledger(Protocol):
         """End an unfinished request in ``state`` (FAILED, CANCELLED or EXPIRED); return its entry.
 
         ``slug`` and ``message`` are stored as its error, and ``explanation`` is stored unless it is
-        empty. A request that is final is returned unchanged. So is one that another router than
-        ``owner`` owns, unless ``owner`` is None. Raises UnknownRequest, and ValueError for another
-        ``state``.
+        empty. A request that is final is returned unchanged, and so is a request of another router
+        than ``owner``. If ``owner`` is None, the request may belong to any router. Raises
+        UnknownRequest, and ValueError for another ``state``.
         """
         ...
 
@@ -358,8 +360,8 @@ class Ledger(Protocol):
     async def get(self, request_id: str) -> Entry:
         """Return the request's entry.
 
-        Raises ForgottenRequest if the request was erased in the last ``retention`` seconds,
-        UnknownRequest if it does not exist otherwise.
+        Raises ForgottenRequest if the request was erased in the last ``retention`` seconds, and
+        UnknownRequest if it does not exist for another reason.
         """
         ...
 
@@ -369,7 +371,7 @@ class Ledger(Protocol):
         ``offsets`` has one offset per choice, in the order of the choices; missing ones at its end
         are 0. Raises OffsetOutOfRange for an offset that is negative or beyond a choice's tokens,
         and for more offsets than choices. Raises ForgottenRequest if the request was erased in the
-        last ``retention`` seconds, UnknownRequest if it does not exist otherwise.
+        last ``retention`` seconds, and UnknownRequest if it does not exist for another reason.
         """
         ...
 
@@ -386,10 +388,9 @@ class Ledger(Protocol):
 
         An empty ``tenant`` selects all tenants, empty ``states`` all states. With a ``session_id``,
         only requests of this session are returned, and an empty ``tenant`` selects only requests
-        without a tenant. The page begins after
-        the position ``before``; if it is None, with the newest request. A page may have fewer
-        entries than ``limit`` although more follow; then ``Page.last`` is not None. Raises
-        ValueError for a ``limit`` out of range.
+        without a tenant. The page begins after the position ``before``, or with the newest request
+        if ``before`` is None. A page may have fewer entries than ``limit`` although more follow;
+        ``Page.last`` is then not None. Raises ValueError for a ``limit`` out of range.
         """
         ...
 
@@ -438,10 +439,10 @@ class Ledger(Protocol):
     ) -> bool:
         """Take or renew the leader's lease for ``term``; return whether ``term`` now holds it.
 
-        It is then held for ``lease_s`` seconds. If ``term`` was the last to hold the lease, it
-        renews it at any time. Another term takes the lease only after it has ended. With ``is_new``
-        False the call only renews: it returns False if another term has held the lease since. A
-        ledger that has lost all terms grants such a renewal, too.
+        The lease then ends in ``lease_s`` seconds. If ``term`` was the last term to hold the lease,
+        it can renew the lease at any time. Another term can take the lease only after its end. If
+        ``is_new`` is False, the call only renews the lease: it returns False if another term has
+        held the lease since. A ledger that has lost all terms grants such a renewal, too.
         """
         ...
 
@@ -471,7 +472,7 @@ class Ledger(Protocol):
     async def put_load(self, load: session_pb2.ClusterLoad) -> None:
         """Store the leader's report on the cluster's load, which the autoscaler reads.
 
-        It is ignored unless ``load.term`` identifies the latest leadership.
+        The report is ignored unless ``load.term`` identifies the latest leadership.
         """
         ...
 
@@ -480,11 +481,12 @@ class Ledger(Protocol):
         ...
 
     async def is_active(self) -> bool:
-        """Return whether this cluster serves clients, among those that share ``ledger.active_key``.
+        """Return whether this cluster is the active one, which serves clients.
 
-        The key names one active cluster. If it names none, this call makes this cluster the active
-        one. A cluster stops being active 10 s after its last call of ``is_active``, ``activate`` or
-        ``active_load``. Without an ``active_key`` every cluster is active.
+        Clusters that share ``ledger.active_key`` have one active cluster, which the key names. If
+        the key names none, this call makes this cluster the active one. A cluster stops being
+        active 10 s after its last call of ``is_active``, ``activate`` or ``active_load``. Without
+        an ``active_key`` every cluster is active.
         """
         ...
 
@@ -519,18 +521,18 @@ class Ledger(Protocol):
     async def charge(self, charge: Charge, lease_s: float) -> bool:
         """Count a request towards all limits of its tenant; return False if it was counted before.
 
-        The largest amounts that it may use are taken from the tenant's token buckets. It also
-        counts as a concurrent request until ``settle_charges``, or until ``lease_s`` seconds have
-        passed without a ``renew_charges``. If it was counted before, nothing more is taken. Raises
-        RateLimited, and counts the request towards no limit, if one of them is reached. Raises
-        LedgerFull.
+        The largest amounts that the request may use are taken from the tenant's token buckets. The
+        request also counts as concurrent until ``settle_charges``, or until ``lease_s`` seconds
+        have passed without a ``renew_charges``. If it was counted before, nothing more is taken.
+        Raises RateLimited, and counts the request towards no limit, if one of them is reached.
+        Raises LedgerFull.
         """
         ...
 
     async def settle_charges(self, ends: Sequence[Settlement]) -> None:
         """Refund what ended requests did not use of the amounts that ``charge`` took for them.
 
-        They no longer count as concurrent requests. Requests that were never charged, or are
+        The ended requests no longer count as concurrent. Requests that were never charged, or are
         already settled, are ignored.
         """
         ...
@@ -546,9 +548,9 @@ class Ledger(Protocol):
         ...
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
-        """Store records of API keys and tenants by name, in place of older ones of the same names.
+        """Store records of API keys and tenants.
 
-        None instead of a text removes the record.
+        ``changes`` has the new text of each record by its name. None removes the record.
         """
         ...
 

@@ -22,11 +22,11 @@ MAX_SHARDS = 1024
 DurabilityClass = Literal["memory", "everysec", "always", "replicated"]
 #: Short description of each promise: the faults that an acknowledged move survives.
 PROMISES: dict[str, str] = {
-    "memory": "writes survive routers and workers, not the end of the server",
+    "memory": "writes survive the loss of routers and workers, not the end of the server",
     "everysec": "writes survive a restart of the server, except the last second, which "
     "routers send again",
     "always": "writes survive a restart of the server, not the loss of its disk",
-    "replicated": "the begin and end of requests survive the loss of the server",
+    "replicated": "the beginning and end of requests survive the loss of the server",
 }
 
 
@@ -59,8 +59,8 @@ class LedgerConfig:
     retention: Positive = 3600.0
     #: longest duration of a call, including its retries
     timeout: Positive = 3.0
-    #: connections of a process to the servers of a cluster, or to one with replicas; further calls
-    #: wait. Other calls share one connection
+    #: maximum number of connections of a process for calls to a Redis Cluster and for calls that
+    #: wait for a replica; further ones wait for a free connection. Other calls share one connection
     max_connections: Count = 32
     #: memory limit of the embedded server; at the limit it refuses writes
     maxmemory_mib: Count = 1024
@@ -81,7 +81,7 @@ class LedgerConfig:
             address.parse(self.url)
         elif self.durability_class == "replicated":
             raise ValueError(
-                "durability_class must be another one: the embedded server has no replica"
+                "durability_class must not be replicated: the embedded server has no replica"
             )
         check_pair(self.tls_cert, self.tls_key, "tls_")
         make_absolute(self, "tls_ca", "tls_cert", "tls_key")

@@ -1,4 +1,4 @@
-"""States of a request, and the moves between them.
+"""States of a request, and the moves (state changes) between them.
 
     open                   -> queued
     queued     dispatch    -> running     guarded by the leader's term
@@ -18,17 +18,17 @@
 
 A gateway is the router that owns a request. An epoch is a random number that identifies one attempt
 at a worker, a term one that identifies a leadership. "Guarded" means that the move is refused under
-another epoch or term.
+another epoch or term. A take-over fences off the attempt: the ledger refuses its later appends.
 
-Finished, failed, cancelled and expired are final: only forget leaves them. The ledger also deletes
-a final request ``retention`` seconds after its end. Every state but running has epoch 0 and no
-worker. A choice ends with the append that contains its finish reason, and the request is finished
-when all its choices have ended.
+Finished, failed, cancelled and expired are final: the only move from them is forget. The ledger
+also deletes a final request ``retention`` seconds after its end. In every state but running, the
+request has epoch 0 and no worker. A choice ends with the append that contains its finish reason,
+and the request is finished when all its choices have ended.
 
 Every move but append and reassert increments ``moves`` and leaves an event. So does the append that
-finishes the request. A copy of a request with more moves than the ledger's entry is newer than the
-entry. A reassert leaves an event if the copy is newer, whose ``moves`` are then copied, or if the
-reassert itself finishes the request, which increments ``moves``.
+finishes the request. A copy of a request is newer than the ledger's entry if the copy has more
+moves. A reassert of a newer copy takes over the copy's ``moves`` and leaves an event. A reassert
+that itself finishes the request increments ``moves`` and leaves an event, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from enum import Enum
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
 
-#: Number of events that are kept of a request, the last ones.
+#: Number of a request's events that are kept: the last ones.
 MAX_EVENTS = 64
 
 
@@ -249,6 +249,8 @@ class Explained:
 
 
 class Appended(Enum):
+    """Result of an append."""
+
     #: stored, or stored before: a repeated append changes nothing
     OK = "ok"
     #: stored, or stored before, and it finished the request
@@ -272,8 +274,8 @@ class Reasserted(Enum):
     OK = "ok"
     #: another gateway owns the request, and the ledger has as many moves or more: nothing changes
     TAKEN = "taken"
-    #: the request is final in the ledger but not in the given copy. Nothing changes, unless the
-    #: copy has the last end of a choice that the ledger lacked: then the request is finished
+    #: the request is final in the ledger but not in the given copy. Either it was final before, and
+    #: nothing changes, or the copy had the last end of a choice that the ledger lacked
     ENDED = "ended"
     #: the request was erased while its gateway was presumed dead: nothing changes
     FORGOTTEN = "forgotten"

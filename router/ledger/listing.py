@@ -35,9 +35,9 @@ class Part:
 class Listing:
     """Builder of a page of up to ``limit`` entries, which begins after the position ``last``.
 
-    With ``last`` None it begins with the newest request. ``last`` advances with the rows that are
-    added. The page is complete when ``is_over`` is True: it has ``limit`` entries, MAX_PAGE_SIZE
-    rows were examined, or no rows are left.
+    If ``last`` is None, the page begins with the newest request. ``last`` advances with the rows
+    that are added. The page is complete when ``is_over`` is True: it has ``limit`` entries,
+    MAX_PAGE_SIZE rows were examined, or no rows are left.
     """
 
     def __init__(self, limit: int, last: Position | None) -> None:
@@ -58,7 +58,7 @@ class Listing:
         Rows that are not after the position ``last`` are skipped.
         """
         rows, is_end = _merged(parts, self.last)
-        assert rows or is_end, "a shard that has more answers at least one of it"
+        assert rows or is_end, "a shard that has more rows must return at least one of them"
         for row in rows:
             if not self.missing or self._num_examined == MAX_PAGE_SIZE:
                 self.is_over = True
@@ -78,6 +78,11 @@ class Listing:
 
 
 def _merged(parts: Sequence[Part], last: Position | None) -> tuple[list[Row], bool]:
+    """Return the next rows after ``last`` over all shards, and whether they are the last ones.
+
+    Rows that are older than the oldest row of a shard with further rows are left out, because that
+    shard may have rows before them.
+    """
     floors = [part.rows[-1].position for part in parts if not part.is_end]
     rows = _after(chain.from_iterable(part.rows for part in parts), last)
     if floors:
@@ -96,8 +101,8 @@ class Audited:
 
     ``owned`` tells whether the set of unfinished requests of its router contains it, ``listed``
     whether all its listings have it at its arrival time. ``immortal`` has the names of its keys
-    without a time to live, ``missing`` of its keys that do not exist. ``finished_by`` is the epoch
-    (attempt number) whose append finished it, 0 if none did.
+    without a time to live, ``missing`` those of its keys that do not exist. ``finished_by`` is the
+    epoch (number of the attempt) whose append finished the request, 0 if none did.
     """
 
     entry: Entry

@@ -9,17 +9,17 @@ from __future__ import annotations
 from everlift.hashes import CHUNK_SIZE, chunk_hashes, session_hash
 from everlift.messages import Request
 
-#: Bytes of a hash that are used: enough that nobody finds two chunks with the same name.
+#: Bytes of a hash that are used, which make it infeasible to find two chunks with the same name.
 _HASH_BYTES = 16
 
 
 def chunk_names(request: Request) -> list[str]:
     """Return the name of each full chunk of the prompt, in order.
 
-    It depends on all tokens up to the end of the chunk and on the request's salt.
+    A name depends on all tokens up to the end of the chunk and on the request's salt.
     """
     hashes = request.chunk_hashes or chunk_hashes(request.prompt_ids, request.salt)
-    return [each[:_HASH_BYTES].hex() for each in hashes]
+    return [chunk_hash[:_HASH_BYTES].hex() for chunk_hash in hashes]
 
 
 def num_chunked(request: Request) -> int:
@@ -28,5 +28,5 @@ def num_chunked(request: Request) -> int:
 
 
 def session_name(tenant: str, session_id: str) -> str:
-    """Return the name of a session; empty without a ``session_id``."""
+    """Return the name of a session; empty if ``session_id`` is empty."""
     return session_hash(tenant, session_id)[:_HASH_BYTES].hex() if session_id else ""

@@ -1,8 +1,8 @@
 """Token buckets for the limits of tenants. Pure.
 
 A bucket holds as much as its limit allows in one minute, and refills at a constant rate. It is
-stored as one time, ``due``, at which it will be full again. Taking an amount moves ``due`` later,
-by the time in which that amount refills. If ``due`` is one minute away, the bucket is empty.
+stored as a single time, ``due``, at which it will be full again. Taking an amount increases ``due``
+by the time in which that amount refills. If ``due`` is one minute ahead, the bucket is empty.
 
             available           taken
     |------------------------|------------------|
@@ -21,7 +21,7 @@ from everlift.errors import RateLimited
 from everlift.request_id import tenant_of
 
 MINUTE_US = 60 * 1_000_000
-#: Seconds until a retry at the limit of concurrent requests, because their ends are unknown.
+#: Suggested seconds before a retry at the limit of concurrent requests, whose ends are unknown.
 _SOME_S = 1.0
 CONCURRENT = "max_concurrent"
 
@@ -31,7 +31,7 @@ class Charge:
     """Amounts to take from a tenant's limits for a new request, and these limits.
 
     The amounts are the largest that the request may use; ``output_tokens`` is the sum over all
-    choices. A limit of None is no limit.
+    choices. None means no limit.
     """
 
     request_id: str
@@ -72,8 +72,8 @@ def refusal(charge: Charge, limit: str, wait_us: int) -> RateLimited:
     ``wait_us`` is the time in µs until a retry can succeed. 0 means unknown: the error then
     suggests a retry after a second.
     """
-    of = f"{limit} ({getattr(charge, limit)})"
+    reached = f"{limit} ({getattr(charge, limit)})"
     wait_s = wait_us / 1e6 or _SOME_S
     return RateLimited(
-        f"tenant {tenant_of(charge.request_id)!r} has reached its {of}", retry_after_s=wait_s
+        f"tenant {tenant_of(charge.request_id)!r} has reached its {reached}", retry_after_s=wait_s
     )

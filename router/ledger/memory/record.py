@@ -91,7 +91,7 @@ class Choice:
         Raises OffsetOutOfRange if ``offset`` is negative or beyond the tokens.
         """
         if not 0 <= offset <= len(self.tokens):
-            raise OffsetOutOfRange(f"offset {offset} is not stored")
+            raise OffsetOutOfRange(f"offset {offset} is not from 0 to {len(self.tokens)}")
         return StoredChoice(tuple(self.tokens[offset:]), tuple(self.logprobs[offset:]), offset)
 
 
@@ -99,8 +99,8 @@ class Choice:
 class Record:
     """Record of a request.
 
-    ``request`` lacks the prompt's chunks, which are in ``prompts``; ``last_chunk`` is the last
-    one's name.
+    ``request`` lacks the prompt's chunks, which are in ``prompts``. ``last_chunk`` is the name of
+    the last of these chunks; empty if there is none.
     """
 
     request: Request
@@ -176,10 +176,10 @@ class Record:
     def compare(self, copy: Stored) -> Reasserted:
         """Compare the copy that a router sent with this record.
 
-        Returns DIVERGED if the two contradict each other. Otherwise, if this record is final,
-        returns OK if the copy is final or all its choices have ended, else ENDED; there is nothing
-        to merge. If this record is not final, returns TAKEN if another router owns the request and
-        the copy counts no more state changes, else OK: ``merge`` may merge the copy.
+        Returns DIVERGED if the two contradict each other. If this record is final, there is nothing
+        to merge: returns OK if the copy is final or all its choices have ended, else ENDED. If this
+        record is not final, returns TAKEN if another router owns the request and the copy counts no
+        more state changes. Otherwise returns OK: ``merge`` may merge the copy.
         """
         if copy.request.body_hash != self.request.body_hash or not self._agrees(copy):
             return Reasserted.DIVERGED
@@ -231,7 +231,9 @@ class Record:
         offsets than choices.
         """
         if len(offsets) > len(self.choices):
-            raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
+            raise OffsetOutOfRange(
+                f"{len(offsets)} offsets are too many for {len(self.choices)} choices"
+            )
         padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]
         choices = [choice.stored(at) for choice, at in zip(self.choices, padded, strict=True)]
         return Stored(

@@ -65,15 +65,14 @@ class Address:
 def parse(url: str) -> Address:
     """Return the address of the ledger's servers that ``url`` contains.
 
-    Raises ValueError for an invalid url; the message omits the url, because that may contain a
-    password.
+    Raises ValueError for an invalid url; the message omits the url, which may contain a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ValueError(f"url must be embedded, or begin with one of {known}")
     if set(rest) & set("?#"):
-        raise ValueError("url must have nothing behind its path, and # and ? percent-encoded")
+        raise ValueError("url must end with its path, and contain # and ? only as %23 and %3F")
     authority, _, path = rest.partition("/")
     login, _, hosts = authority.rpartition("@")
     if scheme == "unix":
@@ -93,7 +92,7 @@ def _network(scheme: str, login: str, hosts: str, path: str) -> Address:
     default_port = _SENTINEL_PORT if kind is Kind.SENTINEL else _PORT
     places = tuple(_host(host, default_port) for host in hosts.split(","))
     if kind is Kind.SERVER and len(places) > 1:
-        raise ValueError("url must have one host, or be one of +sentinel:// and +cluster://")
+        raise ValueError("url must have one host, unless its scheme is +sentinel or +cluster")
     service, db = _service_and_db(path, kind)
     return Address(kind, places, tls=protocol == "rediss", service=service, db=db, **_user(login))
 
@@ -110,7 +109,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if not host or port == 0:
-        raise ValueError("url must have host, host:port or [IPv6 address]:port behind its //")
+        raise ValueError("url must have host, host:port or [IPv6 address]:port after its //")
     return host, port or default_port
 
 

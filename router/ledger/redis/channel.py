@@ -32,8 +32,8 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
     """Return the TLS context for connections to the ledger.
 
-    It is reloaded when its files change, and verifies the servers' certificates and host names.
-    Raises LedgerSetupError if a certificate or key file is unusable.
+    The context is reloaded when its files change. It verifies the servers' certificates and host
+    names. Raises LedgerSetupError if a certificate or key file is unusable.
     """
     try:
         return certificates.client_context(Tls(config.tls_ca, config.tls_cert, config.tls_key))
@@ -101,7 +101,8 @@ class Channel:
 
     def _on_connected(self, connecting: asyncio.Task[_Wire]) -> None:
         self._connecting = None
-        # Retrieves the exception, because the callers may have been cancelled and not await it.
+        # Callers that were cancelled do not read the exception. It is read here, because asyncio
+        # logs exceptions that are never read.
         if not connecting.cancelled() and connecting.exception() is None:
             self._wire = connecting.result()
 
@@ -114,7 +115,7 @@ class Channel:
     def drop(self) -> None:
         """Close the connection, fail the calls in flight, and use a new connection from now on."""
         if self._wire is not None:
-            self._wire.fail(ConnectionError("another server is asked by now"))
+            self._wire.fail(ConnectionError("the connection was replaced by one to another server"))
             self._wire = None
 
     async def close(self) -> None:
@@ -137,6 +138,8 @@ class _PendingCall:
 
 
 class _Wire:
+    """Open connection, which assigns the answers to the pending calls in the order of sending."""
+
     def __init__(self, connection: AbstractConnection, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
@@ -195,7 +198,7 @@ class _Wire:
 
     def _answer(self, answer: Any) -> None:
         if not self._pending:
-            raise InvalidResponse("an unexpected answer")
+            raise InvalidResponse("the server sent an answer without a command")
         call = self._pending[0]
         call.answers.append(answer)
         call.missing -= 1

@@ -83,7 +83,7 @@ class Connections(Protocol):
         ...
 
     async def rediscover(self) -> None:
-        """Find out again which server stores which keys, after a failure that suggests a change."""
+        """Find out again which server stores which keys, because a failure suggests a change."""
         ...
 
     async def close(self) -> None: ...
@@ -122,7 +122,7 @@ class _OneServer:
         return list(keys[:1])
 
     async def rediscover(self) -> None:
-        # The name may refer to another server now. A connection in use ends by itself.
+        # The host name may belong to another server now. A connection in use ends with its call.
         self._channel.retire()
         await self._client.connection_pool.disconnect(inuse_connections=False)
 
@@ -179,8 +179,8 @@ def _sentinels(address: Address, settings: dict[str, Any], timeout_s: float) -> 
     logins = [settings_with_timeout, settings_with_timeout | {"username": None, "password": None}]
     kind = TlsConnection if address.tls else Connection
     return [
-        Redis.from_pool(ConnectionPool(kind, host=host, port=port, **each))
-        for each in (logins if address.password else logins[:1])
+        Redis.from_pool(ConnectionPool(kind, host=host, port=port, **login))
+        for login in (logins if address.password else logins[:1])
         for host, port in address.hosts
     ]
 
@@ -283,7 +283,8 @@ def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
         # Only ``shards.py`` retries, and always whole calls.
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-        # Sending it would take two more commands, and the permission to call them.
+        # Sending the driver's name and version would take two more commands and the permission for
+        # them.
         "driver_info": None,
         **({"tls": context(config)} if address.tls else {}),
     }

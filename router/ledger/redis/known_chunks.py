@@ -10,10 +10,10 @@ _MAX_PROMPTS = 1 << 14
 
 
 class KnownChunks:
-    """Last chunks of the prompts that this process stored in one shard, the latest ones.
+    """Names of the last chunks of the prompts that this process stored in one shard most recently.
 
-    A stored chunk implies that all chunks before it are stored. The ledger may have deleted a chunk
-    meanwhile: it then answers that the chunk is missing.
+    A stored chunk implies that all chunks before it are stored. If the ledger has deleted a chunk
+    meanwhile, it answers that the chunk is missing.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 #: Approximate number of keys or members that one SCAN returns.
 _KEYS_PER_SCAN = 512
-#: Items that one call examines, which blocks other calls for some tenths of a millisecond.
+#: Items that one call examines. The call blocks other calls for some tenths of a millisecond.
 _PLACES_PER_CALL = 32
 #: Functions that read the request id from the rest of a key's name, by the name's first letter.
 _PARTS: dict[str, Callable[[str], str]] = {
@@ -114,8 +114,8 @@ class RedisAudit:
             shard = self._shards.of(place.request_id) if place.kind != "c" else place.shard
             by_shard.setdefault(shard, []).append(place)
         found: list[Item] = []
-        for shard, those in by_shard.items():
-            for batch in _batches(those, _PLACES_PER_CALL):
+        for shard, places_of_shard in by_shard.items():
+            for batch in _batches(places_of_shard, _PLACES_PER_CALL):
                 arguments = [field for place in batch for field in place[:3]]
                 answers = await self._shards.run(scripts.AUDIT, shard, *arguments)
                 for place, answer in zip(batch, answers, strict=True):

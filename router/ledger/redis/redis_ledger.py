@@ -82,7 +82,8 @@ log = logs.get_logger(__name__)
 
 #: Shard of the lease table, the leader, the workers and everything else of the whole cluster.
 _CONTROL = 0
-#: Scripts that may create or end a request. Appends settle too if they end a choice.
+#: Scripts that may create or end a request: under durability class replicated, their calls wait for
+#: a replica (``Call.settles``). So do appends that end a choice.
 _SETTLING = (scripts.OPEN, scripts.RELEASE, scripts.END, scripts.FORGET, scripts.REASSERT)
 #: Seconds after which a client may retry when the ledger was full.
 _FULL_S = 1.0
@@ -98,19 +99,21 @@ _LISTED_PER_CALL = 128
 _ACTIVE_MS = 10_000
 #: More log probabilities than this are packed in a thread, because this takes milliseconds.
 _MANY_LOGPROBS = 2048
-#: As many tokens of a prompt are packed in a thread, because this takes a millisecond.
+#: From this number of tokens on, the chunks of a prompt are packed in a thread, because packing
+#: takes a millisecond.
 _MANY_TOKENS = 1 << 15
 
 
 async def connect(config: LedgerConfig | str) -> RedisLedger:
-    """Connect to the ledger of ``config`` (or of a url), check its servers and layout, return it.
+    """Connect to a ledger, check its servers and layout, and return it.
 
-    Raises LedgerSetupError for an unusable server or layout, LedgerUnavailable if a server does not
-    answer, ValueError for an invalid url.
+    ``config`` is the ledger's settings, or only its url. Raises LedgerSetupError for an unusable
+    server or layout, LedgerUnavailable if a server does not answer, and ValueError for an invalid
+    url.
     """
     config = LedgerConfig(url=config) if isinstance(config, str) else config
     if config.url == EMBEDDED:
-        raise ValueError("an embedded ledger is reached by the url that its start returns")
+        raise ValueError("connect to an embedded ledger by the url that its ``start`` returned")
     shards = Shards(config)
     try:
         server, cluster_id = await check_ledger(shards, config)
@@ -129,13 +132,14 @@ class RedisLedger:
         self.durability_class = config.durability_class
         self._shards = shards
         self._retention_ms = round(config.retention * 1000)
-        #: time in ms after which no call is retried any more
+        #: longest time in ms during which a call may still be retried
         self._call_ms = round(2000 * config.timeout)
         self._cluster_id = cluster_id
-        #: written at every heartbeat; otherwise, after a FLUSHALL, the next router would write
-        #: another cluster id
+        #: commands that store the layout. They run at every heartbeat: after a FLUSHALL, the next
+        #: router would otherwise store another cluster id
         self._layout = layout(config, cluster_id)
         self._config = config
+        #: id of the servers' present run, and why these are unusable; empty if they are usable
         self._generation = self._unfit = ""
         self._is_local = bool(parse(config.url).path)
         self._known_chunks = [KnownChunks() for _ in range(config.shards)]
@@ -344,7 +348,9 @@ class RedisLedger:
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
         word, rest = await self._move(scripts.READ, request_id, *offsets)
         if word == "beyond":
-            raise OffsetOutOfRange(f"offsets {list(offsets)} are not stored")
+            raise OffsetOutOfRange(
+                f"offsets {list(offsets)} are negative, too many, or beyond the stored tokens"
+            )
         return await _stored(request_id, offsets, rest)
 
     async def list_requests(
@@ -359,7 +365,7 @@ class RedisLedger:
         listing = Listing(check_listed(limit), before)
         name = _listing_name(tenant, session_id)
         while not listing.is_over:
-            # One row more than needed, to see whether the listing ends there.
+            # Read one row more than the page needs, to see whether the listing ends with the page.
             count = _LISTED_PER_CALL if states else min(_LISTED_PER_CALL, listing.missing + 1)
             listing.add(await self._parts(name, states, listing.last, count))
         return listing.page()
@@ -615,7 +621,9 @@ class RedisLedger:
         another url may run on another machine. Raises LedgerUnavailable.
         """
         if not self._is_local:
-            raise InvalidRequest("the ledger's server is reached over a network: it is not ours")
+            raise InvalidRequest(
+                "the ledger's url is not a Unix socket: its server may run on another machine"
+            )
         [info] = await self._shards.run_on_each_server("process", "INFO", "server")
         return int(info["process_id"])
 
@@ -657,7 +665,7 @@ def _raising_ledger_full() -> Iterator[None]:
 
 
 async def _stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    # In a thread, because decoding hundreds of thousands of log probabilities takes a second.
+    # Decode in a thread, because hundreds of thousands of log probabilities take a second.
     return await asyncio.to_thread(codec.stored, request_id, offsets, answer)
 
 

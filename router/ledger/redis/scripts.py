@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Lua script; ``sha`` is the SHA-1 of ``source`` in hex, by which EVALSHA calls it."""
+    """Lua script; ``sha`` is the hexadecimal SHA-1 of ``source``, by which EVALSHA calls it."""
 
     name: str
     source: str

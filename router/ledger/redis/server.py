@@ -82,8 +82,8 @@ def generation(infos: Sequence[Info]) -> str:
     """Return an id that changes with a restart or failover of any server.
 
     ``infos`` has one answer of INFO per server. A restart changes ``run_id``, and so does a
-    failover to another server. If a failover is undone between two calls, only ``master_replid``
-    has changed.
+    failover to another server. If the servers fail over and back between two calls, only
+    ``master_replid`` has changed.
     """
     lives = sorted(f"{info.get('run_id')} {info.get('master_replid')}" for info in infos)
     return hashlib.blake2b("\n".join(lives).encode(), digest_size=8).hexdigest()
@@ -92,8 +92,8 @@ def generation(infos: Sequence[Info]) -> str:
 def memory_used(infos: Sequence[Info]) -> float:
     """Return the used share of the fullest server's memory limit; 0 if no server has a limit.
 
-    ``infos`` has one answer of INFO per server. Memory is counted as the server counts it when it
-    decides whether it is full.
+    ``infos`` has one answer of INFO per server. Memory is counted in the way in which a server
+    determines whether it is full.
     """
     return max(map(_memory_used, infos), default=0.0)
 

@@ -30,8 +30,8 @@ async def check_ledger(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
     """Check servers and layout; return the server's name and version, and the cluster's id.
 
     The layout (key schema, number of shards, cluster id) is written if the ledger is new. If there
-    are several servers, name and version are of the first one. Raises LedgerSetupError for an
-    unusable server or layout, LedgerUnavailable if a server does not answer.
+    are several servers, the name and version are those of the first one. Raises LedgerSetupError
+    for an unusable server or layout, and LedgerUnavailable if a server does not answer.
     """
     try:
         server = await check_servers(shards, config)
@@ -109,11 +109,14 @@ def _refusal(error: BaseException) -> str:
         if isinstance(cause, AuthenticationError):
             return "the ledger's server refuses the user or password"
         if isinstance(cause, NoPermissionError):
-            return f"the ledger's server refuses our user {_command(cause)}; README.md has its rule"
+            return (
+                f"the ledger's server does not permit our user {_command(cause)}; see the user's"
+                " rule in README.md"
+            )
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"the certificate of the ledger's server is invalid: {cause.verify_message}"
         if isinstance(cause, ResponseError) and "cluster support disabled" in str(cause):
-            return "the ledger's server is no cluster: begin its url with redis:// or rediss://"
+            return "the ledger's server is not a cluster: begin its url with redis:// or rediss://"
     return ""
 
 

@@ -46,14 +46,15 @@ T = TypeVar("T")
 
 #: Waits of up to 10, 20, 40, ... 320 ms between tries, so that a restarted server is found soon.
 _BACKOFF = ExponentialWithJitterBackoff(base=0.005, cap=0.32)
-#: Share of a call's timeout in which a replica must confirm that it has a write, and again that the
-#: write is on its disk. Otherwise the call is retried. Both waits must fit into the timeout of a
-#: connection.
+#: Share of a call's timeout for each of two waits: until a replica has a write, and until the write
+#: is on the replica's disk. If one of them takes longer, the call is retried. Both waits must fit
+#: into the timeout of a connection.
 _SETTLE_PART = 0.2
 #: Time to live, in ms, of the key that is written before each wait for a replica.
 _SETTLED_KEY_MS = 24 * 3600 * 1000
 
-#: Failures after which servers are looked up again: one is gone, or not responsible any more.
+#: Failures after which the servers are looked up again, because one may be gone or may not be
+#: responsible for the keys any more.
 _REDISCOVER_ERRORS = (
     ConnectionError,
     ServerTimeout,
@@ -88,8 +89,8 @@ class Call:
     settles: bool = False
     #: key that the script gets instead of the shard's root; empty: the root
     key: str = ""
-    #: does not share a connection with other calls, because a hedged call must not wait for the
-    #: same dead connection as the call before it
+    #: whether the call is hedged, and therefore must not share a connection with other calls:
+    #: the further call must not wait for the same dead connection as the first one
     is_hedged: bool = False
 
 
@@ -205,7 +206,7 @@ class Shards:
     async def attempt(self, name: str, do: Callable[[], Awaitable[T]]) -> T:
         """Call ``do`` until it succeeds, and return its result; ``name`` names the call in errors.
 
-        Raises LedgerUnavailable if ``do`` fails in a way that a retry cannot mend, or if the
+        Raises LedgerUnavailable if ``do`` fails with an error that is not temporary, or if the
         timeout has passed. The cause of the exception is the last failure.
         """
         failure: Exception | None = None
@@ -284,10 +285,10 @@ class Shards:
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
         """Return the commands that follow the calls and wait until a replica has their writes.
 
-        WAITAOF waits for the last write of its connection, and a repeated call writes nothing. So a
-        key is always written first: PEXPIRE is always replicated, and a full server accepts it.
-        WAITAOF alone would take a second, because a replica reports the state of its disk before it
-        has the write. After WAIT the replica has it.
+        WAIT and WAITAOF wait for the last write of their connection, but a repeated call writes
+        nothing. So a key is always written before: PEXPIRE is always replicated, and a full server
+        accepts it. WAITAOF without WAIT would take a second, because the replica would first report
+        the state of its disk from before it received the write.
         """
         if not self._is_replicated:
             return []

@@ -393,7 +393,7 @@ async def test_missing_acl_right_is_named() -> None:
         with pytest.raises(LedgerSetupError, match="may not call INFO"):
             await connect(f"redis://{LOGIN}{one.address}")
         one.ask("ACL", "SETUSER", USER, "+info", "-hmget")
-        with pytest.raises(LedgerSetupError, match="refuses our user the command hmget"):
+        with pytest.raises(LedgerSetupError, match="does not permit our user the command hmget"):
             await connect(f"redis://{LOGIN}{one.address}")
         one.ask("ACL", "SETUSER", USER, "+hmget", "-zadd")
         async with connected(f"redis://{LOGIN}{one.address}") as ledger:

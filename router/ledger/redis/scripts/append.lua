@@ -1,10 +1,10 @@
 -- running -> running, or -> finished if the last unfinished choice ends. Returns a pair for each
 -- item whose result is not ok: the number of the item, from 1, and its result, a value of Appended.
 -- ARGV: retention_ms, and all items as one MessagePack array, because each separate argument would
---       cost the client as much as a token. An item is id, epoch, offset, tokens, and then '' if
---       the tokens are of choice 0 and there is nothing else. Otherwise 'more' follows, and:
+--       cost the client as much time as a token. An item is id, epoch, offset, tokens, and then ''
+--       if the tokens are of choice 0 and the item has nothing else. Otherwise 'more' follows, and:
 --       choice, letter of its end or '', logprobs, prompt_logprobs, tally or '', and the
---       explanation that is sent with an end, or ''. All but the offset are text.
+--       explanation that is sent with an end, or ''. All of these but the offset are text.
 
 local retention_ms = ARGV[1]
 
@@ -14,7 +14,7 @@ local function is_repeated(id, choice, last, letter, finishes)
         and last <= redis.call('STRLEN', tokens_key(id, choice))
 end
 
--- Store those of the tokens that are not stored yet. All positions are in bytes.
+-- Store the tokens that are not stored yet. All positions are in bytes.
 local function store(id, choice, offset, tokens, logprobs, max_bytes)
     local known = redis.call('STRLEN', tokens_key(id, choice))
     if offset > known then return 'gap' end

@@ -1,5 +1,6 @@
--- Examines items that belong to requests, and changes nothing. An item is three values: its kind, a
--- request id, and a name. Returns for each item, or false if the item no longer exists:
+-- Examines items of the ledger, and changes nothing. An item is three values: its kind, a request
+-- id or the hash of a chunk, and a name. Returns for each item, or false if the item no longer
+-- exists:
 --   r, id, ''          of a request: the entry, then max_tokens, finished_by, 1 if its gateway owns
 --                      it else 0, 1 if all its listings have it at its arrival else 0, its events,
 --                      its keys without a time to live, its keys that do not exist

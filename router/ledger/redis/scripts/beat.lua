@@ -4,8 +4,8 @@
 -- ARGV: gateway, address, lease in µs
 
 local gateway, address, lease = unpack(ARGV)
--- Leases that ended longer ago than this (µs) are deleted, because a gateway without a lease counts
--- as dead, too.
+-- Leases that ended longer ago than this (µs) are deleted. They are not needed, because a gateway
+-- without a lease counts as dead, too.
 local FORGOTTEN_AFTER = 86400 * 1000000
 
 write_though_full()

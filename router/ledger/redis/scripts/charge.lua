@@ -1,6 +1,6 @@
--- Charges to a tenant's limits what a request may need: to all limits, or to none. Returns charged;
--- known, if another call charged the request before; or refused, the limit with the longest wait,
--- and that wait in µs (0: unknown).
+-- Charges the largest amounts that a request may need to all limits of its tenant, or to none.
+-- Returns charged; known, if another call charged the request before; or refused, the limit with
+-- the longest wait, and that wait in µs (0: unknown).
 -- ARGV: tenant, id, call, lease in µs, prompt tokens, tokens of prompt and outputs, and the limits,
 --       each empty if there is none: requests per minute, tokens per minute, concurrent requests
 
@@ -23,9 +23,9 @@ local function is_full()
         and redis.call('ZCOUNT', slots_key(tenant), '(' .. digits(moment), '+inf') >= tonumber(at_a_time)
 end
 
--- Return the time at which a bucket is full again after `amount` is taken, and the wait in µs until
--- it has `amount`, or is full if it holds less. The wait is 0 or negative if there is none. Without
--- a limit, return nil and 0.
+-- Return the time at which a bucket is full again after `amount` is taken, and the wait in µs
+-- before `amount` can be taken. The wait ends when the bucket has `amount`, or is full if it cannot
+-- hold that much. It is 0 or negative if the bucket has enough. Without a limit, return nil and 0.
 local function taken(limit, amount, a_minute)
     if a_minute == '' then return nil, 0 end
     local due = math.max(tonumber(redis.call('HGET', buckets_key(tenant), limit) or 0), moment)

@@ -1,4 +1,5 @@
--- Common part of all scripts of the ledger: this text is prepended to each of them.
+-- Common part of all scripts of the ledger: this text is prepended to each of them. A gateway is
+-- the router that owns a request.
 --
 -- Keys. KEYS[1] is the root "<prefix>:<schema>:{<shard>}:". Every key that a script uses is this
 -- root followed by a name, so that all of them are on the same node of a Redis Cluster. Only
@@ -9,8 +10,9 @@
 --                                      request       StoredRequest, without its deadline and the
 --                                                    tokens of the prompt's chunks
 --                                      tail          hash of the last chunk of the prompt, or empty
---                                      turn          opaque facts by which a router recognises that
---                                                    a prompt continues this request; or empty
+--                                      turn          PromptMark by which a router recognises that a
+--                                                    prompt continues this request, as bytes that
+--                                                    the scripts do not interpret; or empty
 --                                      deadline      µs, or empty
 --                                      max_tokens    maximum number of tokens of each choice
 --                                      call          nonce of the last open or take_over, or empty
@@ -28,7 +30,7 @@
 --   g:<hash of id, arrival>  STRING  empty; it exists if this request was erased by forget, so that
 --                                    reassert does not restore it
 --   h:<hash of id>           STRING  empty; it exists if a request with this id was erased by
---                                    forget, and not lost
+--                                    forget, so that scripts return erased instead of unknown
 --   c:<hash>                 STRING  a chunk of 256 tokens of prompts: number of references to it,
 --                                    in COUNT digits; hash of the chunk before it, or NO_CHUNK; its
 --                                    tokens, as in t. Requests of which it is the last chunk refer
@@ -46,7 +48,8 @@
 --   garbage                  LIST    chunks without references that are still to be deleted
 --   term                     HASH    term of the newest leader, and the start of the term (µs)
 --   slots:<tenant>           ZSET    unfinished requests of a tenant that has limits -> time (µs)
---                                    until which each counts, unless hold.lua extends it
+--                                    until which each counts as a concurrent request, unless
+--                                    hold.lua extends this time
 --   charges:<tenant>         HASH    charge of each of these requests: "<call> <prompt tokens>
 --                                    <tokens> <requests per minute> <tokens per minute>"
 --   buckets:<tenant>         HASH    requests, tokens: time (µs) at which each bucket is full again
@@ -107,7 +110,7 @@ local function num_choices(id) return redis.call('HSTRLEN', request_key(id), 'fi
 
 local function letter_of(choice, finishes) return finishes:sub(choice + 1, choice + 1) end
 
--- Return all keys of a request; the first two are not strings, all others are.
+-- Return all keys of a request. The first two are a hash and a list, all others are strings.
 local function all_keys(id)
     local finishes, logprobs = unpack(redis.call('HMGET', request_key(id), 'finishes', 'logprobs'))
     local keys = {request_key(id), events_key(id)}
@@ -159,7 +162,8 @@ local NO_CHUNK = ('0'):rep(HASH)
 
 local function chunk_key(hash) return ROOT .. 'c:' .. hash end
 
--- Add `by` to the number of references to a chunk, and return the new number; nil: no such chunk.
+-- Add `by` to the number of references to a chunk, and return the new number, or nil if the chunk
+-- does not exist.
 local function refer(hash, by)
     local count = tonumber(redis.call('GETRANGE', chunk_key(hash), 0, COUNT - 1))
     if not count then return nil end
@@ -184,9 +188,9 @@ local function delete_chunks(hash, limit)
     return limit
 end
 
--- Store those chunks that are not stored yet, and return the hash of the last one, or an empty text
--- if there are none. `hashes` has their hashes and `tokens` their tokens, after the chunk `base`
--- (empty: none).
+-- Store those chunks of a prompt that are not stored yet, and return the hash of the prompt's last
+-- chunk, or an empty text if the prompt has none. `hashes` has the hashes and `tokens` the tokens
+-- of the chunks after the chunk `base`, or of all chunks if `base` is empty.
 local function store_chunks(base, hashes, tokens)
     local num_chunks = #hashes / HASH
     local size, last, next = #tokens / num_chunks, base, 1
@@ -194,7 +198,8 @@ local function store_chunks(base, hashes, tokens)
     while next <= num_chunks and redis.call('EXISTS', chunk_key(hash(next))) == 1 do
         last, next = hash(next), next + 1
     end
-    -- A stored chunk implies those before it, so that none of the others is stored.
+    -- A stored chunk implies that all chunks before it are stored. The chunk `next` is not stored,
+    -- so those after it are not stored either.
     if next <= num_chunks then refer(last, 1) end
     for i = next, num_chunks do
         local before = last == '' and NO_CHUNK or last
@@ -287,7 +292,7 @@ local function sweep(count)
     while limit > 0 do
         local hash = redis.call('LPOP', ROOT .. 'garbage')
         if not hash then return end
-        -- Since it became garbage, a new prompt may refer to it.
+        -- A new prompt may refer to the chunk since it became garbage.
         if refer(hash, 0) == 0 then limit = delete_chunks(hash, limit) end
     end
 end
@@ -302,7 +307,7 @@ local function create(id, gateway, n, session, chunks, ...)
         'losses', 0, 'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
         'tally', '0 0 0 0', 'tail', tail, ...)
     if tail ~= '' then refer(tail, 1) end
-    -- An earlier request with this id may have expired, and the sweep not have seen it yet.
+    -- An earlier request with this id may have expired without having been swept yet.
     if redis.call('ZSCORE', ROOT .. 'expiries', id) then unlist(id, SWEPT_CHUNKS) end
     if tail ~= '' then redis.call('HSET', ROOT .. 'tails', id, tail) end
     if session ~= '' then redis.call('HSET', ROOT .. 'sessions', id, session) end
@@ -331,8 +336,7 @@ local function run(id, worker, epoch, attempts, moves)
 end
 
 -- Append the part of `tokens` that is beyond the `known` bytes of a choice. The first of `tokens`
--- is at byte `offset`. `logprobs` has one record for each of them, all of the same size, or is
--- empty.
+-- is at byte `offset`. `logprobs` has one record for each token, all of the same size, or is empty.
 local function extend(id, choice, known, offset, tokens, logprobs)
     local fresh = tokens:sub(known - offset + 1)
     if fresh == '' then return end
@@ -354,14 +358,14 @@ local function keep_for(id, ms)
     redis.call('ZADD', ROOT .. 'expiries', digits(now() + ms * 1000), id)
 end
 
--- Store a time breakdown; an empty one keeps the stored one. Call this after the first write of a
+-- Store a time breakdown; if it is empty, keep the stored one. Call this after the first write of a
 -- move, because a full server refuses only the first write.
 local function explain(id, explanation)
     if explanation ~= '' then redis.call('HSET', request_key(id), 'explanation', explanation) end
 end
 
--- The two moves below begin with a write that needs no memory, so that a full server accepts them.
--- Their further arguments are names and values of fields.
+-- The two functions below begin with a write that needs no memory, so that a full server accepts
+-- them. Their further arguments are names and values of fields of the request.
 
 -- queued or running -> a final state.
 local function finish(id, gateway, state, retention_ms, ...)

@@ -1,4 +1,4 @@
--- Extends the slots of unfinished requests until one lease from now.
+-- Extends the time for which unfinished requests count as concurrent, to one lease from now.
 -- ARGV: lease in µs, and for each request its tenant and id
 
 local lease = ARGV[1]

@@ -18,7 +18,7 @@ local function open()
     note(id, 'open', gateway)
     if worker and leads(term) then run(id, worker, epoch, 1, 2) end
     keep_for(id, unfinished_ms)
-    -- Two, so that the sweep keeps up with requests that expire as fast as others arrive.
+    -- Sweep two requests, so that the sweep keeps up if as many requests expire as are opened.
     sweep(2)
 end
 

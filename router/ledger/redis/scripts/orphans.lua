@@ -1,7 +1,7 @@
--- Finds unfinished requests of one shard whose gateway has no lease any more; requests of the lease
--- that ended first come first. Returns pairs: the end of that lease in µs, or 0 if there was none,
--- and the request id. Because the leader runs this script regularly, it also removes expired
--- requests from the listings.
+-- Finds unfinished requests of one shard whose gateway has no lease any more. Requests of the
+-- gateway whose lease ended first come first. Returns pairs: the end of the gateway's lease in µs,
+-- or 0 if there was none, and the request id. The script also removes expired requests from the
+-- listings, because the leader runs it regularly.
 -- ARGV: limit, now in µs, and for each known gateway: its id, the end of its lease in µs
 
 -- Number of listed requests that one call checks.

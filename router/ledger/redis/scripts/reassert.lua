@@ -6,9 +6,9 @@
 --       each choice all its tokens and logprobs
 --
 -- The leader's term is not compared, because the copy has a dispatch that was already made, under
--- the term of that time. Its epoch was chosen at random for this dispatch only. No other dispatch
+-- the term of that time. The epoch was chosen at random for this dispatch only. No other dispatch
 -- has the same epoch: neither one that the server lost nor one that a leader has made since. The
--- entry keeps one epoch, which fences off all others.
+-- entry keeps one epoch, and the scripts refuse appends under any other epoch.
 
 local id = ARGV[1]
 local told, fields = {}, {}
@@ -26,8 +26,8 @@ end
 
 local function is_complete(finishes) return not finishes:find('-', 1, true) end
 
--- Return whether copy and ledger agree on the tokens and the end of a choice, as far as both have
--- them. Neither may have tokens after the other's end.
+-- Return whether copy and ledger agree on a choice: on the tokens and the end that both have.
+-- Neither may have tokens after the end that the other has.
 local function agrees(choice, finishes)
     local its, known = told_choice(choice), redis.call('GETRANGE', tokens_key(id, choice), 0, -1)
     local its_end, known_end = letter_of(choice, told.finishes), letter_of(choice, finishes)
@@ -106,7 +106,8 @@ if redis.call('EXISTS', grave_key(id, told.arrived)) == 1 then
     return {'forgotten'}
 end
 if not known() then
-    -- The copy has more moves than 0, so that `learn` sets all other fields from it.
+    -- The new request has 0 moves and the copy has more, so `learn` sets all other fields from the
+    -- copy.
     create(id, told.gateway, #told.finishes, session, {'', hashes, tokens},
         'body', body, 'request', request, 'turn', turn, 'max_tokens', max_tokens, 'call', '',
         'logprobs', logprobs, 'moves', 0)

@@ -1,5 +1,5 @@
--- Returns the newest finished requests of a session that have a turn: for each its arrival in µs, its
--- id, and its turn.
+-- Returns the finished requests that have a turn, of the newest requests of a session: for each its
+-- arrival in µs, its id, and its turn.
 -- ARGV: session, the number of its newest requests that are examined
 
 local session, count = ARGV[1], tonumber(ARGV[2])

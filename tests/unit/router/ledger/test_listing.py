@@ -52,7 +52,7 @@ def test_listing_bounds_the_rows_it_examines() -> None:
 
 
 def test_listing_rejects_a_shard_without_progress() -> None:
-    with pytest.raises(AssertionError, match="a shard that has more"):
+    with pytest.raises(AssertionError, match="must return at least one"):
         Listing(5, Position(5, "r")).add([Part([row(5)], False)])
 
 
