@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Certificates, and two authorities of one's own that sign them:
+# Create certificates, and two private certificate authorities that sign them:
 #
 #   certificates.sh DIRECTORY NAMES [CLIENT...]
 #
-# NAMES are those by which clients reach the routers, as openssl writes them: DNS:llm.example,IP:10.0.0.10. In DIRECTORY
-#   router/          what routers show clients
-#   internal/        what routers and workers show each other
-#   client-CLIENT/   what a client shows routers, where they ask for it
-#   authorities/     the keys that sign all that: for no machine but this one
-# each with tls.crt, tls.key and ca.crt, as in a Secret of Kubernetes. Run again, it renews all but the authorities.
+# NAMES are the names by which clients reach the routers, as for openssl: DNS:llm.example,IP:10.0.0.10. DIRECTORY gets
+#   router/          certificate that routers present to clients
+#   internal/        certificate that routers and workers present to each other
+#   client-CLIENT/   certificate that a client presents to routers that require one
+#   authorities/     keys and certificates of the authorities; do not copy them to other machines
+# The first three have tls.crt, tls.key and ca.crt, as in a Kubernetes Secret. A rerun renews all but the authorities.
 set -euo pipefail
 umask 077
 [ $# -ge 2 ] || { sed -n '2,11s/^# \?//p' "$0" >&2 && exit 2; }

@@ -1,6 +1,7 @@
-"""Print the dependencies of a pyproject.toml and of its extra "traces", one a line.
+"""Print the dependencies of a pyproject.toml and of its extra "traces", one per line.
 
-The image installs them in a layer that holds none of our own files.
+The image installs them in a layer that does not depend on Everlift's own files, so that the layer
+is cached.
 """
 
 import sys

@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
-# What `ray up` runs on a node:  node.sh setup | head | worker;  by hand:  node.sh stop-ledger
+# Commands that `ray up` runs on a node:  node.sh setup | head | worker;  to be run by hand:  node.sh stop-ledger
 #
-# SECRETS, a directory that `ray up` copies from beside the YAML, holds
-#   auth_token        Ray's: without it nobody may speak to the cluster's Ray
-#   ledger.password   of the ledger that the head node runs, or
-#   ledger.url        of a Redis or Valkey server that is there already
+# SECRETS is a directory that `ray up` copies from deploy/ray-up/secrets. It contains
+#   auth_token        Ray's token, which every connection to the cluster's Ray needs
+#   ledger.password   password of the ledger that the head node runs, or
+#   ledger.url        URL of an existing Redis or Valkey server
 set -euo pipefail
 
 EVERLIFT=~/everlift
 SECRETS=~/everlift-secrets
 STATE=~/.local/state/everlift
-# In a container all of it is on the path already.
+# In a container Everlift is already on the PATH.
 VENV=${EVERLIFT_VENV:-$EVERLIFT/.venv}
 LEDGER_PORT=6380
-# Settings are EVERLIFT_ variables: this one is none.
+# EVERLIFT_ variables are read as settings, but this one is not a setting.
 unset EVERLIFT_VENV
 export PATH="$VENV/bin:$PATH"
 
-# For `ray down` and `ray exec`, which log in and call ray and everlift by their names.
-remember() {
+# Write the environment for later logins: `ray down` and `ray exec` log in and call ray and everlift by name.
+write_login_profile() {
     {
         printf 'export PATH=%q:$PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=%q\n' "$VENV/bin" "$SECRETS/auth_token"
-        # A ledger that this node runs is found without.
+        # The URL of a ledger that this node runs is found without this variable.
         printf 'if [ -f %q ]; then export EVERLIFT_LEDGER__URL="$(cat %q)"; fi\n' "$SECRETS/ledger.url"{,}
     } >~/.everlift.sh
     grep -qs everlift.sh ~/.bashrc || echo '. ~/.everlift.sh' >>~/.bashrc
@@ -33,12 +33,12 @@ setup() {
     pip install -q -e "$EVERLIFT" -c "$EVERLIFT/constraints.txt"
 }
 
-environment() { # of everything that Ray starts; $1 is the head node's address
+environment() { # set the environment of all processes that Ray starts; $1 is the head node's address
     ulimit -n 65536 || ulimit -n "$(ulimit -Hn)"
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"
-    # Seconds that a node waits for the head.
+    # Number of seconds for which a node waits for the head.
     export RAY_NUM_REDIS_GET_RETRIES=120
-    # What has torch's threads wait without taking the cores of others (cluster/threads.py).
+    # Waiting threads of torch sleep, so that they do not take cores from other processes (cluster/threads.py).
     export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500
     if [ -f "$SECRETS/ledger.url" ]; then
         EVERLIFT_LEDGER__URL=$(cat "$SECRETS/ledger.url")
@@ -48,21 +48,22 @@ environment() { # of everything that Ray starts; $1 is the head node's address
     export EVERLIFT_LEDGER__URL
 }
 
-is_ledger() { # whether process $1 is: its number may be another one's by now. Who has ended has no command line
+# Whether process $1 is the ledger. Its id may have been reused by another process; an ended one has no command line.
+is_ledger() {
     local command
     command=$({ tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null) || return 1
     [[ $command == *"everlift ledger --listen "*" --config $EVERLIFT/deploy/ray-up/settings.yaml "* ]]
 }
 
-stop_ledger() { # waits for its end
+stop_ledger() { # and wait until it has ended
     local pid tries
     pid=$(cat "$STATE/ledger.pid" 2>/dev/null) && is_ledger "$pid" && kill "$pid" 2>/dev/null || return 0
-    # It gives its server 10 s.
+    # The ledger waits up to 10 s for its server to stop.
     for ((tries = 0; tries < 300; tries++)); do
         is_ledger "$pid" || return 0
         sleep 0.1
     done
-    echo "the ledger (process $pid) does not end" >&2
+    echo "the ledger (process $pid) did not stop within 30 s" >&2
     return 1
 }
 
@@ -71,14 +72,16 @@ start_ledger() { # $1 is this node's address
     mkdir -p -m 700 "$STATE" "$STATE/ledger"
     install -m 600 "$SECRETS/ledger.password" "$STATE/ledger/password"
     stop_ledger
-    # It outlives the ssh session, and `ray stop`.
+    # setsid lets the ledger outlive the ssh session and `ray stop`.
     # shellcheck disable=SC2016  # $$ and $0 are the inner shell's
     setsid --fork bash -c 'echo $$ >"$0" && exec everlift ledger "$@"' "$STATE/ledger.pid" \
         --listen "$1:$LEDGER_PORT" --config "$EVERLIFT/deploy/ray-up/settings.yaml" \
         >>"$STATE/ledger.out" 2>&1 </dev/null
 }
 
-start_ray() { # with these arguments; again where a busy machine is too slow for the 30 s that Ray gives a raylet
+# Run `ray start` with the given arguments. It is retried, because a busy machine may need more than the 30 s that Ray
+# allows for the start of a raylet.
+start_ray() {
     local tries
     for tries in 1 2 3; do
         ray stop
@@ -88,7 +91,8 @@ start_ray() { # with these arguments; again where a busy machine is too slow for
     return 1
 }
 
-address() { # of this node, as others reach it: where they logged in, else what Ray finds
+# Print the address of this node for other nodes: the one to which this ssh session connected, else the one Ray finds.
+address() {
     local connection
     read -ra connection <<<"${SSH_CONNECTION-}"
     if [ -n "${connection[2]-}" ]; then
@@ -101,7 +105,7 @@ address() { # of this node, as others reach it: where they logged in, else what 
 case "${1-}" in
 setup) setup ;;
 head)
-    remember
+    write_login_profile
     here=$(address)
     start_ledger "$here"
     environment "$here"
@@ -111,7 +115,7 @@ head)
     serve deploy "$STATE/serve.yaml"
     ;;
 worker)
-    remember
+    write_login_profile
     environment "$RAY_HEAD_IP"
     start_ray --address="$RAY_HEAD_IP:6379" --node-ip-address="$(address)"
     ;;

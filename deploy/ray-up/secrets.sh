@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the directory that `ray up` copies to every node: `secrets.sh`, or `secrets.sh rediss://user:password@host:6379`
-# for a Redis or Valkey server that is there already. What exists stays as it is.
+# Create the directory of secrets that `ray up` copies to every node: `secrets.sh`. To use an existing Redis or Valkey
+# server as the ledger: `secrets.sh rediss://user:password@host:6379`. An existing token or password is kept.
 set -euo pipefail
 cd "$(dirname "$0")"
 umask 077

@@ -35,9 +35,9 @@ VARIABLES = {"$job": "everlift", "$worker": ".*", "$__rate_interval": "10s"}
 EMPTY = {
     "Autoscaler": "Ray exports what the autoscaler says, from the process of Serve's controller",
     "GPU utilisation": "there is no GPU here",
-    "Lengths, ordered as predicted": "no model of lengths is loaded here",
-    "Lengths within a predicted quantile": "no model of lengths is loaded here",
-    "Refused, by reason": "there is room for all that comes here",
+    "Rank correlation of predicted lengths": "no model of lengths is loaded here",
+    "Coverage of predicted length quantiles": "no model of lengths is loaded here",
+    "Rejected requests by reason": "there is room for all that comes here",
 }
 #: Outcomes that no panel takes for a failure.
 FORGIVEN = re.compile(r'outcome!~"(ok\|[^"]*)"')

@@ -191,8 +191,10 @@ def test_ray_up_node_prints_usage_without_arguments(tmp_path: Path) -> None:
     told = node(tmp_path)
     assert told.returncode == 2
     first, *_, last = told.stderr.splitlines()
-    assert first.startswith("What `ray up` runs on a node:  node.sh setup | head | worker;")
-    assert last.split() == "ledger.url of a Redis or Valkey server that is there already".split()
+    assert first.startswith(
+        "Commands that `ray up` runs on a node:  node.sh setup | head | worker;"
+    )
+    assert last.split() == "ledger.url URL of an existing Redis or Valkey server".split()
 
 
 def secrets(directory: Path, *arguments: str) -> dict[str, str]:
