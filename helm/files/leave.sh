@@ -1,5 +1,5 @@
-# After $1 seconds tells this pod's router or ranks that the pod goes, and waits for them to end, for $2 seconds
-# at most. Ranks hand back what they have, and stay.
+# Notifies this pod's router or ranks after $1 seconds that the pod will end (SIGUSR1), then waits at most $2 seconds
+# for them to end. Ranks return their requests to the routers and keep running.
 is_ours() {
     local name
     { read -r -d '' name <"$1/cmdline"; } 2>/dev/null || return 1
@@ -7,11 +7,11 @@ is_ours() {
 }
 
 sleep "$1"
-told=()
+notified=()
 for process in /proc/[0-9]*; do
-    if is_ours "$process" && kill -USR1 "${process#/proc/}"; then told+=("$process"); fi
+    if is_ours "$process" && kill -USR1 "${process#/proc/}"; then notified+=("$process"); fi
 done
 end=$((SECONDS + $2))
-for process in "${told[@]}"; do
+for process in "${notified[@]}"; do
     while is_ours "$process" && ((SECONDS < end)); do sleep 0.1; done
 done

@@ -1,10 +1,10 @@
-{{/* What sets the containers of Ray's pods apart: ports, probes, and what happens before they stop. */}}
+{{/* Fields in which the containers of Ray's pods differ: ports, probes and preStop hooks. */}}
 
 {{- define "everlift.headContainer" -}}
 ports:
   - {name: gcs-server, containerPort: 6379}
   - {name: dashboard, containerPort: 8265}
-  # Where KubeRay has Ray export its metrics.
+  # Port on which Ray exports its metrics, as KubeRay configures it.
   - {name: metrics, containerPort: 8080}
 readinessProbe:
   httpGet: {path: /api/gcs_healthz, port: dashboard}
@@ -17,9 +17,9 @@ livenessProbe:
 {{- end -}}
 
 {{/*
-Ready when a router there takes new requests. The kubelet speaks no gRPC over TLS: it asks where metrics are, which
-have none. A pod is alive before it has one: Serve places it, asks after its health
-and starts another, and the kubelet asks after Ray.
+The pod is ready when its router accepts new requests. The kubelet cannot probe gRPC over TLS, so it probes the metrics
+port, which has no TLS. The liveness probe checks Ray and not the router, because Serve starts the router later, checks
+its health and restarts it.
 */}}
 {{- define "everlift.routerContainer" -}}
 {{- $listens := include "everlift.routerPorts" . | fromYaml -}}
@@ -35,21 +35,21 @@ livenessProbe:
   initialDelaySeconds: 30
   {{- include "everlift.rayletProbe" 24 | nindent 2 }}
 lifecycle:
-  # It takes new requests until the Service has forgotten it.
+  # For the first 5 seconds the router still accepts requests, until the Service no longer routes to this pod.
   {{- $atMost := include "everlift.routerDrain" . | int | add 10 -}}
   {{- include "everlift.leave" (dict "root" . "before" 5 "atMost" $atMost) | nindent 2 }}
 {{- end -}}
 
-{{/* Where each rank keeps a file while it serves (worker.ready_dir). */}}
+{{/* Directory in which each rank keeps a file while it serves (worker.ready_dir). */}}
 {{- define "everlift.readyDir" -}}
 /tmp/everlift-ready
 {{- end -}}
 
-{{/* Ready when a rank there serves, and so its model is loaded. */}}
+{{/* The pod is ready when one of its ranks serves, that is, has loaded the model. */}}
 {{- define "everlift.workerContainer" -}}
 readinessProbe:
   exec:
-    # A rank that was killed leaves its file, which is named after its process.
+    # A file is named after its rank's process id. The process is checked, because a killed rank leaves its file.
     command:
       - bash
       - -c
@@ -64,7 +64,7 @@ lifecycle:
   {{- include "everlift.leave" (dict "root" . "before" 0 "atMost" 3) | nindent 2 }}
 {{- end -}}
 
-{{/* Takes (dict "root" $ "before" SECONDS "atMost" SECONDS), as the script does. */}}
+{{/* preStop hook. Takes (dict "root" $ "before" SECONDS "atMost" SECONDS): the two arguments of files/leave.sh. */}}
 {{- define "everlift.leave" -}}
 preStop:
   exec:
@@ -78,7 +78,7 @@ preStop:
       - {{ .atMost | quote }}
 {{- end -}}
 
-{{/* Whole seconds for which a router that stops lets its streams finish. */}}
+{{/* Seconds, rounded up, for which a stopping router lets its streams finish (router.drain). */}}
 {{- define "everlift.routerDrain" -}}
 {{- $router := dig "router" dict .Values.config | default dict -}}
 {{- $drain := (.Files.Get "files/router_defaults.yaml" | fromYaml).drain -}}

@@ -1,4 +1,4 @@
-{{/* KubeRay takes names of up to 47 characters; the longest that is made of this one adds 7. */}}
+{{/* At most 40 characters, because KubeRay accepts names of up to 47, and the longest suffix of this name has 7. */}}
 {{- define "everlift.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
@@ -34,13 +34,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{/*
-Where routers listen in their pods, whatever the Service's ports are: below 1024 they may not, and 8080 is Ray's there.
+Ports on which routers listen in their pods. They are independent of the Service's ports, because a router must not
+listen below 1024, and 8080 is used by Ray.
 */}}
 {{- define "everlift.routerPorts" -}}
 {grpc: 50051, http: 8000}
 {{- end -}}
 
-{{/* A quantity of memory in whole MiB; nothing of one that is written in a way that nobody writes memory in. */}}
+{{/* A memory quantity such as 2Gi in whole MiB; empty for unusual notations, such as 1e9 or with the unit m. */}}
 {{- define "everlift.mebibytes" -}}
 {{- $text := kindIs "string" . | ternary . (int64 . | toString) -}}
 {{- if regexMatch "^[0-9.]+([kMGT]|[KMGT]i)?$" $text -}}
@@ -50,7 +51,7 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {{- end -}}
 {{- end -}}
 
-{{/* Prometheus' job of the release. */}}
+{{/* Value of Prometheus' label `job` for this release. */}}
 {{- define "everlift.job" -}}
 {{ .Release.Namespace }}/{{ include "everlift.fullname" . }}
 {{- end -}}
@@ -63,12 +64,12 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {{- if gt (int .Values.routers.max) (int .Values.routers.replicas) }}true{{ end -}}
 {{- end -}}
 
-{{/* Whether Ray's autoscaler makes the pods: as many as Serve asks for, of all groups. */}}
+{{/* "true" if Ray's autoscaler creates the pods of all groups, as many as Serve requests. */}}
 {{- define "everlift.autoscales" -}}
 {{- if or (include "everlift.workersScale" .) (include "everlift.routersScale" .) }}true{{ end -}}
 {{- end -}}
 
-{{/* Workers at first: where their number is fixed, one or more. */}}
+{{/* Initial number of workers: workers.min, or at least 1 if the number is fixed. */}}
 {{- define "everlift.firstWorkers" -}}
 {{ include "everlift.workersScale" . | empty | ternary 1 0 | max (int .Values.workers.min) }}
 {{- end -}}
@@ -77,16 +78,16 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {{ div (int .Values.workers.tensorParallel) (int .Values.workers.nodesPerWorker) }}
 {{- end -}}
 
-{{/* CPUs that Ray counts in a worker's pod: as many as its ranks take, so that it has room for one. */}}
+{{/* CPUs that Ray counts in a worker's pod: those that its ranks request, so that the pod holds one worker. */}}
 {{- define "everlift.workerCpus" -}}
 {{- $threads := dig "worker" "num_threads" nil .Values.config | default 1 -}}
 {{ mul (include "everlift.ranksPerPod" .) (int $threads) }}
 {{- end -}}
 
 {{/*
-Pods of a group, of which there are to be so many at first. Where Ray's autoscaler makes them, there are as many as
-Serve asks for, whose bounds hold at once: those of a Ray cluster that runs stay what they were. So it has none, which
-is KubeRay's largest number, unless the group has a cap ("most").
+Number of pods of a group. Takes (dict "root" $ "replicas" INITIAL "most" CAP). If Ray's autoscaler creates the pods,
+their number is the one that Serve requests. A change of Serve's bounds takes effect at once, but the bounds of a running
+Ray cluster cannot change. Therefore the group has no upper bound (KubeRay's largest number), unless "most" is set.
 */}}
 {{- define "everlift.groupSize" -}}
 replicas: {{ .replicas }}

@@ -1,4 +1,4 @@
-{{/* What the pods of Ray have in common. Each takes (dict "root" $ "group" GROUP "name" NAME). */}}
+{{/* Common parts of Ray's pods. Templates take (dict "root" $ "group" GROUP "name" NAME) unless stated otherwise. */}}
 
 {{- define "everlift.podLabels" -}}
 {{ include "everlift.selectorLabels" .root }}
@@ -33,7 +33,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* All that a Ray container's environment has; KubeRay adds Ray's token. */}}
+{{/* Environment of a Ray container; KubeRay adds Ray's token. Takes $. */}}
 {{- define "everlift.env" -}}
 {{- if .Values.ledger.embedded.enabled }}
 - name: LEDGER_PASSWORD
@@ -48,8 +48,9 @@ topologySpreadConstraints:
 {{- end }}
 - {name: HOME, value: /home/everlift}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-# Ray would wait until Serve has moved what runs on the node, for up to 30 s: all of a pod's grace. Routers and
-# workers have handed over what they had before Ray gets the signal, and Serve's controller on the head stays there.
+# Otherwise a stopping node would wait up to 30 s, the whole grace period of a pod, for Serve to move its actors. The wait
+# is not needed: routers and workers hand over their requests before Ray receives the signal, and Serve's controller
+# stays on the head.
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
 {{- with .Values.model.hub }}
 {{- if .existingSecret }}
@@ -66,7 +67,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Routers read the tokenizer, workers all of it. */}}
+{{/* "true" if the pod mounts the volume with models: routers read the tokenizer, workers the whole model. */}}
 {{- define "everlift.hasModels" -}}
 {{- $volume := .root.Values.model.volume -}}
 {{- if and (ne .name "head") (or $volume.persistentVolumeClaim $volume.image) }}true{{ end -}}
@@ -93,12 +94,15 @@ topologySpreadConstraints:
 {{- if and (ne .name "head") .root.Values.tls.internal.existingSecret }}true{{ end -}}
 {{- end -}}
 
-{{/* Routers alone ask who comes. A directory is mounted, not a file: that one would never change. */}}
+{{/*
+"true" if the pod mounts the file of API keys; only routers authenticate clients. The Secret is mounted as a directory,
+because a single mounted file would not be updated.
+*/}}
 {{- define "everlift.hasAccess" -}}
 {{- if and (eq .name "router") .root.Values.access.existingSecret }}true{{ end -}}
 {{- end -}}
 
-{{/* The root file system is read-only: these are what is written to, and what is read. */}}
+{{/* Mounts of a Ray container. Its root file system is read-only, so writable directories are mounts, too. */}}
 {{- define "everlift.volumeMounts" -}}
 - {name: home, mountPath: /home/everlift}
 - {name: tmp, mountPath: /tmp}
@@ -171,8 +175,9 @@ topologySpreadConstraints:
 {{- end -}}
 
 {{/*
-Takes "extra", the rest of the container, "token", whether the pod speaks to Kubernetes, "grace", the seconds
-in which it has to end, and of a group of several pods "replicas", how many there are at first.
+Pod template. In addition it takes "resources"; "extra": further fields of the container; "token": whether the pod gets a
+token for the Kubernetes API; "grace": its termination grace period in seconds; and for a group of several pods
+"replicas": their initial number.
 */}}
 {{- define "everlift.podTemplate" -}}
 metadata:
@@ -182,10 +187,12 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    # Another model is another ledger, and so another Ray cluster, not other settings in this one.
+    # Another model needs another ledger. The changed annotation makes KubeRay create another Ray cluster for it, instead
+    # of changing the settings of this one.
     everlift/ledger: {{ include "everlift.keyPrefix" .root | quote }}
     {{- if and (hasKey . "replicas") (not (include "everlift.autoscales" .root)) }}
-    # KubeRay tells a Ray cluster that runs nothing of another number of pods: it makes another one by this.
+    # KubeRay does not change the number of pods of a running Ray cluster. The changed annotation makes it create
+    # another Ray cluster.
     everlift/replicas: {{ .replicas | quote }}
     {{- end }}
     {{- with .group.podAnnotations }}
@@ -193,11 +200,11 @@ metadata:
     {{- end }}
 spec:
   automountServiceAccountToken: {{ .token }}
-  # A Service named everlift would otherwise set EVERLIFT_PORT, which is no setting.
+  # Otherwise a Service named everlift would set the variable EVERLIFT_PORT, which is not a setting of Everlift.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .grace }}
   {{- if and (hasKey . "replicas") (include "everlift.autoscales" .root) }}
-  # Ray's autoscaler ends Ray in a pod that is to go: started again there, it would be a node that stays.
+  # Ray's autoscaler stops Ray in a pod that it removes. If the container restarted, the pod would join again as a node.
   restartPolicy: Never
   {{- end }}
   securityContext:
@@ -236,7 +243,10 @@ spec:
   {{- end }}
 {{- end -}}
 
-{{/* Whether Ray's process on a node lives. It does so for ten minutes without the head. */}}
+{{/*
+Probe of Ray's process on the node (raylet), which stays alive for ten minutes without the head. Takes the failure
+threshold.
+*/}}
 {{- define "everlift.rayletProbe" -}}
 httpGet: {path: /api/local_raylet_healthz, port: 52365}
 periodSeconds: 5

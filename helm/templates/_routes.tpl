@@ -1,18 +1,18 @@
-{{/* What leads from outside to the routers. */}}
+{{/* Routes from outside the Kubernetes cluster to the routers. */}}
 
-{{/* Clients need no other: Admin and Chaos stay inside. */}}
+{{/* gRPC services that clients need. Admin and Chaos are not reachable from outside. */}}
 {{- define "everlift.services" -}}
 [everlift.v1.Inference, inference.GRPCInferenceService, grpc.health.v1.Health]
 {{- end -}}
 
-{{/* The same over HTTP: /metrics stays inside. */}}
+{{/* HTTP paths that clients need. /metrics is not reachable from outside. */}}
 {{- define "everlift.paths" -}}
 [/v1, /tokenize, /detokenize, /health, /openapi.json]
 {{- end -}}
 
 {{/*
-"true" where GRPCRoute and HTTPRoute share a listener and a hostname. Takes .Values.gateway. A Gateway has to refuse one
-of two such routes (gateway.networking.k8s.io/v1, GRPCRoute.spec.hostnames).
+"true" if the GRPCRoute and the HTTPRoute share a listener and a hostname. Takes .Values.gateway. A Gateway must reject
+one of two such routes (gateway.networking.k8s.io/v1, GRPCRoute.spec.hostnames).
 */}}
 {{- define "everlift.routesClash" -}}
 {{- $clash := dict -}}
@@ -43,7 +43,10 @@ of two such routes (gateway.networking.k8s.io/v1, GRPCRoute.spec.hostnames).
 {{- if and $clash.listener $clash.hostname }}true{{ end -}}
 {{- end -}}
 
-{{/* An Ingress: root, its name, the Service's port, the paths that lead there, and what values say of it. */}}
+{{/*
+Ingress. Takes "root", "name", "port" (name of the Service's port), "paths" (that are routed to the port) and "values"
+(a section such as .Values.ingress).
+*/}}
 {{- define "everlift.ingress" }}
 apiVersion: networking.k8s.io/v1
 kind: Ingress

@@ -1,4 +1,4 @@
-{{/* Everlift's settings, and what they must not be. */}}
+{{/* Everlift's settings, and checks of the chart's values. */}}
 
 {{- define "everlift.check" -}}
 {{- range $path, $value := .Files.Get "files/chart_settings.yaml" | fromYaml -}}
@@ -22,17 +22,17 @@
   {{- $pods := 0 -}}
   {{- range .groups -}}
     {{- if has .name $names -}}
-      {{- fail (printf "workers.groups: %s is the name of another group of pods" .name) -}}
+      {{- fail (printf "workers.groups: the name %s is already used by another group of pods" .name) -}}
     {{- end -}}
     {{- $names = append $names .name -}}
     {{- $pods = add $pods (.pods | default 0) -}}
     {{- if and (include "everlift.autoscales" $) (hasKey . "pods") -}}
-      {{- fail (printf "workers.groups: %s: pods is for a fixed number of workers; maxPods is a cap" .name) -}}
+      {{- fail (printf "workers.groups: %s: pods is only for a fixed number of workers; set maxPods to limit the group" .name) -}}
     {{- end -}}
   {{- end -}}
   {{- $needed := mul (int .nodesPerWorker) (include "everlift.firstWorkers" $ | int) -}}
   {{- if and .groups (not (include "everlift.autoscales" $)) (ne (int $pods) (int $needed)) -}}
-    {{- fail (printf "workers.groups: their pods are %d together, and the workers need %d" $pods $needed) -}}
+    {{- fail (printf "workers.groups: the groups have %d pods in total, but the workers need %d" $pods $needed) -}}
   {{- end -}}
 {{- end -}}
 {{- range $name := list "routers" "workers" "head" -}}
@@ -60,7 +60,7 @@
 {{- end -}}
 {{- range .Values.env -}}
   {{- if hasPrefix "EVERLIFT_" (toString .name) -}}
-    {{- fail (printf "env: %s: Serve reads no settings from the environment; they go below config" .name) -}}
+    {{- fail (printf "env: %s: settings are not read from the environment under Serve; set them in config" .name) -}}
   {{- end -}}
 {{- end -}}
 {{- with .Values.service -}}
@@ -68,11 +68,11 @@
     {{- fail (printf "service.httpPort (%v) must be another port than service.port" .httpPort) -}}
   {{- end -}}
 {{- end -}}
-{{- /* Those of a router's pod: the router's, and Ray's for metrics and health. */ -}}
+{{- /* Ports in use in a router's pod: the router's own, and Ray's for metrics (8080) and health (52365). */ -}}
 {{- $taken := append (values (include "everlift.routerPorts" . | fromYaml)) 8080 | concat (list 52365) -}}
 {{- range $taken -}}
   {{- if eq (int .) (int $.Values.monitoring.port) -}}
-    {{- fail (printf "monitoring.port: %v is taken in a router's pod" .) -}}
+    {{- fail (printf "monitoring.port: %v is already used in a router's pod" .) -}}
   {{- end -}}
 {{- end -}}
 {{- with .Values.access -}}
@@ -101,7 +101,7 @@
       {{- end -}}
     {{- end -}}
   {{- else if not .external.existingSecret -}}
-    {{- fail "ledger.external.existingSecret: must be set where ledger.embedded.enabled is false" -}}
+    {{- fail "ledger.external.existingSecret: must be set if ledger.embedded.enabled is false" -}}
   {{- end -}}
   {{- if and .tls.clientCertificate (not .tls.existingSecret) -}}
     {{- fail "ledger.tls.existingSecret: must be set with ledger.tls.clientCertificate" -}}
@@ -148,8 +148,8 @@
 {{- end -}}
 
 {{/*
-Workers of one ledger must serve the same model in the same way: what decides that has a ledger of its own.
-Written out or not, a default is the same.
+Prefix of the ledger's keys. Workers on one ledger must serve the same model in the same way, so the prefix contains a
+hash of all values that determine the model. A value that is set to its default results in the same hash.
 */}}
 {{- define "everlift.keyPrefix" -}}
 {{- $worker := dig "worker" dict .Values.config | default dict -}}
@@ -162,7 +162,10 @@ Written out or not, a default is the same.
 {{ include "everlift.fullname" . }}-{{ $decides | toJson | sha256sum | trunc 8 }}
 {{- end -}}
 
-{{/* Says which model's Ray cluster serves clients. Its user may reach keys that begin with the release's name. */}}
+{{/*
+Key in the ledger that names the Ray cluster which serves clients, across changes of the model. It begins with the
+release's name, because the ledger's user may only access such keys.
+*/}}
 {{- define "everlift.activeKey" -}}
 {{ include "everlift.fullname" . }}-{{ .Release.Namespace | sha256sum | trunc 8 }}-active
 {{- end -}}
@@ -231,8 +234,8 @@ Written out or not, a default is the same.
 {{- end -}}
 
 {{/*
-Serve restarts all actors when one of an application's args changes. What changes without that stands in `deployments`
-(cluster/deployments.py): files/run_time_settings.yaml lists it.
+Args of the Serve application. Serve restarts all actors when one of them changes. The settings that change without a
+restart (files/run_time_settings.yaml) are therefore in `deployments` instead (cluster/ray/deployments.py).
 */}}
 {{- define "everlift.args" -}}
 {{- $args := include "everlift.settings" . | fromYaml -}}
@@ -292,7 +295,9 @@ autoscaling_config:
   {{- end }}
 {{- end -}}
 
-{{/* By which `everlift key`, run in a router's pod, finds the ledger whose url is there. */}}
+{{/*
+Options with which `everlift key`, run in a router's pod, uses the release's ledger; the pod's environment has its URL.
+*/}}
 {{- define "everlift.accessOptions" -}}
 {{- $settings := include "everlift.settings" . | fromYaml -}}
 --set router.access=ledger
