@@ -1,6 +1,7 @@
 #!/bin/sh
-# usage: build_image.sh cuda|cpu [OPTION...]: build the image everlift:VERSION (for CPUs everlift:VERSION-cpu) with
-# docker or buildah. OPTIONs go to its build command, for example --build-arg BASE=registry.example/python:3.11-slim.
+# usage: build_image.sh cuda|cpu [OPTION...]
+# Build the image everlift:VERSION (for CPUs everlift:VERSION-cpu) with docker or buildah. OPTIONs are passed on to the
+# build command, for example --build-arg BASE=registry.example/python:3.11-slim.
 set -eu
 variant=$1
 shift
@@ -13,7 +14,7 @@ if command -v docker >/dev/null && docker info >/dev/null 2>&1; then
 elif command -v buildah >/dev/null; then
     build="buildah build --layers --format docker"
 else
-    echo "neither a running docker nor buildah is here" >&2
+    echo "found neither a running docker nor buildah: install one of them" >&2
     exit 1
 fi
 revision=$(git rev-parse HEAD 2>/dev/null || true)

@@ -1,12 +1,13 @@
-"""What of the chart follows from elsewhere.
+"""Generate the files of the Helm chart that are derived from other files.
 
-    helm/files/model_defaults.yaml   settings by which workers must agree, from the dataclasses
-    helm/files/router_defaults.yaml  settings of routers that pods follow, from the dataclass
+    helm/files/model_defaults.yaml      defaults of settings that must be equal on all workers
+    helm/files/router_defaults.yaml     defaults of router settings that affect the pods
     helm/files/run_time_settings.yaml   settings that change without a restart
-    helm/files/alerts.yaml, dashboard.json   copies of deploy/'s: a chart reads no file beside it
-    helm/values.schema.json          from values.yaml, and for `config` from the dataclasses
+    helm/files/alerts.yaml, dashboard.json   copies of files in deploy/, because a chart can read
+                                        only its own files
+    helm/values.schema.json             from values.yaml, and for `config` from the dataclasses
 
-With ``--check`` it writes nothing, and fails where one of them is not current.
+With ``--check`` nothing is written, and the exit status is 1 if one of the files is not current.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from worker.config import WorkerConfig
 
 CHART = Path(__file__).parents[1] / "helm"
 DEPLOY = CHART.parent / "deploy"
-#: By these workers of one ledger must agree, beside the model.
+#: Settings, besides the model, that must be equal on all workers of one ledger.
 _MODEL_SETTINGS = ("dtype", "load_format", "max_model_len")
-#: A router's pod has time for its drain.
+#: Settings that determine the termination grace period of a router's pod.
 _POD_SETTINGS = ("drain",)
-#: Defaults that only mean something on the machine that this runs on.
-_OF_THE_MACHINE = frozenset({"model", "state_dir"})
+#: Settings whose defaults contain paths of this machine, which the schema must not contain.
+_LOCAL_DEFAULTS = frozenset({"model", "state_dir"})
 
 Json = dict[str, Any]
 
@@ -50,20 +51,20 @@ _RESOURCES: Json = {
     "additionalProperties": False,
 }
 _PORT: Json = {"type": "integer", "minimum": 1, "maximum": 65535}
-#: What a value may be where its default does not say it: by its path, or by its name.
+#: JSON schemas of values whose type does not follow from the default, by path or by name.
 _SHAPES: dict[str, Json] = {
     "access.mode": {"enum": list(get_args(get_type_hints(RouterConfig)["access"]))},
     "accessModes": {"type": "array", "items": {"type": "string"}},
     "affinity": {"type": "object"},
     "annotations": _TEXTS,
-    # As the Gateway API writes durations.
+    # Format of durations in the Gateway API.
     "gateway.http.timeout": {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){0,4}$"},
     "hostnames": {"type": "array", "items": {"type": "string"}},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "labels": _TEXTS,
     "ledger.durabilityClass": {"enum": list(PROMISES)},
     "ledger.embedded.maxMemoryMiB": {"type": "integer", "minimum": 1},
-    # Who is not root may listen there.
+    # Ports that a process without root privileges may use.
     "monitoring.port": _PORT | {"minimum": 1024},
     "nodeSelector": _TEXTS,
     "commonLabels": _TEXTS,
@@ -118,7 +119,7 @@ def main() -> None:
     if "--check" in sys.argv[1:]:
         if stale:
             names = ", ".join(str(path.relative_to(CHART.parent)) for path in stale)
-            sys.exit(f"not current: {names}: run make chart")
+            sys.exit(f"not current: {names}; run `make chart`")
         print("the chart is current")
         return
     for path in stale:
@@ -151,7 +152,7 @@ def defaults_of(part: WorkerConfig | RouterConfig, package: str, names: Sequence
 def schema() -> Json:
     text = (CHART / "values.yaml").read_text()
     values = _schema_of(yaml.safe_load(text), dict(_descriptions(text)), "")
-    # What a chart that has this one as a dependency may set for all.
+    # A parent chart may set global values for all its dependencies.
     values["properties"]["global"] = {"type": "object"}
     values["properties"]["config"] |= settings_schema(Config, "")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | values
@@ -176,21 +177,24 @@ def _shape(value: Any, descriptions: Mapping[str, str], path: str) -> Json:
 
 
 def settings_schema(cls: type, section: str) -> Json:
-    """Of a dataclass of settings whose keys stand in ``section``, empty or with a dot behind it."""
+    """Return the JSON schema of ``cls``, a dataclass of settings.
+
+    ``section`` is the prefix of the settings' paths: empty, or a dotted path that ends with a dot.
+    """
     defaults, comments = settings.to_dict(cls()), _comments(cls)
     set_by_chart = yaml.safe_load((CHART / "files" / "chart_settings.yaml").read_text())
     properties: Json = {}
     for name, hint in get_type_hints(cls).items():
         path = section + name
         if path in set_by_chart:
-            # Refused by the templates, which say what to set instead.
+            # The templates reject such a setting, and name the value to set instead.
             properties[name] = {"description": f"set by {set_by_chart[path]}"}
         elif is_dataclass(hint):
             assert isinstance(hint, type)
             properties[name] = settings_schema(hint, f"{path}.")
         else:
             described = {"description": comments[name]} if name in comments else {}
-            default = {} if path in _OF_THE_MACHINE else {"default": defaults[name]}
+            default = {} if path in _LOCAL_DEFAULTS else {"default": defaults[name]}
             properties[name] = described | _type(hint) | default
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
@@ -210,7 +214,7 @@ def _type(hint: Any) -> Json:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """What stands behind ``#:`` above the fields of a dataclass."""
+    """Return the ``#:`` comment above each field of a dataclass, by the field's name."""
     comments: dict[str, str] = {}
     lines: list[str] = []
     for line in map(str.strip, inspect.getsource(cls).splitlines()):
@@ -224,7 +228,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def _descriptions(text: str) -> Iterator[tuple[str, str]]:
-    """The paths of values and what stands behind ``# --`` above each."""
+    """Yield the dotted path of each value in values.yaml with its ``# --`` comment, if any."""
     above: list[tuple[int, str]] = []
     description = ""
     for line in text.splitlines():

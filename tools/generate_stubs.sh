@@ -1,6 +1,7 @@
 #!/bin/sh
-# usage: generate_stubs.sh BIN ROOT OUT PROTO... : Python stubs of the PROTOs, which are imported from ROOT on, into
-# OUT, by the tools in BIN.
+# usage: generate_stubs.sh BIN ROOT OUT PROTO...
+# Generate Python stubs of the files PROTO in the directory OUT. Imports in these files are relative to ROOT. The tools
+# for it are in the directory BIN of a virtual environment.
 set -eu
 bin=$1 root=$2 out=$3
 shift 3

@@ -1,12 +1,12 @@
-"""Trains the demo model and writes it as a Hugging Face checkpoint.
+"""Train the demo model, and write it as a Hugging Face checkpoint.
 
-    python tools/train_demo_model.py                                    cluster/demo_model, anew
-    python tools/train_demo_model.py --evaluate cluster/demo_model      scores, and no training
+    python tools/train_demo_model.py                                    train cluster/demo_model
+    python tools/train_demo_model.py --evaluate cluster/demo_model      only evaluate it
 
-The weights are a function of the recipe and of the text (`cluster/demo/tasks.py`): two processes of
-one thread each draw their own text and average their gradients, in full precision, so equal
-machines give equal weights. Took 29 minutes on two shared cores; benchmarks/RESULTS.md
-has the accuracy that it reached.
+The weights depend only on the recipe and the training text (`cluster/demo/tasks.py`). Two processes
+with one thread each sample their own text and average their gradients, in fp32, so equal machines
+produce equal weights. The training takes 29 minutes on two shared cores. benchmarks/RESULTS.md has
+the accuracy of the trained model.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: idle threads sleep
+# Lets idle threads sleep. OpenMP reads the variable when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,12 +39,14 @@ from cluster.demo.tasks import KINDS, Example
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "cluster" / "demo_model"
 END = "<|endoftext|>"
 END_ID = 0
+#: Target at positions that do not contribute to the loss (cross_entropy's ignore_index).
 UNWANTED = -100
 
-#: Row length in tokens -> its share of the steps.
+#: Shares of the training steps, by the row length in tokens.
 Lengths = Mapping[int, float]
 
-#: How often a kind is drawn: by how hard it is, and by how few tokens an answer brings.
+#: Relative frequency of each kind of task: larger for kinds that are harder to learn, and for kinds
+#: with short answers.
 WEIGHTS = {
     "count": 6,
     "long_count": 16,
@@ -55,24 +58,29 @@ WEIGHTS = {
     "months": 2,
     "json": 3,
 }
+#: Share of the tasks whose prompt has no colon.
 WITHOUT_COLON = 0.25
-SHORT_LINE = 48  # tokens; one of these fills a row, and only these may be cut by its end
+#: Maximum tokens of a line that may fill the end of a row; only such a line may be truncated.
+SHORT_LINE = 48
+#: Minimum number of free tokens in a row for a task of the kind long_count.
 SHORTEST_LONG_COUNT = 200
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the weights depend on, besides the text."""
+    """Parameters that determine the weights, together with the training text."""
 
     seed: int = 0
     ranks: int = 2
     steps: int = 5200
-    rank_tokens: int = 2048  # of one step, in one rank
+    #: tokens per step and rank
+    rank_tokens: int = 2048
     peak_rate: float = 3e-3
     warmup_steps: int = 150
     weight_decay: float = 0.05
-    #: (until this share of the steps, lengths): copying is learned on short rows many times
-    #: sooner; long rows then teach how far back the asked line may be.
+    #: pairs of the share of the steps at which a phase ends, and the row lengths of the phase.
+    #: Copying is learned many times faster on short rows. The long rows of later phases teach to
+    #: find lines that are farther back.
     curriculum: tuple[tuple[float, Lengths], ...] = (
         (0.36, {64: 1.0}),
         (0.58, {64: 0.5, 256: 0.5}),
@@ -89,11 +97,12 @@ class Recipe:
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
-    """Byte-level BPE in which only runs of letters merge.
+    """Train a byte-level BPE tokenizer in which only runs of letters are merged.
 
-    A space, a digit and a sign are always a token of their own, so a text and its continuation
-    tokenize apart exactly as they do together, and a number is its digits. No merge is learned
-    over a byte above 127: a character of several bytes is always several tokens.
+    Each space, digit and sign is a separate token. Therefore a prompt and its continuation have the
+    same tokens whether they are tokenized together or separately, and a number consists of its
+    digits. No merge contains a byte above 127, so a character of several bytes is always several
+    tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -135,25 +144,28 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids, and for each of them the id the model has to say next (or UNWANTED)."""
+    """Token ids of a training row, and the target for the next token at each position.
+
+    A target is UNWANTED if the position does not contribute to the loss.
+    """
 
     ids: list[int]
     wanted: list[int]
 
 
 def solved(tokenizer: Tokenizer, example: Example) -> Row:
-    """One example; only its answer is wanted, and the end of text after it."""
+    """Return the row of one example; its targets are the answer and the end-of-text token."""
     prompt = tokenizer.encode(example.prompt).ids
     answer = tokenizer.encode(example.answer).ids
     return Row(prompt + answer, [*[UNWANTED] * (len(prompt) - 1), *answer, END_ID])
 
 
 class RowMaker:
-    """Rows of solved lines, joined as `after_lines` joins them and filled to one length.
+    """Generator of training rows of equal length, which consist of solved tasks, one per line.
 
-    The end of text is wanted after every line, although a newline follows it in the row: whichever
-    line is the last one a reader asks, its answer ends there. So one row trains prompts of one
-    line, prompts after many lines, and every position.
+    The lines are joined as in `after_lines`. The target after each answer is the end-of-text token,
+    although a newline follows in the row, because any line may be the last one of a prompt. Thus
+    one row trains short prompts, prompts after many lines, and all positions.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
@@ -163,7 +175,7 @@ class RowMaker:
         self._newline = tokenizer.encode("\n").ids
 
     def batch(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """(ids, wanted), each int64 of [rows, length]."""
+        """Return the token ids and the targets of a batch, each as int64 of [rows, length]."""
         made = [self._row(length) for _ in range(rows)]
         return torch.tensor([row.ids for row in made]), torch.tensor([row.wanted for row in made])
 
@@ -177,7 +189,11 @@ class RowMaker:
         return Row(ids[:length], wanted[:length])
 
     def _line(self, room: int) -> Row:
-        """A line that fits: where an answer ends is the hardest of it, and must not be cut off."""
+        """Return a line of at most ``room`` tokens.
+
+        ``room`` is the rest of the row, and at least SHORT_LINE. Only short lines are truncated:
+        the end of an answer is the hardest part to learn.
+        """
         while len((line := solved(self._tokenizer, self._draw(room))).ids) > room:
             pass
         return line
@@ -192,7 +208,7 @@ class RowMaker:
 
 
 def train(recipe: Recipe, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-    """One rank's part; the ranks hold equal weights after every step."""
+    """Train the model in one rank; all ranks have equal weights after every step."""
     rank = distributed.get_rank()
     rows = RowMaker(tokenizer, seed=recipe.seed * 1000 + rank)
     lengths = Random(recipe.seed)
@@ -221,7 +237,7 @@ def row_length(recipe: Recipe, step: int, rng: Random) -> int:
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """The learning rate over its peak: a linear warmup, then half a cosine to zero."""
+    """Return the learning rate divided by its peak: a linear warm-up, then a cosine decay to 0."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     done = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
@@ -229,7 +245,7 @@ def rate(recipe: Recipe, step: int) -> float:
 
 
 def build_optimizers(recipe: Recipe, model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for what is left: the embedding and the norms."""
+    """Return Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
     named = list(model.named_parameters())
     inner = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     outer = [p for name, p in named if p.ndim != 2 or "embed" in name]
@@ -263,8 +279,11 @@ def report(step: int, loss: float, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """How one kind went in one form: the share answered exactly, the smallest top-two gap in
-    logits along the exact answers, and the tokens of the longest exact answer."""
+    """Accuracy on one kind of task, asked in one form (a key of FORMS).
+
+    ``exact`` is the share of exact answers. Over the exact answers, ``gap`` is the smallest
+    difference between the largest two logits, and ``longest`` is the largest number of tokens.
+    """
 
     kind: str
     form: str
@@ -273,7 +292,7 @@ class Score:
     longest: int
 
 
-#: How a held-out example is asked. The lines in front come from the trained side.
+#: Forms of the prompt of a held-out example, by name. Preceding lines are not held out.
 FORMS: dict[str, Callable[[Example, int], Example]] = {
     "alone": lambda example, i: example,
     "no colon": lambda example, i: tasks.without_colon(example),
@@ -287,7 +306,7 @@ def lines_before(i: int) -> list[Example]:
 
 
 def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, n: int) -> list[Score]:
-    """Scores on `n` held-out draws of each kind, in each form."""
+    """Return the scores on ``n`` random held-out examples of each kind, in each form."""
     return [score(model, tokenizer, kind, form, n) for kind in KINDS for form in FORMS]
 
 
@@ -302,10 +321,11 @@ def score(model: LlamaForCausalLM, tokenizer: Tokenizer, kind: str, form: str, n
 
 @torch.no_grad()
 def least_lead(model: LlamaForCausalLM, row: Row) -> float:
-    """The least logit lead of a wanted token over its best rival; negative if a rival leads.
+    """Return the smallest difference of a target's logit and the largest other logit.
 
-    One pass over the right text tells what greedy decoding does: it says exactly that text if the
-    wanted token leads at every position, and then the lead is the top-two gap.
+    It is negative if another token has a larger logit at any position. One pass over the right text
+    is enough: greedy decoding generates exactly this text if the target has the largest logit at
+    every position.
     """
     wanted = torch.tensor(row.wanted)
     places = (wanted != UNWANTED).nonzero()[:, 0]
@@ -322,7 +342,7 @@ def print_scores(scores: Sequence[Score]) -> None:
 
 
 def save(recipe: Recipe, model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """bfloat16 on disk; who loads it may compute in any precision."""
+    """Write the model in bfloat16, with its tokenizer, to the directory ``out``."""
     model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
     PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
@@ -335,11 +355,12 @@ def save(recipe: Recipe, model: LlamaForCausalLM, tokenizer: Tokenizer, out: Pat
     ).save_pretrained(out)
 
 
-def run_rank(rank: int, recipe: Recipe, tokenizer_json: str, out: Path, meeting: str) -> None:
+def run_rank(rank: int, recipe: Recipe, tokenizer_json: str, out: Path, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # what is learned has gradients near zero: slow, and no use
+    # Learned examples have gradients near zero. Denormal numbers are slow, and not needed.
+    torch.set_flush_denormal(True)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=recipe.ranks
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=recipe.ranks
     )
     tokenizer = Tokenizer.from_str(tokenizer_json)
     model = build_model(recipe)
@@ -354,7 +375,7 @@ def train_all(recipe: Recipe, out: Path) -> None:
     tokenizer_json = build_tokenizer(recipe).to_str()
     print(f"{sum(p.numel() for p in build_model(recipe).parameters())} parameters, {recipe}")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (recipe, tokenizer_json, out, f"{folder}/meeting")
+        arguments = (recipe, tokenizer_json, out, f"{folder}/rendezvous")
         spawn(run_rank, arguments, nprocs=recipe.ranks)  # type: ignore[no-untyped-call]
     print(f"{out} written after {time.monotonic() - began:.0f} s")
 
@@ -371,8 +392,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DEMO_MODEL)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--evaluate", type=Path, metavar="CHECKPOINT", help="score it instead")
-    parser.add_argument("--examples", type=int, default=200, help="a kind and form, to score")
+    parser.add_argument(
+        "--evaluate", type=Path, metavar="CHECKPOINT", help="evaluate this checkpoint only"
+    )
+    parser.add_argument(
+        "--examples", type=int, default=200, help="evaluated examples per kind and form"
+    )
     asked = parser.parse_args()
     if asked.evaluate is None:
         train_all(Recipe(seed=asked.seed, steps=asked.steps), asked.out)
