@@ -17,8 +17,8 @@ class AutoscaleConfig:
     max_workers: Count | None = None
     #: maximum number of routers; num_routers is the minimum. Not set: the number is fixed
     max_routers: Count | None = None
-    #: running and queued requests per router: 512 streams of 40 tokens per second are about what a
-    #: core carries
+    #: running and queued requests per router: 512 streams of 40 tokens per second use about one
+    #: core
     requests_per_router: Positive = 512.0
     #: target for the queue wait; workers are normally added when the estimated wait exceeds half
     #: of it

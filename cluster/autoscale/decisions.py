@@ -10,7 +10,7 @@ from cluster.autoscale.policy import Decision
 from everlift.v1 import session_pb2
 from everlift.v1.session_pb2 import ClusterLoad
 
-#: Number of changes that a report contains, the last ones.
+#: Maximum number of changes, the latest ones, that a report contains.
 _MAX_CHANGES = 32
 
 
@@ -39,23 +39,26 @@ class Decisions:
             ray_cluster=ray_cluster,
             changes=[
                 session_pb2.ScalingChange(
-                    ago_s=now - changed_at, before=before, workers=it.workers, reason=it.reason
+                    ago_s=now - changed_at,
+                    before=before,
+                    workers=decision.workers,
+                    reason=decision.reason,
                 )
-                for changed_at, before, it in self._changes
+                for changed_at, before, decision in self._changes
             ],
         )
 
 
-#: Labels of the gauge of the reason: the beginnings of the reasons of a Decision. The rest of a
-#: reason has figures, which must not become labels. The first match counts, so a beginning comes
-#: before any shorter one that it starts with.
+#: Values of the label ``reason``. Each one is a prefix of the reason of a Decision; the rest of a
+#: reason may contain numbers, which must not become label values. The first match counts, so a
+#: longer prefix comes before a shorter one that it starts with.
 REASONS = (
     *("the load is not known", "limits", "requests wait", "nothing to do", "requests would wait"),
     *("enough workers are starting", "enough", "fewer are enough"),
     "another cluster serves as well",
 )
 _GAUGES = {
-    "everlift_autoscaler_workers": "Wanted number of workers.",
+    "everlift_autoscaler_workers": "Target number of workers.",
     "everlift_autoscaler_max_workers": "Maximum number of workers.",
     "everlift_autoscaler_need_workers": "Number of workers that the present work needs.",
     "everlift_autoscaler_wait_seconds": "Estimated queue wait of a new request, in seconds.",

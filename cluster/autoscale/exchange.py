@@ -22,7 +22,7 @@ log = logs.get_logger(__name__)
 
 #: Seconds between reads of the load, which the leader reports equally often.
 _READ_INTERVAL_S = 0.2
-#: Minimum seconds between writes of decisions, which are only for people.
+#: Minimum seconds between writes of decisions, which are only displayed.
 _WRITE_INTERVAL_S = 1.0
 #: Seconds until the next attempt to connect to a ledger that was unreachable.
 _RETRY_S = 1.0
@@ -39,7 +39,7 @@ class LedgerExchange:
         self._config = config
         self._latest: tuple[LoadReport, float] | None = None
         self._replaced = 0
-        #: decisions to be written next; None if they are written
+        #: decisions to write next; None if there are none
         self._unwritten: session_pb2.Scaling | None = None
         self._written_at = -_WRITE_INTERVAL_S
         self._stopping = threading.Event()

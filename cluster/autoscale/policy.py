@@ -15,10 +15,10 @@ Workers are added, as many as needed, if requests are queued and their estimated
 of ``ttft_target``. While ``r`` is unknown, one worker is added at a time, when all others have been
 up for ``ttft_target`` seconds. If there is no worker, any queued request suffices.
 
-In a rush the wait only has to exceed a tenth of ``ttft_target``, because there a short wait soon
-becomes a long one. A rush is a recent arrival rate above the throughput of all workers, and higher
-than the previous rate by more than chance explains. In a rush, the need is the first term, or the
-need for the recent arrival rate if that is larger.
+A rush is a recent arrival rate that is above the throughput of all workers, and higher than the
+previous rate by more than chance explains. In a rush, workers are added as soon as the estimated
+wait exceeds a tenth of ``ttft_target``, because a short wait soon becomes a long one. The need is
+then the first term, or the need for the recent arrival rate if that is larger.
 
 Workers are removed if no request is queued, no worker is starting, and fewer workers would have
 been enough at all times in the last ``down_delay`` seconds.
@@ -48,7 +48,7 @@ _MAX_WAIT_SHARE, _MAX_WAIT_SHARE_IN_A_RUSH = 0.5, 0.1
 #: more the requests differ in size.
 _SIGNIFICANT = 3.0
 #: A report's arrivals enter the short average only up to this many standard deviations above the
-#: expected number. Arrivals beyond that are a single burst, which queues, and not a lasting rate.
+#: expected number. Arrivals beyond that are a single burst, not a lasting rate.
 _MAX_DEVIATIONS = 4.0
 #: Seconds after a reversal during which further changes have stricter conditions.
 _COOLDOWN_S = 600.0
@@ -78,7 +78,7 @@ class Autoscaler:
 
     def __init__(self, config: AutoscaleConfig) -> None:
         if config.max_workers is None:
-            raise ValueError("an autoscaler without max_workers")
+            raise ValueError("max_workers must be set for an autoscaler")
         self._config = config
         self._arrivals = Arrivals()
         self._capacity = Capacity()
@@ -103,7 +103,7 @@ class Autoscaler:
     def configure(self, config: AutoscaleConfig) -> None:
         """Replace the settings. Raises ValueError if ``max_workers`` is not set."""
         if config.max_workers is None:
-            raise ValueError("an autoscaler without max_workers")
+            raise ValueError("max_workers must be set for an autoscaler")
         if config.down_delay != self._config.down_delay:
             self._needs = SlidingMaximum(config.down_delay)
         self._config = config
@@ -131,7 +131,7 @@ class Autoscaler:
                 and that this one is to replace.
         """
         if load is None or age_s > self._config.stale:
-            # It is unknown which needs there are at this time, and whether the cluster is idle.
+            # The need at this time, and whether the cluster is idle, are unknown.
             self._needs.clear()
             self._busy_at = None
             return self._unchanged(workers, "the load is not known")
@@ -178,9 +178,11 @@ class Autoscaler:
         )
 
     def _occupancy_need(self, load: ClusterLoad) -> float:
-        config, one = self._config, self._capacity
-        slots = load.running / (config.utilisation * one.slots) if one.slots else 0.0
-        blocks = load.blocks_used / (config.kv_utilisation * one.blocks) if one.blocks else 0.0
+        config, worker = self._config, self._capacity
+        slots = load.running / (config.utilisation * worker.slots) if worker.slots else 0.0
+        blocks = (
+            load.blocks_used / (config.kv_utilisation * worker.blocks) if worker.blocks else 0.0
+        )
         return max(slots, blocks)
 
     def _wait_s(self, load: ClusterLoad) -> float:
@@ -265,9 +267,9 @@ class Arrivals:
     def note(self, load: ClusterLoad, reported_at: float) -> None:
         """Update the averages with a load report that was made at ``reported_at``, in seconds.
 
-        The report has the number of tokens that have arrived since its leader (the router that
-        places all requests) took office. The first report of a new leader therefore does not change
-        the averages.
+        The report has the number of tokens that have arrived since its router became the leader,
+        which places all requests. The first report of a new leader therefore does not change the
+        averages.
         """
         since, arrived = reported_at - self._reported_at, load.offered_tokens - self._offered
         if since <= 0:

@@ -79,7 +79,9 @@ class RouterPolicy:
         )
         bounded = min(max(target, least), most)
         if bounded != context.target_num_replicas:
-            log.info("routers", before=context.target_num_replicas, now=bounded)
+            log.info(
+                "target number of routers changed", before=context.target_num_replicas, now=bounded
+            )
         return bounded, {}
 
 

@@ -57,7 +57,7 @@ class QueuePolicy:
         target, now = context.target_num_replicas, time.monotonic()
         config = self._settings(context, load)
         self._autoscaler.configure(config)
-        others = _of_others(load) if load is not None else 0
+        others = _num_other_workers(load) if load is not None else 0
         replaced = self._exchange.replaced_workers()
         decision = self._autoscaler.decide(load, age_s, target, now, others, replaced)
         most = config.max_workers or 0
@@ -84,15 +84,20 @@ class QueuePolicy:
         self._decisions.note(decision, target, now)
         self._exchange.publish(self._decisions.as_json(now, most, _ray_cluster()))
         if decision.workers != target:
-            log.info("workers", before=target, now=decision.workers, reason=decision.reason)
+            log.info(
+                "target number of workers changed",
+                before=target,
+                now=decision.workers,
+                reason=decision.reason,
+            )
 
 
-def _of_others(load: ClusterLoad) -> int:
+def _num_other_workers(load: ClusterLoad) -> int:
     """Return the number of workers in ``load`` that belong to other Ray clusters than this one.
 
-    They are counted by the name of their Ray cluster. Subtracting Serve's number of workers of this
-    cluster from the total would be wrong, because ``load`` still includes stopping workers that
-    Serve no longer lists.
+    Workers are counted by the name of their Ray cluster. Subtracting Serve's number of workers of
+    this cluster from the total would be wrong, because ``load`` still includes stopping workers
+    that Serve no longer lists.
     """
     own = _ray_cluster()
     return sum(workers for cluster, workers in load.ray_clusters.items() if cluster != own)

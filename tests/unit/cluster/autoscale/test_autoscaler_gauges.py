@@ -174,8 +174,11 @@ def test_policy_excludes_own_stopping_workers_from_others(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
     # Serve lists none of them any more.
-    assert serve_policy._of_others(ClusterLoad(workers=3, ray_clusters={"this": 3})) == 0
-    assert serve_policy._of_others(ClusterLoad(workers=5, ray_clusters={"this": 3, "x": 2})) == 2
+    assert serve_policy._num_other_workers(ClusterLoad(workers=3, ray_clusters={"this": 3})) == 0
+    assert (
+        serve_policy._num_other_workers(ClusterLoad(workers=5, ray_clusters={"this": 3, "x": 2}))
+        == 2
+    )
 
 
 def test_dashboard_and_alerts_query_existing_gauges() -> None:
