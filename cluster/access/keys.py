@@ -136,7 +136,7 @@ def _key(
 
 def _find_key(document: Document, key_id: str) -> Key:
     if (key := document.keys.get(key_id)) is None:
-        raise SettingsError(f"there is no key {key_id}: everlift key list")
+        raise SettingsError(f"there is no key {key_id}: see `everlift key list`")
     return key
 
 
@@ -156,7 +156,7 @@ def _table(document: Document, now: float) -> Table:
     table = Table(*(Column(name, no_wrap=name != "name") for name in columns), box=SIMPLE)
     for key_id, key in sorted(document.keys.items(), key=lambda item: item[1].created):
         scopes = " ".join(scope.value for scope in key.scopes)
-        expires = f"{_day(key.expires)}{' over' if key.has_expired(now) else ''}"
+        expires = f"{_day(key.expires)}{' (expired)' if key.has_expired(now) else ''}"
         table.add_row(key_id, key.tenant, scopes, _day(key.created), expires, key.name)
     return table
 

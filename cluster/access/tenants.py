@@ -18,7 +18,7 @@ from router.auth.document import EVERYBODY, Document
 from router.auth.limits import Limits
 
 _NAMES = tuple(field.name for field in fields(Limits))
-#: Values of an option that are not numbers: no limit, or the limit of EVERYBODY.
+#: Option values that are not numbers: no limit, or the limit of EVERYBODY.
 _NONE, _DEFAULT = "none", "default"
 
 app = typer.Typer(
@@ -46,24 +46,25 @@ def _limit(text: str) -> Any:
 **Examples**
 
 - `everlift tenant set acme --requests-per-minute 600 --max-concurrent 50`
-- `everlift tenant set '*' --tokens-per-minute 100000` for every tenant that has no other limit
+- `everlift tenant set '*' --tokens-per-minute 100000` for every tenant without its own limit
 - `everlift tenant set acme --tokens-per-minute none --max-priority default`
-- `everlift tenant set acme --weight 3` for three times the tokens of others, where they wait
+- `everlift tenant set acme --weight 3` for three times the tokens of a tenant with weight 1, if
+  both have queued requests
 """,
 )
 def change(
     tenant: Tenant,
-    requests_per_minute: Annotated[str | None, _limit("Most requests per minute.")] = None,
+    requests_per_minute: Annotated[str | None, _limit("Maximum requests per minute.")] = None,
     tokens_per_minute: Annotated[
-        str | None, _limit("Most tokens of prompts and outputs per minute.")
+        str | None, _limit("Maximum prompt and output tokens per minute.")
     ] = None,
     max_concurrent: Annotated[
-        str | None, _limit("Most unfinished requests, including queued ones.")
+        str | None, _limit("Maximum unfinished requests, including queued ones.")
     ] = None,
     max_tokens: Annotated[
-        str | None, _limit("Most output tokens of a request, over all choices.")
+        str | None, _limit("Maximum output tokens of a request, over all choices.")
     ] = None,
-    max_priority: Annotated[str | None, _limit("Highest priority of a request.")] = None,
+    max_priority: Annotated[str | None, _limit("Maximum priority of a request.")] = None,
     weight: Annotated[
         str | None,
         typer.Option(
