@@ -53,7 +53,7 @@ def batch(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Largest number of concurrent requests.")
+        int, typer.Option(metavar="N", min=1, help="Maximum number of concurrent requests.")
     ] = _CONCURRENCY,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run the lines again whose results are errors.")
@@ -71,7 +71,7 @@ def batch(
     with Results(path, retry_failed=retry_failed) as results:
         job = _Job(file, known, results, concurrency)
         if not job.num_remaining:
-            typer.echo(f"{path}: all {len(known)} were done before")
+            typer.echo(f"{path}: all {len(known)} lines were already done")
         elif config is None:
             asyncio.run(_through_cluster(job, address))
         else:
@@ -115,7 +115,7 @@ class _Job:
     def _sum_up(self, tokens: int, elapsed_s: float) -> None:
         total, remaining = len(self.known), self.num_remaining
         failed = self.results.num_failed(self.known.keys())
-        rest = "; run it again to go on" if remaining else ""
+        rest = "; run the same command again to continue" if remaining else ""
         typer.echo(
             f"{self.results.path}: {total - remaining} of {total} done, {failed} of them failed; "
             f"{tokens} tokens in {elapsed_s:.1f} s, {tokens / elapsed_s:.0f} tokens/s{rest}"

@@ -134,6 +134,8 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
+    """Default request id and seed of a line, derived from the file's digest and the line number."""
+
     digest: bytes
     number: int
     attempt: int
@@ -141,14 +143,14 @@ class _Names:
     @property
     def request_id(self) -> str:
         again = f"-{self.attempt}" if self.attempt > 1 else ""
-        return f"batch-{self._own[8:].hex()}{again}"
+        return f"batch-{self._hash[8:].hex()}{again}"
 
     @property
     def seed(self) -> int:
-        return int.from_bytes(self._own[:8], "little") >> 1
+        return int.from_bytes(self._hash[:8], "little") >> 1
 
     @property
-    def _own(self) -> bytes:
+    def _hash(self) -> bytes:
         return hashlib.sha256(self.digest + self.number.to_bytes(8, "little")).digest()
 
 
@@ -224,7 +226,9 @@ def _chat_body(fields: dict[str, Any], names: _Names) -> dict[str, Any]:
 
 def _openai_body(fields: dict[str, Any]) -> dict[str, Any]:
     if unknown := fields.keys() - _ENVELOPE:
-        raise InvalidRequest(f"a line with a body has no {sorted(unknown)[0]!r} beside it")
+        raise InvalidRequest(
+            f"a line with a body must not have the field {sorted(unknown)[0]!r} outside the body"
+        )
     url, body = fields.get("url", _COMPLETIONS), fields.get("body")
     if url not in (_COMPLETIONS, _CHATS):
         raise InvalidRequest(f"url must be {_COMPLETIONS} or {_CHATS}, not {url!r}")
@@ -245,4 +249,4 @@ def _by_token(bias: object) -> dict[int, float]:
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
-        raise InvalidRequest("a key of logit_bias is no token id") from None
+        raise InvalidRequest("a key of logit_bias is not a token id") from None

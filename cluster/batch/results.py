@@ -194,11 +194,11 @@ def _encoded(record: Mapping[str, object]) -> bytes:
 
 def _write(descriptor: int, data: bytes, path: Path) -> None:
     if os.write(descriptor, data) != len(data):
-        raise OSError(f"{path}: no room for the next result")
+        raise OSError(f"{path}: the result was not written completely; the disk may be full")
 
 
 def _is_torn(data: bytes) -> bool:
     if begun := _BEGINNING.match(data):
         rest = data[begun.end() :]
-        return any(rest.startswith(each) or each.startswith(rest) for each in _NEXT)
-    return data.startswith(_TORN[1]) or any(each.startswith(data) for each in _TORN)
+        return any(rest.startswith(field) or field.startswith(rest) for field in _NEXT)
+    return data.startswith(_TORN[1]) or any(start.startswith(data) for start in _TORN)

@@ -108,7 +108,10 @@ async def test_killed_batch_resumes_with_the_same_output(file: Path) -> None:
     decode = ByteTokenizer().decode
     assert found["id-2"] == decode(expected_tokens([2, 2, 3], TOKENS))
     again = await run(*arguments)
-    assert (again.exit_code, again.stdout) == (0, f"{output(file)}: all 60 were done before\n")
+    assert (again.exit_code, again.stdout) == (
+        0,
+        f"{output(file)}: all 60 lines were already done\n",
+    )
 
 
 async def test_batch_interrupted_by_ctrl_c_can_be_resumed(file: Path) -> None:
@@ -117,7 +120,7 @@ async def test_batch_interrupted_by_ctrl_c_can_be_resumed(file: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
     assert process.returncode not in (0, None)
-    assert b"run it again to go on" in out
+    assert b"run the same command again to continue" in out
     assert b"Traceback" not in err
     assert 0 < len(texts(output(file))) < LINES
 
