@@ -32,8 +32,8 @@ app = typer.Typer(
 )
 
 _SERVE_EXAMPLES = """
-Requests are sent when they are due, even if earlier ones are late, and each latency counts from
-that time.
+Each request is sent at its due time, even if earlier requests are unfinished. Latencies are
+measured from the due time.
 
 **Examples**
 
@@ -83,7 +83,7 @@ def serve(
     label: options.Label = "",
 ) -> None:
     """Send a load to an endpoint, and report latencies and throughput."""
-    # Imported here because other commands do not need aiohttp and numpy.
+    # Imported here because other commands do not need these modules, aiohttp and numpy.
     import uvloop
 
     from cluster.bench.run import SendOptions
@@ -206,7 +206,9 @@ def _percents(text: str) -> tuple[float, ...]:
     except ValueError:
         found = []
     if not found or not 0 <= found[0] <= found[-1] <= 100:
-        raise BenchFailed(f"--percentiles {text}: must be numbers from 0 to 100, as 50,90,99.9")
+        raise BenchFailed(
+            f"--percentiles {text}: must be numbers from 0 to 100, such as 50,90,99.9"
+        )
     return tuple(found)
 
 
@@ -216,13 +218,13 @@ def _ramp(
     if text is None:
         return None
     if rate is not None or duration is None:
-        raise BenchFailed("--ramp needs --duration, of each of its stages, and no --rate")
+        raise BenchFailed("--ramp needs --duration (of each stage) and excludes --rate")
     try:
         first, most = map(float, text.split(":"))
     except ValueError:
         first = most = 0.0
     if not 0 < first <= most or not isfinite(most):
-        raise BenchFailed(f"--ramp {text}: must be two rates, the lower first, as in 1:64")
+        raise BenchFailed(f"--ramp {text}: must be two rates, the lower one first, such as 1:64")
     return first, most
 
 

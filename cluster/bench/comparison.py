@@ -93,10 +93,12 @@ def _warnings(a: Json, b: Json) -> Iterator[str]:
         if of_a != of_b:
             yield f"{name} differs: {shown(of_a)} in A, {shown(of_b)} in B"
     if bool(ours(a)) != bool(ours(b)):
-        yield "one is of another generator: its latencies may count from when a request was sent"
+        yield (
+            "one report is from another generator: its latencies may count from the time of sending"
+        )
     for letter, found in (("A", a), ("B", b)):
         if found.get("failed"):
-            yield f"{found['failed']} requests of {letter} failed, and are in no latency"
+            yield f"{found['failed']} requests of {letter} failed; latencies exclude them"
         for mark in ours(found).get("marks", ()):
             yield f"of {letter}: {mark}"
 

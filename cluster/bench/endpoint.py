@@ -18,8 +18,8 @@ from cluster.errors import BenchFailed
 from cluster.sse import DONE, Events
 from everlift import AsyncClient, EverliftError
 
-#: The code or type of an endpoint's error is reported only if it is a single word, and the message
-#: never. A sentence may quote a prompt, and other characters may belong to a key.
+#: Pattern of an error's code or type that may be reported: a single word. Any other text, and every
+#: error message, is left out, because it may contain a part of a prompt or of an API key.
 _SLUG = re.compile(r"[A-Za-z_]{1,48}\d?")
 
 
@@ -75,9 +75,9 @@ class Answer:
     def outcome(self, due: float, admitted: float, error: str = "") -> Outcome:
         """Return the measured times and sizes of the request, which ends now.
 
-        ``due`` is the time at which it should have been sent, ``admitted`` the time at which the
-        limit of concurrent requests admitted it; both are in seconds since the load began.
-        ``error`` is empty if the request succeeded.
+        ``due`` is the time at which the request should have been sent, ``admitted`` the time at
+        which the concurrency limit admitted it; both are in seconds since the load began. ``error``
+        is empty if the request succeeded.
         """
         prompt_tokens, output_tokens = self._usage or (0, 0)
         known = output_tokens or self._reported_tokens
@@ -132,7 +132,7 @@ class EverliftEndpoint:
 
 
 _MOST_ERROR_BYTES = 16_384
-#: The client does not limit the number of connections; that is left to the server.
+#: Value for aiohttp: no limit on the number of connections. Only the server may limit it.
 _NO_LIMIT = 0
 
 
@@ -143,9 +143,9 @@ def base_url(text: str) -> str:
     """
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BenchFailed(f"--url {text!r}: must be as http://127.0.0.1:8000/v1")
+        raise BenchFailed(f"--url {text!r}: must be a URL such as http://127.0.0.1:8000/v1")
     if parts.username or parts.password or parts.query:
-        raise BenchFailed("--url has no place for a key: give it by --api-key")
+        raise BenchFailed("--url must not contain credentials or a query: use --api-key")
     return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
 
 
@@ -175,12 +175,12 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("models", allow_redirects=False) as response:
             if response.status != 200:
-                raise BenchFailed(f"the list of models: {await _cause(response)}")
+                raise BenchFailed(f"the list of models is unavailable: {await _cause(response)}")
             listed = await response.json()
         return str(listed["data"][0]["id"])
     except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
         raise BenchFailed(
-            f"{url} does not say what it serves ({type(error).__name__}): see --url and --model"
+            f"{url} returned no list of models ({type(error).__name__}): check --url or set --model"
         ) from None
 
 

@@ -24,16 +24,18 @@ Url = Annotated[
         "--url",
         panel=_WHERE,
         metavar="URL",
-        help="OpenAI endpoint, as http://127.0.0.1:8000/v1. Default: a cluster, over gRPC.",
+        help="OpenAI endpoint, such as http://127.0.0.1:8000/v1. Default: a cluster, over gRPC.",
     ),
 ]
 Chat = Annotated[
-    bool, _option("--chat", panel=_WHERE, help="Send chats instead of completions, with --url.")
+    bool, _option("--chat", panel=_WHERE, help="Send chats instead of completions. Needs --url.")
 ]
 Model = Annotated[
     str | None,
     _option(
-        "--model", panel=_WHERE, help="Model to request, with --url. Default: the first listed one."
+        "--model",
+        panel=_WHERE,
+        help="Model to request; needs --url. Default: the endpoint's first one.",
     ),
 ]
 ApiKey = Annotated[
@@ -51,7 +53,7 @@ IgnoreEos = Annotated[
     _option(
         "--ignore-eos/--no-ignore-eos",
         panel=_WHERE,
-        help="Generate outputs of the full length. Not every endpoint supports it.",
+        help="Generate outputs of the full length. Not every endpoint supports this.",
     ),
 ]
 Temperature = Annotated[
@@ -59,7 +61,12 @@ Temperature = Annotated[
 ]
 ExtraBody = Annotated[
     str | None,
-    _option("--extra-body", panel=_WHERE, metavar="JSON", help="Fields of every body, with --url."),
+    _option(
+        "--extra-body",
+        panel=_WHERE,
+        metavar="JSON",
+        help="JSON object with further fields of every request body. Needs --url.",
+    ),
 ]
 TokenizerFile = Annotated[
     Path | None,
@@ -68,7 +75,7 @@ TokenizerFile = Annotated[
         panel=_WHERE,
         metavar="DIR",
         help="Directory of the model's tokenizer, for exact prompt lengths and for counting "
-        "outputs.",
+        "output tokens.",
     ),
 ]
 
@@ -117,7 +124,7 @@ Number = Annotated[
         panel=_WHICH,
         min=1,
         metavar="N",
-        help=f"Number of requests. Default: {REQUESTS}, the whole trace, or those of --duration.",
+        help=f"Number of requests. Default: the whole trace, all within --duration, or {REQUESTS}.",
     ),
 ]
 
@@ -146,7 +153,7 @@ Duration = Annotated[
         "--duration",
         panel=_WHEN,
         metavar="S",
-        help="Seconds of arrivals; with --ramp, of each stage.",
+        help="Length of the load in seconds; with --ramp, of each stage.",
     ),
 ]
 RampText = Annotated[
@@ -155,7 +162,7 @@ RampText = Annotated[
         "--ramp",
         panel=_WHEN,
         metavar="FIRST:MOST",
-        help="Range of rates to search for saturation, in requests per second, as in 1:64.",
+        help="Range in which to search for the highest sustained rate, in requests per second.",
     ),
 ]
 Concurrency = Annotated[
@@ -165,7 +172,7 @@ Concurrency = Annotated[
         panel=_WHEN,
         min=1,
         metavar="N",
-        help="Largest number of concurrent requests. Without --rate, a closed loop of N clients.",
+        help="Maximum number of concurrent requests. Without --rate, a closed loop of N clients.",
     ),
 ]
 WarmUp = Annotated[
@@ -191,7 +198,7 @@ Goodput = Annotated[
         "--goodput",
         panel=_OUT,
         metavar="NAME:MS",
-        help='Limits of a good request in ms: "ttft:500 tpot:50", also e2el. Repeatable.',
+        help='Latency limits of a good request in ms: "ttft:500 tpot:50", also e2el. Repeatable.',
     ),
 ]
 Percentiles = Annotated[
@@ -205,7 +212,7 @@ JsonFile = Annotated[
         "--json",
         panel=_OUT,
         metavar="FILE",
-        help="File for the report as JSON, with the keys of vLLM and more.",
+        help="File for the report as JSON: the keys of `vllm bench serve`, and further ones.",
     ),
 ]
 HtmlFile = Annotated[

@@ -21,7 +21,7 @@ _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 44
 _TICKS = 6
 _STEPS = (1, 2, 5, 10)
-#: Widths in the legend: of a line with the space around it, and of an average letter.
+#: Widths in the legend: of an entry without its text, and of an average letter.
 _KEY_WIDTH, _LETTER_WIDTH = 44, 7
 
 
@@ -169,8 +169,8 @@ def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
     """
     for name, title in LATENCIES.items():
         lines = [
-            Line(who or title, _cumulative(more["curves_ms"][name]), style)
-            for style, (who, more) in enumerate(reports.items())
+            Line(label or title, _cumulative(more["curves_ms"][name]), style)
+            for style, (label, more) in enumerate(reports.items())
             if more
         ]
         yield Chart(title[0].upper() + title[1:], "ms", "% of all", lines, is_log=True, top=100.0)
@@ -195,9 +195,9 @@ def _time_series_charts(found: Json) -> Iterator[Chart]:
 
     requests = [line("due", "due_per_s"), line("ended", "ended_per_s", 1)]
     if any(found["failed_per_s"]):
-        requests.append(line("of these failed", "failed_per_s", 2))
+        requests.append(line("failed", "failed_per_s", 2))
     yield Chart("Requests", "seconds", "requests a second", requests)
-    yield Chart("Not ended", "seconds", "requests", [line("due and not ended", "in_flight")])
+    yield Chart("Unfinished", "seconds", "requests", [line("due and unfinished", "in_flight")])
     yield Chart("Output", "seconds", "tokens a second", [line("output tokens", "tokens_per_s")])
     yield Chart(
         "Time to first token, by due time",
@@ -289,7 +289,7 @@ def report_page(found: Json) -> str:
         *_section("Curves", _figures(charts(found))),
         *_section("Summary", _pairs(wording.summary_rows(found))),
         *_section("Errors", _pairs(wording.error_rows(found))),
-        *_section("What was asked", _pairs(wording.setting_rows(found))),
+        *_section("Settings", _pairs(wording.setting_rows(found))),
     ]
     return _page(title, _under(found), body)
 

@@ -30,7 +30,7 @@ class CountedBy(Enum):
     USAGE = "usage"
     #: a tokenizer of the load generator
     TOKENIZER = "tokenizer"
-    #: no count: each piece of output is taken for one token
+    #: no count; each piece of output counts as one token
     PIECES = "pieces"
 
 
@@ -41,8 +41,8 @@ class Outcome:
     The times are in this order:
 
         due        the request should be sent; its latency counts from here
-        admitted   the limit of concurrent requests admitted it; ``due`` if there was no wait
-        sent       it was sent; the time since ``admitted`` is the generator's lag
+        admitted   the concurrency limit admitted the request; ``due`` if there was no wait
+        sent       the request was sent; the time since ``admitted`` is the generator's lag
         pieces     arrival of each piece of output, one chunk of the stream
         ended      end of the answer, or failure
 
@@ -327,21 +327,22 @@ def lag(outcomes: Sequence[Outcome], cpu_share: float) -> Lag:
 
 #: Ratio of successive rates until one is not sustained.
 _FACTOR = 2.0
-#: Largest ratio, at the end, of the lowest rate that was not sustained to the highest that was.
+#: Ratio of the lowest unsustained to the highest sustained rate at which the search ends.
 _PRECISION = 1.1
-#: A rate is not sustained if a larger share of the requests fails, or a smaller share is good.
+#: A rate is not sustained if a larger share of requests fails, or a smaller share is good (Slo).
 _FAILED_SHARE = 0.01
 _GOOD_SHARE = 0.9
-#: In the second half, ends may fall short of arrivals by this share of the arrivals.
+#: Share of the arrivals in the second half of a load by which the ended requests may be fewer.
 _BACKLOG_SHARE = 0.1
 
 
 class Ramp:
     """Search for the highest sustained rate, in requests per second.
 
-    Rates are doubled until one is not sustained or ``most`` is reached, then bisected by ratio. If
-    the first rate is not sustained, or ``most`` is sustained, the search ends there. It assumes
-    that a higher rate is never easier to sustain. The caller tries each rate that ``next_rate``
+    Rates are doubled until one is not sustained or ``most`` is reached. Then the geometric mean of
+    the highest sustained and the lowest unsustained rate is tried repeatedly. If the first rate is
+    not sustained, or ``most`` is sustained, the search ends there. The search assumes that a higher
+    rate is never easier to sustain. The caller tries each rate that ``next_rate``
     returns, and passes the result to ``report``. ``highest_sustained`` and ``lowest_unsustained``
     are rates of these trials; None if there is none.
     """
@@ -419,7 +420,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) ->
         "total_token_throughput": _per(input_tokens + output_tokens, duration),
         "max_output_tokens_per_s": most_tokens_in_a_second(outcomes),
         "max_concurrent_requests": peak_concurrency(outcomes),
-        # Only for speech in vLLM, but programs that read its reports expect this key.
+        # vLLM uses this key only for speech, but programs that read its reports expect it.
         "rtfx": 0.0,
         **_latencies(complete, due_time, percents),
     }
@@ -458,29 +459,27 @@ def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
     CountedBy to the number of answers whose tokens were counted by it.
     """
     found = {
-        "the generator fell behind: latencies are partly its own": is_behind,
-        "output tokens are not known everywhere: pieces were counted for them": bool(
+        "the generator fell behind: latencies include its own delays": is_behind,
+        "the endpoint did not report all output tokens: streamed pieces were counted": bool(
             counted_by.get(CountedBy.PIECES.value)
         ),
     }
-    return [text for text, is_so in found.items() if is_so]
+    return [text for text, applies in found.items() if applies]
 
 
 def each_request(outcomes: Sequence[Outcome]) -> Json:
     """Return lists with one value per request, by the keys of vLLM's report.
 
-    The values are in the order of ``outcomes``.
-
-    The output lengths and latencies of failed requests are 0 or empty. Latencies count from the due
-    time. Prompts and outputs are left out.
+    The values are in the order of ``outcomes``. The output lengths and latencies of failed requests
+    are 0 or empty. Latencies count from the due time. Prompts and outputs are left out.
     """
     return {
         "input_lens": [each.prompt_tokens for each in outcomes],
         "output_lens": [each.output_tokens if each.is_complete else 0 for each in outcomes],
         "start_times": [each.due for each in outcomes],
-        "ttfts": [_of(each, ttft) for each in outcomes],
+        "ttfts": [_latency_or_zero(each, ttft) for each in outcomes],
         "itls": [itls(each) if each.is_complete else [] for each in outcomes],
-        "latencies": [_of(each, e2el) for each in outcomes],
+        "latencies": [_latency_or_zero(each, e2el) for each in outcomes],
         "queue_times": [each.sent - each.due for each in outcomes],
         "errors": [each.error for each in outcomes],
     }
@@ -509,12 +508,12 @@ def _good(outcomes: Sequence[Outcome], slo: Slo) -> int:
     return sum(slo.is_good(each, due_time) for each in outcomes)
 
 
-def _per(number: float, of: float) -> float:
-    return number / of if of else 0.0
+def _per(number: float, unit: float) -> float:
+    return number / unit if unit else 0.0
 
 
-def _of(outcome: Outcome, value: Any) -> float:
-    return float(value(outcome, due_time)) if outcome.is_complete else 0.0
+def _latency_or_zero(outcome: Outcome, latency: Any) -> float:
+    return float(latency(outcome, due_time)) if outcome.is_complete else 0.0
 
 
 OURS = "everlift"
@@ -619,7 +618,7 @@ def read(path: Path) -> Json:
     except (ValueError, RecursionError):
         raise BenchFailed(f"{path}: is not JSON") from None
     if not isinstance(found, dict) or "request_throughput" not in found:
-        raise BenchFailed(f"{path}: is no report of `bench serve`")
+        raise BenchFailed(f"{path}: is not a report of `bench serve`")
     return found
 
 

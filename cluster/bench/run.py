@@ -56,11 +56,12 @@ class Run:
         Raises BenchFailed if the load has no requests, and WorkloadFailed if the requests cannot be
         created.
         """
-        # Otherwise the garbage collector would traverse all requests during the load.
+        # pause_gc also moves the requests to the garbage collector's oldest generation; otherwise
+        # the collector would traverse all requests repeatedly during the load.
         with pause_gc():
             requests = load.all_requests(self._found.prompts(load.seed))
         if not requests:
-            raise BenchFailed("no request comes in that time")
+            raise BenchFailed("the load has no requests: no arrival is within the given time")
         with bar(_title(load), len(requests), shown=self._send_options.is_shown) as advance:
             cpu, began = time.process_time(), time.perf_counter()
             outcomes = await self._sent(load, requests, advance)
@@ -95,7 +96,7 @@ class Run:
         requests = few.all_requests(prompts)
         outcomes = await generator.closed_loop(requests, min(number, _WARM_UP_CLIENTS))
         if not any(each.is_complete for each in outcomes):
-            raise BenchFailed(f"the warm-up was not answered: {outcomes[0].error}")
+            raise BenchFailed(f"no warm-up request was answered: {outcomes[0].error}")
 
     async def _sent(
         self, load: Load, requests: Sequence[Request], advance: Callable[[int], None]

@@ -73,8 +73,8 @@ async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]
     estimated. Raises BenchFailed if an OpenAI endpoint has no valid URL or lists no model. Raises
     EverliftError or SettingsError if a cluster cannot be connected.
     """
-    way = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
-    async with way as found:
+    connection = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
+    async with connection as found:
         yield found
 
 

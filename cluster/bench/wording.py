@@ -8,9 +8,9 @@ from cluster.bench.report import Json, ours, percent_name
 
 STAGE_COLUMNS = (
     "stage",
-    "came, a second",
-    "answered, a second",
-    "tokens a second",
+    "arrivals/s",
+    "answered/s",
+    "tokens/s",
     "TTFT p50, ms",
     "p99, ms",
 )
@@ -65,10 +65,13 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
     if found.get("request_goodput") is not None:
         limits = goodput(more.get("goodput_ms", {}))
         part = f", {more['good_share']:.1%} of all" if more else ""
-        yield f"good ones a second {limits}".rstrip(), f"{shown(found['request_goodput'])}{part}"
+        yield (
+            f"good requests a second {limits}".rstrip(),
+            f"{shown(found['request_goodput'])}{part}",
+        )
     yield "output tokens a second", shown(found["output_throughput"])
     yield "input and output tokens a second", shown(found["total_token_throughput"])
-    yield "largest concurrency", shown(found.get("max_concurrent_requests"))
+    yield "peak concurrency", shown(found.get("max_concurrent_requests"))
     if more:
         yield from _generator_rows(more)
         yield from _saturation_rows(more)
@@ -76,12 +79,12 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
 
 def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
     more = ours(found)
-    address = more.get("where", "an address that is not told")
+    address = more.get("where", "an unknown address")
     yield "endpoint", f"{shown(found.get('backend'))} at {address}"
     yield "model", shown(found.get("model_id"))
     yield "rate, requests a second", shown(found.get("request_rate"))
     yield "burstiness", shown(found.get("burstiness"))
-    yield "largest concurrency", shown(found.get("max_concurrency"))
+    yield "maximum concurrency", shown(found.get("max_concurrency"))
     for name, value in more.get("load", {}).items():
         yield name, shown(value)
     if more:
@@ -90,7 +93,7 @@ def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
             "tokens counted by",
             ", ".join(f"{by} ({number})" for by, number in counted) or NOTHING,
         )
-        yield "tokens a piece", shown(more["tokens_per_piece"])
+        yield "tokens per streamed piece", shown(more["tokens_per_piece"])
 
 
 def error_rows(found: Json) -> Iterator[tuple[str, str]]:
@@ -101,7 +104,7 @@ def error_rows(found: Json) -> Iterator[tuple[str, str]]:
 def stage_row(stage: Json) -> tuple[str, ...]:
     """Return the cells of a row for a stage of a ramp, in the columns STAGE_COLUMNS."""
     keys = ("rate", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
-    label = "kept up with" if stage["is_kept"] else "too much"
+    label = "sustained" if stage["is_kept"] else "not sustained"
     return (label, *(shown(stage.get(key)) for key in keys))
 
 
@@ -113,12 +116,12 @@ def goodput(limits: Mapping[str, float]) -> str:
 def _generator_rows(more: Json) -> Iterator[tuple[str, str]]:
     late = more["lag"]
     yield (
-        "generator's lag p50, p99, most",
+        "generator's lag p50, p99, max",
         ", ".join(f"{1e3 * late[name]:.1f}" for name in ("p50", "p99", "most")) + " ms",
     )
-    yield "generator's share of a core", f"{late['cpu_share']:.0%}"
+    yield "generator's CPU use, of one core", f"{late['cpu_share']:.0%}"
     if more["held_s"] > 0:
-        yield "longest delay by --concurrency", f"{shown(more['held_s'])} s"
+        yield "longest delay due to --concurrency", f"{shown(more['held_s'])} s"
 
 
 def _saturation_rows(more: Json) -> Iterator[tuple[str, str]]:

@@ -96,15 +96,15 @@ async def test_bench_ramp_ends_without_saturation(tmp_path: Path) -> None:
 async def test_bench_reports_an_unusable_endpoint_before_the_load(tmp_path: Path) -> None:
     async with serving(TimedServer(refusals=100)) as url:
         said = await run("bench", "serve", "--url", url, "--requests", "5", status=1)
-    assert "the warm-up was not answered: 429 queue_full" in said
+    assert "no warm-up request was answered: 429 queue_full" in said
     said = await run("bench", "serve", "--url", url, "--requests", "5", status=1)
-    assert "does not say what it serves" in said
+    assert "returned no list of models" in said
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("--url", f"http://user:{KEY}@127.0.0.1/v1"), "no place for a key"),
+        (("--url", f"http://user:{KEY}@127.0.0.1/v1"), "must not contain credentials"),
         (("--url", "ftp://127.0.0.1"), "must be as"),
         (("--chat",), "need --url"),
         (("--extra-body", "[]", "--url", "http://127.0.0.1:1"), "must be a JSON object"),
