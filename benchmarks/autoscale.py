@@ -170,7 +170,7 @@ async def _sample_status(client: AsyncClient, run: Run) -> None:
 
 def _read_logs(log_dir: Path, run: Run) -> None:
     for line in _lines(log_dir.glob("autoscaler*.log")):
-        if line.event == "workers":
+        if line.event == "target number of workers changed":
             run.decisions.append((line.at, line.fields["now"]))
     for line in _lines(log_dir.glob("router-*.log")):
         if line.event == "worker up":

@@ -211,7 +211,7 @@ async def _send_request(client: AsyncClient) -> None:
 async def _wait_for_decision(directory: Path) -> None:
     """Wait until the autoscaler has logged its decision for another worker."""
     while not any(
-        '"event": "workers"' in path.read_text()
+        '"event": "target number of workers changed"' in path.read_text()
         for path in (directory / "logs").glob("autoscaler*.log")
     ):
         await asyncio.sleep(_POLL_S)
