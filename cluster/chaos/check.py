@@ -18,8 +18,8 @@ from router.ledger.base import Ledger
 from router.ledger.entry import State
 from router.ledger.listing import Audit, Audited, Item
 
-#: Default of the seconds before the second examination. In less time a cluster notices that a
-#: gateway or worker has died, and hands its requests over to another one.
+#: Default number of seconds before the second examination. A cluster needs less time to notice that
+#: a gateway or worker has died, and to hand its requests over to another one.
 TIMEOUT_S = 5.0
 
 

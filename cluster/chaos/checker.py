@@ -11,20 +11,20 @@ from router.ledger.listing import Audited, Chunk, Claim, Item, Listed, Stray
 
 
 class Kind(Enum):
-    #: unfinished, and no living gateway or worker will continue it; or one of its keys is missing;
-    #: or in the set of unfinished requests of a gateway, although it does not exist, is final or
-    #: belongs to another gateway
+    #: one of these: an unfinished request that no living gateway or worker will continue; a request
+    #: with a missing key; an id in a gateway's set of unfinished requests, if the request does not
+    #: exist, is final or belongs to another gateway
     LOST = "lost"
-    #: more output tokens than max_tokens, or dispatched while it was running
+    #: a request with more output tokens than max_tokens, or one that was dispatched while running
     REPEATED = "repeated"
-    #: events or counters that do not match the state, or moves that are not allowed
+    #: a request whose events or counters do not match its state, or with a forbidden transition
     REORDERED = "reordered"
     #: a key without a request, or a final request that a gateway still owns
     ORPHANED = "orphaned"
     #: a key that never expires
     IMMORTAL = "immortal"
-    #: missing or at a wrong time in one of its listings, or in a listing from which it is never
-    #: removed
+    #: a request that is missing or at a wrong time in one of its listings, or in a listing from
+    #: which it is never removed
     MISLISTED = "mislisted"
 
 
@@ -64,12 +64,12 @@ def examine(item: Item, living: Living) -> list[Finding]:
             return []
         case Listed():
             whose = f"tenant {item.tenant}" if item.tenant else f"session {item.session}"
-            detail = f"{whose}'s listing has it, and the listing of all has not"
+            detail = f"the listing of {whose} has it, but the listing of all requests does not"
             return [Finding(Kind.MISLISTED, item.request_id, detail)]
         case Chunk(is_linked=True):
             return []
         case Chunk():
-            detail = f"the chunk before c:{item.name}, a part of prompts, is missing"
+            detail = f"the prompt chunk before c:{item.name} is missing"
             return [Finding(Kind.LOST, "", detail)]
 
 
@@ -82,18 +82,18 @@ def _all(item: Audited, living: Living) -> Violations:
     yield from _tokens(item)
     yield from _moves(item)
     if not item.listed:
-        yield Kind.MISLISTED, "not listed at its arrival"
+        yield Kind.MISLISTED, "a listing lacks it, or has it at another time than its arrival"
     for key in item.missing:
-        yield Kind.LOST, f"its {key} is missing"
+        yield Kind.LOST, f"its key {key} is missing"
     for key in item.immortal:
-        yield Kind.IMMORTAL, f"{key} of a {item.entry.state.value} request is kept for ever"
+        yield Kind.IMMORTAL, f"{key} of a {item.entry.state.value} request never expires"
 
 
 def _ownership(item: Audited, living: Living) -> Violations:
     entry = item.entry
     if entry.state.is_final:
         if item.owned:
-            yield Kind.ORPHANED, f"{entry.state.value}, and gateway {entry.gateway} still owns it"
+            yield Kind.ORPHANED, f"{entry.state.value}, but gateway {entry.gateway} still owns it"
         return
     if not item.owned:
         yield Kind.LOST, f"gateway {entry.gateway} does not own it"
@@ -108,18 +108,18 @@ def _ownership(item: Audited, living: Living) -> Violations:
 
 def _claim(item: Claim) -> Iterator[str]:
     if item.state is None:
-        yield f"gateway {item.gateway} owns it, and there is no such request"
+        yield f"gateway {item.gateway} owns it, but there is no such request"
     elif item.state.is_final:
-        yield f"gateway {item.gateway} owns it, and it is {item.state.value}"
+        yield f"gateway {item.gateway} owns it, but it is {item.state.value}"
     elif item.owner != item.gateway:
-        yield f"gateway {item.gateway} owns it, and its owner is {item.owner}"
+        yield f"gateway {item.gateway} owns it, but its owner is {item.owner}"
 
 
 def _epoch(entry: Entry) -> Violations:
     runs = entry.state is State.RUNNING
     if runs != bool(entry.epoch) or runs != bool(entry.worker):
         worker, epoch = entry.worker or "none", "an" if entry.epoch else "no"
-        yield Kind.REORDERED, f"{entry.state.value} on worker {worker}, by {epoch} epoch"
+        yield Kind.REORDERED, f"{entry.state.value} on worker {worker}, with {epoch} epoch"
 
 
 def _tokens(item: Audited) -> Violations:
@@ -129,18 +129,18 @@ def _tokens(item: Audited) -> Violations:
             yield Kind.REPEATED, f"choice {choice} has {count} of {item.max_tokens} tokens"
     is_finished = entry.state is State.FINISHED
     if is_finished != all(entry.finish_reasons):
-        yield Kind.REORDERED, f"{entry.state.value}, and its choices ended as {_ends(entry)}"
+        yield Kind.REORDERED, f"{entry.state.value}, but its finish reasons are {_ends(entry)}"
     if item.finished_by and not is_finished:
-        yield Kind.REORDERED, f"{entry.state.value}, and an append has finished it"
+        yield Kind.REORDERED, f"{entry.state.value}, but an append has finished it"
     if is_finished and not item.finished_by and not _was_resynced(item):
-        yield Kind.REORDERED, "finished, and by no append"
+        yield Kind.REORDERED, "finished, but not by an append"
 
 
 def _ends(entry: Entry) -> str:
     return ", ".join(reason.name.lower() if reason else "none" for reason in entry.finish_reasons)
 
 
-# Events.
+# Checks of a request's event history.
 
 _TARGETS = {move.name.lower(): move for move in Move} | {"finish": Move.APPEND}
 _ANY = frozenset(State)
@@ -185,13 +185,13 @@ def _after(event: Event, states: frozenset[State]) -> frozenset[State]:
 
 
 def _named(states: frozenset[State]) -> str:
-    return " or ".join(sorted(state.value for state in states)) or "not there"
+    return " or ".join(sorted(state.value for state in states)) or "absent"
 
 
 def _counts(entry: Entry, events: Sequence[Event]) -> Violations:
     dispatches = sum(event.move == "dispatch" for event in events)
     losses = sum(event.move == "release" and event.detail != "" for event in events)
     if entry.attempts != dispatches:
-        yield Kind.REORDERED, f"{entry.attempts} attempts, and {dispatches} dispatches"
+        yield Kind.REORDERED, f"{entry.attempts} attempts, but {dispatches} dispatches"
     if entry.losses != losses:
-        yield Kind.REORDERED, f"{entry.losses} losses, and {losses} releases with a cause"
+        yield Kind.REORDERED, f"{entry.losses} losses, but {losses} releases with a cause"

@@ -32,11 +32,11 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="Id or unique prefix of a worker or router, any-worker, any-router, leader or ledger.",
+        help="Id or unique prefix of a worker or router; any-worker, any-router, leader or ledger.",
     ),
 ]
 Seconds = Annotated[float, typer.Option(help="Duration in seconds.")]
-Rank = Annotated[int, typer.Option(help="Rank of the worker.")]
+Rank = Annotated[int, typer.Option(help="Rank of the worker whose process is affected.")]
 
 
 @app.command(epilog="**Example:** `everlift chaos kill any-worker`")
@@ -57,7 +57,9 @@ def partition(
     seconds: Seconds = 5.0,
     peer: Annotated[
         str,
-        typer.Option(help="Cut off only from this router, worker or ledger. Default: from all."),
+        typer.Option(
+            help="Only peer to cut off: a router, a worker or ledger. Default: all peers."
+        ),
     ] = "",
     address: Address = None,
 ) -> None:
@@ -84,7 +86,7 @@ def slow(
 
 @app.command("run", epilog="**Example:** `everlift chaos run --minutes 10 --every 5`")
 def run_many(
-    minutes: Annotated[float, typer.Option(help="How long.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="Duration in minutes.")] = 1.0,
     every: Annotated[float, typer.Option(help="Seconds between faults.")] = 5.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the random faults.")] = None,
     address: Address = None,
@@ -104,7 +106,7 @@ def check_ledger(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Url of the ledger. Default: the configured one, or the one on this machine.",
+            help="URL of the ledger. Default: the configured one, or the one on this machine.",
         ),
     ] = None,
     assignments: Annotated[
@@ -112,9 +114,9 @@ def check_ledger(
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. ledger.shards=4."),
     ] = None,
     patience: Annotated[
-        float, typer.Option(help="Seconds after which a finding is checked again.")
+        float, typer.Option(help="Seconds until requests that look broken are examined again.")
     ] = TIMEOUT_S,
-    as_lines: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Search the ledger for lost, repeated, reordered and orphaned requests.
 

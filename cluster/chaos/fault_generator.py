@@ -51,8 +51,9 @@ NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 class FaultGenerator:
     """Generator of random faults; the seed and the arguments of the calls determine them.
 
-    Each of ``names`` is chosen once, in random order, before any is chosen again. Exceptions are
-    made if a fault is not possible at the time.
+    Each of ``names`` is chosen once, in random order, before any is chosen again. Faults that are
+    not possible at the time are deferred. If none of the remaining ones is possible, all names
+    become available again.
     """
 
     def __init__(self, seed: int, names: Sequence[str] = NAMES) -> None:

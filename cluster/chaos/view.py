@@ -19,7 +19,7 @@ from everlift.v1 import inference_pb2 as status_pb
 from router.faults.faults import LEDGER
 from router.ledger.entry import State
 
-#: Number of findings that the table shows, the first ones. The JSON output has all of them.
+#: Maximum number of findings in the table, the first ones. The JSON output has all of them.
 _SHOWN = 50
 
 
@@ -57,7 +57,7 @@ def outcome(
     before: status_pb.GetStatusResponse,
     after: status_pb.GetStatusResponse,
 ) -> str:
-    """Return a text that sums up a run: injected faults, and requests by what became of them.
+    """Return a summary of a run: the number of injected faults, and of requests by outcome.
 
     Faults are the attempts in ``log`` without an error. The numbers of completed, migrated and
     failed requests are the increase of one router's counters from the status ``before`` to the
@@ -69,23 +69,24 @@ def outcome(
         for name in ("completed", "migrated", "failed")
     )
     return (
-        f"{made} faults made; requests of the answering router meanwhile: {', '.join(counters)}\n"
-        "everlift chaos check searches the ledger for lost and repeated tokens"
+        f"{made} faults injected; requests of the answering router meanwhile: "
+        f"{', '.join(counters)}\n"
+        "`everlift chaos check` searches the ledger for broken requests"
     )
 
 
 def injections_table(log: Sequence[Injection]) -> Table:
     """Return a table of how often each fault was injected, and how often the attempt failed."""
     made = Counter(each.name for each in log if not each.error)
-    refused = Counter(each.name for each in log if each.error)
-    table = Table("fault", "made", "refused", box=SIMPLE_HEAD, pad_edge=False)
-    for name in sorted(made.keys() | refused.keys()):
-        table.add_row(name, str(made[name]), str(refused[name]))
+    failed = Counter(each.name for each in log if each.error)
+    table = Table("fault", "injected", "failed", box=SIMPLE_HEAD, pad_edge=False)
+    for name in sorted(made.keys() | failed.keys()):
+        table.add_row(name, str(made[name]), str(failed[name]))
     return table
 
 
 def result_table(result: Result) -> Group:
-    findings = Table("what", "request", "why", box=SIMPLE_HEAD, pad_edge=False)
+    findings = Table("violation", "request", "detail", box=SIMPLE_HEAD, pad_edge=False)
     for finding in result.findings[:_SHOWN]:
         findings.add_row(finding.kind.value, escape(finding.request_id), escape(finding.detail))
     found = Counter(finding.kind for finding in result.findings)

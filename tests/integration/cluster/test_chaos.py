@@ -172,7 +172,7 @@ async def test_paused_leader_is_replaced_by_the_other_router(cluster: ProcessClu
 async def test_drained_worker_is_empty_and_receives_no_requests(cluster: ProcessCluster) -> None:
     worker = min(await alive(cluster))
     result = await run("drain", worker[:6], "--wait")
-    assert result.stdout.splitlines()[-1] == f"{worker} is empty"
+    assert result.stdout.splitlines()[-1] == f"{worker} has no requests left"
     async with AsyncClient(cluster.address) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0)
         assert [token async for chunk in stream for token in chunk.token_ids] == expected_tokens(
@@ -188,7 +188,9 @@ async def test_chaos_run_reports_the_number_of_faults(cluster: ProcessCluster) -
     result = await run("chaos", "run", "--minutes", "0.005", "--every", "0.1", "--seed", "1")
     assert result.exit_code == 0, result.output
     assert "seed 1" in result.stdout
-    assert re.search(r"\d faults made; requests of the answering router meanwhile", result.stdout)
+    assert re.search(
+        r"\d faults injected; requests of the answering router meanwhile", result.stdout
+    )
 
 
 @pytest.mark.long

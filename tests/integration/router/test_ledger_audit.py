@@ -93,7 +93,7 @@ async def test_audit_reports_orphaned_keys_of_deleted_record(
     await command(ledger, "b", "DEL", "{}r:b")
     orphaned = ("t:b:0", "t:b:1", "l:b:0", "l:b:1", "p:b", "e:b")
     assert await findings(ledger) == {
-        Finding(Kind.LOST, "b", "gateway g owns it, and there is no such request"),
+        Finding(Kind.LOST, "b", "gateway g owns it, but there is no such request"),
         *(Finding(Kind.ORPHANED, "b", f"{key} has no request") for key in orphaned),
     }
 
@@ -110,14 +110,14 @@ async def test_audit_reports_keys_without_expiry(ledger: RedisLedger) -> None:
     for arguments in (("DEL", record), rewritten):
         await shards.run_commands("test", Command(record, arguments))
     assert await findings(ledger) == {
-        Finding(Kind.IMMORTAL, "a", "t:a:1 of a finished request is kept for ever"),
-        Finding(Kind.IMMORTAL, "c", "r:c of a queued request is kept for ever"),
+        Finding(Kind.IMMORTAL, "a", "t:a:1 of a finished request never expires"),
+        Finding(Kind.IMMORTAL, "c", "r:c of a queued request never expires"),
     }
 
 
 async def test_audit_reports_missing_tokens(ledger: RedisLedger) -> None:
     await command(ledger, "b", "DEL", "{}t:b:0")
-    assert await findings(ledger) == {Finding(Kind.LOST, "b", "its t:b:0 is missing")}
+    assert await findings(ledger) == {Finding(Kind.LOST, "b", "its key t:b:0 is missing")}
 
 
 async def test_audit_reports_request_without_owner(ledger: RedisLedger) -> None:
@@ -145,7 +145,10 @@ async def test_audit_reports_request_not_listed_at_arrival(ledger: RedisLedger) 
     await command(ledger, "t/r", "ZREM", "{}arrivals:t", "t/r")
     await command(ledger, "t/s", "ZADD", "{}arrivals:t", "5", "t/s")
     assert await findings(ledger) == {
-        Finding(Kind.MISLISTED, name, "not listed at its arrival") for name in ("c", "t/r", "t/s")
+        Finding(
+            Kind.MISLISTED, name, "a listing lacks it, or has it at another time than its arrival"
+        )
+        for name in ("c", "t/r", "t/s")
     }
 
 
@@ -157,7 +160,11 @@ async def test_audit_reports_stale_tenant_listing(ledger: RedisLedger) -> None:
     await command(ledger, "u/r", "ZADD", "{}arrivals:t", "5", "u/r")
     await command(ledger, "u/r", "ZADD", "{}arrivals", "5", "u/r")
     assert await findings(ledger) == {
-        Finding(Kind.MISLISTED, name, "tenant t's listing has it, and the listing of all has not")
+        Finding(
+            Kind.MISLISTED,
+            name,
+            "the listing of tenant t has it, but the listing of all requests does not",
+        )
         for name in ("t/gone", "u/r")
     }
 

@@ -392,6 +392,6 @@ def test_outcome_of_random_faults_counts_requests() -> None:
     before = inference_pb2.GetStatusResponse(completed=5, migrated=1, failed=2)
     after = inference_pb2.GetStatusResponse(completed=9, migrated=4, failed=0)
     first, second = outcome(log, before, after).splitlines()
-    assert first.startswith("1 faults made;")
+    assert first.startswith("1 faults injected;")
     assert first.endswith("4 completed, 3 migrated, 0 failed")
-    assert second.startswith("everlift chaos check")
+    assert second.startswith("`everlift chaos check`")
