@@ -130,7 +130,7 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="Request id.")]
 - `everlift up --model smollm2` serves a small assistant
 - `everlift up --model ~/models/qwen3-4b-q8_0.gguf`
 - `everlift up --model ~/models/llama --workers 2 --tensor-parallel 2`
-- `everlift up --model Qwen/Qwen3-0.6B` downloads what it serves
+- `everlift up --model Qwen/Qwen3-0.6B` downloads the model, then serves it
 - `everlift up --no-ray --set router.port=0 --set ledger.url=redis://10.0.0.5`
 - `EVERLIFT_WORKER__MAX_NUM_SEQS=64 everlift up --config cluster.yaml`
 """,
@@ -141,7 +141,7 @@ def up(
         typer.Option(
             metavar="MODEL",
             help='Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake". '
-            "Default: the small model that counts.",
+            "Default: the bundled demo model.",
         ),
     ] = None,
     model_revision: Annotated[
@@ -204,7 +204,7 @@ def build(
 **Examples**
 
 - `everlift doctor`
-- `everlift doctor --config cluster.yaml --set ray_address=auto` looks at every node, too
+- `everlift doctor --config cluster.yaml --set ray_address=auto` also checks every node
 """,
 )
 def doctor(
@@ -212,7 +212,7 @@ def doctor(
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine or a cluster, and say how to fix what is missing."""
+    """Check this machine or a cluster, and suggest how to fix problems."""
     from cluster.doctor import command as doctoring
 
     findings = doctoring.examine(configuration.load(config, os.environ, assignments or ()))
@@ -324,7 +324,7 @@ def drain(
     ] = False,
     address: Address = None,
 ) -> None:
-    """Drain a worker: its requests resume elsewhere, and it accepts no more."""
+    """Drain a worker: its requests resume on other workers, and it accepts no new ones."""
     asyncio.run(_drain(address, worker, wait))
 
 
@@ -334,7 +334,7 @@ def drain(
 **Examples**
 
 - `everlift demo`
-- `everlift demo --model demo` takes the small model that counts
+- `everlift demo --model demo` uses the bundled demo model
 - `everlift demo --no-ray --json summary.json --picture slots.png`
 """,
 )
@@ -409,11 +409,11 @@ async def _forget(address: str | None, request_id: str) -> None:
 async def _drain(address: str | None, worker: str, wait: bool) -> None:
     async with connected(address) as client:
         answer = await client.drain(worker)
-        typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
+        typer.echo(f"{answer.worker_id} is draining: it returns {answer.num_running} sequences")
         if wait:
             while await _has_work(client, answer.worker_id):
                 await asyncio.sleep(_POLL_S)
-            typer.echo(f"{answer.worker_id} is empty")
+            typer.echo(f"{answer.worker_id} has no requests left")
 
 
 async def _capacity(address: str | None, as_json: bool) -> None:

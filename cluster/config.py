@@ -37,7 +37,7 @@ TLS_VARIABLES = {
     "key": "EVERLIFT_TLS_KEY",
     "name": "EVERLIFT_TLS_NAME",
 }
-#: EVERLIFT_ variables that are not settings, but for client commands and for tests.
+#: EVERLIFT_ variables that are not settings. Client commands and tests use them.
 _OTHER_VARIABLES = frozenset(
     {
         ADDRESS_VARIABLE,
@@ -47,7 +47,8 @@ _OTHER_VARIABLES = frozenset(
         "EVERLIFT_CLIENTS_VENV",
     }
 )
-#: Settings of the whole cluster, with their values in a part in which they are not set.
+#: Settings of the whole cluster that are copied to its parts (router and worker), by name. The
+#: value is the one of a part in which the setting is not set.
 _UNSET: Mapping[str, object] = {"model": "", "model_revision": "", "internal_tls": InternalTls()}
 
 
@@ -76,7 +77,7 @@ class Config:
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
     num_routers: Count = 1
-    #: custom resource of Ray's nodes for routers, of which each takes one; not set: any node
+    #: custom Ray resource of which each router takes one; not set: routers run on any node
     router_resource: str = ""
     #: number of workers, if it is fixed (without autoscale.max_workers)
     num_workers: Count = 1
@@ -90,7 +91,7 @@ class Config:
     chaos: bool = False
     #: address of a running Ray cluster, or "auto"; "local" starts one on this machine
     ray_address: str = "local"
-    #: TLS between routers and workers: each shows its certificate
+    #: mutual TLS between routers and workers
     internal_tls: InternalTls = field(default_factory=InternalTls)
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
@@ -120,7 +121,9 @@ class Config:
         for part in (self.router, self.worker):
             for name in ("model", "model_revision", "internal_tls"):
                 if getattr(part, name) not in (_UNSET[name], getattr(self, name)):
-                    raise ValueError(f"{name} is set for the whole cluster, not for a part of it")
+                    raise ValueError(
+                        f"{name} must be set for the whole cluster, not for a part of it"
+                    )
         for name in ("router", "worker"):
             self._set(name, self._completed(getattr(self, name)))
 

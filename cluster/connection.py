@@ -33,7 +33,7 @@ Address = Annotated[
     typer.Option(
         envvar=ADDRESS_VARIABLE,
         metavar="HOST:PORT",
-        help="The router; several separated by commas. Default: the cluster on this machine.",
+        help="Router, or several separated by commas. Default: the cluster on this machine.",
     ),
 ]
 
@@ -66,7 +66,7 @@ async def _probe(routers: Sequence[str], key: str | None) -> None:
             advice = reason or "start one with `everlift up`, or set --address"
             raise Unreachable(f"no cluster answers at {place}: {advice}") from None
         except Unauthenticated as error:
-            raise Unauthenticated(f"{error}; commands show what is in {API_KEY_VARIABLE}") from None
+            raise Unauthenticated(f"{error}; commands use the key in {API_KEY_VARIABLE}") from None
         except Forbidden:
             # The cluster answers. The command's own calls show what this key permits.
             pass

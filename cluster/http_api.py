@@ -24,7 +24,7 @@ class HttpApi:
     """Client of one router's HTTP server.
 
     Every method raises the EverliftError with which the router answers, or Unreachable if the
-    connection fails or the answer is not one of Everlift.
+    connection fails or the answer is not from Everlift.
     """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
@@ -77,7 +77,7 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
     """
     served = (await client.status()).http_address
     if not served:
-        raise ClusterFailed("this cluster serves no HTTP, and so no chat (router.http_host)")
+        raise ClusterFailed("this cluster serves no HTTP, which chats need: set router.http_host")
     credentials, key = tls(), api_key()
     host, port = addresses(address)[0].rpartition(":")[0], served.rpartition(":")[2]
     context = client_context(credentials).current() if credentials is not None else None
@@ -99,4 +99,4 @@ def _error(body: Mapping[str, Any]) -> EverliftError:
     try:
         return from_slug(body["error"]["code"], body["error"]["message"])
     except (TypeError, LookupError):
-        raise ValueError("the answer is no error of Everlift") from None
+        raise ValueError("the answer is not an error of Everlift") from None

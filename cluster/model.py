@@ -18,7 +18,7 @@ async def pinned(config: Config) -> Config:
     """Return ``config`` with the revision of a hub model replaced by the commit that it names.
 
     The configuration of any other model is returned unchanged. Raises ModelUnavailable if the
-    commit cannot be found out.
+    commit cannot be determined.
     """
     commit = await model_files.pin(config.model, config.model_revision)
     if commit == config.model_revision:

@@ -37,15 +37,19 @@ def _switch(name: str, text: str, panel: str) -> object:
 
 #: Options in the form that typer expects, by their names in GenerateOptions.
 OPTIONS: Mapping[str, Any] = {
-    "max_tokens": _number(int, "Largest number of tokens to generate.", _REQUEST),
+    "max_tokens": _number(int, "Maximum number of tokens to generate.", _REQUEST),
     "clamp_max_tokens": _switch(
-        "--clamp-max-tokens", "Lower max_tokens to what the context leaves.", _REQUEST
+        "--clamp-max-tokens",
+        "Reduce max_tokens if prompt and output would exceed the context.",
+        _REQUEST,
     ),
     "n": _number(int, "Number of outputs of the prompt; default 1.", _REQUEST),
-    "temperature": _number(float, "0 is greedy; default: the model's, else 1."),
-    "top_p": _number(float, "Nucleus sampling."),
+    "temperature": _number(
+        float, "Sampling temperature; 0 is greedy. Default: the model's, else 1."
+    ),
+    "top_p": _number(float, "Cumulative probability for nucleus sampling."),
     "top_k": _number(int, "Sample only from the K most likely tokens."),
-    "min_p": _number(float, "Least probability of a token, relative to the most likely one."),
+    "min_p": _number(float, "Minimum probability of a token, relative to the most likely one."),
     "seed": _number(int, "Seed of the sampling."),
     "repetition_penalty": _number(
         float, "Divide the logits of tokens that occurred by this; default: the model's, else 1."
@@ -57,7 +61,7 @@ OPTIONS: Mapping[str, Any] = {
         float, "Subtract this from a token's logit for each occurrence in the output; default 0."
     ),
     "logit_bias": _texts("Add VALUE to the logit of token ID.", _SAMPLING, metavar="ID=VALUE"),
-    "min_tokens": _number(int, "Least number of tokens before a stop counts."),
+    "min_tokens": _number(int, "Minimum number of tokens before a stop condition takes effect."),
     "logprobs": _number(int, "Show log probabilities with this many alternatives.", _FORM),
     "prompt_logprobs": _number(
         int, "Show log probabilities of the prompt with this many alternatives.", _FORM
@@ -79,8 +83,8 @@ OPTIONS: Mapping[str, Any] = {
     ],
     "include_stop": _switch("--include-stop", "Keep the stop text in the output.", _FORM),
     "ignore_eos": _switch("--ignore-eos", "Continue after an end-of-sequence token.", _FORM),
-    "session_id": _text("Name the conversation to which the request belongs.", _REQUEST),
-    "cache_salt": _text("Share prefix-cache blocks only with the same salt.", _REQUEST),
+    "session_id": _text("Id of the session (conversation) to which the request belongs.", _REQUEST),
+    "cache_salt": _text("Share prefix-cache blocks only with requests of the same salt.", _REQUEST),
     "timeout_s": Annotated[
         float | None,
         typer.Option("--timeout", help="Deadline in seconds.", rich_help_panel=_REQUEST),
@@ -96,7 +100,9 @@ OPTIONS: Mapping[str, Any] = {
             rich_help_panel=_REQUEST,
         ),
     ],
-    "request_id": _text("Name of the request; the same id is the same request.", _REQUEST),
+    "request_id": _text(
+        "Id of the request. A call with the id of an existing request attaches to it.", _REQUEST
+    ),
 }
 
 

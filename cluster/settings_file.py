@@ -31,12 +31,12 @@ def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
     if loaded is None:
         return {}, {}
     if not isinstance(loaded, dict):
-        raise SettingsError(f"{file}: must hold settings by their names")
+        raise SettingsError(f"{file}: must be a mapping of setting names to values")
     lines: dict[str, int] = {}
     twice: list[str] = []
     for path, line in _keys(root, ""):
         if path in lines:
-            twice.append(f"{file}:{line}: {path}: is set in line {lines[path]} already")
+            twice.append(f"{file}:{line}: {path}: is already set in line {lines[path]}")
         else:
             lines[path] = line
     if twice:

@@ -56,8 +56,8 @@ def wait_passively() -> None:
         return
     if policy is None and "torch" in sys.modules:
         log.warning(
-            f"torch was imported without {_WAIT_POLICY}=PASSIVE: on a CPU that others use, too, "
-            "every token may take twice as long"
+            f"torch was imported without {_WAIT_POLICY}=PASSIVE: if other processes use the CPU, "
+            "each token may take twice as long"
         )
     for name, value in WAITING.items():
         os.environ.setdefault(name, value)

@@ -36,12 +36,15 @@ def chat(
         str | None, typer.Option(metavar="TEXT", help="System prompt of the conversation.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Largest number of tokens of an answer.")
+        int | None, typer.Option(help="Maximum number of tokens of an answer.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")
+        float | None,
+        typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's, else 1."),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Cumulative probability for nucleus sampling.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     address: Address = None,
 ) -> None:
@@ -150,7 +153,7 @@ def _read(prompt: str) -> str | None:
     """Return the next line of standard input, or None at its end.
 
     ``prompt`` is shown first. Ctrl-C prints a hint how to leave, and the line is read again. If
-    ``prompt`` is empty, because the input is no terminal, Ctrl-C raises KeyboardInterrupt.
+    ``prompt`` is empty, because the input is not a terminal, Ctrl-C raises KeyboardInterrupt.
     """
     while True:
         try:

@@ -38,9 +38,9 @@ EXAMPLES = """
 #: OpenTelemetry's tools pass the trace context to a process in this environment variable.
 TraceParent = Annotated[
     str,
-    typer.Option(envvar="TRACEPARENT", help="Trace context of the caller, in W3C's form."),
+    typer.Option(envvar="TRACEPARENT", help="Trace context of the caller, in the W3C format."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object for each choice.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for each choice.")]
 
 
 @takes_options
@@ -139,7 +139,7 @@ def _write_logprobs(
     if not logprobs:
         return
     typer.echo(f"log probabilities of the {section}:")
-    typer.echo("  token   logprob   rank  likeliest tokens")
+    typer.echo("  token   logprob   rank  most likely tokens")
     for token, each in zip_longest(token_ids, logprobs, fillvalue="?"):
         assert isinstance(each, TokenLogprobs)
         top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in each.top)
@@ -147,8 +147,8 @@ def _write_logprobs(
 
 
 _CAUSES = {
-    FinishReason.STOP: "the model ended it at once, or it began with a stop (--min-tokens)",
-    FinishReason.LENGTH: "max_tokens was reached before a whole character",
+    FinishReason.STOP: "the model ended it at once, or it began with a stop text (--min-tokens)",
+    FinishReason.LENGTH: "max_tokens was reached before a complete character",
 }
 
 

@@ -35,7 +35,7 @@ async def serve(config: Config, listen: tuple[str, int], console: Console) -> No
     LedgerSetupError if the server cannot start, or if ``config`` has the URL of another server.
     """
     if config.ledger.url != EMBEDDED:
-        raise LedgerSetupError("ledger.url names another server: there is nothing to start")
+        raise LedgerSetupError("ledger.url names another server, so there is no server to start")
     logs.configure("ledger", config.log_level, log_dir(config) / "ledger.log")
     ledger = OwnLedger(config, listen)
     stopped = asyncio.Event()
@@ -45,8 +45,8 @@ async def serve(config: Config, listen: tuple[str, int], console: Console) -> No
         write_url(config, url)
         console.print(
             f"the ledger listens on {listen[0]}:{listen[1]}; Ctrl-C stops it\n"
-            f"  its url, with the password: {url_file(config.state_dir)}\n"
-            f"  where Ray starts: export {URL_VARIABLE}=$(cat {url_file(config.state_dir)})",
+            f"  file with its URL and password: {url_file(config.state_dir)}\n"
+            f"  before starting Ray: export {URL_VARIABLE}=$(cat {url_file(config.state_dir)})",
             soft_wrap=True,
         )
         await stopped.wait()

@@ -35,7 +35,7 @@ The command runs steps of known sizes with a worker's engine and fits a model of
 
 - `everlift measure --model ~/models/llama me.json`, then `everlift simulate --workers me.json=4`
 - `everlift measure here.json --set worker.max_num_batched_tokens=256`
-- `everlift measure ours.json --running` takes the step times that a running cluster has learned
+- `everlift measure ours.json --running` writes the step times that a running cluster has learned
 """
 
 
@@ -46,7 +46,7 @@ def measure(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Any value of `everlift up --model`. Default: the demo's."
+            metavar="MODEL", help="Any value of `everlift up --model`. Default: the demo model."
         ),
     ] = None,
     config: Annotated[
@@ -59,21 +59,22 @@ def measure(
     running: Annotated[
         bool,
         typer.Option(
-            "--running", help="Write what a running cluster has learned instead of measuring."
+            "--running",
+            help="Write the step times that a running cluster has learned, instead of measuring.",
         ),
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="--running: device of the workers."),
+        typer.Option(metavar="NAME", help="Device of the workers, with --running."),
     ] = None,
     address: Address = None,
 ) -> None:
     """Measure the step times of this machine for the simulator."""
     if file.suffix != ".json":
-        raise ForecastFailed(f"{file}: its name must end with .json")
+        raise ForecastFailed(f"{file}: the file name must end with .json")
     if running:
         if model or config or assignments:
-            raise ForecastFailed("--running: model and settings are the cluster's")
+            raise ForecastFailed("--running excludes --model, --config and --set")
         asyncio.run(_write_learned(file, device, address))
     else:
         _measure(file, model, config, assignments or ())
@@ -84,8 +85,8 @@ async def _write_learned(file: Path, device: str | None, address: str | None) ->
         kind = learned.only((await client.capacity()).kinds, device)
     as_json.write(learned.content(kind), file)
     step = kind.step_time
-    error = f"; off by {step.error:.1%} of late" if step.HasField("error") else ""
-    typer.echo(f"{file}: as learned from the steps of {kind.workers}{error}")
+    error = f"; recent error {step.error:.1%}" if step.HasField("error") else ""
+    typer.echo(f"{file}: step times that {kind.workers} workers have learned{error}")
 
 
 def _measure(
@@ -97,9 +98,9 @@ def _measure(
     options = {} if model is None else {"model": model}
     loaded = configuration.load(config, os.environ, assignments, options)
     if loaded.worker.is_fake:
-        raise ForecastFailed("the fake runner takes what worker.fake says")
+        raise ForecastFailed("the fake runner cannot be measured: worker.fake sets its step times")
     if loaded.worker.tensor_parallel > 1:
-        raise ForecastFailed("worker.tensor_parallel: one rank is all that can be measured")
+        raise ForecastFailed("worker.tensor_parallel must be 1: only one rank can be measured")
     console = Console(highlight=False, markup=False)
     with _engine(loaded) as engine:
         measurement, started_at = Measurement(engine), time.monotonic()
@@ -113,8 +114,8 @@ def _measure(
     fit = fitted(steps)
     as_json.write(_as_json(loaded, worker, steps, fit), file)
     console.print(
-        f"{file}: a fit to them that is wrong by {fit.mean_error:.1%} on the average and by "
-        f"{fit.largest_error:.0%} at most",
+        f"{file}: fitted step times, with a mean error of {fit.mean_error:.1%} and a largest error "
+        f"of {fit.largest_error:.0%}",
         soft_wrap=True,
     )
 
@@ -122,7 +123,8 @@ def _measure(
 @contextmanager
 def _engine(config: Config) -> Iterator[Engine]:
     wait_passively()
-    # Imported only now, because OpenMP reads the variables when torch is imported.
+    # Imported only after ``wait_passively`` has set OpenMP's environment variables, which are read
+    # when torch is imported.
     from cluster.model import fetched
     from worker.engine.engine import Engine
     from worker.engine.limits import Limits

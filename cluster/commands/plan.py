@@ -24,8 +24,8 @@ from cluster.simulator.target import Target
 from cluster.simulator.workloads import options
 
 EXAMPLES = """
-Each number of workers is tried in a simulation, as `everlift simulate` does; a request that does
-not come to its end counts as one that took for ever.
+Each number of workers is tried in a simulation, as `everlift simulate` does. A request that does
+not finish counts as infinitely slow.
 
 **Examples**
 
@@ -39,7 +39,7 @@ SloTargets = Annotated[
     typer.Option(
         "--slo",
         metavar="TARGETS",
-        help="Targets: any percentile or the mean of ttft, tpot and latency.",
+        help="Latency targets such as ttft_p99=1s: a percentile or mean of ttft, tpot or latency.",
     ),
 ]
 Kinds = Annotated[
@@ -47,11 +47,11 @@ Kinds = Annotated[
     typer.Option(
         "--kind",
         metavar="KIND",
-        help="A kind of worker, as in `everlift simulate`. Repeatable. "
+        help="Kind of worker, as in `everlift simulate --workers`. Repeatable. "
         f"Default: {machines.DEFAULT_KIND}.",
     ),
 ]
-Most = Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of workers.")]
+Most = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of workers to try.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="File for the plan as JSON.")
 ]
@@ -82,7 +82,7 @@ def plan(
     json_file: JsonFile = None,
     picture: Picture = None,
 ) -> None:
-    """Find the number of workers that meets a target, for each kind."""
+    """Find the smallest number of workers that meets the targets, for each kind of worker."""
     if picture is not None:
         picture_file.check("--picture", picture)
     targets = target.targets(slo)
@@ -115,7 +115,7 @@ def _by_name(kinds: Iterable[Kind]) -> Mapping[str, Kind]:
     found: dict[str, Kind] = {}
     for kind in kinds:
         if found.setdefault(kind.name, kind) is not kind:
-            raise ForecastFailed(f"--kind: two of them are called {kind.name}")
+            raise ForecastFailed(f"--kind: two kinds have the name {kind.name}")
     return found
 
 

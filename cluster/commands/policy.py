@@ -13,7 +13,7 @@ from everlift.v1 import admin_pb2 as pb
 from router.config import RouterConfig
 from router.leader.policy_store import SETTINGS, RuntimeSettings
 
-#: Given instead of a value to restore the one with which routers and workers are configured.
+#: Word instead of a value, which restores the configured value.
 _DEFAULT = "default"
 
 EXAMPLES = f"""
@@ -22,7 +22,7 @@ EXAMPLES = f"""
 - `everlift policy` shows the policy in effect
 - `everlift policy --order deadline --undated-due 30 --max-queued 500`
 - `everlift policy --engine-policy slai` for all workers, without a restart
-- `everlift policy --order {_DEFAULT} --engine-policy {_DEFAULT}` goes back to the configuration
+- `everlift policy --order {_DEFAULT} --engine-policy {_DEFAULT}` restores the configured values
 """
 
 
@@ -38,7 +38,7 @@ def policy(
         _Text,
         _option("ORDER", "Order of the queue: fifo, deadline, shortest, ranked, hrrn or attained."),
     ] = None,
-    max_queued: Annotated[_Text, _option("N", "Largest number of queued requests.")] = None,
+    max_queued: Annotated[_Text, _option("N", "Maximum number of queued requests.")] = None,
     queue_ttl: Annotated[
         _Text,
         _option("SECONDS", "Reject requests still queued after this many seconds. 0 disables."),
@@ -50,7 +50,7 @@ def policy(
         _Text,
         _option(
             "SECONDS",
-            "deadline: seconds after its arrival when a request without a deadline is due.",
+            "Seconds after arrival at which a request without a deadline is due (deadline).",
         ),
     ] = None,
     ageing_factor: Annotated[
@@ -63,13 +63,16 @@ def policy(
     ] = None,
     starvation: Annotated[
         _Text,
-        _option("SECONDS", "Seconds of waiting after which a request leaves first. 0 disables."),
+        _option(
+            "SECONDS",
+            "Queue wait in seconds after which a request is dispatched first. 0 disables.",
+        ),
     ] = None,
     class_floor: Annotated[
         _Text, _option("PART", "Share of the work of higher classes that a waiting class receives.")
     ] = None,
     fair_share: Annotated[
-        _Text, _option("BOOL", "Share each class fairly between tenants, by their tokens.")
+        _Text, _option("BOOL", "Serve the tenants of a class in proportion to their weights.")
     ] = None,
     tpot_target: Annotated[
         _Text,

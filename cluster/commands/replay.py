@@ -32,7 +32,7 @@ the admission queue, optionally followed by settings. No prompt is shown.
 - `everlift replay --trace AzureLLMInferenceTrace_conv.csv --policy fifo,hrrn --workers l4=4`
 """
 
-#: Name of the recorded outcome, beside the names of the simulated policies.
+#: Name of the recorded outcome in the output, beside the names of the simulated policies.
 _RECORDED = "was"
 
 Policies = Annotated[
@@ -40,7 +40,7 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="ORDER,...",
-        help=f"{', '.join(get_args(Order))}; ltr is ranked, vtc fifo by turns of tenants. "
+        help=f"{', '.join(get_args(Order))}; ltr is ranked, vtc is fifo with fair share. "
         "Repeatable. Default: the configuration's.",
     ),
 ]
@@ -68,7 +68,7 @@ def replay(
     from cluster.simulator.simulate import simulate
 
     if from_ledger == (trace is not None):
-        raise ForecastFailed("give --from-ledger or --trace")
+        raise ForecastFailed("give either --from-ledger or --trace")
     specs = machines.specs_of(workers, model, config, assignments)
     policies = _routers(policy, config, assignments)
     settings = machines.config_of(config, assignments)
@@ -83,7 +83,7 @@ def replay(
     console = Console(highlight=False, markup=False)
     console.print(comparison.table(answers))
     for names in alike(policies):
-        console.print(f"{' and '.join(names)} are the same policy, by what is set of router")
+        console.print(f"{' and '.join(names)} are the same policy with the present router settings")
     if json_file is not None:
         as_json.write(comparison.as_json(answers), json_file)
 

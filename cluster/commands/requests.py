@@ -30,7 +30,7 @@ EXAMPLES = """
 
 - `everlift requests`
 - `everlift requests --state queued --state running --limit 1000`
-- `everlift requests --tenant acme --json` for who administers the cluster
+- `everlift requests --tenant acme --json` for administrators of the cluster
 """
 
 
@@ -40,14 +40,14 @@ def requests(
         typer.Option(metavar="STATE", help="State of the requests, e.g. running. Repeatable."),
     ] = None,
     limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Largest number of requests.")
+        int, typer.Option(min=1, metavar="N", help="Maximum number of requests to list.")
     ] = 100,
     tenant: Annotated[
         str | None,
         typer.Option(metavar="NAME", help='Tenant; "" for all. Default: your own.'),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a request.")
+        bool, typer.Option("--json", help="Print one JSON object per request.")
     ] = False,
     address: Address = None,
 ) -> None:

@@ -18,10 +18,10 @@ from cluster.simulator.summary import Slo
 from cluster.simulator.workloads import options
 
 EXAMPLES = """
-The admission queue, the placement and the workers' scheduler are those of the product; what a
-step takes is computed. GPUs are known by their data sheets, any other machine by a file that
-`everlift measure` writes there. Requests are made up, recorded in a trace, or those that a cluster
-has served, of which no prompt is shown; by default they are like azure-conversation.
+The admission queue, the placement and the workers' scheduler are those of the product; only the
+duration of a step is computed. It is derived from data sheets for GPUs, and from a file that
+`everlift measure` wrote for any other machine. Requests are synthetic, recorded in a trace, or
+those that a cluster has served; prompts are never shown. Default: the workload azure-conversation.
 
 **Examples**
 
@@ -32,7 +32,7 @@ has served, of which no prompt is shown; by default they are like azure-conversa
 - `everlift simulate --from-ledger --workers h100=2 --lose 1@3600`
 """
 
-_OUTPUT = "What comes out"
+_OUTPUT = "Output"
 
 SloText = Annotated[
     str | None,
@@ -147,6 +147,6 @@ def _warn_of_late_events(answer: Forecast, scenario: Scenario) -> None:
     last = answer.samples[-1].at
     if late := sum(event.at > last + scenario.sample_s for event in scenario.events):
         typer.echo(
-            f"{late} of what was to happen came too late: all requests were at their end by "
+            f"{late} events were due only after all requests had ended, at "
             f"{last + scenario.sample_s:g} s"
         )

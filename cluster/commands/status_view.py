@@ -133,7 +133,7 @@ def _ledger(ledger: pb.LedgerStatus) -> str:
     if ledger.rollbacks:
         facts.append(f"rollbacks {ledger.rollbacks}")
     if ledger.away:
-        facts.append("away")
+        facts.append("not responding")
     facts_line = "   ".join(filter(None, facts))
     promise = PROMISES.get(ledger.durability_class)
     return f"{facts_line}\n{ledger.durability_class}: {promise}" if promise else facts_line

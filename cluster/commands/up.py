@@ -88,21 +88,22 @@ def workers(config: Config) -> str:
     """Return a text with the number of workers, or with its range if autoscaling is on."""
     count, scaling = config.num_workers, config.autoscale
     if scaling.is_on:
-        return f"{scaling.min_workers} to {scaling.max_workers} workers, as its queue needs them"
+        return f"{scaling.min_workers} to {scaling.max_workers} workers, autoscaled"
     return f"{count} worker{'s' * (count != 1)}"
 
 
 def _check_not_running(config: Config) -> None:
     """Raise ClusterFailed if a cluster runs in the state directory and the ledger is embedded.
 
-    An embedded ledger stores its data in the state directory. A cluster with such a ledger is
-    therefore not started beside any other one, whatever the other one's ledger is. A cluster with
-    another ledger may share the state directory.
+    An embedded ledger stores its data in the state directory. A cluster with such a ledger
+    therefore needs a state directory that no other running cluster uses, whatever ledger that
+    cluster has. A cluster with an external ledger may share its state directory.
     """
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:
         raise ClusterFailed(
-            f"a cluster runs already: process {running.pid}, at {', '.join(running.addresses)}. "
+            f"a cluster is already running: process {running.pid}, at "
+            f"{', '.join(running.addresses)}. "
             "Stop it with Ctrl-C there, or start another one in its own state directory and at "
             "other ports: --set state_dir=DIR --set router.port=0 --set router.http_port=0"
         )

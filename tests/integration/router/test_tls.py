@@ -416,7 +416,7 @@ async def test_cli_commands_reach_cluster_over_tls(files: Files, tmp_path: Path)
         assert await command("attach", "r", **here, **known) == (0, out, "")
         assert (await command("status", **here, **known))[0] == 0
         drain = ("drain", cluster.workers[0].worker_id, "--wait")
-        assert (await command(*drain, **here, **known))[1].endswith("is empty\n")
+        assert (await command(*drain, **here, **known))[1].endswith("has no requests left\n")
         assert await command("forget", "r", **here, **known) == (0, "forgotten\n", "")
         code, out, err = await command(*text, **here, **trusting)
         assert (code, out) == (1, "")
@@ -435,5 +435,5 @@ async def test_cluster_start_names_unreadable_tls_file(files: Files, tmp_path: P
 def test_internal_tls_is_set_cluster_wide(files: Files, tmp_path: Path) -> None:
     config = settings_of(files, tmp_path)
     assert config.router.internal_tls == config.worker.internal_tls == files.internal
-    with pytest.raises(SettingsError, match="internal_tls is set for the whole cluster"):
+    with pytest.raises(SettingsError, match="internal_tls must be set for the whole cluster"):
         settings_of(files, tmp_path, "worker.internal_tls.name=other")

@@ -152,7 +152,7 @@ async def run(*arguments: str) -> Result:
 
 async def test_drain_command_waits_until_the_worker_is_empty(router: Router) -> None:
     result = await run("drain", "abc", "--wait", "--address", router.address)
-    assert result.stdout == "abc hands back 3 sequences\nabc is empty\n"
+    assert result.stdout == "abc is draining: it returns 3 sequences\nabc has no requests left\n"
     assert router.status.left == 0
 
 

@@ -189,7 +189,7 @@ async def test_generate_prints_logprobs_one_line_per_token() -> None:
     assert text == ByteTokenizer().decode(tokens)
     title, heads, *rows = lines[:4]
     assert title == "log probabilities of the output:"
-    assert heads.split() == ["token", "logprob", "rank", "likeliest", "tokens"]
+    assert heads.split() == ["token", "logprob", "rank", "most", "likely", "tokens"]
     assert [row.split()[0] for row in rows] == list(map(str, tokens))
     title, _, *rows = lines[4:]
     assert title == "log probabilities of the prompt, from its second token on:"
@@ -368,7 +368,7 @@ async def test_chaos_run_needs_a_key_with_its_scope() -> None:
     chaos = ("chaos", "run", "--minutes", "0")
     async with FakeRouter(api_key="ev_1_secret") as router:
         said = await failure(*chaos, "--address", router.address)
-        assert said.endswith("commands show what is in EVERLIFT_API_KEY")
+        assert said.endswith("commands use the key in EVERLIFT_API_KEY")
     # What commands ask first is answered so, and what random faults are thrown by.
     refused = [Refuse(Forbidden("the key is for inference"), call="GetStatus")] * 2
     async with FakeRouter(faults=refused) as router:

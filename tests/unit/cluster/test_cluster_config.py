@@ -61,10 +61,10 @@ def test_config_at_commit_replaces_every_revision() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("worker.model=x", "model is set for the whole cluster, not for a part of it"),
+        ("worker.model=x", "model must be set for the whole cluster, not for a part of it"),
         (
             "router.model_revision=x",
-            "model_revision is set for the whole cluster, not for a part of it",
+            "model_revision must be set for the whole cluster, not for a part of it",
         ),
         ("model_revision=v1", "model_revision is for a hub id (org/name), not for '/"),
         ("worker.load_format=pickle", "must be one of auto, dummy, not 'pickle'"),
@@ -86,7 +86,7 @@ def test_config_rejects_invalid_settings_without_secrets(assignment: str, messag
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a", "must hold settings by their names"),
+        ("- a", "must be a mapping of setting names"),
         ("{", "is not YAML"),
         ("worker: {max_num_seq: 1}", "worker.max_num_seq: unknown key"),
         ("1: 2", "1: unknown key"),

@@ -30,7 +30,7 @@ ADDRESSES = ("address", "http_address", "metrics_address")
         (Config(num_workers=2), "2 workers"),
         (
             Config(autoscale=AutoscaleConfig(min_workers=0, max_workers=3)),
-            "0 to 3 workers, as its queue needs them",
+            "0 to 3 workers, autoscaled",
         ),
     ],
 )
@@ -124,7 +124,9 @@ def test_up_rejects_a_second_cluster_in_a_state_directory(tmp_path: Path) -> Non
     config = load(None, {}, [f"state_dir={tmp_path}"])
     _check_not_running(config)
     with endpoint.published(tmp_path, ["127.0.0.1:5"]):
-        with pytest.raises(ClusterFailed, match=r"already: process \d+, at 127.0.0.1:5\. Stop"):
+        with pytest.raises(
+            ClusterFailed, match=r"already running: process \d+, at 127.0.0.1:5\. Stop"
+        ):
             _check_not_running(config)
         # Nothing of theirs is shared.
         _check_not_running(load(None, {}, [f"state_dir={tmp_path}", "ledger.url=redis://h:1"]))

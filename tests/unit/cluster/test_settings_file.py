@@ -56,14 +56,14 @@ def test_settings_override_is_reported_without_a_file_line(tmp_path: Path) -> No
 
 def test_settings_file_rejects_a_duplicate_key(tmp_path: Path) -> None:
     text = "router:\n  port: 1\n  order: fifo\n  port: 2\n"
-    assert problems(tmp_path, text) == ["FILE:4: router.port: is set in line 2 already"]
+    assert problems(tmp_path, text) == ["FILE:4: router.port: is already set in line 2"]
 
 
 def test_settings_file_rejects_a_duplicate_key_on_one_line(tmp_path: Path) -> None:
     text = "\n{num_workers: 1, num_workers: 2, router: {port: 1, port: 2}}\n"
     assert problems(tmp_path, text) == [
-        "FILE:2: num_workers: is set in line 2 already",
-        "FILE:2: router.port: is set in line 2 already",
+        "FILE:2: num_workers: is already set in line 2",
+        "FILE:2: router.port: is already set in line 2",
     ]
 
 

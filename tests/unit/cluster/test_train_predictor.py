@@ -83,7 +83,7 @@ def test_train_predictor_names_a_malformed_line_without_quoting(
     path = tmp_path / "outputs.jsonl"
     path.write_text(lines(mixed(1, 1))[0] + "\n" + line + "\n")
     said = " ".join(refused(tmp_path / "out.json", "--examples", path).split())
-    assert f"line 2 is no example: {cause}" in said
+    assert f"line 2 is not a valid example: {cause}" in said
     assert "secret" not in said and "many" not in said
     assert not (tmp_path / "out.json").exists()
 

@@ -101,7 +101,7 @@ def test_status_shows_the_ledger_with_its_troubles() -> None:
     assert "everysec: writes survive a restart of the server, except the last second" in shown
     trouble = pb.LedgerStatus(server="valkey 9.1.2", rollbacks=2, away=True)
     shown = text(show(pb.GetStatusResponse(ledger=trouble)))
-    assert "ledger valkey 9.1.2   rollbacks 2   away\n" in shown
+    assert "ledger valkey 9.1.2   rollbacks 2   not responding\n" in shown
 
 
 def test_status_ends_with_the_metrics_address() -> None:
