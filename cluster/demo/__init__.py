@@ -18,7 +18,7 @@ from everlift import logs
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
-#: Name of the small model that comes with Everlift and can only count.
+#: Name of the bundled demo model, which solves only the tasks in ``cluster.demo.tasks``.
 COUNTING_MODEL = "demo"
 REQUESTS = 32
 _SEED = 1

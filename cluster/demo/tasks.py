@@ -1,8 +1,8 @@
 """Tasks of the demo model: small texts whose only right answer can be computed.
 
-The demo model is a detector. A corrupted, misplaced or half-written KV cache shows as a wrong
-number in a count, a skipped letter or a broken JSON field. For that reason every kind of task has
-exactly one right continuation, which this module computes:
+The demo model makes errors of the engine visible. A corrupted, misplaced or half-written KV cache
+results in a wrong number in a count, a skipped letter or a broken JSON field. Therefore every kind
+of task has exactly one right continuation, which this module computes:
 
     count        "count from 17 to 30:"                 " 17 18 19 ... 30"    either direction
     long_count   "count from 100 to 300:"               the same with 60 to 240 numbers
@@ -238,7 +238,7 @@ def _spaced(items: Sequence[object]) -> str:
     return "".join(f" {item}" for item in items)
 
 
-#: By kind, the function that makes a random (prompt, answer) pair.
+#: Functions that make a random (prompt, answer) pair, by kind of task.
 MAKERS: dict[str, Callable[[Random], tuple[str, str]]] = {
     "count": _count,
     "long_count": _long_count,

@@ -44,12 +44,12 @@ def _nodes(address: str) -> list[Finding]:
         with redirect_stdout(sys.stderr):
             return list(nodes.examine(address))
     except ConnectionError as error:
-        mend = "ray start --head there, or another ray_address"
+        mend = "run `ray start --head` there, or set another ray_address"
         return [broken("Ray", f"no cluster at {address!r}: {error}", mend)]
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    table = Table("", "what", "finding", "to fix it", box=None, pad_edge=False)
+    table = Table("", "check", "finding", "fix", box=None, pad_edge=False)
     for each in findings:
         level = f"[{_COLOURS[each.level]}]{each.level.value}[/]"
         table.add_row(level, each.subject, escape(each.says), escape(each.mend))

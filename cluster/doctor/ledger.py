@@ -34,12 +34,14 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     try:
         ledger = await connect(replace(config.ledger, url=url))
     except LedgerSetupError as error:
-        yield broken("ledger", str(error), "change the server's settings, or ledger.*")
+        yield broken(
+            "ledger", str(error), "change the server's configuration, or the settings ledger.*"
+        )
     except LedgerUnavailable as error:
         if config.ledger.url == EMBEDDED:
             yield fine("ledger", "embedded; its server starts with a cluster")
         else:
-            yield broken("ledger", str(error), f"check its url ({URL_VARIABLE}) and the network")
+            yield broken("ledger", str(error), f"check its URL ({URL_VARIABLE}) and the network")
     else:
         try:
             async for finding in _server_findings(ledger):
@@ -70,14 +72,14 @@ async def _server_findings(ledger: RedisLedger) -> AsyncIterator[Finding]:
 
 
 def _latency(wait_s: float) -> Finding:
-    says = f"{wait_s * 1000:.1f} ms a call"
+    says = f"{wait_s * 1000:.1f} ms per call"
     if wait_s > _SLOW_S:
         return doubtful("latency", says, "move the ledger's server nearer to the routers")
     return fine("latency", says)
 
 
 def _skew(skew_s: float) -> Finding:
-    says = f"the ledger's is {abs(skew_s):.3f} s {'ahead' if skew_s > 0 else 'behind'}"
+    says = f"the ledger's clock is {abs(skew_s):.3f} s {'ahead' if skew_s > 0 else 'behind'}"
     if abs(skew_s) > _SKEW_S:
         return doubtful("clock", says, "synchronise the clocks (chrony, systemd-timesyncd)")
     return fine("clock", says)

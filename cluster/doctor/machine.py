@@ -30,18 +30,18 @@ _OLDEST_PYTHON = (3, 11)
 _DISTRIBUTION = "everlift"
 #: The only dependency without which Everlift can run, as plain processes on one machine.
 _RAY = "ray"
-_CHOSEN = "make install, unless they were chosen"
+_CHOSEN = "make install, unless these versions are intended"
 _MIB = 1 << 20
 _MEMINFO = Path("/proc/meminfo")
 #: Number of file descriptors below which there is a warning. Each stream of a client or a worker
 #: takes one.
 _FEW_DESCRIPTORS = 4096
-#: Free disk space below which there is a warning. The ledger's file, logs and the traces of a day
-#: need it.
+#: Free disk space below which there is a warning. The ledger's file, the logs and the traces of one
+#: day need it.
 _LITTLE_DISK_MIB = 2048
 #: Estimated memory of a rank in addition to weights and KV cache.
 _RANK_MIB = 600
-#: Maximum size of the weights for which the model is built in order to test its architecture.
+#: Maximum size of the weights up to which the model is built to test its architecture.
 _TRIED_MIB = 2048
 
 
@@ -69,17 +69,19 @@ def _packages() -> Finding:
     try:
         listed = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        says = "Everlift runs from a checkout that is not installed: nothing says what it needs"
+        says = "Everlift runs from a checkout that is not installed; its dependencies are unknown"
         return doubtful("packages", says, "make install")
     needed = [each for each in map(Requirement, listed) if _is_needed(each)]
     missing = {each.name for each in needed if _version(each) is None}
     if missing - {_RAY}:
         return broken("packages", f"missing: {', '.join(sorted(missing))}", "make install")
     if missing:
-        return doubtful("packages", f"there is no {_RAY}", "make install, or start with --no-ray")
+        return doubtful(
+            "packages", f"{_RAY} is not installed", "make install, or start with --no-ray"
+        )
     if other := [says for each in needed if (says := _other_version(each))]:
-        return doubtful("packages", f"not those of the tests: {'; '.join(other)}", _CHOSEN)
-    return fine("packages", "those of Everlift's tests")
+        return doubtful("packages", f"not the versions of the tests: {'; '.join(other)}", _CHOSEN)
+    return fine("packages", "the versions of Everlift's tests")
 
 
 def _is_needed(requirement: Requirement) -> bool:
@@ -115,7 +117,7 @@ def _device(config: Config) -> Iterator[Finding]:
         yield broken("device", f"there is an NVIDIA driver, but torch {build} finds no GPU", mend)
     elif device == "cuda":
         mend = "run it on a machine with a GPU, or set worker.device to cpu"
-        yield broken("device", "worker.device is cuda, and torch finds no GPU", mend)
+        yield broken("device", "worker.device is cuda, but torch finds no GPU", mend)
     else:
         yield fine("device", f"CPU, {_cores()} cores, torch {build}")
         if config.model != FAKE:
@@ -158,21 +160,21 @@ def _kernels() -> Finding:
     if cause := why_no_kernels(torch.device("cuda")):
         return doubtful(
             "kernels",
-            f"Triton's do not work here, and torch computes in their place, MUCH SLOWER: {cause}",
-            "install a C compiler with headers, Python's too (gcc, libc6-dev, python3-dev), and "
-            "the triton of torch's build",
+            f"Triton kernels do not work here; torch's are used, which are MUCH SLOWER: {cause}",
+            "install a C compiler, the headers of C and Python (gcc, libc6-dev, python3-dev), and "
+            "the version of triton that torch needs",
         )
-    return fine("kernels", "Triton's work")
+    return fine("kernels", "Triton kernels work")
 
 
 def _ranks(config: Config, gpus: int) -> Finding:
     size = config.worker.tensor_parallel
     if size <= gpus:
-        return fine("ranks", f"{size} a worker: {gpus // size} workers have room")
+        return fine("ranks", f"{size} per worker: the GPUs are enough for {gpus // size} workers")
     return doubtful(
         "ranks",
-        f"a worker has {size}, and there are {gpus} GPUs here",
-        "fine where Ray spreads them over nodes; else set worker.tensor_parallel",
+        f"a worker has {size} ranks, but there are {gpus} GPUs here",
+        "no problem if Ray spreads them over nodes; else lower worker.tensor_parallel",
     )
 
 
@@ -182,7 +184,7 @@ def _threads(config: Config) -> Finding:
     threads = ranks * threads_per_rank(config, cores)
     says = f"{threads} threads for all ranks, {cores} cores"
     if threads > cores:
-        return doubtful("threads", says, "fewer workers here, or worker.num_threads")
+        return doubtful("threads", says, "run fewer workers here, or lower worker.num_threads")
     return fine("threads", says)
 
 
@@ -194,7 +196,7 @@ def _memory(config: Config) -> Finding:
     available = _available_mib()
     says = f"{needed} MiB at most for all workers, {available} MiB are free"
     if needed > available:
-        return doubtful("memory", says, "fewer workers here, or less worker.kv_cache_mib")
+        return doubtful("memory", says, "run fewer workers here, or lower worker.kv_cache_mib")
     return fine("memory", says)
 
 
@@ -238,7 +240,7 @@ def _model(config: Config) -> Finding:
     from worker.model.spec import UnsupportedModel
     from worker.model.weights import stored_dtype
 
-    mend = "set model to one whose files are complete"
+    mend = "set model to a model whose files are complete"
     try:
         if is_hub_id(config.model, config.model_revision):
             return fine("model", f"{config.model}: fetched from the hub when a worker starts")
@@ -251,17 +253,19 @@ def _model(config: Config) -> Finding:
             return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
         is_tried = _try_architecture(config)
         if config.model != FAKE and config.worker.reads_weights:
-            # It reads the headers of the weights, which may be damaged or truncated.
+            # This call reads the headers of the weight files, which may be damaged or truncated.
             stored_dtype(_directory(config))
     except UnsupportedModel as error:
         return broken(
-            "model", f"{config.model}: {error}", "see worker/model/README.md for what runs"
+            "model", f"{config.model}: {error}", "see worker/model/README.md for supported models"
         )
     except (EverliftError, ModelUnavailable, ValueError) as error:
         return broken("model", str(error), mend)
     says = f"{model.name}: {model.context} tokens of context"
     if not is_tried:
-        return doubtful("model", f"{says}; too large to try its architecture here", "see its start")
+        return doubtful(
+            "model", f"{says}; too large to test its architecture here", "start a worker to test it"
+        )
     return fine("model", says)
 
 
@@ -294,13 +298,13 @@ def _state(config: Config) -> Finding:
     if not os.access(directory, os.W_OK):
         return broken("state_dir", f"{directory} cannot be written to", mend)
     if free < _LITTLE_DISK_MIB:
-        return doubtful("state_dir", f"{directory}: {free} MiB are free", "make room there")
+        return doubtful("state_dir", f"{directory}: {free} MiB are free", "free disk space there")
     return fine("state_dir", f"{directory}: {free} MiB are free")
 
 
 def _ports(config: Config) -> Finding:
     if addresses := endpoint.find(config.state_dir):
-        return fine("port", f"a cluster runs here already: {', '.join(addresses)}")
+        return fine("port", f"a cluster is already running here: {', '.join(addresses)}")
     router = config.router
     places = [("router.port", router.host, router.port)]
     if router.http_host:
@@ -325,7 +329,7 @@ def _bind_error(host: str, port: int) -> str | None:
 
 def _descriptors() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    says = f"{soft} file descriptors a process"
+    says = f"{soft} file descriptors per process"
     if soft < _FEW_DESCRIPTORS:
         return doubtful("limits", says, f"ulimit -n {_FEW_DESCRIPTORS}")
     return fine("limits", says)

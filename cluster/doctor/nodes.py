@@ -22,7 +22,7 @@ _PACKAGES = ("everlift", "torch", "ray", "transformers", "grpcio", "protobuf")
 _RAY_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 5.0
 _SKEW_S = 0.5
-#: Number of elements of the all-reduce, as many as those of a large layer.
+#: Number of elements of the all-reduce, as many as a large layer has.
 _NUM_ELEMENTS = 1 << 24
 
 
@@ -48,7 +48,11 @@ def examine(address: str) -> Iterator[Finding]:
     with _joined(address):
         reports, failures = collect_reports(_alive(), _query_node)
         if failures:
-            yield broken("nodes", "; ".join(failures), "see ray status, and the raylet's log there")
+            yield broken(
+                "nodes",
+                "; ".join(failures),
+                "check `ray status`, and the raylet's log on that node",
+            )
         if not reports:
             return
         yield fine("nodes", f"{len(reports)}: {', '.join(each.address for each in reports)}")
@@ -143,7 +147,7 @@ def compare(
         odd = [each for each in reports if facts(each)[name] != usual]
         different += [f"{name} {facts(each)[name]} on {each.address}, else {usual}" for each in odd]
     if different:
-        return broken(subject, "; ".join(different), "install the same on every node")
+        return broken(subject, "; ".join(different), "install the same versions on every node")
     return fine(subject, "the same on every node")
 
 
@@ -153,15 +157,17 @@ def _gpus(reports: Sequence[NodeReport]) -> Finding:
         return fine("GPUs", "none")
     says = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     if len(kinds) > 1:
-        return doubtful("GPUs", says, "ranks of one worker should have the same: see Ray's labels")
+        return doubtful(
+            "GPUs", says, "give all ranks of a worker the same kind of GPU (Ray's node labels)"
+        )
     return fine("GPUs", says)
 
 
 def clocks(reports: Sequence[NodeReport]) -> Finding:
     skew_s = max(each.clock_s for each in reports) - min(each.clock_s for each in reports)
-    says = f"they differ by {skew_s:.3f} s at most"
+    says = f"the clocks differ by at most {skew_s:.3f} s"
     if skew_s > _SKEW_S:
-        return doubtful("clocks", says, "synchronise them (chrony, systemd-timesyncd)")
+        return doubtful("clocks", says, "synchronise the clocks (chrony, systemd-timesyncd)")
     return fine("clocks", says)
 
 
@@ -172,7 +178,7 @@ def _all_reduce(reports: Sequence[NodeReport]) -> Finding:
     device, size = ("cuda", gpus) if gpus else ("cpu", len(reports))
     subject = f"{'NCCL' if gpus else 'CPU'} all-reduce"
     if size < 2:
-        return fine(subject, "there is one rank: nothing to reduce")
+        return fine(subject, "not tested, because there is only one rank")
     ranks = _gpu_ranks(gpus) if gpus else _node_ranks()
     try:
         store_address = ray.get(ranks[0].open.remote(), timeout=_RAY_TIMEOUT_S)
@@ -181,7 +187,7 @@ def _all_reduce(reports: Sequence[NodeReport]) -> Finding:
         ]
         took_s = max(ray.get(results, timeout=_RAY_TIMEOUT_S))
     except Exception as error:
-        mend = "see NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, and the firewall between the nodes"
+        mend = "set NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, and the firewall between nodes"
         return broken(subject, f"over {size} ranks: {_last_line(error)}", mend)
     finally:
         for each in ranks:
@@ -256,7 +262,7 @@ class Reducer:
                 total = group.all_reduce(mine)[-1].item()
                 took_s = time.perf_counter() - started_at
                 if total != size * (size + 1) / 2:
-                    raise ValueError(f"the sum is {total}")
+                    raise ValueError(f"wrong sum of the all-reduce: {total}")
             return took_s
         finally:
             group.close()

@@ -30,7 +30,7 @@ The parts add up to the total time. For an unfinished request they cover the tim
 - `everlift explain --session chat-7` shows all turns of a session, and the time between them
 """
 
-#: Largest number of turns of a session that are explained: the newest ones.
+#: Maximum number of turns of a session that are explained, the newest ones.
 _MAX_TURNS = 1000
 #: Number of explanations that are requested at once.
 _AT_ONCE = 8
@@ -77,7 +77,7 @@ def _explain_session(
     session_id: str, address: str | None, *, for_programs: bool, png: Path | None
 ) -> None:
     if png is not None:
-        raise InvalidRequest("--png shows one request, and not a session")
+        raise InvalidRequest("--png works only for one request, not for a session")
     turns = asyncio.run(_turns(address, session_id))
     if for_programs:
         typer.echo(json.dumps(session.as_json(session_id, turns), indent=2))
@@ -90,7 +90,7 @@ async def _turns(address: str | None, session_id: str) -> list[session.Turn]:
         listing = request_ids.listed(client, session_id=session_id, limit=_MAX_TURNS)
         found = [each async for each in listing]
         if not found:
-            raise UnknownRequest(f"there are no requests of the session {session_id!r}")
+            raise UnknownRequest(f"there are no requests in session {session_id!r}")
         slots = asyncio.Semaphore(_AT_ONCE)
 
         async def turn(summary: pb.RequestSummary) -> session.Turn | None:

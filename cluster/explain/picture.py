@@ -36,7 +36,7 @@ def figure(explanation: pb.Explanation) -> Figure:
     panel.set_yticks(range(len(kinds)), [LABELS[kind] for kind in kinds])
     panel.invert_yaxis()
     panel.set_xlim(0.0, explanation.total_s or 1.0)
-    panel.set_xlabel("seconds since its call; of what a worker told, only the sums are known")
+    panel.set_xlabel("seconds since the call; only the sums of times at workers are exact")
     panel.grid(axis="x", alpha=0.3, linewidth=0.4)
     state = state_name(explanation.state)
     panel.set_title(f"{explanation.request_id}: {state}, {explanation.total_s:.3f} s")

@@ -95,8 +95,11 @@ def as_json(session_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def _gaps(turns: Sequence[Turn]) -> Iterator[float | None]:
-    """Yield for each turn the time from which no turn runs until the next one arrives, if any."""
-    # Turns of parallel agents may end after later ones.
+    """Yield for each turn the idle time after it: until the next turn arrives, no turn runs.
+
+    Yield None if another turn runs when the next one arrives, or for the last turn.
+    """
+    # Turns of parallel agents may end after later turns.
     ends = accumulate((turn.ended for turn in turns), max)
     for ended, after in zip(ends, turns[1:], strict=False):
         yield after.arrived - ended if after.arrived > ended else None

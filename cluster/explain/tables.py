@@ -36,7 +36,7 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
     yield f"[bold]{escape(explanation.request_id)}[/]: {state}, {total_s:.3f} s"
     tokens = f"{explanation.prompt_tokens} prompt tokens, {explanation.output_tokens} output tokens"
     if explanation.predicted_output_tokens:
-        by_mean = " by recent outputs" if explanation.prediction_distrusted else ""
+        by_mean = " from the mean of recent outputs" if explanation.prediction_distrusted else ""
         tokens += f" ({explanation.predicted_output_tokens} predicted{by_mean})"
     yield tokens
     if explanation.HasField("ttft_s"):
@@ -91,7 +91,7 @@ def _share(part_s: float, total_s: float) -> tuple[str, str]:
 
 def attempts(explanation: pb.Explanation) -> Table:
     table = Table(
-        "attempt", "worker", "known", "cached", "new", "preempted", "again", "beside", "end",
+        "attempt", "worker", "known", "cached", "new", "preempted", "recomputed", "others", "end",
         box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     *numbers, end = table.columns
@@ -117,7 +117,7 @@ def attempts(explanation: pb.Explanation) -> Table:
 def _state(attempt: pb.ExplainedAttempt) -> str:
     """Return the cause of the attempt's end, or its progress if it has not ended."""
     if attempt.end or not attempt.prefilled_tokens:
-        return attempt.end or "goes on"
+        return attempt.end or "running"
     return f"in prefill: {attempt.prefilled_tokens} of {attempt.known_tokens} tokens"
 
 
@@ -131,7 +131,7 @@ def neighbours(explanation: pb.Explanation) -> Iterator[str]:
     for attempt in explanation.attempts:
         number = attempt.number
         others = {
-            f"at other workers without room, attempt {number}": attempt.occupants,
+            f"at other workers without free capacity, attempt {number}": attempt.occupants,
             f"at the worker before attempt {number}": attempt.neighbours,
             f"arrived at the worker during attempt {number}": attempt.newcomers,
         }

@@ -96,7 +96,7 @@ def test_doctor_tries_small_models_of_foreign_modules(
     monkeypatch.setattr(machine, "_TRIED_MIB", 0)
     monkeypatch.setattr(machine, "_weights_mib", lambda config: 1)
     finding = of(list(machine.examine(odd)), "model")
-    assert finding.level is Level.WARNING and "too large to try" in finding.says
+    assert finding.level is Level.WARNING and "too large to test" in finding.says
 
 
 def test_doctor_examines_tls_files(config: Config, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_doctor_examines_tls_files(config: Config, tmp_path: Path) -> None:
         worker=replace(config.worker, internal_tls=InternalTls()),
     )
     [finding] = certificates.examine(internal)
-    assert (finding.subject, finding.level) == ("TLS inside", Level.ERROR)
+    assert (finding.subject, finding.level) == ("internal TLS", Level.ERROR)
     assert finding.says == f"{tmp_path / 'bad'}: must hold certificates in PEM"
     pair = Authority(tmp_path / "ours").issue("router")
     router = replace(config.router, tls_cert=str(pair.cert), tls_key=str(pair.key))
@@ -171,10 +171,10 @@ def test_doctor_findings_include_a_remedy(config: Config, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wanted", "level", "says"),
     [
-        (["numpy", "ray[serve]"], Level.OK, "those of Everlift's tests"),
+        (["numpy", "ray[serve]"], Level.OK, "the versions of Everlift's tests"),
         (["numpy==1.0", "torch"], Level.WARNING, "numpy is "),
         (["ray-of-light", "numpy==1.0"], Level.ERROR, "missing: ray-of-light"),
-        (["no-such-thing; extra == 'dev'"], Level.OK, "those"),
+        (["no-such-thing; extra == 'dev'"], Level.OK, "versions"),
     ],
 )
 def test_doctor_reports_missing_and_other_versions(
@@ -327,7 +327,7 @@ def test_doctor_names_a_node_that_leaves_and_checks_others() -> None:
 def test_doctor_warns_of_clock_skew() -> None:
     assert clocks([report("a"), report("b", clock_s=0.1)]).level is Level.OK
     finding = clocks([report("a", clock_s=-0.4), report("b", clock_s=0.4)])
-    assert (finding.level, finding.says) == (Level.WARNING, "they differ by 0.800 s at most")
+    assert (finding.level, finding.says) == (Level.WARNING, "the clocks differ by at most 0.800 s")
 
 
 def test_doctor_command_exits_1_on_an_error(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ async def test_explain_prints_a_table_with_a_total() -> None:
     assert ["0.002", "0.1", "parts", "below", "0.1%", "each"] in lines
     assert ["2.000", "100.0", "total"] in lines
     assert "worker [w1] was lost" in result.stdout
-    assert "your requests at other workers without room, attempt 1: o" in result.stdout
+    assert "your requests at other workers without free capacity, attempt 1: o" in result.stdout
     assert "your requests at the worker before attempt 2: x, y" in result.stdout
     assert "your requests arrived at the worker during attempt 2: z" in result.stdout
     assert (

@@ -90,11 +90,11 @@ def test_explain_session_counts_no_time_while_any_turn_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--session", "none"], "there are no requests of the session 'none'"),
+        (["--session", "none"], "there are no requests in session 'none'"),
         (["--session", "s", "--last"], "give either a request id, --last or --session"),
         (["r", "--session", "s"], "give either a request id, --last or --session"),
         ([], "give either a request id, --last or --session"),
-        (["--session", "s", "--png", "s.png"], "--png shows one request, and not a session"),
+        (["--session", "s", "--png", "s.png"], "--png works only for one request"),
     ],
 )
 async def test_explain_session_names_the_cause_of_a_failure(
