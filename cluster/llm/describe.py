@@ -9,7 +9,7 @@ from everlift.sampling import TokenLogprobs
 
 Json = dict[str, object]
 
-#: Digits of log probabilities, which are computed in single precision.
+#: Decimal places of log probabilities, which are computed in single precision.
 _DIGITS = 6
 
 

@@ -1,6 +1,7 @@
 """Request of an LLM in this process: the messages that start it, and its output.
 
-It corresponds to the router's LiveRequest, but has a single attempt, no ledger and one reader.
+A Generation corresponds to the router's LiveRequest, but has a single attempt, no ledger and one
+reader.
 """
 
 from __future__ import annotations

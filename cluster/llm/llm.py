@@ -147,7 +147,7 @@ class LLM:
     ) -> list[Task]:
         own: Sequence[GenerateOptions] = [{}] * len(prompts) if each is None else each
         if len(own) != len(prompts):
-            raise ValueError(f"each has options for {len(own)} prompts of {len(prompts)}")
+            raise ValueError(f"each must have {len(prompts)} items, one per prompt, not {len(own)}")
         return [
             self._task(prompt, {**options, **mine})
             for prompt, mine in zip(prompts, own, strict=True)
@@ -176,8 +176,8 @@ class LLM:
 def _listed(prompts: str | Iterable[Prompt]) -> list[Prompt]:
     """Return the prompts as a list.
 
-    Raises TypeError if an element is no prompt, for example if ``prompts`` are the token ids of a
-    single prompt.
+    Raises TypeError if an element is not a prompt, for example if ``prompts`` are the token ids of
+    a single prompt.
     """
     listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
     for prompt in listed:

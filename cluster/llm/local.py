@@ -23,14 +23,14 @@ _PANEL = "Without a cluster"
 Local = Annotated[
     bool,
     typer.Option(
-        "--local", help="Run the model in this process, then end.", rich_help_panel=_PANEL
+        "--local", help="Run the model in this process, without a cluster.", rich_help_panel=_PANEL
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="With --local: any value of `everlift up --model`. Default: the demo's.",
+        help="With --local: any value of `everlift up --model`. Default: the demo model.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -33,7 +33,8 @@ from worker.config import WorkerConfig
 
 log = logs.get_logger(__name__)
 
-#: Maximum seconds until an answer; before the first one, all that a rank needs is imported.
+#: Maximum seconds until an answer. Before its first one, the fork server imports all modules of a
+#: rank.
 _LOAD_S = 120.0
 #: Maximum size of a fork server's answer: a process id, or the reason why there is none.
 _ANSWER_BYTES = 256
@@ -77,8 +78,8 @@ class ForkServer:
         """
         starting = asyncio.ensure_future(self._start(launch, log_path))
         try:
-            # If the caller stops waiting, the answer is read all the same. Otherwise the next
-            # caller would take it for the answer to its own request.
+            # If the caller is cancelled, the answer is still read. Otherwise the next caller would
+            # read it as the answer to its own request.
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_kill)

@@ -35,8 +35,8 @@ def main() -> None:
     with heap.pause_gc():
         for module in modules:
             importlib.import_module(module)
-    # Keeps memory pages shared with the forked processes, because a garbage collection would
-    # otherwise write to all of them.
+    # Memory pages stay shared with the forked processes. Otherwise a garbage collection would write
+    # to all of them.
     gc.freeze()
     with socket.socket(fileno=int(descriptor)) as control:
         if reason := _reason_not_to_fork():
@@ -55,7 +55,11 @@ def _reason_not_to_fork() -> str:
     locks that other threads hold, which are then never released.
     """
     threads = os.listdir("/proc/self/task")
-    return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""
+    return (
+        f"{len(threads)} threads run before the first fork, but only 1 is allowed"
+        if len(threads) > 1
+        else ""
+    )
 
 
 class ForkServer:
@@ -125,7 +129,7 @@ class ForkServer:
             if pid == 0:
                 return
             end = self._statuses.pop(pid)
-            # The process that requested this one may have ended.
+            # The process that requested the fork may have ended.
             with suppress(BrokenPipeError):
                 os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
             os.close(end)

@@ -19,8 +19,8 @@ class RouterLaunch:
     name: str
     log_level: str
     router: RouterConfig
-    #: its url contains the ledger's password, so that the launch is sent through a pipe, never in
-    #: the command line or the environment
+    #: ``ledger.url`` contains the ledger's password. Therefore the launch is sent through a pipe,
+    #: never in the command line or the environment
     ledger: LedgerConfig
     #: number of workers that the cluster is to have
     num_workers: int

@@ -189,4 +189,4 @@ def _read(line: bytes) -> Report:
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError):
-        return {"error": f"it said {line[:_SHOWN_BYTES]!r} in the place of a report"}
+        return {"error": f"invalid report {line[:_SHOWN_BYTES]!r}"}

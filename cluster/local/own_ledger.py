@@ -51,7 +51,7 @@ class OwnLedger:
         """Description of where the ledger keeps its data, without a password."""
         if self._config.ledger.url == EMBEDDED:
             return f"embedded, in {self._config.state_dir}"
-        return "that of ledger.url"
+        return "external (ledger.url)"
 
     @property
     def pid(self) -> int:

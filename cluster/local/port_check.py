@@ -39,8 +39,8 @@ def _is_in_use(listener: Listener) -> bool:
         return False
     family, kind, _, _, address = found[0]
     with socket.socket(family, kind) as probe:
-        # As for routers, so that connections of an earlier process that are still closing do not
-        # count.
+        # Routers set this option, too. With it, connections of an earlier process that are still
+        # closing do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -53,7 +53,7 @@ def _describe_conflict(listener: Listener) -> str:
     pid = next(_holders(listener.port), None)
     holder = f"process {pid} ({_command(pid)})" if pid is not None else "another user's process"
     place = f"{listener.host}:{listener.port}"
-    return f"router.{listener.setting}: {place} is taken by {holder}"
+    return f"router.{listener.setting}: {place} is in use by {holder}"
 
 
 def _holders(port: int) -> Iterator[int]:
@@ -81,5 +81,5 @@ def _command(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return "gone by now"
+        return "already ended"
     return " ".join(words).strip()[:80]

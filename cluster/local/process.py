@@ -52,11 +52,11 @@ def main() -> None:
     try:
         uvloop.run(_run(launch, send_report))
     except (EverliftError, LedgerSetupError, SettingsError, OSError, ValueError) as error:
-        log.error("failed", cause=str(error))
+        log.error("process failed", cause=str(error))
         send_report({"error": str(error)})
         sys.exit(1)
     except Exception as error:
-        log.exception("failed")
+        log.exception("process failed")
         send_report({"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
 

@@ -111,7 +111,7 @@ class ProcessCluster:
     async def start(self) -> None:
         """Start all processes, and return when every router is connected to every worker.
 
-        Raises ModelUnavailable if the model's files cannot be had, LedgerSetupError if the ledger
+        Raises ModelUnavailable if the model's files are unavailable, LedgerSetupError if the ledger
         cannot start, and SettingsError for invalid settings. Raises ClusterFailed if another
         process fails or the configuration needs Ray, and OSError. After any error, all processes
         that were started are stopped.
@@ -124,9 +124,13 @@ class ProcessCluster:
 
     async def _start(self) -> None:
         if self.config.autoscale.is_on:
-            raise ClusterFailed("autoscale.max_workers is set: workers come and go under Ray alone")
+            raise ClusterFailed(
+                "autoscale.max_workers needs Ray: without Ray the number of workers is fixed"
+            )
         if self.config.autoscale.max_routers is not None:
-            raise ClusterFailed("autoscale.max_routers is set: routers come and go under Ray alone")
+            raise ClusterFailed(
+                "autoscale.max_routers needs Ray: without Ray the number of routers is fixed"
+            )
         self._router_configs()
         self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -254,7 +258,7 @@ class ProcessCluster:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise ClusterFailed(
-                f"{router.name} did not connect with all workers in {_SETTLE_S:g} s "
+                f"{router.name} did not connect to all workers within {_SETTLE_S:g} s "
                 f"(logs: {self._log_dir})"
             ) from None
 
@@ -286,7 +290,7 @@ async def _keep_alive(replica: Replica) -> None:
 
 
 async def _revive(replica: Replica) -> None:
-    log.warning("restarting", replica=replica.name)
+    log.warning("replica ended: restarting it", replica=replica.name)
     try:
         await replica.kill()
         await replica.start()

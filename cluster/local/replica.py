@@ -13,7 +13,7 @@ from cluster.local.launch import Launch, RankLaunch, RouterLaunch
 from cluster.local.launcher import Child, Launcher
 from cluster.local.router_ports import ReservedPorts
 
-#: Seconds to stop beyond the time that a process may take by its own configuration.
+#: Seconds that a process may take to stop, in addition to its configured drain time.
 _STOP_MARGIN_S = 5.0
 
 
@@ -94,7 +94,7 @@ class RouterReplica(Replica):
         try:
             router = self._ports.of(self._launch.router)
         except OSError as error:
-            raise ClusterFailed(f"{self.name}: no port could be had: {error}") from error
+            raise ClusterFailed(f"{self.name}: no port could be reserved: {error}") from error
         self._launch = replace(self._launch, router=router)
         report = await (await self._spawn(self._launch)).report()
         self.address, self.internal_address = report["address"], report["internal_address"]

@@ -224,7 +224,7 @@ async def test_fork_server_fails_to_load_beside_other_threads(tmp_path: Path) ->
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = rank_environment(2) | {"PYTHONPATH": path}
     fork_server = ForkServer(FAKE, environment, tmp_path / "fork-server.log")
-    with pytest.raises(ClusterFailed, match="2 threads are there before the first rank"):
+    with pytest.raises(ClusterFailed, match="2 threads run before the first fork"):
         await fork_server.load()
     assert fork_server._process is None
 

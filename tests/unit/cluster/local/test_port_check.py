@@ -26,7 +26,7 @@ def test_port_check_names_a_taken_port_and_its_holder() -> None:
         with pytest.raises(ClusterFailed) as caught:
             port_check.check([FREE, replace(FREE, http_port=port)])
     message = str(caught.value)
-    assert f"router.http_port: 127.0.0.1:{port} is taken by process {os.getpid()} (" in message
+    assert f"router.http_port: 127.0.0.1:{port} is in use by process {os.getpid()} (" in message
     assert "or set router.http_port to another port" in message
 
 
