@@ -18,8 +18,8 @@ EXAMPLES = """
 
 - `everlift train-predictor lengths.json`, then
   `everlift up --set router.predictor=lengths.json`
-- `everlift train-predictor lengths.json --keep monday.jsonl` keeps what it learnt from, without
-  prompts, for longer than the ledger does
+- `everlift train-predictor lengths.json --keep monday.jsonl` also writes the training examples,
+  without prompts, so that they outlive the requests in the ledger
 - `everlift train-predictor lengths.json --examples monday.jsonl --examples tuesday.jsonl`
 """
 
@@ -33,7 +33,10 @@ def train_predictor(
         typer.Option(metavar="JSONL", help="File of examples. Repeatable. Default: the ledger."),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="JSONL", help="File for the examples, without prompts.")
+        Path | None,
+        typer.Option(
+            metavar="JSONL", help="File to which the examples are written, without prompts."
+        ),
     ] = None,
     limit: Annotated[
         int,
@@ -45,7 +48,7 @@ def train_predictor(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Url of the ledger. Default: the configured one, or the one on this machine.",
+            help="URL of the ledger. Default: the configured one, or the one on this machine.",
         ),
     ] = None,
     config: Annotated[

@@ -91,7 +91,7 @@ def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
             examples.append(_from_line(json.loads(line), model))
         except (ValueError, TypeError, KeyError, OverflowError, EverliftError) as error:
             kind = f"{error} is missing" if isinstance(error, KeyError) else type(error).__name__
-            raise SettingsError(f"line {number} is no example: {kind}") from None
+            raise SettingsError(f"line {number} is not a valid example: {kind}") from None
     return examples
 
 
@@ -117,9 +117,9 @@ def _features(plain: dict[str, Any]) -> RequestFeatures:
 
 
 def _features_of_prompt(plain: dict[str, Any], model: ServedModel) -> RequestFeatures:
-    said = {name: type(it)(plain.get(name, it)) for name, it in _DEFAULTS.items()}
+    options = {name: type(default)(plain.get(name, default)) for name, default in _DEFAULTS.items()}
     prompt_ids, arrived = model.encode(str(plain["prompt"])), float(plain["arrived"])
-    return features_of(prompt_ids, model.tokenizer, arrived=arrived, **said)
+    return features_of(prompt_ids, model.tokenizer, arrived=arrived, **options)
 
 
 class Requests(Protocol):

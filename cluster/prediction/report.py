@@ -141,9 +141,10 @@ def table(report: Report) -> Table:
         *("total", "error", "mean"),
         box=SIMPLE_HEAD,
         padding=0,
-        caption=f"Learnt from {report.learnt_from} outputs; these came later. tau: Kendall's, "
-        "beside that of the prompt's length alone and of who knew what to expect. p50, p90: part "
-        "within. total: predicted over actual tokens. error: in tokens, beside that of a mean.",
+        caption=f"Trained on {report.learnt_from} outputs, tested on later ones. tau, length, "
+        "oracle: Kendall's tau of actual length and predicted, prompt and expected length. "
+        "p50, p90: share of outputs within. total: predicted / actual tokens. error, mean: mean "
+        "absolute error in tokens of the predictions, and of a running mean.",
     )
     shown.add_row("all", *_cells(report.all), end_section=True)
     most = sorted(report.by_application.items(), key=lambda item: -item[1].outputs)

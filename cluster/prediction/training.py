@@ -18,7 +18,7 @@ from router.prediction.predictor import Histories, Learned
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-#: Least number of examples; fewer are not representative.
+#: Minimum number of examples; fewer are not representative.
 _LEAST = 200
 #: Share of the examples, the first by arrival, that is used for training. The others are used for
 #: the report.
@@ -78,7 +78,9 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
     arrival. Raises ClusterFailed if LightGBM is missing or there are too few examples.
     """
     if len(examples) < _LEAST:
-        raise ClusterFailed(f"{len(examples)} outputs to learn from are too few: {_LEAST} it takes")
+        raise ClusterFailed(
+            f"{len(examples)} outputs are too few for training: at least {_LEAST} are needed"
+        )
     count = round(_TRAINING_SHARE * len(examples))
     learnt, held_out = examples[:count], examples[count:]
     histories = Histories()

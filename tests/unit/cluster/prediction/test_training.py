@@ -87,7 +87,7 @@ def test_training_report_omits_an_absent_oracle() -> None:
 
 
 def test_training_rejects_too_few_outputs() -> None:
-    with pytest.raises(ClusterFailed, match="199 outputs to learn from are too few"):
+    with pytest.raises(ClusterFailed, match="199 outputs are too few"):
         trained("m", examples(3, 199, mixes.APPLICATIONS))
 
 
