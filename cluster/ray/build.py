@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 _HEAD = f"""\
-# Written by `everlift build`, for `serve deploy` and KubeRay. The args are Everlift's settings: any
-# other may be added, but for those of the deployments below, which change without a restart. The
-# ledger's url, which has a password, comes from {URL_VARIABLE}, which every process of Ray has to
-# have in its environment.
+# Written by `everlift build`, for `serve deploy` and KubeRay. The args are Everlift's settings.
+# Others may be added, except those of the deployments below, which change without a restart. The
+# ledger's URL contains a password and is not in this file: set {URL_VARIABLE} in the environment of
+# every process of Ray.
 """
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logs.get_logger(__name__)
 
 LOCAL = "local"
-#: Little data passes through Ray's object store, and no tokens.
+#: Size of Ray's object store. Little data passes through it, and no tokens.
 _OBJECT_STORE_BYTES = 100 << 20
 _POLL_S = 0.1
 
@@ -71,7 +71,7 @@ class RayCluster:
     async def start(self) -> None:
         """Start the ledger, Ray and the application, and wait until the application runs.
 
-        Raises ModelUnavailable if the model's files cannot be had, LedgerSetupError if the ledger
+        Raises ModelUnavailable if the model's files are unavailable, LedgerSetupError if the ledger
         cannot start, and ClusterFailed if the application fails, or if a local Ray is to run
         several routers. After an error everything that was started is stopped. Missing nodes of a
         Ray cluster are no error: the call waits for them.
@@ -79,7 +79,7 @@ class RayCluster:
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
             raise ClusterFailed(
-                f"num_routers is {routers}, but Ray places one router on a node, "
+                f"num_routers is {routers}, but Ray places at most one router per node, "
                 "and a local Ray is one node: set num_routers to 1, or start with --no-ray"
             )
         try:
@@ -241,7 +241,7 @@ def _cause(application: ApplicationStatusOverview) -> str:
         for name, each in application.deployments.items()
         if each.status == "DEPLOY_FAILED"
     }
-    log.error("no application in Ray Serve", error=application.message, deployments=messages)
+    log.error("Serve application failed", error=application.message, deployments=messages)
     causes = [f"{name}: {_last_line(message)}" for name, message in messages.items()]
     return "; ".join(causes) or _last_line(application.message)
 

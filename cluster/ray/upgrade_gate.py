@@ -42,8 +42,8 @@ class Progress:
     def is_enough(self, own: int, total: int, *, is_complete: bool, now: float) -> bool:
         """Return whether this cluster has enough workers, so that the other cluster may be removed.
 
-        It does if it has at least as many as the other clusters together, or if all its workers
-        have been running for ``_SETTLED_S`` seconds; in both cases, all must be running.
+        All workers of this cluster must be running. In addition, there must be at least as many as
+        in the other clusters together, or all must have been running for ``_SETTLED_S`` seconds.
 
         Args:
             own: Number of running workers of this cluster.

@@ -117,7 +117,7 @@ async def test_ray_cluster_build_failure_has_its_cause(
 async def test_ray_cluster_refuses_two_routers_on_one_node(tmp_path: Path) -> None:
     config = Config(model="fake", num_routers=2, state_dir=tmp_path / "state")
     with pytest.raises(
-        ClusterFailed, match="num_routers is 2, but Ray places one router on a node"
+        ClusterFailed, match="num_routers is 2, but Ray places at most one router per node"
     ):
         await RayCluster(config).start()
     assert not (tmp_path / "state").exists()
