@@ -20,7 +20,7 @@ from cluster.simulator.worker import SimulatedWorker
 
 
 class Router(Protocol):
-    """Interface of the simulated router that workers report to, and that learns of lost workers."""
+    """Interface of the simulated router, which receives the workers' reports and their losses."""
 
     def worker_up(self, worker: SimulatedWorker) -> None: ...
 

@@ -59,7 +59,7 @@ def latencies(forecast: Forecast, slo: Slo) -> Figure:
     _cumulative(panels[0], kinds, lambda record: record.ttft_s, "time to first token", slo.ttft_s)
     _cumulative(panels[1], kinds, lambda record: record.tpot_s, "time per output token", slo.tpot_s)
     _cumulative(panels[2], kinds, lambda record: record.latency_s, "latency", float("inf"))
-    panels[0].set_ylabel("part of the requests")
+    panels[0].set_ylabel("share of the requests")
     panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
     panels[0].legend(loc="lower right", frameon=False)
     return figure

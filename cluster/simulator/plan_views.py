@@ -64,7 +64,7 @@ def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
 
 def _refused(trial: Trial) -> str:
     causes = sorted(trial.refused.items(), key=itemgetter(1), reverse=True)
-    return "".join(f"; {number} requests ended by {cause}" for cause, number in causes)
+    return "".join(f"; {number} requests ended with {cause}" for cause, number in causes)
 
 
 def _are(workers: int) -> str:

@@ -31,9 +31,13 @@ class WorkerSpec:
         if self.config.num_blocks is None or self.config.max_model_len is None:
             raise ValueError("worker.num_blocks and worker.max_model_len must be set")
         if self.config.speculation.num_draft_tokens:
-            raise ValueError("worker.speculation: nobody knows which drafts would be right")
+            raise ValueError(
+                "worker.speculation: not modelled, because the acceptance of drafts is unknown"
+            )
         if self.config.preemption != "recompute":
-            raise ValueError("worker.preemption: what a copy of a block takes is not modelled")
+            raise ValueError(
+                "worker.preemption: must be recompute; the time to copy blocks is not modelled"
+            )
         if not self.slowness > 0:
             raise ValueError(f"slowness must be above 0, not {self.slowness:g}")
 
@@ -117,7 +121,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if not self.workers:
-            raise ValueError("a scenario needs a worker")
+            raise ValueError("a scenario needs at least one worker")
         if not self.link_s >= 0 or not self.sample_s > 0:
             raise ValueError("link_s must be at least 0 and sample_s above 0")
 

@@ -36,7 +36,7 @@ class BlockNames:
     __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
 
     def __init__(self, index: int, arrival: Arrival) -> None:
-        # A bit distinguishes the numbers of sessions and requests.
+        # The lowest bit distinguishes the numbers of sessions and requests.
         self._own = (arrival.session << 1 | 1 if arrival.session else index << 1).to_bytes(8)
         self._part_tokens = arrival.prefix_part_tokens
         self._shared_tokens = min(

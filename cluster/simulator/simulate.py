@@ -47,9 +47,9 @@ def simulate(
     With ``one_by_one`` every step of every engine is scheduled separately, which changes only how
     long the simulation takes and the forecast's ``num_jumped``. ``dispatcher`` is used instead of
     the product's queue. ``follow_up`` adds arrivals that depend on the end of an earlier request (a
-    closed loop); they must not be before that end. Raises ValueError if an arrival is earlier than
-    the one before it. Raises it also if both a dispatcher and an autoscaler are set, because the
-    autoscaler needs the product's queue.
+    closed loop); they must not be before that end. Raises ValueError if the arrivals are not sorted
+    by time, or if both a dispatcher and an autoscaler are set, because the autoscaler needs the
+    product's queue.
     """
     simulation = _Simulation(scenario, one_by_one, dispatcher, follow_up)
     simulation.run(iter(arrivals))
@@ -87,7 +87,7 @@ class _Simulation:
         scenario = self._scenario
         if dispatcher is not None:
             if scenario.autoscale.is_on:
-                raise ValueError("autoscale: it follows the product's queue, and no dispatcher")
+                raise ValueError("autoscale needs the product's queue: set no dispatcher")
             return dispatcher, None
         queue = GlobalQueue(scenario.router, self._fleet.occupants, scenario.weights)
         return queue, _Scaler(scenario, queue, self._fleet) if scenario.autoscale.is_on else None

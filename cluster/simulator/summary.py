@@ -27,15 +27,15 @@ class Record:
     dispatched: float = inf
     first_token: float = inf
     finished: float = inf
-    #: id of the worker to which it was dispatched last
+    #: id of the worker to which the request was last dispatched
     worker: str = ""
     output_tokens: int = 0
     attempts: int = 0
-    #: number of times that it was preempted
+    #: number of preemptions of the request
     preemptions: int = 0
-    #: number of attempts that continued with output tokens of an earlier one
+    #: number of attempts that continued with output tokens of an earlier attempt
     migrations: int = 0
-    #: prefix-cache hits of its first attempt, in tokens
+    #: prefix-cache hits of the first attempt, in tokens
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     #: number of later requests that left the queue before this one

@@ -103,11 +103,11 @@ def _cluster(forecast: Forecast, summary: Summary, slo: Slo) -> Iterator[tuple[s
         yield "KV blocks in use", f"{blocks:.1%}"
         yield "longest queue", f"{max(sample.queued for sample in samples)} requests"
     yield "worker time", f"{forecast.worker_s:.0f} s"
-    yield "latency for each token, mean", f"{summary.normalised_latency_s.mean * 1e3:.1f} ms"
+    yield "latency per output token, mean", f"{summary.normalised_latency_s.mean * 1e3:.1f} ms"
     yield "preemptions, migrations", f"{summary.preemptions}, {summary.migrations}"
     yield "bypassed by, p99", f"{summary.bypassed.p99:.0f} requests"
     for cause, number in sorted(summary.refused.items()):
-        yield f"ended by {cause}", f"{number} requests"
+        yield f"ended with {cause}", f"{number} requests"
 
 
 def _range(least: int, most: int) -> str:

@@ -59,17 +59,17 @@ def slo(text: str | None) -> Slo:
     """Parse limits such as ``ttft=1s,tpot=50ms``; None sets no limits. Raises ForecastFailed."""
     if text is None:
         return Slo()
-    wishes = {name: _seconds(most) for name, most in _pairs(text)}
-    if not wishes.keys() <= {"ttft", "tpot"}:
-        raise ForecastFailed(f"{text}: must be ttft and tpot, as in ttft=1s,tpot=50ms")
-    return Slo(**{f"{name}_s": most_s for name, most_s in wishes.items()})
+    limits = {name: _seconds(most) for name, most in _pairs(text)}
+    if not limits.keys() <= {"ttft", "tpot"}:
+        raise ForecastFailed(f"{text}: must be limits of ttft and tpot, such as ttft=1s,tpot=50ms")
+    return Slo(**{f"{name}_s": most_s for name, most_s in limits.items()})
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
     seen = set[str]()
     for name, _, most in (each.partition("=") for each in text.split(",")):
         if (name := name.strip()) in seen:
-            raise ForecastFailed(f"{text}: {name} stands there twice")
+            raise ForecastFailed(f"{text}: {name} is given twice")
         seen.add(name)
         yield name, most
 
@@ -78,7 +78,7 @@ def _target(name: str, most: str) -> Target:
     measure, _, statistic = name.partition("_")
     if measure not in MEASURES or not _STATISTIC.fullmatch(statistic):
         raise ForecastFailed(
-            f"{name}: must be ttft, tpot or latency with _p50, _p99 or _mean, as in ttft_p99=1s"
+            f"{name}: must be ttft, tpot or latency with _p50, _p99 or _mean, such as ttft_p99=1s"
         )
     return Target(measure, statistic, _seconds(most))
 
@@ -86,5 +86,5 @@ def _target(name: str, most: str) -> Target:
 def _seconds(text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     if match is None or not float(match[1]) > 0:
-        raise ForecastFailed(f"{text.strip()!r} must be a time, as 1.5s or 50ms")
+        raise ForecastFailed(f"{text.strip()!r} must be a duration, such as 1.5s or 50ms")
     return float(match[1]) * _UNITS[match[2]]

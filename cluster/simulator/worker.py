@@ -30,8 +30,8 @@ from worker.engine.plan import Plan, Rows
 from worker.engine.sequence import NO_SLOT
 from worker.serving.pending import Pending
 
-#: Most steps that are computed at once. In this many steps a sequence fills at most one block and
-#: allocates at most one.
+#: Maximum number of steps that are computed at once. In this many steps a sequence fills at most
+#: one block and allocates at most one.
 _MAX_UNIFORM_STEPS = BLOCK_SIZE
 
 

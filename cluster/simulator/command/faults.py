@@ -12,7 +12,7 @@ import typer
 from cluster.errors import ForecastFailed
 from cluster.simulator.scenario import Event, WorkerDrain, WorkerLoss, WorkerSpec, WorkerStart
 
-_PANEL = "What happens"
+_PANEL = "Events"
 
 
 def _events(text: str, example: str) -> object:
@@ -68,9 +68,11 @@ def events(
 
 def _check_worker_exists(worker: int, at: float, start_times: Sequence[float]) -> None:
     if worker >= len(start_times):
-        raise ForecastFailed(f"there is no worker {worker}: they count from 0")
+        raise ForecastFailed(f"there is no worker {worker}; workers are numbered from 0")
     if at <= (start_time := start_times[worker]):
-        raise ForecastFailed(f"worker {worker} cannot go at {at:g} s: it comes at {start_time:g} s")
+        raise ForecastFailed(
+            f"worker {worker} cannot be removed at {at:g} s: it starts at {start_time:g} s"
+        )
 
 
 def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:
@@ -82,7 +84,9 @@ def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[W
     specs = list(workers)
     for worker, factor in _pairs("slow", slow, 0, separator="="):
         if worker >= len(specs) or not factor > 0:
-            raise ForecastFailed(f"--slow: there is no worker {worker}, or it would take no time")
+            raise ForecastFailed(
+                f"--slow {worker}={factor:g}: the worker must exist and the factor be above 0"
+            )
         specs[worker] = replace(specs[worker], slowness=factor)
     return tuple(specs)
 
@@ -97,7 +101,7 @@ def _pair(option: str, text: str, least: int, separator: str) -> tuple[int, floa
     first, _, second = text.partition(separator)
     number, moment = _read(int, first), _read(float, second)
     if number is None or moment is None or number < least or not 0 <= moment < inf:
-        raise ForecastFailed(f"--{option} {text}: must be two numbers, as in 3{separator}60")
+        raise ForecastFailed(f"--{option} {text}: must be two numbers, such as 3{separator}60")
     return int(number), moment
 
 

@@ -37,7 +37,7 @@ Load = Annotated[
     float | None,
     typer.Option(
         "--load",
-        metavar="PART",
+        metavar="SHARE",
         help="Rate as a share of the estimated capacity of the workers.",
         rich_help_panel=options.PANEL,
     ),
@@ -78,8 +78,8 @@ class Requests:
             raise ForecastFailed("--from-ledger and --trace exclude each other")
         if self._is_recorded and any(option is not None for option in synthetic):
             raise ForecastFailed(
-                "--workload, --rate, --load and --steady are not for recorded requests; those of a "
-                "trace come faster with --speed"
+                "--workload, --rate, --load and --steady do not apply to recorded requests; use "
+                "--speed to change the rate of a trace"
             )
         if self.trace is None and (self.begin_s, self.end_s, self.speed) != (0.0, None, 1.0):
             raise ForecastFailed("--from, --to and --speed need --trace")

@@ -29,8 +29,8 @@ Workers = Annotated[
     typer.Option(
         "--workers",
         metavar="[KIND=]N",
-        help=f"So many of a kind: {', '.join(GPUS)}, h100x2 for two GPUs in one worker, or a file "
-        f"that `everlift measure` wrote. Repeatable. Default: num_workers of {DEFAULT_KIND}.",
+        help=f"Number of workers of a kind: {', '.join(GPUS)}, h100x2 (two GPUs per worker), or a "
+        f"file that `everlift measure` wrote. Repeatable. Default: num_workers of {DEFAULT_KIND}.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -65,8 +65,8 @@ Foresight = Annotated[
         # A larger error would predict nothing at all, and its lengths would overflow a float.
         max=10,
         metavar="SIGMA",
-        help="Accuracy of predicted output lengths: the standard deviation of the error's "
-        "logarithm; 0 is exact. Default: no prediction.",
+        help="Error of predicted output lengths: standard deviation of log(predicted / actual). "
+        "Default: the recorded predictions, else the mean of earlier outputs.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -84,8 +84,8 @@ def kind_of(name: str, model: str) -> Kind:
     match = _GPUS.fullmatch(name)
     if match is None:
         raise ForecastFailed(
-            f"{name}: must be one of {', '.join(GPUS)}, with x2 behind it for two GPUs, or a .json "
-            "file"
+            f"{name}: must be one of {', '.join(GPUS)}, with the suffix x2 for two GPUs, or a "
+            ".json file"
         )
     return on_gpus(GPUS[match[1]], size, int(match[2] or 1))
 
@@ -96,7 +96,9 @@ def _size(model: str) -> ModelSize:
     directory = Path(model).expanduser()
     if not (directory / "config.json").exists():
         names = ", ".join(MODELS)
-        raise ForecastFailed(f"--model {model}: must be one of {names}, or have a config.json")
+        raise ForecastFailed(
+            f"--model {model}: must be one of {names}, or a directory with a config.json"
+        )
     return ModelSize.of(directory)
 
 

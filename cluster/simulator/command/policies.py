@@ -32,7 +32,7 @@ def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -
     name, *further = policy.split() or [policy]
     order, *others = *_IN_PAPERS.get(name, (name,)), *map(_setting, further)
     if not all(setting.startswith("router.") for setting in others):
-        raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
+        raise ForecastFailed(f"--policy {policy}: only router settings may follow the order")
     settings = [*(assignments or ()), f"router.order={order}", *others]
     return machines.config_of(file, settings).router
 

@@ -25,18 +25,15 @@ class Gpu:
 
     ``bandwidth`` (memory) and ``link_bandwidth`` are in bytes per second, ``flops`` in operations
     per second. ``link_bandwidth`` is the one-way bandwidth to other GPUs of the node (NVLink or
-    PCIe). ``capability`` is the CUDA compute capability.
+    PCIe). ``capability`` is the CUDA compute capability, which determines ``kind`` together with
+    the memory.
     """
 
     name: str
     memory_bytes: float
-    #: bytes a second
     bandwidth: float
-    #: operations a second
     flops: float
-    #: bytes a second
     link_bandwidth: float
-    #: CUDA compute capability, which decides together with the memory on ``kind``
     capability: tuple[int, int]
 
     @property
@@ -79,7 +76,7 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
     num_blocks = _num_blocks(gpu, model, tensor_parallel)
     if num_blocks < 1:
         raise ForecastFailed(
-            f"{name}: {model.name} has {model.stored_bytes / 1e9:.0f} GB of weights"
+            f"{name}: the {model.stored_bytes / 1e9:.0f} GB of weights of {model.name} do not fit"
         )
     worker = {
         "num_blocks": num_blocks,

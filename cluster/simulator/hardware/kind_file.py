@@ -48,9 +48,9 @@ def parse_kind(name: str, content: object) -> Kind:
     except SettingsError as error:
         raise ValueError(f"step_time.{error}") from None
     if not all(isfinite(value) and value >= 0 for value in astuple(step_time)):
-        raise ValueError("step_time: no value is below 0 or without end")
+        raise ValueError("step_time: all values must be finite and at least 0")
     if not step_time.overhead_s + step_time.weights_s > 0:
-        raise ValueError("step_time: a step takes some time")
+        raise ValueError("step_time: overhead_s or weights_s must be above 0")
     return Kind(name, step_time, _object(sections.get("worker", {})))
 
 
@@ -65,5 +65,5 @@ def _content(path: Path) -> object:
 
 def _object(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise ValueError("must have a section step_time, and may have one worker")
+        raise ValueError("must have a section step_time, and may have a section worker")
     return value

@@ -18,7 +18,9 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
     Raises ForecastFailed if the cluster has not learned the step time yet.
     """
     if not kind.HasField("step_time"):
-        raise ForecastFailed("nothing is known of the workers' steps yet: send some requests")
+        raise ForecastFailed(
+            "the cluster has not learned its step times yet: send some requests first"
+        )
     parts, policy = kind.step_time, kind.engine_policy
     return {
         "step_time": {
@@ -57,5 +59,5 @@ def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
         raise ForecastFailed(f"no worker runs on {device}" if kinds else "no worker is connected")
     if device is None and len({kind.device for kind in found}) > 1:
         names = ", ".join(sorted({kind.device for kind in found}))
-        raise ForecastFailed(f"workers run on {names}: say which with --device")
+        raise ForecastFailed(f"workers run on {names}: select one with --device")
     return found[0]

@@ -58,8 +58,8 @@ class ModelSize:
 
     @property
     def stored_bytes(self) -> float:
-        tables = self._table if self.tied_embeddings else 2 * self._table
-        return (self._layers + tables) * self.element_bytes
+        tables = self._table_weights if self.tied_embeddings else 2 * self._table_weights
+        return (self._layer_weights + tables) * self.element_bytes
 
     @property
     def read_bytes(self) -> float:
@@ -67,17 +67,17 @@ class ModelSize:
 
         The input embedding is not included, because only one of its rows is read per token.
         """
-        return (self._layers + self._table) * self.element_bytes
+        return (self._layer_weights + self._table_weights) * self.element_bytes
 
     @property
     def token_flops(self) -> float:
         """Operations per token in the layers: a multiplication and an addition per weight."""
-        return 2 * self._layers
+        return 2 * self._layer_weights
 
     @property
     def row_flops(self) -> float:
         """Operations of the output projection per row, that is, per sequence of a step."""
-        return 2 * self._table
+        return 2 * self._table_weights
 
     @property
     def pair_flops(self) -> float:
@@ -93,12 +93,12 @@ class ModelSize:
         return 2 * heads * self.head_size * self.element_bytes
 
     @property
-    def _layers(self) -> float:
+    def _layer_weights(self) -> float:
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_size
         return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
 
     @property
-    def _table(self) -> float:
+    def _table_weights(self) -> float:
         return self.vocab_size * self.hidden_size
 
 

@@ -37,7 +37,7 @@ class Arrival:
     session: int = 0
     #: output length in tokens that a router predicted at its arrival; None: not recorded
     predicted_tokens: float | None = None
-    #: whether the order of that predictor's predictions was not trusted
+    #: whether the router's queue ignored that prediction, because its predictor was not accurate
     is_distrusted: bool = False
 
 

@@ -33,7 +33,7 @@ _AZURE_CONVERSATION = Workload(
 )
 #: Gamma-distributed gaps with the trace's coefficient of variation reproduce the trace's index of
 #: dispersion (see Traffic) over a minute, which is 164. Over a second the trace's index is 13, and
-#: theirs is five times as large.
+#: that of the Gamma-distributed gaps is five times as large.
 _AZURE_CODE = Workload(
     name="azure-code",
     application="code",

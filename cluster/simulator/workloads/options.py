@@ -20,7 +20,7 @@ Workloads = Annotated[
     typer.Option(
         "--workload",
         metavar="NAME[=SHARE]",
-        help=f"Synthetic workload: {', '.join(WORKLOADS)}. Repeatable, with shares.",
+        help=f"Synthetic workload and its relative share: {', '.join(WORKLOADS)}. Repeatable.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -96,5 +96,5 @@ def _share(text: str) -> tuple[Workload, float]:
     except ValueError:
         number = 0.0
     if not 0 < number < inf:
-        raise WorkloadFailed(f"--workload {text}: its share must be a number above 0")
+        raise WorkloadFailed(f"--workload {text}: the share must be a number above 0")
     return WORKLOADS[name], number

@@ -25,7 +25,7 @@ class Row:
     def __init__(self, file: Path, line: int, fields: object) -> None:
         self._place = f"{file}:{line}"
         if not isinstance(fields, dict):
-            raise self.wrong("must be fields by their names")
+            raise self.wrong("must be an object of named fields")
         self._fields = fields
 
     def wrong(self, cause: str) -> WorkloadFailed:

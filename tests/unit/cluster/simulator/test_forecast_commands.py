@@ -66,7 +66,7 @@ async def test_simulate_loses_and_adds_workers(tmp_path: Path, kind: str, trace:
 async def test_simulate_reports_events_after_the_last_request(kind: str, trace: str) -> None:
     late = ("--lose", "0@600", "--lose", "1@5")
     said = await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *late)
-    assert "1 of what was to happen came too late: all requests were at their end by 2" in said
+    assert "1 events were due only after all requests had ended, at 2" in said
 
 
 async def test_simulate_applies_router_and_worker_settings(
@@ -122,19 +122,22 @@ async def test_plan_command_reports_an_unreachable_target(kind: str, trace: str)
         (("simulate", "--workers", "b200=1"), "b200: must be one of h100"),
         (("simulate", "--trace", "nowhere.csv"), "nowhere.csv: No such file"),
         (("simulate", "--set", "router.ordr=hrrn"), "did you mean router.order?"),
-        (("simulate", "--slo", "ttft=1"), "must be a time"),
+        (("simulate", "--slo", "ttft=1"), "must be a duration"),
         (("simulate", "--from-ledger", "--trace", "some.csv"), "exclude each other"),
-        (("simulate", "--from-ledger", "--load", "0.9"), "not for recorded requests"),
+        (("simulate", "--from-ledger", "--load", "0.9"), "do not apply to recorded requests"),
         (("simulate", "--from-ledger", "--set", "state_dir=/nowhere"), "/nowhere has no ledger"),
-        (("plan", "--slo", "ttft_p99=1s", "--from-ledger", "--rate", "2"), "not for recorded"),
+        (
+            ("plan", "--slo", "ttft_p99=1s", "--from-ledger", "--rate", "2"),
+            "do not apply to recorded",
+        ),
         (("plan", "--slo", "ttft_p99=1s", "--from-ledger", "--speed", "2"), "need --trace"),
         (("plan", "--slo", "ttft=1s"), "must be ttft, tpot or latency"),
-        (("plan", "--slo", "ttft_p99=1s, ttft_p99=2s"), "ttft_p99 stands there twice"),
-        (("simulate", "--slo", "ttft=1s,ttft=2s"), "ttft stands there twice"),
+        (("plan", "--slo", "ttft_p99=1s, ttft_p99=2s"), "ttft_p99 is given twice"),
+        (("simulate", "--slo", "ttft=1s,ttft=2s"), "ttft is given twice"),
         (("plan", "--slo", "ttft_p99=1s", "--picture", "plan.xyz"), "must end with one of .png"),
         (
             ("plan", "--slo", "ttft_p99=1s", "--kind", "l4", "--kind", "l4"),
-            "two of them are called l4",
+            "two kinds have the name l4",
         ),
     ],
 )
@@ -176,11 +179,11 @@ async def test_replay_names_identical_policies(kind: str, trace: str) -> None:
 
 
 async def test_replay_rejects_missing_requests_and_unknown_policies(trace: str) -> None:
-    assert "give --from-ledger or --trace" in await run("replay", status=1)
+    assert "give either --from-ledger or --trace" in await run("replay", status=1)
     assert "must be one of fifo" in await run(
         "replay", "--trace", trace, "--policy", "best", status=1
     )
-    assert "settings of routers" in await run(
+    assert "only router settings" in await run(
         "replay", "--trace", trace, "--policy", "fifo worker.max_num_seqs=1", status=1
     )
     assert "need --trace" in await run("replay", "--from-ledger", "--speed", "2", status=1)
@@ -189,9 +192,11 @@ async def test_replay_rejects_missing_requests_and_unknown_policies(trace: str) 
 async def test_measure_rejects_invalid_arguments(tmp_path: Path) -> None:
     assert "must end with .json" in await run("measure", "here", status=1)
     file = str(tmp_path / "here.json")
-    assert "takes what worker.fake says" in await run("measure", file, "--model", "fake", status=1)
+    assert "worker.fake sets its step times" in await run(
+        "measure", file, "--model", "fake", status=1
+    )
     said = await run("measure", file, "--running", "--model", "fake", status=1)
-    assert "model and settings are the cluster's" in said
+    assert "--running excludes --model" in said
     said = await run("measure", file, "--set", "worker.tensor_parallel=2", status=1)
     assert "one rank" in said
     assert not (tmp_path / "here.json").exists()

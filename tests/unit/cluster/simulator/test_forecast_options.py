@@ -169,7 +169,9 @@ def test_fault_events_reject_losing_an_unknown_worker() -> None:
 
 
 def test_fault_events_reject_losing_a_starting_worker() -> None:
-    with pytest.raises(ForecastFailed, match="worker 2 cannot go at 40 s: it comes at 50 s"):
+    with pytest.raises(
+        ForecastFailed, match="worker 2 cannot be removed at 40 s: it starts at 50 s"
+    ):
         faults.events(None, ["2@40"], ["1@20"], (H200, H200), 30.0)
     assert faults.events(None, ["2@50.1", "0@0"], ["1@20"], (H200, H200), 30.0)
     with pytest.raises(ForecastFailed, match="worker 3"):

@@ -39,7 +39,7 @@ def test_forecast_tables_show_all_requests_and_each_group() -> None:
     assert {"class 0", "class 1", "tenant t0", "tenant t1", "tenant t2"} <= rows.keys()
     assert "application chat" not in text
     assert "of good requests: finished, TTFT at most 500.0 ms" in text
-    assert "ended by queue_full" in text and "3 requests" in text
+    assert "ended with queue_full" in text and "3 requests" in text
 
 
 def test_forecast_table_has_one_row_without_groups() -> None:

@@ -53,7 +53,7 @@ def test_learned_kind_keeps_the_engine_policy() -> None:
 def test_learned_kind_needs_a_device_among_several() -> None:
     assert learned.only([LARGE], None) is LARGE
     assert learned.only([LARGE, SMALL], "S") is SMALL
-    with pytest.raises(ForecastFailed, match="L, S: say which with --device"):
+    with pytest.raises(ForecastFailed, match="L, S: select one with --device"):
         learned.only([LARGE, SMALL], None)
     with pytest.raises(ForecastFailed, match="no worker runs on T"):
         learned.only([LARGE], "T")

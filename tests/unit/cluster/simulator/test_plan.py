@@ -169,11 +169,12 @@ def test_plan_verdict_counts_refused_requests() -> None:
     trials = [Trial(n, (inf, 0.04), False, refused) for n in (2, 4)]
     assert plan_views.verdict("l4", Plan(None, tuple(trials)), TARGETS) == (
         "l4: 4 workers are not enough: ttft_p99 is never reached, and more workers would not "
-        "change that; 7 requests ended by prompt_too_long; 3 requests ended by deadline_exceeded"
+        "change that; 7 requests ended with prompt_too_long; "
+        "3 requests ended with deadline_exceeded"
     )
     enough = Plan(1, (Trial(1, (0.8, 0.04), True, {"queue_full": 2}),))
     assert plan_views.verdict("l4", enough, TARGETS) == (
-        "l4: 1 worker is enough; 2 requests ended by queue_full"
+        "l4: 1 worker is enough; 2 requests ended with queue_full"
     )
     content = plan_views.as_json({"l4": enough}, TARGETS)
     assert json.loads(json.dumps(content))["kinds"]["l4"]["trials"][0]["refused"] == {
