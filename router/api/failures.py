@@ -16,5 +16,5 @@ def answerable(error: Exception) -> EverliftError:
     """
     if isinstance(error, EverliftError):
         return error
-    log.exception("unforeseen error")
+    log.exception("unexpected error while answering a client")
     return EverliftError("internal error; see the router's log")

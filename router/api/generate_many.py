@@ -14,10 +14,11 @@ from router.api.failures import answerable
 from router.api.opened import Opened
 from router.requests.stream import Source
 
-#: Requests of one call that are opened concurrently. A router has at most this many connections to
-#: a ledger with several servers by default, so opening more at once would only delay other calls.
+#: Maximum number of requests of one call that are opened concurrently. By default a router has at
+#: most this many connections to a ledger with several servers, so that more would only delay other
+#: calls.
 _MAX_CONCURRENT_OPENS = 32
-#: Bytes at which no further piece is added to a message. A single piece may be larger.
+#: Size in bytes from which no further piece is added to a message. A single piece may be larger.
 _MESSAGE_BYTES = 256 << 10
 
 Open = Callable[[pb.GenerateRequest], Awaitable[Opened]]
@@ -37,13 +38,14 @@ def check_names(requests: Sequence[pb.GenerateRequest]) -> None:
     """Check that no request id occurs twice. Raises InvalidRequest if one does."""
     named = [request.request_id for request in requests if request.request_id]
     if len(set(named)) < len(named):
-        raise InvalidRequest("a request_id comes twice in the call", field="requests")
+        raise InvalidRequest("two requests of the call have the same request_id", field="requests")
 
 
 class MergedStream(AsyncIterator[pb.GenerateManyResponse]):
     """Merged output of several requests, as one stream of messages.
 
-    The stream ends when the last request has ended. Closing it closes the streams of all requests.
+    A message consists of pieces, each of which has output of one request. The stream ends when the
+    last request has ended. Closing it closes the streams of all requests.
     Requests take turns in the order in which their output became available. A message is only
     created when it is read.
     """

@@ -12,8 +12,9 @@ from router.requests.stream import Source
 class Opened:
     """Request with the stream of its output, from the offsets that the client asked for.
 
-    ``request_id`` is the id that the client uses. ``pieces`` is the stream, which the receiver of
-    this object must close; until then the request counts as having a reader. ``trace`` is None if
+    ``request_id`` is the id that the client uses. ``pieces`` is the stream, whose elements are
+    messages with new output. The receiver of this object must close the stream; until then the
+    client counts as connected. ``trace`` is None if
     the request is not traced, or if another router owns it. ``is_new`` is true if the call created
     the request, and false if it already existed.
     """

@@ -57,9 +57,9 @@ def page_token(position: Position) -> str:
 
 
 def parse_page_token(token: str) -> Position:
-    """Parse a page token, and return the position after which the next page of a listing begins.
+    """Parse a page token, and return the position of the previous page's last request.
 
-    It is the position of the previous page's last request. Raises InvalidRequest if the token is
+    The next page of the listing begins after this position. Raises InvalidRequest if the token is
     malformed.
     """
     try:
@@ -69,7 +69,7 @@ def parse_page_token(token: str) -> Position:
             raise ValueError
         return Position(microseconds / 1e6, check_qualified(request_id))
     except (ValueError, binascii.Error, InvalidRequest):
-        raise InvalidRequest("page_token is not one that a page returned") from None
+        raise InvalidRequest("page_token is not the next_page_token of a page") from None
 
 
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -83,15 +83,15 @@ _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 
 
 def apply_headers(
-    message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
+    message: pb.GenerateRequest, headers: Mapping[str, str], index: int | None = None
 ) -> None:
     """Set the fields that ``message`` lacks from ``headers``, whose names are in lower case.
 
-    ``place`` is the index of the request in a call with several requests; it is appended to the
+    ``index`` is the index of the request in a call with several requests; it is appended to the
     request id from the headers. None means that the call has a single request. Raises
     InvalidRequest or OutOfRange if a header is invalid; the error names the header.
     """
-    message.request_id = message.request_id or _request_id(headers, place)
+    message.request_id = message.request_id or _request_id(headers, index)
     message.session_id = message.session_id or _label(headers, SESSION_ID)
     message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
     message.application = message.application or _label(headers, _APPLICATION)
@@ -103,17 +103,17 @@ def apply_headers(
 def header_request_id(headers: Mapping[str, str]) -> str:
     """Return the value of x-request-id; empty if it is missing or invalid.
 
-    A valid value is not too long, and has only printable ASCII characters other than spaces.
+    A valid value has 1 to MAX_LABEL_BYTES printable ASCII characters, none of which is a space.
     """
     value = headers.get(X_REQUEST_ID, "")
     return value if _PRINTABLE.fullmatch(value) else ""
 
 
-def _request_id(headers: Mapping[str, str], place: int | None) -> str:
+def _request_id(headers: Mapping[str, str], index: int | None) -> str:
     if IDEMPOTENCY_KEY not in headers:
         return ""
     # The IETF draft of idempotency-key has quotation marks around the key; most clients omit them.
-    request_id = headers[IDEMPOTENCY_KEY].strip('"') + ("" if place is None else f":{place}")
+    request_id = headers[IDEMPOTENCY_KEY].strip('"') + ("" if index is None else f":{index}")
     if not is_request_id(request_id):
         raise InvalidRequest(
             f"{IDEMPOTENCY_KEY} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
@@ -167,11 +167,12 @@ class Inference:
         journal: Journal,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Submit a request and open its output; open the existing request if the id is known.
+        """Submit a request, and open its output.
 
-        ``headers`` provide values for fields that ``message`` lacks. ``journal`` records the
-        request's times, including those before the submission. Of ``timeout_s`` and the timeout in
-        ``message``, the shorter one applies; None means no further limit.
+        If a request with the same id exists, it is opened instead. ``headers`` provide values for
+        fields that ``message`` lacks. ``journal`` records the request's times, including those
+        before the submission. The shorter of ``timeout_s`` and the timeout in ``message`` applies;
+        if ``timeout_s`` is None, only the timeout in ``message`` does.
 
         If ``message`` has no id and the headers are valid, ``message.request_id`` is set to the id
         from the headers, or else to a new one, even if the request is then rejected. Raises
@@ -196,19 +197,19 @@ class Inference:
     ) -> generate_many.MergedStream:
         """Submit several requests, each as with ``generate``, and return their merged output.
 
-        The request id from ``headers`` gets each request's index appended. ``arrived_at`` is the
-        time at which the call arrived (``event_loop.now()``), ``timeout_s`` the time limit of the
-        whole call. An error of one request is reported in the stream for that request only. The
-        caller must close the returned stream.
+        A request without an id gets the id from ``headers`` with its index appended.
+        ``arrived_at`` is the time at which the call arrived (``event_loop.now()``), ``timeout_s``
+        the time limit of the whole call. An error of one request is reported in the stream for
+        that request only. The caller must close the returned stream.
 
-        Raises InvalidRequest if the headers or the number of requests are invalid, or if two
-        requests have the same id.
+        Raises TooManyRequests or OutOfRange if the number of requests is invalid, InvalidRequest or
+        OutOfRange if a header is invalid, and InvalidRequest if two requests have the same id.
         """
         until = None if timeout_s is None else now() + timeout_s
         try:
             generate_many.check_count(len(message.requests))
-            for place, request in enumerate(message.requests):
-                apply_headers(request, headers, place)
+            for index, request in enumerate(message.requests):
+                apply_headers(request, headers, index)
             generate_many.check_names(message.requests)
         except EverliftError as error:
             self.count_rejected(error)
@@ -278,14 +279,15 @@ class Inference:
     ) -> Opened:
         """Open the output of an existing request, from the offsets in ``message``.
 
-        ``is_relayed``: the caller is another router, which relays the output to its own client and
-        itself opens a new stream if yet another router takes over the request. ``body_hash`` is the
-        hash of the request's body, if the client sent the body again; empty otherwise.
-        ``had_output``: the client has output of the request, even if ``message`` has no offsets.
+        ``is_relayed``: the caller is another router, which relays the output to its own client.
+        That router opens a new stream itself after a takeover of the request, so this router does
+        not. ``body_hash`` is the hash of the request's body if the client sent the body again;
+        empty otherwise. ``had_output``: the client has output of the request, even if ``message``
+        has no offsets.
 
-        Raises UnknownRequest if there is no such request, or DataLoss in that case if the client
-        has output. Raises ForgottenRequest if the request was erased, RequestConflict if it has
-        another body, Moved if another router takes it over meanwhile, OffsetOutOfRange,
+        If there is no such request, raises DataLoss if the client has output of it, and
+        UnknownRequest otherwise. Raises ForgottenRequest if the request was erased, RequestConflict
+        if it has another body, Moved if another router takes it over meanwhile, OffsetOutOfRange,
         UnknownModel, InvalidRequest, RouterStopping, and LedgerUnavailable.
         """
         message.request_id = caller.qualify(message.request_id)
@@ -300,10 +302,10 @@ class Inference:
             raise lost_output_error(error) if had_output else error from None
         request_id = strip_tenant(message.request_id)
         if is_relayed:
-            # The router that relays the output follows the request.
+            # After a takeover, the router that relays the output opens a new stream itself.
             return Opened(request_id, trace, source)
-        is_carried_whole = isinstance(source, RelayedSource) and not any(message.from_offsets)
-        delivered = Delivered() if is_carried_whole else None
+        is_relayed_from_start = isinstance(source, RelayedSource) and not any(message.from_offsets)
+        delivered = Delivered() if is_relayed_from_start else None
         stream = self._followed(message, source, delivered, had_output=had_output)
         return Opened(request_id, trace, stream)
 
@@ -348,10 +350,10 @@ class Inference:
         """Return a stream of the output in ``source`` that survives a takeover of the request.
 
         After a takeover the stream continues from the new owner. ``delivered`` records how much
-        output the client has received; if it is None, ``source`` is asked for this record. The
-        other two arguments select the error that the stream raises if the request has become
-        unknown. ``was_submitted``: the client can submit the request again. ``had_output``: the
-        client has output from an earlier stream.
+        output the client has received; if it is None, ``source`` provides this record when it is
+        needed. ``was_submitted`` and ``had_output`` select the error that the stream raises if the
+        request has become unknown. ``was_submitted``: the client can submit the request again.
+        ``had_output``: the client has output from an earlier stream.
         """
         stream = RequestStream(
             message.request_id,
@@ -410,7 +412,7 @@ class Inference:
         return response
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
-        """Return in which phases a request spent its time.
+        """Return how much time a request spent in which phase.
 
         Raises UnknownRequest and LedgerUnavailable.
         """
@@ -487,7 +489,7 @@ class Inference:
             stream.fail(RouterStopping("this router is stopping: attach through another router"))
 
     def count_rejected(self, error: EverliftError) -> None:
-        """Count in the metrics a submission whose message or headers are invalid."""
+        """Count, in the metrics, a submission whose message or headers are invalid."""
         self._requests.count_rejected(error)
 
     @contextmanager
@@ -496,8 +498,8 @@ class Inference:
     ) -> Iterator[None]:
         """Context manager that records an exception as a rejected submission and raises it again.
 
-        It is counted in the metrics and added to the trace. ``arrived_at`` is the time at which the
-        call arrived (``event_loop.now()``).
+        The rejection is counted in the metrics and added to the trace. ``arrived_at`` is the time
+        at which the call arrived (``event_loop.now()``).
         """
         try:
             yield

@@ -39,8 +39,8 @@ class AdminServer:
     ) -> None:
         """Create the server.
 
-        ``view`` returns this router's view of the worker with an id, or None if the worker is not
-        connected.
+        ``view`` maps a worker id to what this router knows about the worker's load and speed, or to
+        None if the worker is not connected.
         """
         self._sessions = sessions
         self._runtime_policy = runtime_policy
@@ -95,9 +95,9 @@ class AdminServer:
         return capacity(None, self._connected()).kinds
 
     def _connected(self) -> list[Connected]:
-        return [self._known(link) for link in self._sessions.links if link.is_up]
+        return [self._connected_worker(link) for link in self._sessions.links if link.is_up]
 
-    def _known(self, link: WorkerLink) -> Connected:
+    def _connected_worker(self, link: WorkerLink) -> Connected:
         view = self._view(link.info.worker_id)
         return Connected(link.info, link.state, None if view is None else view.step_time)
 
@@ -105,7 +105,7 @@ class AdminServer:
         try:
             report = await self._ledger.load()
         except LedgerUnavailable:
-            # The capacity of the workers is known without the ledger.
+            # The workers' capacity is known even without the load report.
             return None
         return report.load if report is not None and report.age_s < _STALE_S else None
 

@@ -1,8 +1,8 @@
 """gRPC handlers of the services on the clients' port.
 
-They parse the request bytes themselves, so that a malformed message is answered with a cause, and
-they turn exceptions into gRPC statuses. The caller and its scope are checked before the message is
-read.
+The handlers parse the request bytes themselves, so that the answer to a malformed message states
+the cause. They turn exceptions into gRPC statuses. The caller and its scope are checked before the
+message is read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Call:
 
     ``arrived_at`` is the time at which the call arrived (``event_loop.now()``). Names in
     ``headers`` are in lower case. The client receives ``initial_metadata`` even if the handler
-    fails. A handler of ``Handlers.pieces`` may add to it; for handlers of other kinds it is sent
-    before they are called.
+    fails. A handler that is wrapped by ``Handlers.pieces`` may add entries. The other methods of
+    ``Handlers`` send the metadata before they call the handler.
     """
 
     caller: Caller
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def timeout_s(self) -> float | None:
-        """Return the seconds that a request of this call may take; None if it has no deadline."""
+        """Time that a request of this call may take, in seconds; None without a deadline."""
         remaining_s = self.context.time_remaining()
         return None if remaining_s is None else max(remaining_s - _ANSWER_MARGIN_S, remaining_s / 2)
 
@@ -107,7 +107,7 @@ class Handlers:
         """Return a handler that answers one message with a stream of messages."""
 
         async def start(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
-            return handler(await _only(messages), call)
+            return handler(await _single_message(messages), call)
 
         return self._stream(start, scopes)
 
@@ -152,15 +152,15 @@ class Handlers:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that streams the output of the request that ``handler`` opens.
 
-        If ``handler`` sets ``Call.initial_metadata``, it is sent before the first message, or
-        before the error if ``handler`` raises one.
+        If ``handler`` sets ``Call.initial_metadata``, the metadata is sent before the first
+        message. If ``handler`` raises an error, the metadata is sent before the error.
         """
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
             try:
                 call = self._admit(context, scopes)
                 try:
-                    opened = await handler(await _only(messages), call)
+                    opened = await handler(await _single_message(messages), call)
                 finally:
                     await call.send_initial_metadata()
                 async with aclosing(opened.pieces):
@@ -181,7 +181,7 @@ class Handlers:
             try:
                 call = self._admit(context, scopes)
                 await call.send_initial_metadata()
-                return await handler(await _only(messages), call)
+                return await handler(await _single_message(messages), call)
             except Exception as error:
                 await _abort(context, error)
                 return None
@@ -216,11 +216,11 @@ def _headers(context: Context) -> Mapping[str, str]:
     return headers
 
 
-async def _only(messages: AsyncIterator[bytes]) -> bytes:
-    """Return the first message of a call that has a single one.
+async def _single_message(messages: AsyncIterator[bytes]) -> bytes:
+    """Return the message of a call that must have exactly one.
 
-    Raises InvalidRequest if there is none. gRPC's own handlers of single messages would leave such
-    a call without an answer.
+    Raises InvalidRequest if the call ends without a message. gRPC's own handlers for single
+    messages would leave such a call without an answer. Further messages are not read.
     """
     async for data in messages:
         return data

@@ -27,7 +27,7 @@ from router.requests.manager import Requests
 _NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
 _OVERALL = ""
 _LIVENESS = "live"
-#: Seconds between two checks of the readiness, after which watchers receive a change.
+#: Seconds between two checks of the readiness. Watchers are notified of a change at the next check.
 _POLL_INTERVAL_S = 0.1
 
 
@@ -55,7 +55,7 @@ class HealthServer:
     async def check(self, data: bytes, call: Call) -> pb.HealthCheckResponse:
         answer = self.status(parse(pb.HealthCheckRequest, data).service)
         if answer.status == pb.HealthCheckResponse.SERVICE_UNKNOWN:
-            await call.context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+            await call.context.abort(grpc.StatusCode.NOT_FOUND, "this router has no such service")
         return answer
 
     async def watch(self, data: bytes, call: Call) -> AsyncGenerator[pb.HealthCheckResponse, None]:

@@ -31,8 +31,8 @@ _MAX_VARINT_BYTES = 10
 def count(data: bytes, max_fields: int) -> int:
     """Return the number of top-level fields of an encoded protobuf message, without parsing it.
 
-    Counting stops at the first invalid field, and at ``max_fields`` + 1 fields, which means "too
-    many".
+    Counting stops at the first invalid field, or when more than ``max_fields`` fields were found;
+    the result is then ``max_fields`` + 1.
     """
     at = found = 0
     while at < len(data) and found <= max_fields:
@@ -139,19 +139,19 @@ class InferenceServer:
         """Return the handlers to add to a gRPC server."""
         handlers = Handlers(authenticator)
         # Administrators have access to the requests of all tenants.
-        theirs = (Scope.INFER, Scope.ADMIN)
+        infer_or_admin = (Scope.INFER, Scope.ADMIN)
         methods = {
             "Generate": handlers.pieces(self.generate, Scope.INFER),
             "GenerateMany": handlers.streaming(self.generate_many, Scope.INFER),
-            "Attach": handlers.pieces(self.attach, *theirs),
-            "Cancel": handlers.unary(self.cancel, *theirs),
-            "Forget": handlers.unary(self.forget, *theirs),
-            "GetRequest": handlers.unary(self.get_request, *theirs),
-            "Explain": handlers.unary(self.explain, *theirs),
+            "Attach": handlers.pieces(self.attach, *infer_or_admin),
+            "Cancel": handlers.unary(self.cancel, *infer_or_admin),
+            "Forget": handlers.unary(self.forget, *infer_or_admin),
+            "GetRequest": handlers.unary(self.get_request, *infer_or_admin),
+            "Explain": handlers.unary(self.explain, *infer_or_admin),
             "Tokenize": handlers.unary(self.tokenize, Scope.INFER),
             "Detokenize": handlers.unary(self.detokenize, Scope.INFER),
             "ListModels": handlers.unary(self.list_models, Scope.INFER),
-            "ListRequests": handlers.unary(self.list_requests, *theirs),
+            "ListRequests": handlers.unary(self.list_requests, *infer_or_admin),
             "GetStatus": handlers.unary(self.get_status, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -40,12 +40,12 @@ class Carrier(Protocol):
     def add_buffered(self, size: int) -> None:
         """Add ``size`` bytes to the buffered bytes of incomplete messages on the connection.
 
-        ``size`` is negative if bytes are released. Raises RateLimited if there are then too many.
+        ``size`` is negative if bytes are released. Raises RateLimited if the sum is too large.
         """
         ...
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """Let the client send ``size`` more bytes on the stream."""
+        """Allow the client to send ``size`` more bytes on the stream, by flow control."""
         ...
 
     def mark(self, call: Call) -> None:
@@ -96,7 +96,7 @@ class Call:
         self._inbox: deque[bytes] = deque()
         self._unread_bytes = self._unacknowledged = self._buffered_bytes = 0
         self._is_half_closed = False
-        #: whether the handler waits for a message, or has not received its first one
+        #: whether the handler waits for a message, or has not received its first message yet
         self._is_reading = True
         self._wakeup = asyncio.Event()
         self._failure: EverliftError | None = None
@@ -164,9 +164,9 @@ class Call:
     def _fail(self, error: EverliftError) -> None:
         """Drop all further input of the call, because of ``error``.
 
-        If the handler is waiting in ``messages``, it receives the complete messages, and then the
-        error is raised there. A handler that is not waiting might never read again, so its task is
-        stopped, and the call ends with the status of the error.
+        If the handler is waiting in ``messages``, it first receives the complete messages, and then
+        ``messages`` raises the error. A handler that is not waiting might never read again, so its
+        task is cancelled, and the call ends with the status of the error.
         """
         self._failure = error
         self._drop()
@@ -274,10 +274,10 @@ class Call:
             await self._writable
 
     async def write_from(self, source: Source) -> None:
-        """Send all answers of ``source``, and read it only as fast as the client accepts them.
+        """Send all answers of ``source``, and poll it only as fast as the client accepts answers.
 
-        Returns when the last answer is queued. If ``source`` raises an error, it is raised here.
-        Raises CancelledError if the call has ended.
+        Returns when the last answer is queued. Raises the error that ``source`` raises, and
+        CancelledError if the call has ended.
         """
         self._check_open()
         self._source_done, self._source = self._loop.create_future(), source
@@ -329,7 +329,7 @@ class Call:
 
     def shut_down(self) -> None:
         """End the call because the server is stopping."""
-        self._end(grpc.StatusCode.UNAVAILABLE.value[0], "the server stops")
+        self._end(grpc.StatusCode.UNAVAILABLE.value[0], "the server is stopping")
         self._stop()
 
     def cancel(self) -> None:
@@ -360,7 +360,7 @@ class Call:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self._is_closed = True
-        # Its received bytes are acknowledged, because all calls share the connection's window.
+        # The call's unread bytes are acknowledged, because all calls share the connection's window.
         self._acknowledge()
         self._drop()
         self._inbox.clear()

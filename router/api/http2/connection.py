@@ -36,11 +36,12 @@ log = logs.get_logger(__name__)
 _STREAM_WINDOW, _CONNECTION_WINDOW = 1 << 20, 8 << 20
 #: Initial connection window of HTTP/2 in bytes, which can only be increased.
 _FIRST_WINDOW = 65_535
-#: Multiple of max_metadata_bytes above which headers are not even decoded, and the connection is
-#: closed. Below it, a call with too much metadata is rejected with a cause.
+#: Size of headers above which they are not decoded and the connection is closed, as a multiple of
+#: max_metadata_bytes. With fewer bytes, only the call is rejected, with a cause.
 _METADATA_FACTOR = 4
-#: Bytes in the socket's write buffer above which the connection is aborted. Messages are held back
-#: long before that, so these are replies of HTTP/2 itself to a client that does not read them.
+#: Bytes in the socket's write buffer above which the connection is aborted. Answers wait in their
+#: calls long before that, so the buffer then has replies of HTTP/2 itself, for example to PING
+#: frames, which the client does not read.
 _MAX_UNSENT_BYTES = 4 << 20
 _WRITE_HIGH = 256 << 10
 _UNKNOWN_HEAD = Head("", (), None, "identity")
@@ -135,7 +136,7 @@ class Connection(asyncio.Protocol):
             for event in self._http2.receive_data(data):
                 self._on_event(event)
         except ProtocolError as error:
-            log.info("connection broke HTTP/2", cause=type(error).__name__)
+            log.info("client violated the HTTP/2 protocol", cause=type(error).__name__)
             self._close()
         except Exception:
             log.exception("connection failed")
@@ -170,13 +171,13 @@ class Connection(asyncio.Protocol):
         else:
             call.feed(event.data, size)
         if not self._http2.inbound_flow_control_window:
-            # h2 collects acknowledged bytes, and sends the window update that is due only with a
-            # later acknowledgement. This one triggers it: the window is exhausted, and a call that
-            # does not read acknowledges nothing.
+            # h2 collects acknowledged bytes, and sends a due window update only at the next
+            # acknowledgement. No such acknowledgement may follow: the window is exhausted, and
+            # calls that do not read acknowledge nothing. An empty one triggers the update.
             self.acknowledge(event.stream_id, 0)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """Return ``size`` read or dropped bytes to the client's flow-control windows.
+        """Increase the client's flow-control windows by ``size`` bytes that were read or dropped.
 
         If the stream has ended, only the connection's window is increased.
         """
@@ -186,14 +187,14 @@ class Connection(asyncio.Protocol):
     def add_buffered(self, size: int) -> None:
         """Add ``size`` bytes to the buffered bytes of incomplete messages on this connection.
 
-        ``size`` is negative if bytes are released. Raises RateLimited if there are then too many.
+        ``size`` is negative if bytes are released. Raises RateLimited if the sum is too large.
         """
         self._unfinished_bytes += size
         max_bytes = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
         if size > 0 and self._unfinished_bytes > max_bytes:
             raise RateLimited(
-                f"messages of this connection that are not whole have more than {max_bytes} bytes: "
-                "send fewer large ones at a time"
+                f"incomplete messages of this connection have more than {max_bytes} bytes: "
+                "send fewer large messages at the same time"
             )
 
     def _on_request(self, event: RequestReceived) -> None:
@@ -243,7 +244,7 @@ class Connection(asyncio.Protocol):
         self._resets = max(0.0, self._resets - rate * (now - self._resets_at)) + 1
         self._resets_at = now
         if self._resets > 2 * rate:
-            log.warning("connection resets too many calls")
+            log.warning("client resets too many calls; its connection is closed")
             self._close(ErrorCodes.ENHANCE_YOUR_CALM)
 
     # sending
@@ -273,7 +274,7 @@ class Connection(asyncio.Protocol):
         if data := self._http2.data_to_send():
             self._transport.write(data)
             if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-                log.warning("connection does not read its answers")
+                log.warning("client does not read its answers; its connection is aborted")
                 self._transport.abort()
         self._close_if_idle()
 

@@ -80,7 +80,10 @@ class MessageReader:
         if flag == 0:
             return data
         if flag != 1 or self._encoding == IDENTITY:
-            raise InvalidRequest("a message is compressed, but its call has no grpc-encoding")
+            raise InvalidRequest(
+                f"a message has the compression flag {flag}, but its call has the grpc-encoding "
+                f"{self._encoding}"
+            )
         inflater = zlib.decompressobj(_WINDOW_BITS[self._encoding])
         try:
             message = inflater.decompress(data, self._max_bytes + 1)

@@ -1,4 +1,4 @@
-"""HTTP/2 connection: h2's, with a fast path for sending data and with stricter limits."""
+"""HTTP/2 connection of h2, extended by a fast path for sending data and by stricter limits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from h2.exceptions import DenialOfServiceError
 from h2.frame_buffer import FrameBuffer
 from hyperframe.frame import Frame, GoAwayFrame, SettingsFrame
 
-#: SETTINGS frames that a client may send in one keepalive interval. Each may change the windows of
-#: all streams, which takes time; clients that measure their bandwidth send them only occasionally.
+#: Maximum number of SETTINGS frames from a client in one keepalive interval. Each frame may change
+#: the windows of all streams, which takes time. Legitimate clients send them only occasionally, for
+#: example when they have measured their bandwidth.
 _MOST_SETTINGS = 500
 #: Head of a DATA frame: length (24 bits), type, flags, stream id.
 _DATA_HEAD = struct.Struct(">HBBBI")
@@ -33,8 +34,8 @@ class Http2(H2Connection):
     frame.
     """
 
-    #: Closed streams that are remembered, because the client may have sent frames for them before
-    #: it received their end. h2's default of 65,536 takes about 11 MiB per connection.
+    #: Number of closed streams that are remembered, because the client may have sent frames for
+    #: them before it received their end. h2's default of 65,536 takes about 11 MiB per connection.
     MAX_CLOSED_STREAMS = 4096
 
     def __init__(self, config: H2Configuration) -> None:

@@ -52,10 +52,10 @@ class Head:
 
 
 class KnownBlocks(Decoder):
-    """HPACK decoder that caches header blocks which only refer to entries of HPACK's tables.
+    """HPACK decoder with a cache of header blocks that only refer to entries of HPACK's tables.
 
-    Such a block stands for the same headers until the dynamic table changes. Nearly all blocks of
-    grpcio are of this kind, and decoding one costs more than parsing the call's message.
+    Such a block stands for the same headers until the dynamic table changes. Nearly all blocks that
+    grpcio sends are of this kind, and decoding one costs more than parsing the call's message.
     """
 
     def __init__(self, max_header_list_size: int) -> None:
@@ -109,7 +109,7 @@ def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> He
         raise NotGrpc(415)
     if num_bytes > max_metadata_bytes:
         raise MetadataTooLarge(
-            f"metadata of {num_bytes} bytes; at most {max_metadata_bytes} are taken"
+            f"the metadata has {num_bytes} bytes; at most {max_metadata_bytes} are allowed"
         )
     return Head(
         pseudo.get(":path", ""),
@@ -130,12 +130,12 @@ def _timeout(value: str | None) -> float | None:
     if value is None:
         return None
     if (found := _TIMEOUT.fullmatch(value)) is None:
-        raise InvalidRequest("grpc-timeout is not as gRPC writes it")
+        raise InvalidRequest("grpc-timeout must be 1 to 8 digits and a unit (H, M, S, m, u or n)")
     return int(found[1]) * _UNITS[found[2]]
 
 
 def opening(metadata: Metadata, encoding: str) -> Headers:
-    """Return the response headers, which precede the first answer, with initial metadata."""
+    """Return the response headers, which precede the first answer, with the initial metadata."""
     headers = [*_OPENING, *_written(metadata)]
     if encoding != IDENTITY:
         headers.append((b"grpc-encoding", encoding.encode()))

@@ -19,8 +19,8 @@ class Limits:
     max_connections: int = 1 << 14
     #: time after which a connection without calls is closed
     idle: float = 3600.0
-    #: interval of checks: a connection that has been silent for this long is pinged, and closed at
-    #: the next check if it is still silent
+    #: interval between checks. A check pings a client that has sent nothing for this long, and
+    #: closes the connection if the client has not answered the previous ping
     keepalive: float = 30.0
     #: unread messages of one call; above it, no more data of the call is parsed
     max_unread_bytes: int = 1 << 20
@@ -28,6 +28,6 @@ class Limits:
     max_unfinished_bytes: int = 64 << 20
     #: unsent answers of one call; above it, the call's handler waits
     max_unsent_bytes: int = 64 << 10
-    #: sustained number of calls that one connection may reset a second; bursts may have twice as
-    #: many
+    #: sustained rate at which one connection may reset calls, per second; a burst may have twice as
+    #: many resets
     resets_per_s: float = 500.0

@@ -1,9 +1,9 @@
 """gRPC server for a router's clients.
 
-It has the methods of grpc.aio.Server that a router uses, and runs the same handlers. All data that
-is sent on a connection in one iteration of the event loop is written at once. A message of a stream
-therefore costs 0.4 times as much CPU as with grpc.aio, where each message is an operation that
-another thread reports back (README.md has the figures).
+The server has the methods of grpc.aio.Server that a router uses, and runs the same handlers. All
+data that is sent on a connection in one iteration of the event loop is written at once. A message
+of a stream therefore takes 0.4 times as much CPU time as with grpc.aio, where each message is a
+separate operation whose end another thread reports (README.md has the figures).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Server:
         # which takes 40 ms.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
-            # This allows binding a port right after its previous process has ended. A port on which
-            # another process listens is still refused.
+            # SO_REUSEADDR allows binding a port right after its previous process has ended. Binding
+            # a port on which another process listens still fails.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, int(port)))
             bound.listen(_BACKLOG)
@@ -93,7 +93,8 @@ class Server:
     async def stop(self, grace: float | None) -> None:
         """Refuse new calls, give open calls ``grace`` seconds to end, and close all connections.
 
-        Calls that are still open after that time end with UNAVAILABLE. With None they end at once.
+        Calls that are still open after that time end with UNAVAILABLE. If ``grace`` is None, all
+        calls end so at once.
         """
         for listening in self._listening:
             listening.close()
@@ -133,7 +134,7 @@ class Server:
     def start_call(self, call: Call, head: Head) -> None:
         handler = self._methods.get(head.path) or self._find(head.path, head.metadata)
         if handler is None:
-            call.refuse(Unimplemented(f"no method {head.path[:128]!r} here"))
+            call.refuse(Unimplemented(f"this server has no method {head.path[:128]!r}"))
         else:
             call.run(handler)
 
@@ -152,7 +153,7 @@ class _Details(grpc.HandlerCallDetails):
         self.invocation_metadata = tuple(metadata)
 
 
-#: Seconds between two checks whether all connections are closed, and seconds in which the last
-#: statuses are sent.
+#: Seconds between two checks of whether all connections are closed.
 _POLL_INTERVAL_S = 0.01
+#: Seconds in which the statuses of the last calls are sent before connections are aborted.
 _CLOSE_TIMEOUT_S = 0.2

@@ -1,1 +1,1 @@
-"""KServe's Open Inference Protocol, version 2, with Triton's streams, for tritonclient."""
+"""KServe's Open Inference Protocol, version 2, with Triton's streaming call ModelStreamInfer."""

@@ -11,7 +11,7 @@ from router.api.kserve.v2 import open_inference_pb2 as pb
 
 #: The only version of the served model. Requests for other versions are rejected.
 VERSION = "1"
-#: Extensions of the protocol that are served; of schedule_policy, only priority and timeout.
+#: Supported extensions of the protocol. Of schedule_policy, only priority and timeout have effect.
 EXTENSIONS = ("model_configuration", "schedule_policy", "statistics")
 _PLATFORM = "everlift"
 _ANY_LENGTH = -1
@@ -48,7 +48,7 @@ def check_version(served: str, version: str) -> None:
     ``served`` is the model's name.
     """
     if version not in ("", VERSION):
-        raise UnknownModel(f"{served!r} has the version {VERSION}, and not {version!r}")
+        raise UnknownModel(f"the model {served!r} has only the version {VERSION}, not {version!r}")
 
 
 def metadata(served: str) -> pb.ModelMetadataResponse:
@@ -73,11 +73,14 @@ def config(served: str) -> pb.ModelConfig:
         platform=_PLATFORM,
         backend=_PLATFORM,
         input=[
-            pb.ModelInput(name=it.name, data_type=it.data_type, dims=[it.dims], optional=True)
-            for it in _INPUTS
+            pb.ModelInput(
+                name=tensor.name, data_type=tensor.data_type, dims=[tensor.dims], optional=True
+            )
+            for tensor in _INPUTS
         ],
         output=[
-            pb.ModelOutput(name=it.name, data_type=it.data_type, dims=[it.dims]) for it in _OUTPUTS
+            pb.ModelOutput(name=tensor.name, data_type=tensor.data_type, dims=[tensor.dims])
+            for tensor in _OUTPUTS
         ],
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
     )

@@ -18,7 +18,7 @@ _TOKEN_DATATYPES = ("INT32", "INT64", "UINT32")
 
 
 def read(request: pb.ModelInferRequest) -> ParsedRequest:
-    """Return the request to submit, and how the client wants its answer.
+    """Return the request to submit, and the client's options for the answer.
 
     Raises InvalidRequest if a parameter or tensor of the message is invalid.
     """
@@ -64,10 +64,10 @@ def _outputs(request: pb.ModelInferRequest) -> frozenset[str]:
         raise InvalidRequest(f"a request names at most {tensors.MAX_TENSORS} outputs")
     for output in request.outputs:
         if output.name not in infer_response.NAMES:
-            raise InvalidRequest(f"there is no output {output.name!r}; ModelMetadata lists them")
+            raise InvalidRequest(f"unknown output {output.name!r}; ModelMetadata lists all outputs")
         if output.parameters:
             raise InvalidRequest(
-                f"{output.name}: the parameter {min(output.parameters)!r} is not served"
+                f"{output.name}: the parameter {min(output.parameters)!r} is not supported"
             )
     return frozenset(output.name for output in request.outputs)
 
@@ -75,8 +75,10 @@ def _outputs(request: pb.ModelInferRequest) -> frozenset[str]:
 def _set_prompt(message: wire.GenerateRequest, prompts: list[Tensor]) -> None:
     if len(prompts) != 1:
         names = ", ".join(prompt.name for prompt in prompts)
-        found = f"the request has {names}" if names else "it is missing"
-        raise InvalidRequest(f"the prompt must be {TEXT_INPUT} or {TOKEN_INPUTS[0]}; {found}")
+        found = names or "neither"
+        raise InvalidRequest(
+            f"the prompt must be either {TEXT_INPUT} or {TOKEN_INPUTS[0]}; the request has {found}"
+        )
     if prompts[0].name == TEXT_INPUT:
         message.text = _text(prompts[0])
     else:
@@ -85,7 +87,7 @@ def _set_prompt(message: wire.GenerateRequest, prompts: list[Tensor]) -> None:
 
 def _text(tensor: Tensor) -> str:
     if tensor.datatype != "BYTES":
-        raise InvalidRequest(f"{tensor.name} is {tensor.datatype}; it takes BYTES")
+        raise InvalidRequest(f"{tensor.name} has the datatype {tensor.datatype}; expected BYTES")
     [value] = tensor.values
     assert isinstance(value, bytes)
     try:
@@ -96,13 +98,18 @@ def _text(tensor: Tensor) -> str:
 
 def _token_ids(tensor: Tensor) -> list[int]:
     if tensor.datatype not in _TOKEN_DATATYPES:
-        raise InvalidRequest(f"{tensor.name} is {tensor.datatype}; it takes INT32, INT64, UINT32")
+        raise InvalidRequest(
+            f"{tensor.name} has the datatype {tensor.datatype}; expected INT32, INT64 or UINT32"
+        )
     if len(tensor.shape) != 1 and not (len(tensor.shape) == 2 and tensor.shape[0] == 1):
         raise InvalidRequest(
-            f"{tensor.name} has the shape {list(tensor.shape)}; a request has one prompt, [n] or "
-            "[1, n]"
+            f"{tensor.name} has the shape {list(tensor.shape)}; a request has one prompt, of the "
+            "shape [n] or [1, n]"
         )
     ids = [value for value in tensor.values if isinstance(value, int)]
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 32:
-        raise OutOfRange(f"{tensor.name} holds {min(ids)} to {max(ids)}, which are no tokens")
+        raise OutOfRange(
+            f"{tensor.name} must have token ids from 0 to {(1 << 32) - 1}; "
+            f"it has {min(ids)} to {max(ids)}"
+        )
     return ids

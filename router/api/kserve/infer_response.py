@@ -1,8 +1,8 @@
 """Output of a request as tensors. Pure.
 
 A response has the new output of one or several choices of a request, in the order of their
-indices. Tensors of token ids and of log probabilities have the values of all these choices, one
-choice after another; the tensor ``num_output_tokens`` has the number of tokens of each choice.
+indices. A tensor of token ids or log probabilities concatenates the values of these choices. The
+tensor ``num_output_tokens`` has the number of tokens of each choice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the answer has neither output nor an end to send to the client."""
+        """Return whether the answer has neither output nor a finish reason nor the last message."""
         return not self.is_final and not any(
             part.token_ids or any(part.text) or part.finish_reason for part in self.parts
         )
@@ -82,8 +82,8 @@ class Answer:
         are not known yet are always omitted.
         """
         for output in OUTPUTS:
-            is_there = has_logprobs or output.name not in LOGPROBS
-            if is_there and (output.name in names or not names):
+            is_available = has_logprobs or output.name not in LOGPROBS
+            if is_available and (output.name in names or not names):
                 if (values := output.values(self)) is not None:
                     yield Tensor(output.name, output.datatype, (len(values),), values)
 
@@ -130,7 +130,7 @@ def _num_input_tokens(answer: Answer) -> Sequence[Scalar] | None:
 
 
 def _log_probs(answer: Answer) -> Sequence[Scalar]:
-    return [it.logprob for part in answer.parts for it in part.logprobs]
+    return [token.logprob for part in answer.parts for token in part.logprobs]
 
 
 def _alternatives(answer: Answer) -> Sequence[Scalar]:

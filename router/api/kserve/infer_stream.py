@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: Concurrent requests of one stream. A further one waits until one of them has ended.
+#: Maximum number of concurrent requests of one stream. A further request waits until one has ended.
 MAX_CONCURRENT = 256
 
 Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
@@ -17,8 +17,8 @@ Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 class InferStream:
     """Execution of the requests of one stream, up to ``max_concurrent`` of them at the same time.
 
-    ``answer`` is called with the bytes of each message, and yields the answers to it. It must
-    report errors as answers, and must not raise.
+    ``answer`` is called with the bytes of each message, and yields the answers to the message. It
+    must report errors as answers, and must not raise.
     """
 
     def __init__(
@@ -26,9 +26,9 @@ class InferStream:
     ) -> None:
         self._answer = answer
         self._slots = asyncio.Semaphore(max_concurrent)
-        # None marks the end. If the client does not read, one answer waits in this queue and one in
-        # the task of each request. Newer output stays with its request, and is later sent in one
-        # answer.
+        # None marks the end. If the client does not read, one answer waits in this queue, and one
+        # in the task of each request. Newer output stays in the stream of its request, where it is
+        # merged into one answer.
         self._answers = asyncio.Queue[pb.ModelStreamInferResponse | None](1)
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -1,4 +1,4 @@
-"""Request parameters, with the names of Triton's backends for vLLM and TensorRT-LLM. Pure.
+"""Request parameters, named as in Triton's backends for vLLM and TensorRT-LLM. Pure.
 
 A client may send a parameter as a request parameter, as an input tensor, or as a key of the JSON
 object ``sampling_parameters``, which is itself a request parameter or an input tensor. Numbers may
@@ -27,14 +27,14 @@ from everlift.v1 import inference_pb2 as wire
 from router.api.kserve.tensors import Scalar
 
 Value = Scalar | str
-#: Values that are given under one name.
+#: All values that a request has for one name.
 Values = Sequence[Value]
 N = TypeVar("N", int, float)
 
 #: Name of the parameter whose value is a JSON object of other parameters.
 NESTED = "sampling_parameters"
-#: Triton's number of Everlift's default class. Triton counts classes from 1, the highest; its 0
-#: stands for the default.
+#: Triton's priority that corresponds to Everlift's default class. In Triton, 1 is the highest
+#: priority and 0 stands for the default.
 _MIDDLE_PRIORITY = MAX_PRIORITY + 1
 _LOWEST_PRIORITY = _MIDDLE_PRIORITY + MAX_PRIORITY
 _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
@@ -42,10 +42,10 @@ _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """Request to submit (``generate``), and how the client wants its answer.
+    """Request to submit (``generate``), and the client's options for the answer.
 
-    ``is_streamed`` is None if the client did not set it. ``outputs`` has the names of the requested
-    tensors; empty means all of them. ``has_empty_final``: the client wants an empty response after
+    ``is_streamed`` is None if the client did not choose. ``outputs`` has the names of the requested
+    tensors; empty means all outputs. ``has_empty_final``: the client wants an empty response after
     the last output.
     """
 
@@ -79,7 +79,7 @@ class Parameter:
 
 
 def parse(parameters: Iterable[tuple[str, Values]]) -> ParsedRequest:
-    """Return the request to submit, and how the client wants its answer.
+    """Return the request to submit, and the client's options for the answer.
 
     ``parameters`` has pairs of a parameter's name and its values. Raises InvalidRequest for an
     unknown or repeated parameter, and for invalid values.
@@ -88,7 +88,7 @@ def parse(parameters: Iterable[tuple[str, Values]]) -> ParsedRequest:
     for name, values in _flat(parameters):
         parameter = _known(name)
         if parameter in seen:
-            raise InvalidRequest(f"{' or '.join(parameter.names)} is given twice")
+            raise InvalidRequest(f"{' or '.join(parameter.names)} must be given only once")
         seen.add(parameter)
         parameter.set(result, name, values)
     return result
@@ -97,18 +97,19 @@ def parse(parameters: Iterable[tuple[str, Values]]) -> ParsedRequest:
 def check_count(name: str, count: int) -> None:
     """Check that ``count`` values are allowed for the parameter ``name``.
 
-    Raises InvalidRequest if the parameter is unknown or does not take so many.
+    Raises InvalidRequest if the parameter is unknown or must have one value, and TooManyStops if
+    its list is too long.
     """
     max_values = 1 if name == NESTED else _known(name).max_values
     if max_values == 1:
         _check_one(name, count)
     elif count > max_values:  # only stop strings, stop tokens and bad words are lists
-        raise TooManyStops(f"{name} has {count} values; it takes at most {max_values}")
+        raise TooManyStops(f"{name} has {count} values; at most {max_values} are allowed")
 
 
 def _known(name: str) -> Parameter:
     if (parameter := _BY_NAME.get(name)) is None:
-        raise InvalidRequest(f"{name!r} is not known here; ModelMetadata lists what is")
+        raise InvalidRequest(f"unknown parameter {name!r}; ModelMetadata lists all parameters")
     return parameter
 
 
@@ -140,7 +141,7 @@ def _nested(text: str) -> Iterator[tuple[str, Values]]:
 
 def _check_one(name: str, count: int) -> None:
     if count != 1:
-        raise InvalidRequest(f"{name} has {count} values; it takes one")
+        raise InvalidRequest(f"{name} has {count} values; expected one")
 
 
 def _one(name: str, values: Values) -> Value:
@@ -150,9 +151,9 @@ def _one(name: str, values: Values) -> Value:
 
 def _text(name: str, value: Value) -> str:
     if not isinstance(value, str | bytes):
-        raise InvalidRequest(f"{name} takes text")
+        raise InvalidRequest(f"{name} must be a text")
     try:
-        # JSON may contain one half of a surrogate pair as an escape, which is not valid text.
+        # JSON may contain an unpaired surrogate as an escape, which is not valid text.
         return (value.encode() if isinstance(value, str) else value).decode()
     except UnicodeError:
         raise NotUtf8(f"{name} is not UTF-8") from None
@@ -161,14 +162,14 @@ def _text(name: str, value: Value) -> str:
 def _integer(name: str, value: Value) -> int:
     value = _parsed(name, value, int)
     if not isinstance(value, int):
-        raise InvalidRequest(f"{name} takes a whole number")
+        raise InvalidRequest(f"{name} must be an integer")
     return value
 
 
 def _number(name: str, value: Value) -> float:
     value = _parsed(name, value, float)
     if not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} takes a number")
+        raise InvalidRequest(f"{name} must be a number")
     try:
         return float(value)
     except OverflowError:
@@ -177,18 +178,18 @@ def _number(name: str, value: Value) -> float:
 
 def _parsed(name: str, value: Value, kind: type[N]) -> Value:
     if isinstance(value, bool):
-        raise InvalidRequest(f"{name} takes a number, not true or false")
+        raise InvalidRequest(f"{name} must be a number, not true or false")
     if not isinstance(value, str | bytes):
         return value
     try:
         return kind(_text(name, value))
     except ValueError:
-        raise InvalidRequest(f"{name} takes a number") from None
+        raise InvalidRequest(f"{name} must be a number") from None
 
 
 def _boolean(name: str, value: Value) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} takes true or false")
+        raise InvalidRequest(f"{name} must be true or false")
     return value
 
 
@@ -235,7 +236,7 @@ def _of_grammar(field: str) -> Setter:
     def set_field(parsed: ParsedRequest, name: str, values: Values) -> None:
         grammar = parsed.generate.sampling.grammar
         if (other := grammar.WhichOneof("form")) is not None:
-            raise InvalidRequest(f"{name} and {other} are given; an output has one form")
+            raise InvalidRequest(f"{name} cannot be combined with {other}")
         setattr(grammar, field, _text(name, _one(name, values)))
 
     return set_field
@@ -249,12 +250,14 @@ def _top_k(name: str, value: Value) -> int:
 def _priority(name: str, value: Value) -> int:
     priority = _integer(name, value) or _MIDDLE_PRIORITY
     if not 1 <= priority <= _LOWEST_PRIORITY:
-        raise OutOfRange(f"{name} must be from 1, the highest, to {_LOWEST_PRIORITY}, or 0")
+        raise OutOfRange(
+            f"{name} must be from 1 (the highest) to {_LOWEST_PRIORITY}, or 0 for the default"
+        )
     return _MIDDLE_PRIORITY - priority
 
 
 def _timeout(parsed: ParsedRequest, name: str, values: Values) -> None:
-    """Set the request's timeout from a number of microseconds; 0 sets none."""
+    """Set the request's timeout from a number of microseconds; 0 means no timeout."""
     microseconds = _integer(name, _one(name, values))
     _MICROSECONDS.check(name, microseconds)
     if microseconds:
@@ -275,7 +278,7 @@ def _stop_token_ids(parsed: ParsedRequest, name: str, values: Values) -> None:
 
 def _bad_words(parsed: ParsedRequest, name: str, values: Values) -> None:
     if any(_text(name, value) for value in values):
-        raise InvalidRequest(f"{name} is not served")
+        raise InvalidRequest(f"{name} is not supported")
 
 
 def _log_probs(parsed: ParsedRequest, name: str, values: Values) -> None:
@@ -299,7 +302,7 @@ def _empty_final(parsed: ParsedRequest, name: str, values: Values) -> None:
 
 def _without_input(parsed: ParsedRequest, name: str, values: Values) -> None:
     if not _boolean(name, _one(name, values)):
-        raise InvalidRequest(f"{name} false is not served: text_output never has the prompt")
+        raise InvalidRequest(f"{name} must be true: text_output never includes the prompt")
 
 
 def _always(parsed: ParsedRequest, name: str, values: Values) -> None:

@@ -30,10 +30,10 @@ from router.requests.tokenizer import ServedModel
 
 #: Parameter of an error response that contains the error's slug.
 SLUG = "everlift-error"
-#: Reasons for which some methods of Triton's contract are not served.
-_REPOSITORY = "a cluster serves the one model that it was started with"
+#: Reasons why some methods of Triton's contract are not supported.
+_REPOSITORY = "a cluster serves only the model that it was started with"
 _SHARED_MEMORY = "send tensors in requests, not in shared memory"
-_SETTINGS = "logs and traces are set where the cluster is started"
+_SETTINGS = "logs and traces are configured where the cluster is started"
 _NOT_SERVED = {
     "RepositoryModelLoad": _REPOSITORY,
     "RepositoryModelUnload": _REPOSITORY,
@@ -68,7 +68,9 @@ class KserveServer:
         head = self._head()
         parsed = self._read(data, head)
         if parsed.is_streamed:
-            raise InvalidRequest("stream is for ModelStreamInfer: this call has one answer")
+            raise InvalidRequest(
+                "ModelInfer has one answer: with stream true, use ModelStreamInfer"
+            )
         opened = await self._open(parsed, head, call)
         [answer] = [answer async for answer in _answers(opened, is_streamed=False)]
         return _response(head, parsed, answer)
@@ -223,7 +225,7 @@ class KserveServer:
 
 def _refusal(method: str, cause: str) -> Callable[[bytes, Call], Awaitable[Message]]:
     async def refuse(data: bytes, call: Call) -> Message:
-        raise Unimplemented(f"{method} is not served: {cause}")
+        raise Unimplemented(f"{method} is not supported: {cause}")
 
     return refuse
 

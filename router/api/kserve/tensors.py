@@ -18,7 +18,7 @@ from typing import cast
 from everlift.errors import InvalidRequest
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: Maximum number of inputs, and of outputs, in a request; fewer names than that exist.
+#: Maximum number of inputs, and of outputs, in a request. Fewer different names exist.
 MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
 #: Exclusive upper bound of the number of elements of a tensor, so that error messages can contain
@@ -27,8 +27,8 @@ _TOO_MANY = 1 << 64
 
 Scalar = bool | int | float | bytes
 
-#: By datatype: the struct format of an element in raw form, and the field of ``contents`` that may
-#: have the elements instead. FP16 has no such field. BYTES is not listed, because its elements
+#: For each datatype: the struct format of an element in raw form, and the field of ``contents`` in
+#: which the elements may be sent instead (FP16 has none). BYTES is not listed, because its elements
 #: differ in length.
 _FORMATS = {
     "BOOL": ("?", "bool_contents"),
@@ -63,13 +63,15 @@ def inputs(
 ) -> Iterator[Tensor]:
     """Yield the input tensors of a request; each is decoded when the iterator reaches it.
 
-    Before that, ``check_count`` is called with the tensor's name and number of elements, because a
-    request has room for millions of small elements. An error that it raises ends the iteration.
-    Raises InvalidRequest if a tensor is malformed.
+    Before a tensor is decoded, ``check_count`` is called with its name and number of elements,
+    because a request may contain millions of small elements. An error that ``check_count`` raises
+    ends the iteration. Raises InvalidRequest if a tensor is malformed.
     """
     num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)
     if num_inputs > MAX_TENSORS:
-        raise InvalidRequest(f"{num_inputs} inputs; a request has at most {MAX_TENSORS}")
+        raise InvalidRequest(
+            f"the request has {num_inputs} inputs; at most {MAX_TENSORS} are allowed"
+        )
     if num_raw not in (0, num_inputs):
         raise InvalidRequest(f"raw_input_contents has {num_raw} entries for {num_inputs} inputs")
     for number, message in enumerate(request.inputs):
@@ -87,7 +89,7 @@ def _tensor(
         raise InvalidRequest(f"{name}: the datatype {datatype!r} is not supported")
     if message.parameters:
         raise InvalidRequest(
-            f"{name}: {min(message.parameters)} is not supported: "
+            f"{name}: the parameter {min(message.parameters)} is not supported: "
             "send the tensor in the request, not in shared memory"
         )
     count = _count(message)
@@ -135,12 +137,12 @@ def _unpack(name: str, datatype: str, raw: bytes, count: int) -> Sequence[Scalar
 
 def _split(name: str, raw: bytes, count: int) -> Sequence[bytes]:
     if count * _LENGTH.size > len(raw):
-        raise _mismatch(name, count, f"only {len(raw)} bytes were sent")
+        raise _mismatch(name, count, f"the request has only {len(raw)} bytes for it")
     elements: list[bytes] = []
     start = 0
     while start < len(raw):
         if len(elements) == count or start + _LENGTH.size > len(raw):
-            raise _mismatch(name, count, "more bytes were sent")
+            raise _mismatch(name, count, "the request has more bytes for it")
         (length,) = _LENGTH.unpack_from(raw, start)
         start += _LENGTH.size + length
         if start > len(raw):

@@ -64,11 +64,11 @@ class Answering:
 
     async def completions(self, call: Call) -> ASGIApp:
         with self._counting_rejections():
-            name = _named(call)
+            name = _choose_name(call)
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
             name = self._set_session(call, name, fields, messages)
-            self._check_amount(fields, messages)
+            self._check_answer_size(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
                 self._model.tokenizer,
@@ -81,7 +81,7 @@ class Answering:
 
     async def chat(self, call: Call) -> ASGIApp:
         with self._counting_rejections():
-            name = _named(call)
+            name = _choose_name(call)
             fields = await call.fields(ChatFields)
         return await cancel_on_disconnect(call.request.receive, self._chat(call, name, fields))
 
@@ -91,7 +91,7 @@ class Answering:
             conversation = await self._conversations.of(fields)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
             name = self._set_session(call, name, fields, [message])
-            self._check_amount(fields, [message])
+            self._check_answer_size(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
             self._model.tokenizer,
@@ -161,17 +161,20 @@ class Answering:
         fields: GenerationFields,
         messages: Sequence[pb.GenerateRequest],
     ) -> str:
-        """Set the session of the messages, and return ``name``, which may get the session's tag."""
+        """Set the session of the messages, and return the call's request id.
+
+        The id is ``name``, with the tag of the session unless the client sent the id.
+        """
         # The header takes precedence; it is applied when the messages are submitted.
         session_id = call.headers.get(service.SESSION_ID, "")
         if not session_id:
             session_id = submissions.session_id(fields, self._config.session_from)
             for message in messages:
                 message.session_id = session_id
-        # An id that the client sent again has its tag already.
+        # The id of a resumed stream has the tag already.
         return name if _sent_name(call) else _set_name(call, in_session(name, session_id))
 
-    def _check_amount(
+    def _check_answer_size(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
     ) -> None:
         if not fields.stream:
@@ -188,15 +191,16 @@ class Answering:
             self._model.check_prompt(prompt)
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         texts = await tokenizer.with_text(
-            num_ids, lambda: [it if isinstance(it, str) else decode(it) for it in prompts]
+            num_ids,
+            lambda: [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts],
         )
         return [text for text in texts for _ in range(fields.n or 1)]
 
     @contextmanager
     def _counting_rejections(self) -> Iterator[None]:
-        """Context manager that counts an error in the metrics as a rejected submission.
+        """Context manager that counts an error as a rejected submission, and raises it again.
 
-        The error is raised again. The context covers the code before any request is submitted.
+        The context must contain only code that runs before a request is submitted.
         """
         try:
             yield
@@ -222,7 +226,11 @@ async def _collect_answer(generation: Generation, transcript: Transcript, answer
     return b"".join(parts)
 
 
-def _named(call: Call) -> str:
+def _choose_name(call: Call) -> str:
+    """Return the call's request id, which is the client's or else a new one; send it in headers.
+
+    If the call has several requests, their indices are appended to this id.
+    """
     return _set_name(call, _sent_name(call) or new_request_id())
 
 
@@ -253,7 +261,7 @@ def _reads_events(call: Call) -> bool:
 
 
 def _request_ids(name: str, count: int) -> list[str]:
-    return [name] if count == 1 else [f"{name}:{place}" for place in range(count)]
+    return [name] if count == 1 else [f"{name}:{index}" for index in range(count)]
 
 
 def _transcript(

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 def parse(data: bytes) -> Json:
     """Parse a body as a JSON object.
 
-    Raises NotUtf8 if the body is not UTF-8, or if a text in it has half of a surrogate pair. Raises
+    Raises NotUtf8 if the body is not UTF-8, or if a string in it has an unpaired surrogate. Raises
     MalformedBody if the body is not JSON, not an object, or nested too deeply, or if it has a
     number with too many digits or too large an exponent.
     """
@@ -42,7 +42,7 @@ def parse(data: bytes) -> Json:
     # Most bodies have so few brackets that their depth need not be checked.
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(body)
-    # Escapes of surrogates begin with this; characters themselves cannot be surrogates in UTF-8.
+    # Only escapes can produce surrogates, because UTF-8 does not encode them.
     if "\\ud" in text or "\\uD" in text:
         _check_surrogates(body)
     return body
@@ -84,7 +84,7 @@ def _float(text: str) -> float:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise MalformedBody(f"{text} is not JSON")
+    raise MalformedBody(f"the body has the number {text}, which JSON does not allow")
 
 
 def _check_depth(body: Json) -> None:
@@ -109,4 +109,4 @@ def _check_surrogates(body: Json) -> None:
     try:
         to_json(body)
     except PydanticSerializationError:
-        raise NotUtf8("a text of the body has half a surrogate pair") from None
+        raise NotUtf8("a string of the body has an unpaired surrogate") from None

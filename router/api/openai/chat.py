@@ -92,8 +92,8 @@ class ChatChunk(TypedDict):
 class ChatAnswer:
     """Writer of chat completions.
 
-    ``parser`` is called with the index of a choice, and returns a parser that separates its text
-    from tool calls.
+    ``parser`` is called with the index of a choice, and returns a parser that separates the
+    choice's text from its tool calls.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ _MAX_HEAD_BYTES = 64 << 10
 _MAX_CONNECTIONS = 1 << 14
 #: Seconds in which a request line and its headers must arrive.
 _HEAD_TIMEOUT_S = 30.0
-#: Maximum number of requests of one connection that wait for their answers. More would only occupy
-#: memory, because they are answered one after another.
+#: Maximum number of pipelined requests of one connection whose answers are not finished. More would
+#: only occupy memory, because the requests are answered one after another.
 _MAX_UNANSWERED = 16
 
 
@@ -46,7 +46,9 @@ class Connection(HttpToolsProtocol):
         self._pending_bytes = 0
         self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
         if len(self.connections) > _MAX_CONNECTIONS:
-            self._refuse(TooManyConnections(f"this router has {_MAX_CONNECTIONS} connections"))
+            self._refuse(
+                TooManyConnections(f"this router has at most {_MAX_CONNECTIONS} HTTP connections")
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
@@ -105,7 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
-            self._refuse(self._refusal or MalformedBody("this is not HTTP/1.1"))
+            self._refuse(self._refusal or MalformedBody("the request is not HTTP/1.1"))
 
     def _count(self, *parts: bytes) -> None:
         self._head_bytes += sum(map(len, parts))
@@ -125,4 +127,4 @@ class Connection(HttpToolsProtocol):
 
 
 def _head_too_large() -> MetadataTooLarge:
-    return MetadataTooLarge(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")
+    return MetadataTooLarge(f"the request line and headers are longer than {_MAX_HEAD_BYTES} bytes")

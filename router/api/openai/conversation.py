@@ -46,7 +46,7 @@ class Conversations:
     async def of(self, fields: ChatFields) -> Conversation:
         """Return the rendered prompt and the tools of a chat request.
 
-        Raises NoChatTemplate, InvalidRequest if its messages or tools are invalid, QueueFull if too
+        Raises NoChatTemplate, InvalidRequest if messages or tools are invalid, QueueFull if too
         many chats wait to be rendered, and EverliftError if no renderer process can be started.
         """
         tools = ToolUse.of(

@@ -64,7 +64,7 @@ class Call:
     response_headers: dict[str, str] = field(default_factory=dict)
 
     async def fields(self, kind: type[F]) -> F:
-        """Return the body, parsed and checked as ``kind``. Raises InvalidRequest if invalid."""
+        """Return the body, parsed as ``kind``. Raises InvalidRequest if the body is invalid."""
         fields = parse(kind, await self.json())
         # Errors of ``parse`` name fields as the body does; later errors need this map.
         self.params = fields.params
@@ -116,8 +116,8 @@ ANY_METHOD = "*"
 class Endpoint:
     """ASGI application for requests with the HTTP method ``method``, which may be ANY_METHOD.
 
-    GET includes HEAD. The caller's key must have one of the ``scopes``; if there are none, anyone
-    may call it.
+    GET includes HEAD. The caller's key must have one of the ``scopes``; if there are none, no key
+    is required.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Endpoint:
         except EverliftError as error:
             return refusal(error, call.params)
         except Exception:
-            log.exception("a request failed", path=call.request.url.path)
+            log.exception("unexpected error in an HTTP request", path=call.request.url.path)
             unknown = EverliftError("internal error; see the router's log")
             return refusal(unknown, call.params)
 
@@ -165,7 +165,7 @@ class Endpoint:
         allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
         if call.request.method not in allowed:
             call.response_headers["allow"] = ", ".join(allowed)
-            raise MethodNotAllowed(f"this path needs the method {self._method}")
+            raise MethodNotAllowed(f"this path supports only the method {self._method}")
 
 
 class Disconnected(Exception):

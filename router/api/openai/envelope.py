@@ -25,7 +25,7 @@ class UsageBody(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Common fields of an answer; ``created`` is in seconds since 1970."""
+    """Common fields of an answer; ``created`` is a Unix time in seconds."""
 
     id: str
     created: int

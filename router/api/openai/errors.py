@@ -46,8 +46,8 @@ class ErrorBody(TypedDict):
 class StreamedErrorDetail(ErrorDetail):
     """Error in a stream whose response headers were already sent.
 
-    It therefore has neither an HTTP status nor headers. ``retry_after`` is in seconds. ``resume``
-    has the headers with which the same POST continues the stream.
+    Such an error has no HTTP status and no headers of its own. ``retry_after`` is in seconds.
+    ``resume`` has the headers with which the same POST continues the stream.
     """
 
     retry_after: float | None

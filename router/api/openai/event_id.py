@@ -4,8 +4,8 @@
 
 An id states how much output the client has after the event. It contains the request's name and, for
 each choice, the numbers of tokens and characters and the digest of these tokens (everlift.hashes).
-A final ``e`` means that the client also has the end of the choice. The text depends only on the
-tokens, so that the number of tokens identifies the text.
+A final ``e`` means that the client also has the end of the choice. The same tokens always give the
+same text, so that a comparison of the digests suffices to verify what the client has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everlift.hashes import token_digest
 from everlift.request_id import check_request_id
 
 _POSITION = re.compile(r"([0-9]{1,9})\.([0-9]{1,10})\.([0-9a-f]{16})(\.e)?")
-_OF_NOTHING = token_digest(())
+_EMPTY_DIGEST = token_digest(())
 
 
 class Position(NamedTuple):
@@ -31,8 +31,8 @@ class Position(NamedTuple):
 
     tokens: int = 0
     characters: int = 0
-    #: digest of the tokens before it
-    digest: int = _OF_NOTHING
+    #: digest of the tokens before the position
+    digest: int = _EMPTY_DIGEST
     is_end: bool = False
 
     def __str__(self) -> str:
@@ -66,5 +66,7 @@ class EventId:
             if match
         ]
         if len(positions) < len(matches):
-            raise InvalidRequest("last-event-id is not the id of an event", field="last-event-id")
+            raise InvalidRequest(
+                "last-event-id must be the id of an event of the stream", field="last-event-id"
+            )
         return cls(check_request_id(name), positions)

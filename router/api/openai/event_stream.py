@@ -21,7 +21,7 @@ from router.api.openai.writer import Writer, encode
 
 log = logs.get_logger(__name__)
 
-#: Maximum events that a stream writes before other tasks of the event loop get a turn.
+#: Maximum number of events that a stream writes before other tasks of the event loop get a turn.
 _MAX_EVENTS_PER_TURN = 64
 #: Bytes of events after which other tasks get a turn as well, because events with log probabilities
 #: take long to encode.
@@ -64,11 +64,11 @@ class KeepAlive:
 class Events:
     """Server-sent events of one answer, which are polled; the creator must close the object.
 
-    With ``has_usage`` or ``explains`` a last chunk has the token counts and, if the requests asked
-    for it, the time breakdown of the request that ended last. With ``has_continuous_usage`` each
-    chunk has the token counts so far. With ``has_ids`` each event has an id line, which states the
-    position in the stream. Clients that only know ``data`` lines would take the id line for the
-    beginning of their JSON.
+    With ``has_usage`` or ``explains``, a last chunk has the token counts and, if it is known, the
+    time breakdown of the request that ended last. With ``has_continuous_usage`` each chunk has the
+    token counts so far. With ``has_ids`` each event has an id line, which states the position in
+    the stream. It is optional, because clients that only know ``data`` lines would mistake the id
+    line for the beginning of their JSON.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class EventStream:
     ) -> Self:
         """Wait for the first event, and return the response.
 
-        It waits for at most one keep-alive interval, or without a limit if that is 0. Raises the
+        The wait ends after one keep-alive interval; an interval of 0 means no limit. Raises the
         error of a request that fails in this time.
         """
         first = b""
@@ -208,7 +208,7 @@ class EventStream:
 class _EventWriter:
     """Writer of events to a client by callbacks, so that no task is woken for each event.
 
-    After ``comment_s`` seconds without an event it writes a comment line; 0 disables that.
+    After ``comment_s`` seconds without an event it writes a comment line; 0 disables comment lines.
     """
 
     def __init__(self, events: Events, writer: Writer, comment_s: float) -> None:

@@ -69,7 +69,7 @@ class InRange:
 class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    #: names of fields of everlift.messages in this body, where they differ
+    #: client's names for fields of everlift.messages, for those that have another name in this body
     PARAMS: ClassVar[Mapping[str, str]] = {}
 
     #: fields of OpenAI's API that must be null or absent, with the reason
@@ -93,9 +93,9 @@ class Fields(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         """Remove known fields that are null, because null means absent.
 
-        If the body has more members than there are known fields, at least one member is unknown.
-        One member more than that number is therefore enough to report the error, and no others are
-        read. Raises Unsupported if a field is set that the server does not support.
+        Only one member more than there are known fields is read, because among so many members at
+        least one is unknown and is reported as an error. Raises Unsupported if a field is set that
+        the server does not support.
         """
         if not isinstance(data, dict):
             return data
@@ -104,18 +104,21 @@ class Fields(BaseModel):
         for name, reason in cls.UNSUPPORTED.items():
             if read.get(name) is not None:
                 raise Unsupported(f"{name} is not supported: {reason}", field=name)
-        return {name: it for name, it in read.items() if it is not None or name not in known}
+        return {
+            name: value for name, value in read.items() if value is not None or name not in known
+        }
 
 
-def _few(bias: Any) -> Any:
+def _check_bias_size(bias: Any) -> Any:
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         raise LogitBiasTooLarge(
-            f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias"
+            f"logit_bias has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are allowed",
+            field="logit_bias",
         )
     return bias
 
 
-Bias = Annotated[dict[str, float], BeforeValidator(_few)]
+Bias = Annotated[dict[str, float], BeforeValidator(_check_bias_size)]
 F = TypeVar("F", bound=Fields)
 
 
@@ -307,7 +310,7 @@ def parse(kind: type[F], body: Object) -> F:
 def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) -> InvalidRequest:
     """Return the error for the first invalid field.
 
-    An unknown field takes precedence over others, because it may be a misspelt required one.
+    An unknown field is reported before others, because it may be a misspelt required field.
     """
     first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
     is_missing = first["type"] == "missing"
@@ -327,8 +330,8 @@ def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) 
 def _path(location: Iterable[int | str], body: Any) -> str:
     """Return the path of an invalid field, such as ``messages[0].role``.
 
-    ``location`` is the error's location as pydantic reports it. Its parts that are not in ``body``
-    are names of alternatives in a union type, and are left out.
+    ``location`` is the error's location as pydantic reports it. Parts of ``location`` that are not
+    in ``body`` are names of alternatives in a union type, and are left out.
     """
     path = ""
     for part in location:

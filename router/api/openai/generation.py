@@ -28,8 +28,8 @@ _REFUSALS = (QueueFull, QueueTimeout, DeadlineUnmeetable)
 class Generation:
     """Merged output of the requests of one call.
 
-    A piece is one message of a request's stream. ``poll`` returns the next available one; the
-    requests take turns. ``on_more`` is called when there may be another one. The owner must close
+    A piece is one message of a request's stream. ``poll`` returns the next available piece; the
+    requests take turns. ``on_more`` is called when there may be another piece. The owner must close
     the object, even after the last piece.
     """
 
@@ -64,7 +64,7 @@ class Generation:
         ``journals`` record the times of the requests, in the same order. If one request cannot be
         submitted, its error (see Inference.generate) is raised and all streams of the call are
         closed. Requests that the call created are then erased if the client chose their ids, so
-        that it can send all of them again with the same ids.
+        that the client can send all requests again with the same ids.
         """
         openings = [
             inference.generate(caller, message, headers, journal)
@@ -81,10 +81,11 @@ class Generation:
         *,
         had_output: bool,
     ) -> Self:
-        """Attach to the requests that ``messages`` submitted earlier, from their first tokens.
+        """Attach to requests that were submitted earlier with ``messages``.
 
-        ``had_output``: the client has output of an earlier stream. If one request cannot be opened,
-        its error (see Inference.attach) is raised and all streams of the call are closed.
+        Their output is read from the beginning. ``had_output``: the client has output of an earlier
+        stream. If one request cannot be opened, its error (see Inference.attach) is raised and all
+        streams of the call are closed.
         """
         openings = [
             inference.attach(
@@ -105,9 +106,9 @@ class Generation:
         try:
             while waiting:
                 opened.append(await waiting.pop(0))
-                # The head is read at once. A relayed stream only reaches the request's owner when
-                # it is first read, and the owner must see this reader in order to notice its
-                # departure.
+                # The first message is read at once. A relayed stream connects to the request's
+                # owner only when it is first read, and without a connection the owner would not
+                # notice that this client disconnects.
                 head = await anext(opened[-1].pieces)
                 prompt_tokens += head.prompt_tokens
         except BaseException as error:

@@ -12,8 +12,8 @@ from uvicorn.server import ServerState
 from everlift.address import join_host_port
 from router.api.openai.connection import Connection
 
-#: Seconds between two requests after which a connection is closed. Load balancers keep their
-#: connections for a minute.
+#: Seconds without a request after which a connection is closed. The value exceeds the minute for
+#: which load balancers keep idle connections.
 _IDLE_S = 75
 _HANDSHAKE_S = 10.0
 

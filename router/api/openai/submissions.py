@@ -22,9 +22,9 @@ from router.config import SessionField
 
 #: Default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
-#: Maximum log probabilities, including alternatives, of an answer that is not streamed. The router
-#: holds all of it in memory at once: 60 bytes of JSON for each log probability of a chat, in
-#: addition to the values themselves.
+#: Maximum number of log probabilities, including alternatives, in an answer that is not streamed.
+#: The router holds the whole answer in memory: in a chat, each log probability takes 60 bytes of
+#: JSON in addition to the value itself.
 _MAX_UNSTREAMED_LOGPROBS = 1 << 20
 
 
@@ -35,11 +35,17 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
     """
     prompts = fields.prompts
     if len(prompts) > MAX_PROMPTS:
-        raise TooManyRequests(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")
+        raise TooManyRequests(
+            f"the body has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed",
+            field="prompt",
+        )
     if fields.suffix:
-        raise Unsupported("models are not trained to fill in the middle", field="suffix")
+        raise Unsupported(
+            "suffix is not supported: models are not trained to fill in the middle",
+            field="suffix",
+        )
     if fields.echo and fields.logprobs is not None:
-        raise Unsupported("echo has no log probabilities", field="echo")
+        raise Unsupported("echo cannot be combined with logprobs", field="echo")
     message = _message(fields)
     if fields.max_tokens is None:
         message.max_tokens, message.clamp_max_tokens = _COMPLETION_TOKENS, True
@@ -62,8 +68,8 @@ def _prompted(message: pb.GenerateRequest, prompt: str | list[int]) -> pb.Genera
 def of_chat(fields: ChatFields, prompt: str, tools: Grammar | None) -> pb.GenerateRequest:
     """Return the request for a chat whose rendered conversation is ``prompt``.
 
-    ``tools`` is the grammar of tool calls if the output must be a tool call, else None. It replaces
-    the grammar of response_format. Raises InvalidRequest if a field is invalid.
+    ``tools`` is the grammar of tool calls if the output must be a tool call, else None. This
+    grammar replaces that of response_format. Raises InvalidRequest if a field is invalid.
     """
     message = _message(fields)
     if fields.max_completion_tokens is not None:
@@ -107,9 +113,9 @@ def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) 
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
     if num_logprobs > _MAX_UNSTREAMED_LOGPROBS:
         raise OutOfRange(
-            f"an answer that is not streamed holds at most {_MAX_UNSTREAMED_LOGPROBS} log "
-            f"probabilities, alternatives counted in; of this one there may be {num_logprobs}: "
-            "stream is for more, max_tokens for fewer",
+            f"an answer that is not streamed has at most {_MAX_UNSTREAMED_LOGPROBS} log "
+            f"probabilities, including alternatives; this one could have {num_logprobs}: "
+            "set stream to true, or reduce max_tokens",
             field="logprobs",
         )
 
@@ -162,10 +168,10 @@ def _sampling(fields: Generation) -> pb.Sampling:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """Return ``bias`` with numbers as keys. Raises InvalidRequest if a key is no token id."""
+    """Return ``bias`` with integer keys. Raises InvalidRequest if a key is not a token id."""
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32):
-            raise InvalidRequest("a key of logit_bias is no token id", field="logit_bias")
+            raise InvalidRequest("a key of logit_bias is not a token id", field="logit_bias")
     return {int(token): value for token, value in bias.items()}
 
 
@@ -177,7 +183,7 @@ def _grammar(fields: Generation) -> pb.Grammar | None:
     given = [form for form in forms if form is not None]
     if len(given) > 1:
         raise InvalidRequest(
-            "response_format and structured_outputs exclude each other",
+            "response_format and structured_outputs cannot be combined",
             field="structured_outputs",
         )
     return given[0] if given else None
@@ -201,7 +207,10 @@ def _format(form: ResponseFormat) -> pb.Grammar | None:
 def _structured(form: StructuredOutputs) -> pb.Grammar:
     given: dict[str, Any] = form.model_dump(exclude_none=True)
     if len(given) != 1:
-        raise InvalidRequest("structured_outputs must have one form", field="structured_outputs")
+        raise InvalidRequest(
+            "structured_outputs must have exactly one of json, regex, grammar and choice",
+            field="structured_outputs",
+        )
     if form.regex is not None:
         return pb.Grammar(regex=form.regex)
     if form.grammar is not None:

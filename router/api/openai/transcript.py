@@ -70,9 +70,9 @@ class Transcript:
         #: client's position in each choice
         self._sent = list(resumed) or [BEGIN] * num_choices
         self._resumed = tuple(self._sent)
-        #: these positions as text; each event has all of them, and most events change only one
+        #: positions in ``_sent`` as text; each event has all of them, but changes only one
         self._written = [str(position) for position in self._sent]
-        #: choices of which the client has tokens that were not compared with the output yet
+        #: choices for which the client's tokens were not compared with the output yet
         self._unverified = set(range(num_choices)) if resumed else set()
 
     @property
@@ -151,7 +151,7 @@ class Transcript:
     def _compare(self, choice: int) -> None:
         resumed = self._resumed[choice]
         if self._digests[choice].value != resumed.digest:
-            raise _data_loss(choice, resumed, "the tokens before it are others")
+            raise _data_loss(choice, resumed, "the client has different tokens before it")
         self._unverified.remove(choice)
 
     def mark_read(self, choice: int) -> None:

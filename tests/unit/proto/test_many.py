@@ -290,5 +290,5 @@ def test_generate_many_checks_request_count() -> None:
 
 def test_generate_many_rejects_duplicate_request_ids() -> None:
     generate_many.check_names(named("a", "b", "", ""))
-    with pytest.raises(InvalidRequest, match="twice"):
+    with pytest.raises(InvalidRequest, match="same request_id"):
         generate_many.check_names(named("a", "", "a"))

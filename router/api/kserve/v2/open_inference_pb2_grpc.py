@@ -120,14 +120,14 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """One request, answered as a whole.
+        """Runs one request, and returns its whole output in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Any number of requests, answered piece by piece as they come; which request a piece belongs to, its id says.
+        """Runs any number of requests, and streams their output. Each response has the id of its request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

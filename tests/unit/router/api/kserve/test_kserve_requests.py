@@ -186,24 +186,28 @@ def test_logprobs_output_enables_logprobs() -> None:
 @pytest.mark.parametrize(
     ("request_", "cause", "error"),
     [
-        (asking(unheard_of=1), "'unheard_of' is not known here", InvalidRequest),
-        (asking(sequence_id=1), "'sequence_id' is not known here", InvalidRequest),
-        (asking(bad_words="x"), "bad_words is not served", InvalidRequest),
-        (asking(exclude_input_in_output=False), "never has the prompt", InvalidRequest),
-        (asking(seed=1, random_seed=1), "seed or random_seed is given twice", InvalidRequest),
-        (asking(regex="a", ebnf="b"), "an output has one form", InvalidRequest),
+        (asking(unheard_of=1), "unknown parameter 'unheard_of'", InvalidRequest),
+        (asking(sequence_id=1), "unknown parameter 'sequence_id'", InvalidRequest),
+        (asking(bad_words="x"), "bad_words is not supported", InvalidRequest),
+        (asking(exclude_input_in_output=False), "never includes the prompt", InvalidRequest),
+        (
+            asking(seed=1, random_seed=1),
+            "seed or random_seed must be given only once",
+            InvalidRequest,
+        ),
+        (asking(regex="a", ebnf="b"), "regex cannot be combined with ebnf", InvalidRequest),
         (asking(max_tokens=-1), "max_tokens must be from 1 to 1073741824", OutOfRange),
         (asking(max_tokens=1 << 40), "max_tokens must be from 1 to 1073741824", OutOfRange),
         (asking(timeout=-1000), "timeout must be from 0 to 604800000000", OutOfRange),
         (asking(timeout=1 << 62), "timeout must be from 0 to 604800000000", OutOfRange),
-        (asking(priority=22), "priority must be from 1, the highest, to 21", OutOfRange),
+        (asking(priority=22), r"priority must be from 1 \(the highest\) to 21", OutOfRange),
         (asking(stop_token_ids=-1), "stop_token_ids must be from 0 to 4294967295", OutOfRange),
-        (asking(max_tokens=True), "max_tokens takes a number", InvalidRequest),
-        (asking(max_tokens=1.5), "max_tokens takes a whole number", InvalidRequest),
-        (asking(max_tokens="x"), "max_tokens takes a number", InvalidRequest),
-        (asking(temperature="x"), "temperature takes a number", InvalidRequest),
-        (asking(ignore_eos=1), "ignore_eos takes true or false", InvalidRequest),
-        (asking(stop=1), "stop takes text", InvalidRequest),
+        (asking(max_tokens=True), "max_tokens must be a number", InvalidRequest),
+        (asking(max_tokens=1.5), "max_tokens must be an integer", InvalidRequest),
+        (asking(max_tokens="x"), "max_tokens must be a number", InvalidRequest),
+        (asking(temperature="x"), "temperature must be a number", InvalidRequest),
+        (asking(ignore_eos=1), "ignore_eos must be true or false", InvalidRequest),
+        (asking(stop=1), "stop must be a text", InvalidRequest),
         (asking(sampling_parameters="{"), "is not JSON", InvalidRequest),
         (asking(sampling_parameters="[" * 100_000), "is not JSON", InvalidRequest),
         (asking(sampling_parameters="[1]"), "is not a JSON object", InvalidRequest),
@@ -211,11 +215,11 @@ def test_logprobs_output_enables_logprobs() -> None:
         (asking(sampling_parameters='{"n": [1, 2]}'), "n has 2 values", InvalidRequest),
         (
             asking(sampling_parameters=json.dumps({"stop": [1] * 17})),
-            "stop has 17 values; it takes at most 16",
+            "stop has 17 values; at most 16 are allowed",
             TooManyStops,
         ),
-        (asking(sampling_parameters='{"n": {}}'), "n takes a whole number", InvalidRequest),
-        (asking(sampling_parameters='{"stop": [[]]}'), "stop takes text", InvalidRequest),
+        (asking(sampling_parameters='{"n": {}}'), "n must be an integer", InvalidRequest),
+        (asking(sampling_parameters='{"stop": [[]]}'), "stop must be a text", InvalidRequest),
         (asking(sampling_parameters='{"stop": "\\ud800"}'), "stop is not UTF-8", NotUtf8),
         (
             asking(sampling_parameters='{"temperature": 1%s}' % ("0" * 400)),
@@ -224,10 +228,14 @@ def test_logprobs_output_enables_logprobs() -> None:
         ),
         (
             asking(sampling_parameters='{"sampling_parameters": "{}"}'),
-            "'sampling_parameters' is not known",
+            "unknown parameter 'sampling_parameters'",
             InvalidRequest,
         ),
-        (with_tensor(asking(n=1), "n", "INT32", [1], 2), "n is given twice", InvalidRequest),
+        (
+            with_tensor(asking(n=1), "n", "INT32", [1], 2),
+            "n must be given only once",
+            InvalidRequest,
+        ),
         (with_tensor(asking(), "n", "INT32", [2], 2, 3), "n has 2 values", InvalidRequest),
         (with_tensor(asking(), "stop", "BYTES", [1], b"\xff"), "stop is not UTF-8", NotUtf8),
         (
@@ -240,12 +248,12 @@ def test_logprobs_output_enables_logprobs() -> None:
             "text_input, text_input",
             InvalidRequest,
         ),
-        (pb.ModelInferRequest(), "or input_ids; it is missing", InvalidRequest),
+        (pb.ModelInferRequest(), "or input_ids; the request has neither", InvalidRequest),
         (tokens("INT32", [2, 2], 1, 2, 3, 4), "one prompt", InvalidRequest),
         (tokens("INT32", [2, 1], 1, 2), "one prompt", InvalidRequest),
-        (tokens("FP32", [1], 1.0), "it takes INT32", InvalidRequest),
-        (tokens("INT32", [2], 1, -1), "holds -1 to 1", OutOfRange),
-        (tokens("INT64", [1], 1 << 40), "no tokens", OutOfRange),
+        (tokens("FP32", [1], 1.0), "expected INT32", InvalidRequest),
+        (tokens("INT32", [2], 1, -1), "it has -1 to 1", OutOfRange),
+        (tokens("INT64", [1], 1 << 40), "must have token ids", OutOfRange),
         (
             with_tensor(pb.ModelInferRequest(), "text_input", "BYTES", [2], "a", "b"),
             "2 texts",
@@ -263,7 +271,7 @@ def test_logprobs_output_enables_logprobs() -> None:
         ),
         (
             with_tensor(pb.ModelInferRequest(), "text_input", "INT32", [1], 1),
-            "it takes BYTES",
+            "expected BYTES",
             InvalidRequest,
         ),
     ],
@@ -321,10 +329,10 @@ def test_parameter_list_may_have_its_maximum_length() -> None:
 def test_requested_outputs_are_validated() -> None:
     request = asking()
     request.outputs.add(name="embeddings")
-    refused(request, "no output 'embeddings'")
+    refused(request, "unknown output 'embeddings'")
     request.outputs[0].name = "text_output"
     request.outputs[0].parameters["classification"].int64_param = 3
-    refused(request, "'classification' is not served")
+    refused(request, "'classification' is not supported")
     request.outputs.extend([request.outputs[0]] * 64)
     refused(request, "at most 64 outputs")
 

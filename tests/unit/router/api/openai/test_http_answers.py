@@ -521,12 +521,12 @@ def test_position_with_matching_digest_resumes(had: str) -> None:
 @pytest.mark.parametrize(
     ("had", "cause"),
     [
-        (position("abx"), "others"),
-        (position("xbcdef"), "others"),
+        (position("abx"), "different tokens"),
+        (position("xbcdef"), "different tokens"),
         (position("abcdefx"), "ended after 6 tokens"),
-        (position("abcx", is_end=True), "others"),
+        (position("abcx", is_end=True), "different tokens"),
         (position("abcd", is_end=True), "did not end there"),
-        (Position(0, 0, 7), "others"),
+        (Position(0, 0, 7), "different tokens"),
     ],
 )
 def test_position_with_other_tokens_is_data_loss(had: Position, cause: str) -> None:
