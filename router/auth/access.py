@@ -28,6 +28,8 @@ _UNKNOWN_KEY = Key("nobody", (Scope.INFER,), hash_of(""), "1970-01-01T00:00:00Z"
 
 
 class Table:
+    """Callers by API key, and limits by tenant, according to one document."""
+
     def __init__(self, document: Document) -> None:
         self.document = document
         self._callers = {
@@ -108,8 +110,8 @@ class Access:
             document = await store.read_if_changed()
         except OSError as error:
             raise SettingsError(
-                f"router.access_file: {error.strerror}: {error.filename}; `everlift key create` "
-                "makes it"
+                f"router.access_file: {error.strerror}: {error.filename}; create it with "
+                "`everlift key create`"
             ) from None
         assert document is not None
         if not document.keys:
@@ -140,7 +142,7 @@ class Access:
         try:
             document = await self._store.read_if_changed()
         except LedgerUnavailable:
-            # The heartbeat already reports this.
+            # The heartbeat already reports that the ledger is unavailable.
             return
         except OSError as error:
             self._report_failure(error.strerror or type(error).__name__)
@@ -150,7 +152,7 @@ class Access:
             self._cause = ""
             if document is not None:
                 self._table = Table(document)
-                log.info("access changed", keys=len(document.keys))
+                log.info("API keys and tenants reloaded", keys=len(document.keys))
 
     def _report_failure(self, cause: str) -> None:
         if cause != self._cause:

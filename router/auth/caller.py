@@ -47,8 +47,8 @@ class Caller:
     def qualify(self, request_id: str) -> str:
         """Return the name in the cluster (``TENANT/ID``) of the caller's request ``request_id``.
 
-        An administrator may also pass such a name, of any tenant's request; it is returned as it
-        is. Raises InvalidRequest if ``request_id`` is malformed.
+        An administrator may also pass the name in the cluster of any tenant's request, which is
+        returned unchanged. Raises InvalidRequest if ``request_id`` is malformed.
         """
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
@@ -57,14 +57,14 @@ class Caller:
     def tenant_of_listing(self, tenant: str | None) -> str:
         """Return the tenant whose requests the caller may list; empty for all tenants.
 
-        ``tenant`` is the requested one: None means the caller's own, and an empty text all tenants.
+        ``tenant`` is the requested tenant: None means the caller's, and an empty text all tenants.
         Raises InvalidRequest for a malformed name, and Forbidden if a caller without the scope
         ADMIN requests other tenants.
         """
-        its = self.tenant if tenant is None else tenant
-        if its != self.tenant or not its:
+        listed = self.tenant if tenant is None else tenant
+        if listed != self.tenant or not listed:
             self.check(Scope.ADMIN)
-        return check_tenant(its) if its else its
+        return check_tenant(listed) if listed else listed
 
     def name(self, request_id: str) -> str:
         """Return ``request_id``, a name in the cluster (``TENANT/ID``), as the caller may see it.

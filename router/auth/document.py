@@ -80,13 +80,14 @@ class Document:
 def from_plain(plain: object) -> Document:
     """Create a document from nested dicts, as ``to_plain`` returns them.
 
-    None gives an empty document. Raises SettingsError if a part is invalid, and names that part.
+    None gives an empty document. Raises SettingsError, with the name of the part, if a part is
+    invalid.
     """
     if plain is None:
         return Document()
     sections = _mapping("the document", plain)
     for name in sections.keys() - {"keys", "tenants"}:
-        raise SettingsError(f"{name}: there are keys and tenants alone")
+        raise SettingsError(f"{name}: unknown section; expected keys or tenants")
     keys = _mapping("keys", sections.get("keys"))
     tenants = _mapping("tenants", sections.get("tenants"))
     document = Document(
@@ -102,7 +103,7 @@ def from_plain(plain: object) -> Document:
 def from_records(texts: Mapping[str, str]) -> Document:
     """Create a document from JSON texts by name, as ``to_records`` returns them.
 
-    Raises SettingsError if a text or a part of it is invalid, and names it.
+    Raises SettingsError, with the name of the text or of its part, if one is invalid.
     """
     plain: dict[str, dict[str, Any]] = {"keys": {}, "tenants": {}}
     for name, text in texts.items():
@@ -110,7 +111,7 @@ def from_records(texts: Mapping[str, str]) -> Document:
         try:
             plain.setdefault(section, {})[rest] = json.loads(text)
         except ValueError:
-            raise SettingsError(f"{name}: is not JSON") from None
+            raise SettingsError(f"{name}: the stored text is not JSON") from None
     return from_plain(plain)
 
 
@@ -118,7 +119,7 @@ def _mapping(at: str, value: object) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise SettingsError(f"{at}: must be a section with names in it")
+        raise SettingsError(f"{at}: must be a mapping from names to values")
     return value
 
 
@@ -143,7 +144,7 @@ def _plain_key(key: Key) -> dict[str, object]:
 
 def _checked_id(key_id: str) -> str:
     if not is_id(key_id):
-        raise SettingsError(f"keys.{key_id[:12]!r}: an id is 12 hexadecimal digits")
+        raise SettingsError(f"keys.{key_id[:12]!r}: an id must be 12 hexadecimal digits")
     return key_id
 
 
@@ -157,7 +158,7 @@ def _check_tenant(tenant: str) -> None:
 
 def _with_entry(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
     changed = {**mapping, name: value}
-    return {each: it for each, it in changed.items() if it is not None}
+    return {name: entry for name, entry in changed.items() if entry is not None}
 
 
 def changes(before: Document, after: Document) -> dict[str, str | None]:

@@ -37,7 +37,8 @@ def parse(text: str) -> Document:
     try:
         plain = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
-        # The original message would quote the file. An invalid date raises ValueError.
+        # The original message is not shown, because it would quote the file. An invalid date raises
+        # ValueError.
         raise SettingsError("is not YAML") from None
     return from_plain(plain)
 

@@ -2,8 +2,9 @@
 
     ev_3f9a1c2b4d5e_xGk...        ev_ID_SECRET
 
-The id is not secret; it names the key in lists. The secret has 256 random bits, so it cannot be
-found from its hash, even without a salt or a slow hash function. Only the hash is stored.
+The id is not secret and identifies the key in listings. Only the hash of the secret is stored. The
+secret has 256 random bits, so it cannot be found from its hash, even without a salt or a slow hash
+function.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Key:
     sha256: str = field(repr=False)
     created: str
     expires: str | None = None
-    #: description, for people
+    #: description for administrators
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class Key:
         except InvalidRequest as error:
             raise ValueError(f"tenant: {error}") from None
         if not self.scopes:
-            raise ValueError("scopes must name at least one")
+            raise ValueError("scopes must have at least one scope")
         if not _DIGEST.fullmatch(self.sha256):
             raise ValueError("sha256 must be 64 hexadecimal digits")
         if not _NAME.fullmatch(self.name):
@@ -75,7 +76,7 @@ def _check_timestamp(name: str, text: str) -> None:
     except ValueError:
         has_offset = False
     if not has_offset:
-        raise ValueError(f"{name} must be a moment such as 2030-01-31T12:00:00Z")
+        raise ValueError(f"{name} must be a time with an offset, such as 2030-01-31T12:00:00Z")
 
 
 def _seconds(timestamp: str) -> float:

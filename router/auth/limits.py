@@ -18,9 +18,9 @@ _RANGES = {"max_priority": (-MAX_PRIORITY, MAX_PRIORITY), "weight": (1, 1000)}
 class Limits:
     """Limits of a tenant; None means no limit."""
 
-    #: requests per minute: a bucket of this size, which refills evenly within a minute
+    #: requests per minute: size of a token bucket that refills evenly within a minute
     requests_per_minute: int | None = None
-    #: prompt and output tokens per minute, as a bucket of the same kind
+    #: prompt and output tokens per minute: size of a bucket of the same kind
     tokens_per_minute: int | None = None
     #: unfinished requests, including queued ones
     max_concurrent: int | None = None
@@ -28,7 +28,8 @@ class Limits:
     max_tokens: int | None = None
     #: highest priority class of a request
     max_priority: int | None = None
-    #: weight of its share of the served tokens, among the tenants with queued requests
+    #: weight of the tenant's share of the served tokens, relative to other tenants with queued
+    #: requests
     weight: int = 1
 
     def __post_init__(self) -> None:
@@ -40,20 +41,21 @@ class Limits:
 
     @property
     def is_metered(self) -> bool:
-        """Return whether any limit applies to the tenant's requests together.
+        """Return whether a limit applies to the sum of the tenant's requests.
 
-        These are the limits per minute and the limit of concurrent requests.
+        Such limits are the limits per minute and the limit of concurrent requests.
         """
         together = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in together)
 
     def fitted(self, submission: Submission) -> Submission:
-        """Check a submission against the limits, and return it with ``max_tokens`` set.
+        """Check a submission against the limits, and return it with the tenant's ``max_tokens``.
 
-        If the submission has no ``max_tokens``, it is the tenant's limit divided by the number of
-        choices, and ``clamp_max_tokens`` is set, so that it is lowered to what the context leaves.
-        A submission that has it, or whose tenant has no such limit, is returned unchanged. Raises
-        OutOfRange if its priority or tokens exceed the tenant's limits.
+        If the submission has ``max_tokens``, or the tenant has no such limit, it is returned
+        unchanged. Otherwise ``max_tokens`` becomes the tenant's limit divided by the number of
+        choices. ``clamp_max_tokens`` is then set as well, so that ``max_tokens`` is later lowered
+        to the tokens that the prompt leaves in the context. Raises OutOfRange if the submission's
+        priority or tokens exceed the tenant's limits.
         """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(
@@ -62,14 +64,14 @@ class Limits:
             )
         if self.max_tokens is None:
             return submission
-        each = self.max_tokens // submission.n
-        if submission.max_tokens is not None or each == 0:
+        max_tokens_each = self.max_tokens // submission.n
+        if submission.max_tokens is not None or max_tokens_each == 0:
             total_tokens = (submission.max_tokens or 1) * submission.n
             check_range(
                 "max_tokens of all choices", total_tokens, 1, self.max_tokens, field="max_tokens"
             )
             return submission
-        return replace(submission, max_tokens=each, clamp_max_tokens=True)
+        return replace(submission, max_tokens=max_tokens_each, clamp_max_tokens=True)
 
 
 NO_LIMITS = Limits()

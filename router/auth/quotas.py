@@ -1,11 +1,12 @@
 """Accounting of this router's requests against the limits of their tenants.
 
-    submitted -> charged -> held while this router or a later owner has it -> settled at its end
+    submitted -> charged -> renewed by the router that owns the request -> settled at its end
 
-A charge is an entry in the ledger that counts a request against the limits, with the most tokens
-that it may use: its prompt and max_tokens of each choice. Its settlement, when the request has
-ended, refunds the tokens that were not used. A charge expires unless the router that owns the
-request renews it. The request then no longer counts as concurrent, but no tokens are refunded.
+A charge is an entry in the ledger that counts a request against the limits. It has the most tokens
+that the request may use: its prompt, and max_tokens for each choice. The settlement of the charge,
+when the request has ended, refunds the tokens that were not used. A charge expires unless the
+router that owns the request renews it. The request then no longer counts as concurrent, but no
+tokens are refunded.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from router.auth.limits import NO_LIMITS, Limits
 from router.ledger.base import Ledger
 from router.ledger.quota import Charge, Settlement
 
-#: Lease of a charge in seconds: longer than it takes until another router takes over the request,
-#: or until the router is restarted.
+#: Lease of a charge in seconds. It is longer than the time until another router takes over the
+#: request, or until the router has restarted.
 _LEASE_S = 30.0
-#: Seconds between two renewals, and before a call to an unavailable ledger is repeated.
-_RENEW_INTERVAL_S, _RETRY_S = _LEASE_S / 3, 0.1
+#: Seconds between two renewals.
+_RENEW_INTERVAL_S = _LEASE_S / 3
+#: Seconds before a call to an unavailable ledger is repeated.
+_RETRY_S = 0.1
 
 
 def unlimited(tenant: str) -> Limits:
@@ -46,9 +49,9 @@ class Quotas:
     async def charge(self, request: Request) -> bool:
         """Charge a request before it is stored in the ledger; return whether it was charged now.
 
-        Returns False if no limit applies to the tenant's requests together, or if the request was
-        charged before. If the request then cannot be stored, the caller must refund the charge
-        only if True was returned. Raises RateLimited if a limit is exceeded, LedgerFull, and
+        Returns False if no limit applies to the sum of the tenant's requests, or if the request was
+        charged before. If True is returned and the request then cannot be stored, the caller must
+        refund the charge. Raises RateLimited if a limit is exceeded, LedgerFull, and
         LedgerUnavailable.
         """
         limits = self._limits_of(tenant_of(request.request_id))
@@ -93,7 +96,7 @@ class Quotas:
     async def run(self) -> None:
         """Settle ended requests and renew the charges of unfinished ones, until cancelled.
 
-        Both are calls of the ledger. If the ledger is unavailable, they are retried.
+        If the ledger is unavailable, these operations are retried.
         """
         loop = asyncio.get_running_loop()
         due = loop.time() + _RENEW_INTERVAL_S

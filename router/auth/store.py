@@ -22,12 +22,12 @@ class Store(Protocol):
         ...
 
     async def change(self, edit: Edit) -> Document:
-        """Apply ``edit`` to the stored document, store the records that it changes, and return it.
+        """Apply ``edit`` to the stored document, store the changes, and return the new document.
 
-        ``edit`` may run in another thread. If it raises an error, nothing is stored and the error
-        is raised here. A missing key file is created from an empty document. Raises SettingsError
-        if the stored contents are invalid, OSError if the file cannot be read or written, and
-        LedgerUnavailable if the ledger cannot be reached.
+        ``edit`` may run in another thread. If it raises an error, nothing is stored, and this
+        method raises the error. A missing key file is created from an empty document. Raises
+        SettingsError if the stored contents are invalid, OSError if the file cannot be read or
+        written, and LedgerUnavailable if the ledger cannot be reached.
         """
         ...
 

@@ -216,8 +216,8 @@ def test_document_accepts_unquoted_timestamps() -> None:
     ("plain", "cause"),
     [
         ([], "the document"),
-        ({"key": {}}, "key: there are keys and tenants alone"),
-        ({"keys": {"short": {}}}, "an id is 12"),
+        ({"key": {}}, "key: unknown section; expected keys or tenants"),
+        ({"keys": {"short": {}}}, "an id must be 12"),
         ({"keys": {ID: {"tenant": "acme"}}}, f"keys.{ID}.*must be set"),
         ({"keys": {ID: {"tenant": "Not One"}}}, f"keys.{ID}"),
         ({"tenants": {"Not One": {}}}, "tenant's name"),
