@@ -10,40 +10,41 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
 
-#: Most levels of a JSON value: as many as a grammar's schema may have, and far fewer than Python's
-#: own JSON parser accepts.
+#: Maximum number of levels of a JSON value. It equals the limit of a grammar's schema, and is far
+#: below the limit of Python's own JSON parser.
 MAX_DEPTH = 64
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_json(name: str, value: Any, max_bytes: int) -> None:
-    """Check a JSON value of a request; error messages call it ``name``.
+    """Check a JSON value of a request; ``name`` is its name in error messages.
 
-    Raises OutOfRange if it has more than MAX_DEPTH levels, or more than ``max_bytes`` bytes when
-    serialised. Raises NotUtf8 for half of a surrogate pair, and InvalidRequest for a number that
-    JSON does not have.
+    Raises OutOfRange if the value has more than MAX_DEPTH levels, or more than ``max_bytes`` bytes
+    when serialised. Raises NotUtf8 for an unpaired surrogate, and InvalidRequest for NaN or an
+    infinite number.
     """
     check_depth(name, value)
     try:
-        # A quarter of the time of json.dumps.
+        # to_json takes a quarter of the time of json.dumps.
         data = to_json(value, inf_nan_mode="constants")
     except PydanticSerializationError:
-        raise NotUtf8(f"{name} has half of a surrogate pair") from None
+        raise NotUtf8(f"{name} has an unpaired surrogate") from None
+    # A string may contain these words as well.
     if b"NaN" in data or b"Infinity" in data:
         _check_numbers(name, value)
     if len(data) > max_bytes:
-        raise OutOfRange(f"{name} takes {len(data)} bytes, and at most {max_bytes} are allowed")
+        raise OutOfRange(f"{name} has {len(data)} bytes; at most {max_bytes} are allowed")
 
 
 def _check_numbers(name: str, value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
-        raise InvalidRequest(f"{name} has a number that JSON does not know") from None
+        raise InvalidRequest(f"{name} has NaN or Infinity, which JSON does not allow") from None
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Raise OutOfRange if a value has more than MAX_DEPTH levels; the error calls it ``name``."""
+    """Raise OutOfRange if ``value`` has more than MAX_DEPTH levels; ``name`` names it."""
     level, depth = [value], 0
     while level := [part for whole in level for part in _parts(whole)]:
         depth += 1
@@ -89,9 +90,9 @@ _SPECIAL = re.compile(r".*_tokens?(_id)?")
 def checked(raw: object) -> Variables:
     """Check and return template variables, the chat_template_kwargs of a request.
 
-    Raises InvalidRequest for a wrong type, too many variables, a malformed or reserved name, or a
-    number that JSON does not have. Raises OutOfRange for too many bytes or levels, and NotUtf8 for
-    half of a surrogate pair.
+    Raises InvalidRequest for a wrong type, too many variables, a malformed or reserved name, NaN,
+    or an infinite number. Raises OutOfRange for too many bytes or levels, and NotUtf8 for an
+    unpaired surrogate.
     """
     if not isinstance(raw, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")

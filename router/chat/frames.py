@@ -21,7 +21,7 @@ class Launch:
     ``default`` is the chat template, and ``tool_use`` the template for chats with tools.
     ``special_tokens`` are given to the templates by name. ``cpu_s`` limits the CPU time of one chat
     in seconds, and ``max_characters`` the length of its rendered text. ``memory_mib`` limits the
-    memory beyond what the process has at its start.
+    memory in MiB that the process uses in addition to its memory at the start.
     """
 
     default: str
@@ -55,7 +55,7 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame of a message body; that of a rendered text has the key "text".
+    """Return the frame in a message's body; the frame of a rendered text has the key "text".
 
     Raises ValueError if the body is neither a text nor a JSON object.
     """
@@ -63,5 +63,5 @@ def decode(body: bytes) -> Frame:
         return {"text": body[len(_TEXT) :].decode()}
     frame = json.loads(body)
     if not isinstance(frame, dict):
-        raise ValueError("no frame")
+        raise ValueError("the frame is not a JSON object")
     return frame

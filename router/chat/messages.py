@@ -38,13 +38,13 @@ def shown_messages(raw: object) -> list[Message]:
     """Return a request's messages in the form that a chat template reads.
 
     Raises UnsupportedContent for content other than text, OutOfRange for too many or too large
-    messages, NotUtf8 for half of a surrogate pair, and InvalidRequest for anything else that is
-    wrong. The error names the faulty member.
+    messages, NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults. The error
+    names the faulty member.
     """
     if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages must be a list of at least one message")
     if len(raw) > MAX_MESSAGES:
-        raise OutOfRange(f"at most {MAX_MESSAGES} messages, not {len(raw)}")
+        raise OutOfRange(f"messages has {len(raw)} messages; at most {MAX_MESSAGES} are allowed")
     check_json("messages", raw, MAX_BYTES)
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(raw)]
     _name_results(messages)
@@ -69,7 +69,7 @@ def _message(at: str, raw: object) -> Message:
     if role == "assistant" and (calls := _tool_calls(at, message.get("tool_calls", []))):
         shown["tool_calls"] = calls
     if role == "tool" and "tool_call_id" not in shown:
-        raise InvalidRequest(f"{at}.tool_call_id must say which call this is the result of")
+        raise InvalidRequest(f"{at}.tool_call_id is missing: a result needs the id of its call")
     return shown
 
 
@@ -141,8 +141,8 @@ def _tool_call(at: str, call: object) -> Message:
 def _arguments(at: str, raw: object) -> object:
     """Return the arguments of a tool call as an object, or as text if they are not a JSON object.
 
-    An invalid text is no error, because the model may have written it, and the client sends back
-    what it received. Missing arguments and an empty text become an empty object. Raises
+    An invalid text is accepted, because the model may have written it, and clients send back what
+    they received. Missing arguments and an empty text become an empty object. Raises
     InvalidRequest for another type, and OutOfRange for more than MAX_DEPTH levels.
     """
     if raw is None or isinstance(raw, dict):
@@ -155,10 +155,11 @@ def _arguments(at: str, raw: object) -> object:
     except ValueError:
         return text
     check_depth(at, value)
-    return value if isinstance(value, dict) and _can_be_written(value) else text
+    return value if isinstance(value, dict) and _is_encodable(value) else text
 
 
-def _can_be_written(value: object) -> bool:
+def _is_encodable(value: object) -> bool:
+    """Return whether ``value`` has neither infinite numbers nor unpaired surrogates."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
@@ -171,6 +172,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _name_results(messages: list[Message]) -> None:
+    """Set the name of each tool's result to that of the called function, unless it has a name."""
     called: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", []):

@@ -1,12 +1,12 @@
 """Parser of an output's text into content and tool calls, character by character. Pure.
 
-The result after character k depends on characters 0 to k alone, and not on their division into
+The result after character k depends only on characters 0 to k, and not on their division into
 pieces. A client that reads a stream again from any offset therefore continues with exactly the next
 character. Text is held back while its meaning is undecided: a possible opening mark of a call, a
-call before its name and arguments are known, half of an escape in its arguments.
+call before its name and arguments are known, an incomplete escape in its arguments.
 
-Text that turns out not to be a call is content, unchanged. If it is short, it is searched for
-another call. Each character is thus read a bounded number of times, for every text.
+Text that turns out not to be a call is unchanged content. If this text is short, it is searched for
+another call; the limit bounds how often a character can be read.
 
 The arguments of a call end where their brackets close. The client has to check whether they are
 valid JSON and fit the tool.
@@ -36,14 +36,16 @@ _IGNORED_KEYS = ("type", "id")
 #: Keys that a call's object may have before the call has begun.
 _KEYS = frozenset(("name", *_ARGUMENTS, *_IGNORED_KEYS))
 _SUPERFLUOUS = "},"
-#: Escape of the first half of a surrogate pair. Two escapes, one of each half, write one character.
-_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+#: Escape of a high surrogate. It represents a character together with the escape of a low surrogate
+#: that follows.
+_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LENGTH = 6
-#: Most characters of a key in _KEYS with its quotes, if each of its characters is an escape.
+#: Maximum length of a key in _KEYS with its quotes, if each of its characters is an escape.
 _MAX_KEY = _ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
-#: Most characters that are searched again for a call after a text has turned out not to be one. An
-#: opening mark and the first key behind it have 17 characters, so none is read more than 16 times.
-#: Without a bound, a text of nothing but marks would be read as often as it has marks.
+#: Maximum number of characters that are searched for a call again after they turned out not to be
+#: one. An opening mark and the first key after it have 17 characters, so that no character is read
+#: more than 16 times. Without this limit, a text that consists of opening marks would be read once
+#: for each mark.
 _MAX_REREAD = 256
 #: Characters that may continue a number, true, false or null, and all other lower-case letters.
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
@@ -65,7 +67,7 @@ class Parser(Protocol):
 
 
 class PlainParser:
-    """Parser of an output without tools: everything is content."""
+    """Parser of the output of a request without tools: the whole text is content."""
 
     has_calls = False
 
@@ -164,13 +166,13 @@ class _CharParser:
         while (char := (yield from self._read())) != '"':
             if char == "\\":
                 yield from self._escape()
-            if not self._is_half():
+            if not self._ends_in_high_surrogate():
                 self._emit_arguments()
         self._emit_arguments()
 
-    def _is_half(self) -> bool:
+    def _ends_in_high_surrogate(self) -> bool:
         last = self._pending[-_ESCAPE_LENGTH:]
-        return len(last) == _ESCAPE_LENGTH and _HALF.fullmatch("".join(last)) is not None
+        return len(last) == _ESCAPE_LENGTH and _HIGH_SURROGATE.fullmatch("".join(last)) is not None
 
     def _escape(self) -> Reading[None]:
         if (yield from self._read()) != "u":
@@ -223,8 +225,8 @@ class ArgumentsParser(_CharParser):
 class CallParser(_CharParser):
     """Parser of an output in the format ``form`` with calls of the functions ``names``.
 
-    ``call_id`` returns the id of the output's call with a given number. Unless ``is_parallel``, all
-    text after the first call is ignored. Whitespace next to a call is not content, and a call of a
+    ``call_id`` maps the index of a call in the output to the call's id. Unless ``is_parallel``, all
+    text after the first call is ignored. Whitespace next to a call is not content. A call of a
     function that is not in ``names`` is content.
     """
 
@@ -280,18 +282,18 @@ class CallParser(_CharParser):
             is_followed = yield from self._is_followed()
 
     def _backtrack(self) -> None:
-        """Emit the first pending character that is no space as content: no call begins with it.
+        """Emit the first pending character that is not whitespace as content.
 
-        The whitespace before this character is emitted, too. A call may begin after the character,
-        so the other pending characters are read again. If they are too many, only the last one is
-        read again and all others are content.
+        No call begins with this character, but one may begin later, so the characters after it are
+        read again. If they are too many, only the last one is read again, and the others are
+        emitted. The whitespace before the first character is emitted, too.
         """
         behind = len(self._pending) - self._num_leading_spaces() - 1
         self._push_back(behind if behind <= _MAX_REREAD else 1)
         self._emit_content()
 
     def _is_followed(self) -> Reading[bool]:
-        """Read on after a call; return whether another call follows without an opening mark.
+        """Read the text after a call; return whether another call follows without an opening mark.
 
         The closing mark and superfluous characters after a call's object are skipped.
         """
@@ -319,7 +321,7 @@ class CallParser(_CharParser):
         except _NoCall:
             if not call.is_started:
                 raise
-            # The call has begun, so it remains a call however its object ends.
+            # The start of the call was already emitted, so an invalid end of its object is ignored.
             self._push_back(1)
 
     def _members(self, call: _Call) -> Reading[None]:
@@ -353,7 +355,7 @@ class CallParser(_CharParser):
             call.arguments = _object(value)
 
     def _key(self, call: _Call) -> Reading[str]:
-        """Return the next member's key.
+        """Read and return the key of the next member.
 
         Raises _NoCall as soon as the text cannot be a key that a call's object may have.
         """

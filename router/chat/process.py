@@ -1,4 +1,4 @@
-"""Client side of a renderer process, which the router uses."""
+"""Router's side of a renderer process: starts it, and sends chats to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from router.chat.frames import Frame, Launch
 
 log = logs.get_logger(__name__)
 
-#: Time limit of a chat as a multiple of its CPU time limit, because a busy machine needs longer.
-_PATIENCE = 5
+#: Limit of a chat's elapsed time, as a multiple of the limit of its CPU time. On a busy machine the
+#: elapsed time is longer than the CPU time.
+_ELAPSED_FACTOR = 5
 #: Seconds for the start of the process. It loads transformers, which takes 1 s, and more the first
 #: time.
 _START_S = 120.0
-#: Most bytes of one character in UTF-8.
 _MAX_BYTES_PER_CHARACTER = 4
-#: Most bytes of an answer besides its text, and of an error in total.
+#: Maximum bytes of an answer in addition to its text, and of an error in total.
 _MAX_FRAME_HEAD = 4096
 #: Variables of the environment that the process receives. All others are withheld from templates.
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
@@ -58,7 +58,7 @@ class RendererProcess:
         """
         await self.start()
         try:
-            answer = await self._exchange(request, _PATIENCE * self._launch.cpu_s)
+            answer = await self._exchange(request, _ELAPSED_FACTOR * self._launch.cpu_s)
         except TimeoutError:
             raise self._too_slow() from None
         except _Ended:
@@ -69,7 +69,7 @@ class RendererProcess:
         """Kill the process and wait for its end."""
         if self._socket is not None:
             self._socket.close()
-        # If the process has already ended, a child that still runs ends with the socket.
+        # If the process has already ended, a child that still runs ends because its socket closes.
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -77,23 +77,23 @@ class RendererProcess:
 
     async def _start(self) -> None:
         self.end()
-        self._socket, theirs = socket.socketpair()
+        self._socket, renderer_socket = socket.socketpair()
         self._socket.setblocking(False)
-        with theirs:
+        with renderer_socket:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "router.chat.renderer"],
-                stdin=theirs.fileno(),
+                stdin=renderer_socket.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
-                # A session of its own keeps Ctrl-C from the process, and makes its children its
-                # process group.
+                # In a session of its own, the process does not receive Ctrl-C, and forms a process
+                # group with its children.
                 start_new_session=True,
             )
         log.info("chat renderer started", child_pid=self._process.pid)
         try:
             await self._exchange(frames.encode(asdict(self._launch)), _START_S)
         except (_Ended, TimeoutError):
-            raise EverliftError("no chat can be rendered; see the router's log") from None
+            raise EverliftError("the chat renderer did not start; see the router's log") from None
 
     async def _exchange(self, request: bytes, timeout_s: float) -> Frame:
         assert self._socket is not None
@@ -133,9 +133,8 @@ class RendererProcess:
                 raise TemplateFailed(cause)
             case {"too_long": int(length)}:
                 raise PromptTextTooLong(
-                    f"the prompt is too long: the chat becomes {length} characters, which is "
-                    "longer than the model's context length "
-                    f"({self._launch.max_characters} at most)"
+                    f"the prompt is too long: the rendered chat has {length} characters; at most "
+                    f"{self._launch.max_characters} fit into the model's context"
                 )
             # The child exceeded the CPU time limit with this chat, and a new child has replaced it.
             case {"ready": signal.SIGPROF.name}:
@@ -143,17 +142,15 @@ class RendererProcess:
         raise _crashed()
 
     def _too_slow(self) -> TemplateTimeout:
-        return TemplateTimeout(
-            f"the chat template takes more than {self._launch.cpu_s:g} s over these messages"
-        )
+        return TemplateTimeout(f"rendering these messages takes more than {self._launch.cpu_s:g} s")
 
 
 def _crashed() -> TemplateFailed:
-    return TemplateFailed("the chat template ended the process that rendered it")
+    return TemplateFailed("the chat template crashed the process that rendered it")
 
 
 def _environment() -> dict[str, str]:
-    # The process must be able to import all that this one can, whatever made that possible.
+    # The process must be able to import the same modules as this one.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return {**kept, **_FOR_FORKS, "PYTHONPATH": path}

@@ -4,10 +4,10 @@
                                   ^ fork
                                 this process: has transformers' sandbox loaded, and waits
 
-The sandbox limits what a template can access, and this process limits the resources that it can
-use. The kernel kills the child when a chat takes too much CPU time, and on Linux it also limits the
-child's memory. The next child is ready 10 ms later. A child ends when its socket is closed, and
-this process with it.
+The sandbox limits what a template can access, and the child's resource limits what it can use. The
+kernel kills the child when a chat takes too much CPU time, and on Linux it also limits the child's
+memory. The next child is ready 10 ms later. When the socket is closed, the child ends, and then
+this process ends too.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
     to the router     {"ready": signal that ended the child before, or ""} from each new child;
@@ -29,7 +29,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from router.chat import frames
 from router.chat.frames import Frame, Launch
 
-#: Most characters of an error for a client.
+#: Maximum characters of an error message for a client.
 _MAX_CAUSE = 500
 
 
@@ -49,7 +49,7 @@ def main() -> None:
 def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        _bound(launch.memory_mib)
+        _limit_resources(launch.memory_mib)
         sock.sendall(frames.encode({"ready": ended_by}))
         while True:
             _serve(sock, launch)
@@ -75,16 +75,18 @@ def _answer(request: Frame, launch: Launch) -> bytes:
             return frames.encode({"too_long": len(text)})
         return frames.encode_text(text)
     except jinja2.exceptions.TemplateSyntaxError as error:
-        return _refusal(f"the chat template is wrong in line {error.lineno}: {error.message}")
+        return _refusal(
+            f"syntax error in line {error.lineno} of the chat template: {error.message}"
+        )
     except jinja2.exceptions.SecurityError as error:
-        return _refusal(f"the chat template did something that is not allowed: {error}")
+        return _refusal(f"the chat template tried a forbidden operation: {error}")
     except jinja2.exceptions.TemplateError as error:
         return _refusal(str(error))
     except MemoryError:
-        return _refusal("the chat template takes too much memory")
+        return _refusal("the chat template needs too much memory")
     # A template can raise any exception that Python code can raise.
     except Exception as error:
-        return _refusal(f"the chat template fails: {type(error).__name__}: {error}")
+        return _refusal(f"the chat template failed: {type(error).__name__}: {error}")
 
 
 def _rendered(request: Frame, launch: Launch) -> str:
@@ -104,7 +106,7 @@ def _refusal(cause: str) -> bytes:
     return frames.encode({"error": cause})
 
 
-def _bound(memory_mib: int) -> None:
+def _limit_resources(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))

@@ -19,14 +19,14 @@ from router.chat.messages import Message, shown_messages
 from router.chat.process import RendererProcess
 from router.config import RouterConfig
 
-#: Most characters of a rendered chat. No context holds more.
+#: Maximum characters of a rendered chat. No model's context is longer.
 _MAX_CHARACTERS = 1 << 24
-#: Memory limit of one chat in MiB. 4 MiB of messages and what a template makes of them take at most
-#: 200 MiB.
+#: Memory limit of one chat in MiB. Rendering 4 MiB of messages takes at most 200 MiB.
 _MEMORY_MIB = 512
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 64 << 20
-#: Most characters of messages that are checked and serialised in the event loop.
+#: Maximum characters of messages that are checked and serialised in the event loop; longer messages
+#: are processed in a thread.
 _INLINE_CHARACTERS = 1 << 16
 _DEFAULTS = RouterConfig()
 _NO_VARIABLES: Mapping[str, object] = {}
@@ -82,7 +82,7 @@ class ChatTemplate:
     def start(self) -> None:
         """Start the renderer processes in the background."""
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._run(one)) for one in self._processes]
+            self._tasks = [asyncio.create_task(self._run(process)) for process in self._processes]
 
     async def render(
         self,
@@ -136,7 +136,7 @@ class ChatTemplate:
 
     async def _enqueue(self, request: bytes) -> str:
         if self._waiting.full() or self._waiting_bytes + len(request) > _MAX_WAITING_BYTES:
-            raise QueueFull("too many chats wait to be rendered")
+            raise QueueFull("too many chats are waiting to be rendered")
         self.start()
         text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting_bytes += len(request)
@@ -144,7 +144,7 @@ class ChatTemplate:
         return await text
 
     async def _run(self, process: RendererProcess) -> None:
-        # The first chat starts the process again and receives the error.
+        # If the start fails, the first chat starts the process again and receives the error.
         with suppress(Exception):
             await process.start()
         while True:
@@ -155,7 +155,7 @@ class ChatTemplate:
 
 
 def _is_long(messages: object) -> bool:
-    """Return whether all texts together, also those of parts and tool calls, are long."""
+    """Return whether the texts in ``messages`` have more than _INLINE_CHARACTERS in total."""
     values, num_characters = [messages], 0
     while values and num_characters <= _INLINE_CHARACTERS:
         value = values.pop()

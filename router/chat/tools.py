@@ -28,10 +28,11 @@ from router.chat.parser import ArgumentsParser, CallParser, Parser, PlainParser
 
 Json = Any
 
-#: Most tools of a request, as in OpenAI's API.
+#: Maximum number of tools of a request, as in OpenAI's API.
 MAX_TOOLS = 128
-#: Most bytes of one tool, and of all tools together, as JSON.
+#: Maximum bytes of one tool as JSON.
 MAX_TOOL_BYTES = 64 << 10
+#: Maximum bytes of all tools together as JSON.
 MAX_BYTES = 512 << 10
 #: Members of a function that the template receives. Others, which clients add, are ignored.
 _SHOWN = ("name", "description", "parameters")
@@ -40,7 +41,7 @@ _NO_PARAMETERS: Mapping[str, Json] = {
     "properties": {},
     "additionalProperties": False,
 }
-#: Keywords next to which a grammar accepts no type.
+#: Keywords of a schema that cannot be combined with the keyword ``type`` in a grammar.
 _WHOLE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 #: Keywords whose value is an object of schemas by name. The names are not keywords.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -87,8 +88,8 @@ class ToolUse:
         """Parse the ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
 
         ``tools`` and ``tool_choice`` are None if they are absent. Raises OutOfRange for too many,
-        too large or too deeply nested tools, NotUtf8 for half of a surrogate pair, and
-        InvalidRequest for anything else that is wrong.
+        too large or too deeply nested tools, NotUtf8 for an unpaired surrogate, and InvalidRequest
+        for other faults.
         """
         functions = _functions(tools)
         choice, named = _choice(tool_choice)
@@ -122,8 +123,8 @@ class ToolUse:
                 schema = self._calls_schema(form or LISTED)
             case Choice.AUTO if form is None:
                 raise ToolsUnsupported(
-                    "the chat template does not show how this model writes tool calls: the "
-                    "cluster can say it (router.tool_format), or tool_choice ask for a call"
+                    "the chat template does not show how this model writes tool calls: set "
+                    "router.tool_format, or use the tool_choice required or a function"
                 )
             case _:
                 return None
@@ -142,7 +143,7 @@ class ToolUse:
             return ArgumentsParser(self.named, identify)
         if self.choice is Choice.REQUIRED:
             form = LISTED
-        assert form is not None, "tools in no format, which grammar() refuses"
+        assert form is not None, "grammar() rejects tools in an unknown format"
         names = frozenset(function.name for function in self.functions)
         return CallParser(form, names, identify, is_parallel=self.is_parallel)
 
@@ -152,8 +153,8 @@ class ToolUse:
     def _calls_schema(self, form: ToolFormat) -> Json:
         """Return the JSON schema of an array of calls of these functions.
 
-        The schema of each tool's arguments is embedded, and references inside it are changed so
-        that they point to their targets at the new position.
+        The schema of each tool's arguments is embedded. References inside it are changed so that
+        they still point to their targets at the new position.
         """
         schema: Json = {
             "type": "array",
@@ -183,7 +184,8 @@ def _root(name: str) -> str:
 def _definition(function: Function) -> Json:
     """Return the schema of a function's arguments, to be embedded in another schema.
 
-    Its `$id` is removed, and its references are changed to its position in the other schema.
+    The schema's `$id` is removed, and its references to itself are changed to its position in the
+    other schema.
     """
     base = function.parameters.get("$id")
     bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}
@@ -234,13 +236,13 @@ def _functions(tools: object) -> tuple[Function, ...]:
     if not tools:
         raise InvalidRequest("tools must have at least one tool, not []", field="tools")
     if len(tools) > MAX_TOOLS:
-        raise OutOfRange(f"at most {MAX_TOOLS} tools, not {len(tools)}")
+        raise OutOfRange(f"tools has {len(tools)} tools; at most {MAX_TOOLS} are allowed")
     check_json("tools", tools, MAX_BYTES)
     functions = tuple(_read(f"tools[{i}]", tool) for i, tool in enumerate(tools))
     names = [function.name for function in functions]
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise InvalidRequest(f"tools[{i}] has the name of an earlier one: {name}")
+            raise InvalidRequest(f"tools[{i}] has the same name as an earlier tool: {name}")
     return functions
 
 

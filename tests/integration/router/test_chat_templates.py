@@ -180,10 +180,10 @@ async def test_endless_template_times_out_only_its_own_chat(
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("{% if %}", TemplateFailed, "wrong in line 1"),
+        ("{% if %}", TemplateFailed, "syntax error in line 1"),
         ("{{ 'a' * 10 ** 11 }}", TemplateFailed, "memory"),
         ("{{ 3 ** (3 ** 20) }}", TemplateTimeout, r"0\.5 s"),
-        ("{{ (" * 5000, TemplateFailed, "fails|wrong"),
+        ("{{ (" * 5000, TemplateFailed, "failed|syntax error"),
     ],
 )
 async def test_uncompilable_template_rejects_every_chat(
@@ -235,7 +235,7 @@ async def test_killed_renderer_is_restarted(tmp_path: Path) -> None:
 
         [child] = children(process.pid)
         os.kill(child, signal.SIGKILL)
-        with pytest.raises(TemplateFailed, match="ended the process"):
+        with pytest.raises(TemplateFailed, match="crashed the process"):
             await template.render(HELLO, None)
         assert await template.render(HELLO, None) == "hello is fine"
         assert supervisor(template) is process
@@ -268,7 +268,7 @@ async def test_renderer_start_failure_is_server_error(
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", "/bin/false")
             template.start()
-            with pytest.raises(EverliftError, match="no chat can be rendered") as caught:
+            with pytest.raises(EverliftError, match="chat renderer did not start") as caught:
                 await template.render(HELLO, None)
             assert not isinstance(caught.value, InvalidRequest)
         assert await template.render(HELLO, None) == "hello is fine"

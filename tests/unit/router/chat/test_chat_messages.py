@@ -208,7 +208,7 @@ def test_reasoning_is_shown(key: str) -> None:
         ([USER] * (MAX_MESSAGES + 1), OutOfRange, f"at most {MAX_MESSAGES}"),
         ([{**USER, "content": "é" * (MAX_BYTES // 2)}], OutOfRange, "bytes"),
         ([{**USER, "content": "\ud800"}], NotUtf8, "surrogate"),
-        ([{**USER, "name": float("nan")}], InvalidRequest, "number"),
+        ([{**USER, "name": float("nan")}], InvalidRequest, "NaN"),
         (
             [{"role": "assistant", "tool_calls": [call("[" * 100_000)]}],
             OutOfRange,
