@@ -75,8 +75,8 @@ class Actions:
     async def recent(self, call: Call) -> Response:
         """Return the newest requests, at most MAX_RECENT of them.
 
-        An administrator receives those of all tenants, any other caller those of its own tenant.
-        Raises LedgerUnavailable.
+        An administrator receives requests of all tenants, and any other caller only requests of its
+        own tenant. Raises LedgerUnavailable.
         """
         message = pb.ListRequestsRequest(page_size=MAX_RECENT)
         if Scope.ADMIN in call.caller.scopes:
@@ -122,26 +122,27 @@ def message_of(kind: type[M], fields: Json) -> M:
         return ParseDict(fields, kind())
     except ParseError as error:
         cause = str(error)[:_MAX_CAUSE_CHARS]
-        raise InvalidRequest(f"the body is no {kind.DESCRIPTOR.name}: {cause}") from None
+        raise InvalidRequest(f"the body is not a {kind.DESCRIPTOR.name}: {cause}") from None
 
 
 def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
     """Check that no other site's page sent this request through a user's browser.
 
-    The body must be JSON, because a browser asks the server for permission before it sends JSON to
-    another origin; otherwise UnsupportedMediaType is raised. Forbidden is raised in two cases: if
-    the header Origin is set and names another host than the header Host; and if callers need no API
-    keys and the host is neither an IP address nor localhost, because any other name may be under an
-    attacker's control (DNS rebinding).
+    Raises UnsupportedMediaType if the body is not JSON: a browser asks the server for permission
+    before it sends JSON to another origin, but not before it sends a form. Raises Forbidden if the
+    headers Origin and Host have different hosts. Also raises Forbidden if callers need no API keys
+    and the host is neither an IP address nor localhost, because an attacker may control any other
+    name (DNS rebinding).
     """
     if not headers.get("content-type", "").startswith("application/json"):
         raise UnsupportedMediaType("the body must be application/json")
     host = headers.get("host", "")
     if (origin := headers.get("origin")) and origin.partition("://")[2] != host:
-        raise Forbidden("requests from another site's page are refused")
+        raise Forbidden("requests from another site's page are rejected")
     if not has_access and not _is_own_name(_without_port(host)):
         raise Forbidden(
-            "without keys (router.access) this is allowed only at an IP address or localhost"
+            "without API keys (router.access), the console must be opened at an IP address or "
+            "localhost"
         )
 
 

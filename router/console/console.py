@@ -90,7 +90,7 @@ class Feed:
         except EverliftError as error:
             await _send_event(send, "error", encode(errors.described(error, {})))
         except Exception:
-            log.exception("a console's feed failed")
+            log.exception("the event stream of a console failed")
             unknown = EverliftError("internal error; see the router's log")
             await _send_event(send, "error", encode(errors.described(unknown, {})))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -103,9 +103,9 @@ async def _send_event(send: Send, kind: str, data: str) -> None:
 
 #: Seconds between two snapshots while no page is open, so that a new page can show recent events.
 _IDLE_S = 1.0
-#: Minimum pause after a snapshot, in multiples of its CPU time, which limits the load however many
-#: workers there are. The CPU time is the smaller of the last two snapshots', because a single
-#: one that contains a garbage collection would otherwise stop the page for many seconds.
+#: Minimum pause after a snapshot, as a multiple of its CPU time. The pause limits the router's load
+#: in a cluster with many workers. The smaller CPU time of the last two snapshots is used, because a
+#: single garbage collection during a snapshot would otherwise stop the page for many seconds.
 _PAUSE_FACTOR = 50
 #: While a page is open: seconds between two reads of the ledger, and of other routers' counters.
 _POLL_INTERVAL_S = 1.0
@@ -129,20 +129,24 @@ class Console:
         self._peers = peers
         self._page = Page()
         self._audience = Audience()
-        #: sections of the last snapshot, and the same as JSON once a page has needed them
+        #: sections of the last snapshot
         self._sections: Mapping[str, Any] = {}
+        #: sections of the last snapshot as JSON; empty until a page needs them
         self._encoded: dict[str, str] = {}
-        #: failures that were logged; each is logged only once
+        #: messages of the failures that were logged; each is logged only once
         self._failed: set[str] = set()
 
     async def run(self) -> None:
         """Take snapshots of the cluster until cancelled."""
-        polling = [asyncio.create_task(it) for it in (self._poll_ledger(), self._poll_peers())]
+        polling = [
+            asyncio.create_task(self._poll_ledger()),
+            asyncio.create_task(self._poll_peers()),
+        ]
         last_cost_s = 0.0
         try:
             while True:
-                # CPU time of this thread, not elapsed time, so that snapshots of a busy router are
-                # as frequent.
+                # The cost is CPU time of this thread, because elapsed time would make snapshots
+                # less frequent on a busy machine.
                 began = time.thread_time()
                 self._take_snapshot()
                 cost_s = time.thread_time() - began
@@ -200,7 +204,8 @@ class Console:
             counts, num_silent = await self._peers.counts()
             self._snapshot.add_counts(counts, num_silent, now())
         except LedgerUnavailable:
-            # The ledger lists the other routers. Their last counters are shown until it is back.
+            # The ledger lists the other routers. Until it is available again, their last counters
+            # are shown.
             pass
         except Exception:
             self._log_failure("the console could not read other routers")

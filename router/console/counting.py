@@ -71,8 +71,8 @@ _TOTALS = (
 class _Router:
     """Counters of one router.
 
-    ``bounds`` maps the names of histograms to the upper bounds of their buckets. Failures and
-    prompts that ``before`` already counts are not part of the recent values.
+    ``bounds`` maps the names of histograms to the upper bounds of their buckets. Recent values do
+    not include failures and prompts that are already included in ``before``.
     """
 
     def __init__(self, bounds: Mapping[str, Sequence[float]], before: session_pb2.Counts) -> None:
@@ -123,27 +123,31 @@ class Aggregates:
     def drop_routers(self, now: float) -> None:
         """Remove routers that have not answered for a minute, with their counters."""
         self._routers = {
-            name: it for name, it in self._routers.items() if now - it.last_report_at < _EXPIRY_S
+            name: router
+            for name, router in self._routers.items()
+            if now - router.last_report_at < _EXPIRY_S
         }
 
     # aggregates of all routers
 
     def latencies(self) -> dict[str, Percentiles]:
         return {
-            name: percentiles(bounds, [it.histograms[name].recent for it in self._routers.values()])
+            name: percentiles(
+                bounds, [router.histograms[name].recent for router in self._routers.values()]
+            )
             for name, bounds in self._bounds.items()
         }
 
     def failures(self, now: float) -> list[FailureCount]:
-        """Return the failures of the last five minutes, one sum for each kind of error.
+        """Return the failures of the last five minutes by error, summed over all routers.
 
-        They are summed over all routers; the most frequent error is first.
+        The most frequent error is first.
         """
         merged: dict[str, FailureCount] = {}
         for router in self._routers.values():
             for each in router.failures.recent(now):
                 merged[each.slug] = each if each.slug not in merged else each + merged[each.slug]
-        return sorted(merged.values(), key=lambda it: (-it.recent, it.slug))
+        return sorted(merged.values(), key=lambda failure: (-failure.recent, failure.slug))
 
     def tenant_prompts(self) -> dict[str, Prompts]:
         """Return the prompts of the last five minutes by tenant, summed over all routers."""
@@ -154,10 +158,11 @@ class Aggregates:
         return summed
 
     def totals(self) -> dict[str, int]:
-        """Return sums over all present routers, by name of the counter.
+        """Map the names of counters to sums over all routers that are not removed.
 
         Each router counts from its own start.
         """
         return {
-            name: sum(getattr(it.counts, name) for it in self._routers.values()) for name in _TOTALS
+            name: sum(getattr(router.counts, name) for router in self._routers.values())
+            for name in _TOTALS
         }

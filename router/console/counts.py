@@ -73,7 +73,7 @@ _TIMEOUT_S = 1.0
 class Peers:
     """Client that reads the other routers' counters.
 
-    It keeps a channel open to each router that answers.
+    The client keeps a channel open to each router that answers.
     """
 
     def __init__(self, router_id: str, ledger: Ledger, transport: Transport) -> None:
@@ -84,11 +84,12 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
-        """Return the counters of the other routers that answer, and how many are missing.
+        """Return the counters of the other routers, and the number of routers without an answer.
 
-        Missing are the other routers in the ledger that do not answer in time or are not queried,
-        because there are too many. Each address is queried once, because a router that restarted
-        at its address is listed twice for a while. Raises LedgerUnavailable.
+        The other routers are those that the ledger lists. A router is without an answer if it does
+        not answer in time, or if it is not queried because there are too many. Each address is
+        queried once, because a router that restarted at the same address is listed twice for a
+        while. Raises LedgerUnavailable.
         """
         gateways = await self._ledger.gateways()
         others = sorted({*gateways.values()} - {gateways.get(self._router_id)})
@@ -115,7 +116,7 @@ class Peers:
             return await stub.Count(session_pb2.CountRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.debug("router counters not received", address=address, code=error.code().name)
-            # A new channel uses the certificate that is then valid.
+            # The next query opens a new channel, which uses the certificate that is then valid.
             self._channels.pop(address, None)
             await channel.close()
             return None

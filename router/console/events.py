@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 #: Maximum number of events that a new page receives.
 _MAX_EVENTS = 256
-#: Maximum number of workers that an event names; it also has their total number.
+#: Maximum number of workers that an event names. The event also has the total number of workers.
 _MAX_NAMED_WORKERS = 16
 #: Minimum seconds between two events with the number of preemptions.
 _PREEMPTIONS_S = 5.0
@@ -22,7 +22,7 @@ _PREEMPTIONS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ConsoleEvent:
-    """Event that the console shows; ``at`` is its time in seconds.
+    """Event that the console shows; ``at`` is its time in seconds (``event_loop.now()``).
 
     The keys of ``details`` depend on ``kind``.
     """

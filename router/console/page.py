@@ -30,7 +30,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Text never becomes markup or a script, not even by mistake.
+        # The browser then refuses to turn text into markup or a script (Trusted Types).
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -67,7 +67,7 @@ class Page:
         self._files = {path.name: _File.read(path) for path in paths}
 
     async def without_slash(self, call: Call) -> Response:
-        """Return a redirect to the path with a final slash, to which file names are relative."""
+        """Redirect to the path with a final slash, to which the page's file names are relative."""
         call.response_headers |= SECURITY_HEADERS
         return RedirectResponse("console/")
 
@@ -82,7 +82,7 @@ class Page:
         call.response_headers |= SECURITY_HEADERS
         if (file := self._files.get(name)) is None:
             raise UnknownPath("the console has no such file")
-        # A browser checks with each use whether the file has changed.
+        # With no-cache, a browser checks at each use whether the file has changed.
         headers = {"etag": file.etag, "cache-control": "no-cache"}
         if call.headers.get("if-none-match") == file.etag:
             return Response(status_code=304, headers=headers)

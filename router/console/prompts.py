@@ -41,10 +41,10 @@ class _Counter:
 
 
 class RecentPrompts:
-    """Prompts of the last five minutes, by name of a worker or tenant.
+    """Prompts of the last five minutes, by the name of a worker or tenant.
 
-    ``before`` has totals that are left out, by name; names without one count from zero. If it is
-    None, the first total of each name is left out.
+    ``before`` maps names to the totals from which prompts are counted; the default is zero. If
+    ``before`` is None, prompts are counted from the first total of each name.
     """
 
     def __init__(self, before: Mapping[str, Prompts] | None = None) -> None:
@@ -55,7 +55,8 @@ class RecentPrompts:
     def note(self, totals: Iterable[tuple[str, Prompts]], now: float) -> None:
         """Store the total of each name since the start, as of ``now``, in seconds.
 
-        Missing names are dropped. Within a second after the last update, nothing is stored.
+        Names that are not in ``totals`` are removed. Within a second after the last update, nothing
+        is stored.
         """
         if now - self._noted_at < _INTERVAL_S:
             return

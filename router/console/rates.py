@@ -35,7 +35,7 @@ class Rates:
         retained = set(worker_ids)
         if retained == self._samples.keys():
             return
-        self._samples = {name: mark for name, mark in self._samples.items() if name in retained}
+        self._samples = {name: sample for name, sample in self._samples.items() if name in retained}
         self._rates = {name: rate for name, rate in self._rates.items() if name in retained}
 
 

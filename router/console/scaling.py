@@ -22,7 +22,7 @@ def described(report: ScalingReport | None, now: float) -> Json | None:
     """
     if report is None or report.age_s > _FORGOTTEN_S:
         return None
-    scaling, said_at = report.scaling, now - report.age_s
+    scaling, reported_at = report.scaling, now - report.age_s
     return {
         "late_s": round(report.age_s) if report.age_s > _LATE_S else None,
         "workers": scaling.workers,
@@ -31,7 +31,7 @@ def described(report: ScalingReport | None, now: float) -> Json | None:
         "wait_s": round(scaling.wait_s, 1),
         "reason": scaling.reason,
         "changes": [
-            [round(said_at - each.ago_s), each.before, each.workers, each.reason]
+            [round(reported_at - each.ago_s), each.before, each.workers, each.reason]
             for each in scaling.changes
         ],
     }

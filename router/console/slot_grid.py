@@ -17,9 +17,9 @@ from enum import Enum, IntEnum
 from math import inf
 from typing import NamedTuple
 
-#: Seconds for which other slots are searched for a request that left its slot, and maximum number
-#: of such requests.
+#: Seconds for which other slots are searched for a request that left its slot.
 _SEARCH_S = 120.0
+#: Maximum number of requests for which other slots are searched.
 _MAX_SEARCHED = 2048
 _CLEANUP_INTERVAL_S = 1.0
 
@@ -54,7 +54,7 @@ class SlotOccupant(NamedTuple):
 class Occupancy:
     """Occupants of a worker's slots at one time; ``occupants`` maps slot indices to requests.
 
-    A lost worker has none. ``preemptions`` is the number of preemptions since the worker's start.
+    A lost worker has no occupants. ``preemptions`` is their number since the worker's start.
     """
 
     occupants: Mapping[int, SlotOccupant]
@@ -116,7 +116,7 @@ class SlotChanges:
 class SlotGrid:
     """Tracker of the requests in the slots of the shown workers.
 
-    Its memory is bounded by the number of slots and by ``_MAX_SEARCHED``.
+    The memory is bounded by the number of slots and by ``_MAX_SEARCHED``.
     """
 
     def __init__(self) -> None:
@@ -151,8 +151,8 @@ class SlotGrid:
             slot_id, tracked = SlotId(worker_id, slot), self._tracked.get(occupant.request_id)
             if tracked is not None and tracked.slot_id == slot_id:
                 tracked.left_at, tracked.preemptions = now, before.preemptions
-                # Move it to the end, so that tracked requests are ordered by the time at which
-                # requests left.
+                # Move the request to the end of the dict, which is then ordered by the times at
+                # which requests left their slots.
                 self._tracked[occupant.request_id] = self._tracked.pop(occupant.request_id)
             if other is None:
                 changes.slots.append(Change(slot_id, 0, Phase.EMPTY))
@@ -193,7 +193,7 @@ class SlotGrid:
         # The request may have been away for so long that the page has forgotten its id.
         changes.requests[tracked.key] = request_id
         if (cause := _cause(tracked, slot_id, workers)) is not None:
-            # If the slot that it left was not seen empty yet, it has left just now.
+            # If the request's old slot was not seen empty yet, the request has left it just now.
             left_at = now if tracked.left_at is None else tracked.left_at
             changes.transfers.append(
                 Transfer(tracked.key, request_id, cause, tracked.slot_id, slot_id, left_at)
@@ -221,8 +221,9 @@ def _cause(
     return Cause.WORKER_DRAINED if source.is_draining else Cause.MOVED
 
 
-#: Maximum number of lanes, and their number if the page has not chosen workers.
+#: Maximum number of lanes of a page.
 MAX_LANES = 8
+#: Maximum number of lanes if the user has not chosen workers.
 _MAX_AUTOMATIC_LANES = 6
 #: Seconds for which a worker that is gone keeps its lane, so that users see where its requests
 #: went.
@@ -233,7 +234,7 @@ class Lanes:
     """Assignment of workers to the lanes of a page; a lane is an area that shows a worker's slots.
 
     A worker keeps its lane while it is connected. ``chosen`` has the ids of the workers that the
-    user has chosen; None means that connected ones are chosen automatically.
+    user has chosen; None means that connected workers are chosen automatically.
     """
 
     def __init__(self, chosen: Sequence[str] | None) -> None:
@@ -260,7 +261,12 @@ class Lanes:
             self.worker_ids.append(worker_id)
             return True
         old = next(
-            (it for it, since in self._gone_since.items() if now - since >= _LANE_RETENTION_S), None
+            (
+                gone_id
+                for gone_id, since in self._gone_since.items()
+                if now - since >= _LANE_RETENTION_S
+            ),
+            None,
         )
         if old is None:
             return False

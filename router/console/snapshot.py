@@ -1,8 +1,8 @@
 """Snapshot of the cluster as a router knows it, for the console. Pure.
 
-It consists of sections: JSON values of bounded size, each the same for all viewers who may see it.
-Values that only the leader knows are taken from its last report in the ledger, so that any router
-can show them.
+A snapshot consists of sections, which are JSON values of bounded size. A section is the same for
+all viewers who may see it. Values that only the leader knows are taken from its last report in the
+ledger, so that any router can show them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Snapshot:
         self._heartbeat = heartbeat
         self._runtime_policy = runtime_policy
         self.load: LoadReport | None = None
-        #: autoscaler's report, from scaling.described
+        #: autoscaler's report, as scaling.described returns it
         self.scaling: Json | None = None
         self.events = EventLog()
         self.history = History()
@@ -114,7 +114,10 @@ class Snapshot:
             ),
             now,
         )
-        latencies = {name: _rounded(it) for name, it in self._aggregates.latencies().items()}
+        latencies = {
+            name: _rounded(percentiles)
+            for name, percentiles in self._aggregates.latencies().items()
+        }
         self.history.note(
             {"queued": self._leader_client.queued}
             | {name: [latencies[name][part] for part in _PARTS] for name in _CHARTED},
@@ -143,7 +146,9 @@ class Snapshot:
 
     def _worker_rows(self, now: float) -> list[Row]:
         links = self._sessions.links
-        self._prompts.note(((it.info.worker_id, _prompts(it)) for it in links if it.is_up), now)
+        self._prompts.note(
+            ((link.info.worker_id, _prompts(link)) for link in links if link.is_up), now
+        )
         rows = [
             workers.row(
                 link,
@@ -157,7 +162,7 @@ class Snapshot:
         return sorted(rows, key=lambda each: each.worker_id)
 
     def add_counts(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
-        """Store other routers' counters; ``num_silent`` is how many did not report theirs."""
+        """Store other routers' counters; ``num_silent`` is the number of silent routers."""
         for each in counts:
             self._aggregates.note(each, now)
         self._aggregates.num_answering, self._aggregates.num_silent = 1 + len(counts), num_silent
@@ -207,13 +212,13 @@ class Snapshot:
 
     def _waits(self) -> dict[int, float]:
         waits = self._requests.queue_estimate.waits
-        return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
+        return {each.priority: round(each.wait_s, 2) for each in waits if each.wait_s}
 
     def tenants(self, tenant: str | None) -> list[Json]:
-        """Return for each tenant and priority class the number of queued requests, as JSON.
+        """Return the number of queued requests for each tenant and priority class, as JSON.
 
-        ``tenant`` selects one tenant; None means all. ``wait_s`` is the estimated wait of the class
-        in seconds. The list is empty without a recent report of the leader.
+        ``tenant`` selects one tenant; None means all. ``wait_s`` in the result is the estimated
+        wait of the class in seconds. The list is empty without a recent report of the leader.
         """
         load = self._fresh_load
         queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()
@@ -236,10 +241,14 @@ class Snapshot:
     def tenant_prompts(self, tenant: str | None) -> list[Json]:
         """Return the prompts of the last five minutes by tenant, most tokens first, as JSON.
 
-        ``tenant`` selects one tenant; None means all. All are the 64 with the most tokens, and the
-        sum of the others.
+        ``tenant`` selects one tenant. With None, the list has the 64 tenants with the most tokens,
+        and the sum of all others.
         """
-        found = {name: it for name, it in self._aggregates.tenant_prompts().items() if it.tokens}
+        found = {
+            name: prompts
+            for name, prompts in self._aggregates.tenant_prompts().items()
+            if prompts.tokens
+        }
         if tenant is not None:
             return [_named(tenant, found[tenant])] if tenant in found else []
         others = found.pop(OTHER_TENANTS, Prompts())
@@ -266,7 +275,10 @@ def _named(name: str, prompts: Prompts) -> Json:
 
 def _rounded(percentiles: Percentiles) -> Json:
     fields = asdict(percentiles)
-    return {name: round(it, 4) if isinstance(it, float) else it for name, it in fields.items()}
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in fields.items()
+    }
 
 
 def _ledger(status: inference_pb2.LedgerStatus) -> Json:

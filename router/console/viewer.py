@@ -31,10 +31,11 @@ class Viewer:
         self._has_history = False
 
     def frame(self, sections: Mapping[str, str], now: float) -> str:
-        """Return the next event: JSON with what has changed since the last one, at time ``now``.
+        """Return the next event: a JSON object with the sections that changed since the last event.
 
-        ``sections`` maps the names of the snapshot's sections to their JSON texts. The cost grows
-        with the number of workers, and with the number of batch slots of those that the page shows.
+        ``sections`` maps the names of the snapshot's sections to their JSON texts. ``now`` is the
+        time in seconds (``event_loop.now()``). The cost grows with the number of workers, and with
+        the number of batch slots of the workers that the page shows.
         """
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)
@@ -52,7 +53,7 @@ class Viewer:
         changed = self._changed(sections) | self._changed(
             {name: encode(value) for name, value in own.items()}
         )
-        changed |= {name: encode(it) for name, it in self._slot_changes(now).items() if it}
+        changed |= {name: encode(value) for name, value in self._slot_changes(now).items() if value}
         if events := self._new_events():
             changed["happened"] = encode(events)
         if not self._has_history:
@@ -62,7 +63,7 @@ class Viewer:
         return "{" + ",".join(parts) + "}"
 
     def _changed(self, sections: Mapping[str, str]) -> dict[str, str]:
-        changed = {name: it for name, it in sections.items() if self._sent.get(name) != it}
+        changed = {name: text for name, text in sections.items() if self._sent.get(name) != text}
         self._sent |= changed
         return changed
 

@@ -13,7 +13,7 @@ from router.console.slot_grid import LOST, Occupancy, Phase, SlotOccupant
 
 Json = dict[str, Any]
 
-#: Maximum number of cells of the grid; with more workers, several share a cell.
+#: Maximum number of cells of the grid; with more workers, several workers share a cell.
 MOST_CELLS = 1024
 
 
@@ -24,7 +24,7 @@ class State(Enum):
     LOST = "lost"
 
 
-#: States from the best to the worst; a cell shows the worst one of its workers.
+#: States from the best to the worst. A cell shows the worst state of its workers.
 _SEVERITY = (State.UP, State.DRAINING, State.SLOW, State.LOST)
 
 
@@ -64,12 +64,13 @@ class Row(NamedTuple):
 
 
 def row(link: Link, view: WorkerView | None, tokens_per_s: float, prompts: Prompts) -> Row:
-    """Return the state of one worker; ``view`` is this router's view of its load.
+    """Return the state of one worker.
 
-    ``view`` is None if the worker is not connected. ``prompts`` are those of the last five minutes.
+    ``view`` is what this router knows about the worker's load and speed; None if the worker is not
+    connected. ``prompts`` are the worker's prompts of the last five minutes.
     """
     info, state = link.info, link.state
-    # A lost worker has no load, whatever it last reported.
+    # A lost worker has no load, even if it last reported one.
     alive = int(link.is_up)
     return Row(
         info.worker_id,
@@ -129,11 +130,11 @@ def names(rows: Sequence[Row]) -> Json:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str | int | None]]:
-    """Return for each cell a list: state, slots, sequences, KV usage, tokens per second, hit share.
+    """Return a list of eight values for each cell.
 
-    Sequences are two numbers, of running and of waiting ones. KV usage is two percentages of all
-    blocks, of the used and of the cached ones. The hit share is the percentage of recent prompt
-    tokens that were cached; None without prompts.
+    The values are the state; the numbers of slots, of running and of waiting sequences; the
+    percentages of KV blocks that are used, and that are cached; the tokens per second; and the
+    percentage of recent prompt tokens that were prefix-cache hits, or None without prompts.
     """
     return [_cell(cell) for cell in _grouped(rows)]
 

@@ -1,9 +1,9 @@
-// What operators tell the cluster.
+// Operations of administrators: drain a worker, change the policy, inject a fault.
 
 import { $, el, say, short } from "./dom.js";
 import { ENGINE_POLICIES, ORDERS } from "./policies.js";
 
-// Settings that are one of several words.
+// Settings whose value is one of a list of names.
 const WORDS = { order: ORDERS, engine_policy: ENGINE_POLICIES };
 const TARGETS = ["any-worker", "any-router", "leader", "ledger"];
 
@@ -32,7 +32,8 @@ export class Admin {
     if (queue) this.showPolicy(all.queue);
   }
 
-  // What is lost neither drains nor can be struck; where several workers share a cell the state is of none alone.
+  // Lost workers can neither be drained nor be the target of a fault. If several workers share a cell, the states of single
+  // workers are unknown.
   list({ workers, cells = [] }) {
     const isAlone = workers.sizes.every((it) => it === 1);
     const there = isAlone ? workers.ids.filter((_, place) => cells[place]?.[0] !== "lost") : [];
@@ -40,7 +41,7 @@ export class Admin {
     options($("chaos-target"), [...TARGETS, ...(isAlone ? there : workers.ids)]);
   }
 
-  // A field that somebody is about to change is left alone.
+  // Only fields whose setting has changed are updated, so that unsent input of the user is kept.
   showPolicy({ policy, overridden }) {
     if (!Object.keys(this.inputs).length) this.build(policy);
     for (const [name, value] of Object.entries(policy)) {
@@ -73,7 +74,7 @@ export class Admin {
     await this.ask("policy", changes, "policy set");
   }
 
-  // What was written into a field and not set would be set with the next change.
+  // Unsent input is removed from the fields, because the next change would otherwise send it.
   async resetPolicy() {
     for (const [name, value] of Object.entries(this.policy)) write(this.inputs[name], value);
     await this.ask("policy", { reset: Object.keys(this.policy) }, "policy reset to the configuration");
@@ -109,7 +110,7 @@ function field(id, name, value) {
     box.checked = value;
     return box;
   }
-  // An empty one would count as 0, which is a setting too.
+  // The input is required, because an empty one would be sent as 0, which is a valid setting.
   return el("input", { id, type: "number", min: 0, step: "any", value, required: true });
 }
 
@@ -128,9 +129,9 @@ function options(select, values) {
 
 let answered = Promise.resolve();
 
-// Whether the reader wants that.
+// Asks the user `question`, and returns whether the answer is yes.
 async function confirmed(question) {
-  // The answer to the question before may be on its way still.
+  // The event with the answer to the previous question may still be pending.
   await answered;
   const dialog = $("confirm");
   say($("confirm-text"), question);

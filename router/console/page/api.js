@@ -1,4 +1,4 @@
-// Calls of the router that serves this page. The key is kept for this tab alone, and goes nowhere else.
+// HTTP calls to the router that serves this page. The API key is stored only for this browser tab, and sent only to this router.
 
 const KEPT = "everlift.key";
 
@@ -21,7 +21,7 @@ export class Api {
     else sessionStorage.removeItem(KEPT);
   }
 
-  // The answer, once it is known to be a good one. Throws a Refusal.
+  // Returns the response if its status is a success. Throws a Refusal otherwise.
   async open(path, options = {}) {
     const headers = { ...options.headers };
     if (this.key) headers.authorization = `Bearer ${this.key}`;
@@ -53,7 +53,7 @@ async function refused(answer) {
   }
 }
 
-// Server-sent events of an answer, as [kind, data].
+// Yields the server-sent events of a response as [kind, data].
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// A line chart of the last minutes, in SVG.
+// Line chart of the last five minutes, in SVG.
 
 import { svg } from "./dom.js";
 
@@ -10,7 +10,8 @@ const TOP = 8;
 const SPAN_S = 300;
 
 export class Chart {
-  // `lines` are [class, value of a point, or null]; `write` says a value. It reaches up to `least` at least.
+  // `lines` are pairs of a CSS class and a function that returns the value of a point, or null. `write` formats a value. The
+  // vertical axis ends at `least` or above.
   constructor(box, title, lines, write, least) {
     this.box = box;
     this.least = least;

@@ -1,4 +1,4 @@
-// What is known of the cluster: the sections as they were told last, and what has been seen of them.
+// State of the cluster on this page: the latest sections of the event stream, and the history derived from them.
 
 const HISTORY_S = 300;
 const MOST_HAPPENED = 300;
@@ -14,7 +14,7 @@ export class Cluster {
     this.begin();
   }
 
-  // Keys of requests and numbers of lanes are those of one stream.
+  // Resets the state at the start of an event stream, because keys of requests and numbers of lanes differ between streams.
   begin() {
     this.at = 0;
     this.sections = {};
@@ -73,7 +73,7 @@ export class Cluster {
     if (this.happened.length > MOST_HAPPENED) this.happened.shift();
   }
 
-  // A point a second, for charts; whether there is another one.
+  // Adds at most one point per second to the history of the charts. Returns whether a point was added.
   remember() {
     const last = this.history.at(-1);
     if (last && this.at - last.at < 1 && this.at >= last.at) return false;
@@ -106,7 +106,7 @@ export class Cluster {
     for (const key of this.names.keys()) if (!shown.has(key)) this.names.delete(key);
   }
 
-  // Who is in the slots now.
+  // Yields the requests that are in the slots now.
   *seated() {
     for (const { worker, slots } of this.lanes) {
       for (const slot of [...slots.keys()].sort((a, b) => a - b)) {

@@ -1,10 +1,10 @@
-// Elements, and how numbers are written.
+// Creation and update of DOM elements, and formatting of numbers.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const $ = (id) => document.getElementById(id);
 
-// `properties` are attributes, but for functions, which listen.
+// Returns a new element. `properties` become attributes, except that functions become event listeners.
 export function el(tag, properties = {}, ...children) {
   return filled(document.createElement(tag), properties, children);
 }
@@ -41,19 +41,19 @@ export function table(caption, columns, rows) {
   );
 }
 
-// A bar of which so many percent are filled, to the pixel.
+// Returns a bar that is filled to `value` percent.
 export function meter(value, properties = {}) {
   const fill = el("i");
   fill.style.width = `${value}%`;
   return el("span", { class: "meter", ...properties }, fill);
 }
 
-// Text that does not change is left alone: who listens to the page would hear it again.
+// Sets the text of an element only if it changes, because screen readers would otherwise read it again.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// These become its children. Those that stay are not moved: who has the focus keeps it.
+// Replaces the children of `parent` by `wanted`. Children that stay are not moved, so that the focus is kept.
 export function keep(parent, wanted) {
   const kept = new Set(wanted);
   for (const child of [...parent.children]) if (!kept.has(child)) child.remove();
@@ -68,7 +68,7 @@ export function count(number) {
   return number.toLocaleString("en");
 }
 
-// A number and its unit stay on one line.
+// Formats a duration. A no-break space keeps the number and its unit on one line.
 export function seconds(value) {
   if (value === null || value === undefined) return "unknown";
   if (value === 0) return "0\u00a0s";

@@ -1,4 +1,4 @@
-// What happened, newest first.
+// List of events, newest first, and announcements of new events for screen readers.
 
 import { $, ago, count, el, short } from "./dom.js";
 
@@ -28,7 +28,7 @@ const TEXTS = {
   resumed: (it) => `${it.request ?? "a request"} resumed on worker ${short(it.to.worker)}, slot ${it.to.slot}, after a preemption`,
 };
 
-// What is read out when it happens: not what happens all the time.
+// Recent events are announced, except preemptions, which are too frequent.
 const FRESH_S = 5;
 const MOST_NEWS = 8;
 const isNews = ({ kind, at }, now) => kind !== "preempted" && at > now - FRESH_S;

@@ -1,10 +1,10 @@
-// Where a request's time went: its spans, which add up to all of it, and how its attempts went.
+// Time breakdown of a request: its spans, which add up to the total time, and its attempts.
 
 import { count, el, row, seconds, short, table } from "./dom.js";
 
-// Of the whole; what took less is one row.
+// Minimum share of the total time for a row of its own. Shorter spans are added up in one row.
 const LEAST_PART = 1e-3;
-// Likewise. The last tokens are unread until their client has its turn.
+// Minimum share of the total time with unread tokens that is shown. Reading the last tokens always takes some time.
 const MUCH_UNREAD = 0.05;
 
 const BEFORE = {
@@ -15,7 +15,8 @@ const BEFORE = {
   lower: "later arrivals of lower classes",
 };
 
-// `labels` say kinds of spans in words; `onPick` is told the name of a request that is chosen.
+// Returns the elements that show an explanation. `labels` maps kinds of spans to texts. `onPick` is called with the id of a
+// request that the user clicks.
 export function explained(explanation, labels, onPick) {
   const { spans, attempts, total_s: total } = explanation;
   return [
@@ -41,12 +42,12 @@ function foreseen({ predicted_output_tokens: tokens, prediction_distrusted: isDi
   return tokens ? ` (${count(tokens)} predicted${isDistrusted ? " by recent outputs" : ""})` : "";
 }
 
-// Workers that it may wait for.
+// Returns a warning if the request may be waiting for missing workers.
 function missing({ missing_workers: workers }) {
   return workers ? [el("p", { class: "warning" }, `Workers: ${workers}.`)] : [];
 }
 
-// What lies beside its spans: nothing waits for a client.
+// Returns how long tokens were unread. This time overlaps with the spans, because the cluster does not wait for clients.
 function reading({ total_s: total, unread_s: unread, unread_tokens: tokens }) {
   if (!tokens && unread <= MUCH_UNREAD * total) return [];
   const now = tokens ? `; ${count(tokens)} unread now` : "";
@@ -88,13 +89,14 @@ function attempt(it, onPick) {
   );
 }
 
-// How the attempt ended, or how far it is.
+// Returns how the attempt ended, or its progress.
 function state(it) {
   if (it.end) return it.end.replaceAll("_", " ");
   return it.prefilled_tokens ? `in prefill: ${count(it.prefilled_tokens)} of ${count(it.known_tokens)} tokens` : "running";
 }
 
-// Requests of its own tenant, beside those that its worker had when it came there.
+// Returns lists of other requests of the same tenant: those at other workers, and those that arrived at the worker during the
+// attempt.
 function others({ number, newcomers, occupants }, onPick) {
   const where = {
     [`Your requests at other workers without room, attempt ${number}:`]: occupants,
@@ -103,7 +105,7 @@ function others({ number, newcomers, occupants }, onPick) {
   return Object.entries(where).filter(([, it]) => it.length).map(([text, it]) => el("p", {}, text, ...names(it, onPick)));
 }
 
-// Its wait for a worker that had a prefix of it cached.
+// Returns the wait of the request for a worker that had a prefix of its prompt cached.
 function prefixWait({ number, known_tokens: known, expected_cached_tokens: expected, prefix_wait: wait }) {
   if (!wait) return [];
   const missed = expected < wait.tokens ? " in vain" : "";
@@ -114,7 +116,7 @@ function prefixWait({ number, known_tokens: known, expected_cached_tokens: expec
   return [el("p", {}, text)];
 }
 
-// Its stay in the queue, where others left that first.
+// Returns how many other requests left the queue before this request, by reason.
 function stay({ number, queue }, onPick) {
   const before = Object.entries(BEFORE).filter(([name]) => queue?.[name]);
   if (!before.length) return [];

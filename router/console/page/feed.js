@@ -1,4 +1,4 @@
-// The stream of frames, opened again when it breaks.
+// Client of the console's event stream, which reconnects when the stream breaks.
 
 import { events, Refusal } from "./api.js";
 
@@ -6,8 +6,8 @@ const RETRY_MS = 500;
 const MOST_RETRY_MS = 10_000;
 
 export class Feed {
-  // `onOpen` hears of each beginning: what came before is told again from then on. `onState` hears of
-  // live, lost (and when it is tried again) and refused.
+  // `onOpen` is called when a stream begins; the stream then sends the whole state again. `onFrame` is called with each frame.
+  // `onState` is called with live, lost or refused, and a text.
   constructor(api, { onOpen, onFrame, onState }) {
     this.api = api;
     this.onOpen = onOpen;
@@ -17,7 +17,7 @@ export class Feed {
     this.attempt = null;
   }
 
-  // `lanes` are ids of workers; null: those that the router chooses.
+  // Opens a stream. `lanes` are the ids of the workers whose slots are shown; null: the router chooses them.
   watch(lanes) {
     this.lanes = lanes;
     this.attempt?.abort();

@@ -1,4 +1,4 @@
-// All workers, a cell each: how full they are, and which of them are shown in lanes.
+// Grid of all workers, with one cell per worker or group of workers, which shows how full they are and which have lanes.
 
 import { $, count, el, say, short } from "./dom.js";
 
@@ -6,7 +6,7 @@ const FEW = 16;
 const MANY = 64;
 
 export class Grid {
-  // `onChoose` is given the ids that are chosen; null: none is.
+  // `onChoose` is called with the ids of the chosen workers; null: no worker is chosen.
   constructor(onChoose) {
     this.onChoose = onChoose;
     this.box = $("grid");

@@ -1,4 +1,4 @@
-// The ledger, who leads, and how requests ended badly.
+// State of the ledger, the leader and the routers, and recent errors of requests.
 
 import { $, ago, count, el, row } from "./dom.js";
 

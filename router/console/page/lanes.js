@@ -1,4 +1,4 @@
-// Batch slots over time, a lane for each worker: who boards and leaves, and who goes on where.
+// Batch slots over the last minute, with one lane per worker: which request was in which slot, and moves between slots.
 
 import { EMPTY, PREFILL, WINDOW_S } from "./cluster.js";
 import { $, el, keep, row, say, seconds, short, svg } from "./dom.js";
@@ -14,7 +14,7 @@ export class Lanes {
   constructor(cluster, onPick) {
     this.cluster = cluster;
     this.onPick = onPick;
-    // Rows of the table by whose they are.
+    // Rows of the table by worker, slot and request key.
     this.rows = new Map();
     this.canvas = $("lanes-canvas");
     this.arrows = $("lanes-arrows");
@@ -40,7 +40,7 @@ export class Lanes {
     this.hatch = null;
   }
 
-  // `name` of the request that was searched for.
+  // Highlights the request with the id `name`, which the user has looked up.
   seek(name) {
     this.sought = name;
   }
@@ -107,7 +107,7 @@ export class Lanes {
 
   title(context, { worker }, top) {
     const { workers, cells } = this.cluster.sections;
-    // Where several workers share a cell nothing is known of one alone.
+    // If several workers share a cell, the state of a single worker is unknown.
     const known = workers?.addresses ? (cells?.[workers.ids.indexOf(worker)] ?? ["gone"]) : ["up"];
     const [state, slots, running, , used, cached] = known;
     const words = [`worker ${short(worker)}`];
@@ -126,7 +126,7 @@ export class Lanes {
     return stretch.phase === PREFILL ? this.hatch : this.colour.decode;
   }
 
-  // Who sees every tenant's requests is told their tenants' names too.
+  // Returns the possible names of the request that was looked up. Administrators receive names with the tenant.
   names() {
     const { tenant } = this.cluster.sections.you ?? {};
     return this.sought ? [this.sought, `${tenant}/${this.sought}`] : [];
@@ -154,7 +154,7 @@ export class Lanes {
   arrow(transfer, width) {
     const [x1, y1] = [this.x(transfer.left_at, width), this.y(transfer.from)];
     const [x2, y2] = [this.x(transfer.at, width), this.y(transfer.to)];
-    // Who went on at once still has an arrow that can be seen.
+    // The bend has a minimum size, so that the arrow of an immediate move is visible.
     const bend = Math.max(14, (x2 - x1) / 2);
     const path = `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend - HEAD_PX} ${y2} ${x2 - HEAD_PX} ${y2}`;
     const kind = transfer.cause === "preempted" ? "arrow resumed" : "arrow migrated";
@@ -162,7 +162,7 @@ export class Lanes {
     return [svg("path", { class: kind, d: path, "data-cause": transfer.cause }), svg("path", { class: "head", d: head })];
   }
 
-  // What the picture says, for who does not see it.
+  // Describes the picture as text for screen readers.
   tell() {
     const seated = [...this.cluster.seated()];
     const prefilling = seated.filter((it) => it.phase === PREFILL).length;
@@ -195,7 +195,7 @@ export class Lanes {
     return row(short(worker), String(slot), "", found, "");
   }
 
-  // The name of the request whose stretch is at this place of the canvas.
+  // Returns the name of the request at this position of the canvas; undefined if there is none.
   at(x, y) {
     const place = this.tops.findLastIndex((top) => y >= top);
     if (place < 0) return undefined;

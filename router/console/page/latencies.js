@@ -1,4 +1,4 @@
-// How long clients wait, in percentiles of the last minute.
+// Percentiles of latencies over the last minute.
 
 import { Chart } from "./chart.js";
 import { $, count, row, say, seconds } from "./dom.js";
@@ -20,7 +20,7 @@ export class Latencies {
   }
 
   show({ latencies, routers }, history) {
-    // Calls to the ledger are always there; a chart needs requests.
+    // Calls to the ledger are always measured, but the charts need requests.
     const isMeasured = history.some((it) => [...it.ttft, ...it.inter_token].some(Boolean));
     if (isMeasured) $("latencies-measured").hidden = false;
     const isEmpty = $("latencies-measured").hidden;

@@ -1,4 +1,4 @@
-// The page: frames come in, each part shows what has changed of it.
+// Main module: creates the parts of the page, and passes the changes in each frame to them.
 
 import { Admin } from "./admin.js";
 import { Api } from "./api.js";
@@ -65,7 +65,7 @@ function show(changed) {
   admin.show(changed, all);
   if (document.hidden) return;
   lanes.draw();
-  // What changes with every second is shown so often.
+  // Parts that show times are updated once per second.
   const isSecond = Math.floor(cluster.at) !== shownAt;
   shownAt = Math.floor(cluster.at);
   queue.show(changed, all, isSecond ? cluster.history : []);

@@ -1,4 +1,4 @@
-// The cluster in a few numbers.
+// Key figures of the cluster.
 
 import { $, count, el, meter, percent, say } from "./dom.js";
 

@@ -1,6 +1,6 @@
-// Names as the configuration has them.
+// Names of policies, as in the configuration.
 
-// Who leaves the queue first within a class.
+// Orders of the admission queue (router.order).
 export const ORDERS = ["fifo", "deadline", "shortest", "ranked", "hrrn", "attained"];
-// Whom a step of the workers is for.
+// Batching policies of the workers (worker.scheduling.policy).
 export const ENGINE_POLICIES = ["default", "continuous", "slai", "static", "magnus"];

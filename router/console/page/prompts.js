@@ -1,4 +1,4 @@
-// Cached prompt tokens of the last five minutes, by worker and tenant.
+// Prefix-cache hits of the last five minutes, by worker and tenant.
 
 import { $, count, el, meter, percent, row, say, short } from "./dom.js";
 
@@ -16,7 +16,7 @@ function line({ prompt_tokens, cached_tokens }) {
   return `Workers had ${percent(cached_tokens, prompt_tokens)} % of ${count(prompt_tokens)} prompt tokens of the last five minutes in their caches.`;
 }
 
-// A table is hidden while nothing in it has prompts.
+// Fills a table, and hides it if no row has prompts.
 function fill(id, prompts, title) {
   $(id).hidden = !prompts.some((it) => it.tokens);
   $(id).tBodies[0].replaceChildren(...prompts.map((it) => row(title(it.name), count(it.tokens), share(it))));

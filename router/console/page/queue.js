@@ -1,4 +1,4 @@
-// What waits, by class and tenant.
+// Queued requests, by class and tenant.
 
 import { Chart } from "./chart.js";
 import { $, count, el, meter, percent, row, say, seconds } from "./dom.js";
@@ -18,7 +18,7 @@ export class Queue {
       $("classes").replaceChildren(...classes.map((it) => row(String(it.priority), bar(it.queued, queue.queued), seconds(it.wait_s))));
     }
     if (tenants) {
-      // Where tenants are not told apart there are none.
+      // The list is empty if the cluster does not distinguish tenants.
       $("by-tenant").hidden = !tenants.length;
       $("tenants").replaceChildren(...tenants.map((it) => row(it.tenant, String(it.priority), bar(it.queued, all.queue.queued), seconds(it.wait_s))));
     }
@@ -29,7 +29,7 @@ function line(queue) {
   const waits = `${count(queue.queued)} queued, order ${queue.policy.order}.`;
   if (!queue.is_known) return `${waits} No recent report of the leader.`;
   if (!queue.queued) return waits;
-  // Without workers neither is known.
+  // Without workers, neither the drain time nor the throughput is known.
   const left = queue.wait_s === null ? "drain time unknown" : `estimated to drain in ${seconds(queue.wait_s)}`;
   const rate = queue.worker_rate ? ` A saturated worker computes ${count(queue.worker_rate)} tokens per second.` : "";
   return `${waits} ${count(queue.tokens)} tokens to compute; the head has waited ${seconds(queue.waited_s)}; ${left}.${rate}`;

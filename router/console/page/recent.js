@@ -1,4 +1,4 @@
-// The newest requests; a click shows one.
+// List of the newest requests; a click on a request shows its details.
 
 import { $, ago, count, el, row } from "./dom.js";
 
@@ -6,14 +6,14 @@ const EVERY_S = 2;
 const PREFIX = /^REQUEST_STATE_/;
 
 export class Recent {
-  // `onPick` is told the id that was clicked.
+  // `onPick` is called with the id of a request that the user clicks.
   constructor(api, onPick) {
     this.api = api;
     this.onPick = onPick;
     this.askedAt = -EVERY_S;
   }
 
-  // Asks again when it is time; at most one question is under way.
+  // Loads the list again every EVERY_S seconds, with at most one call in progress.
   async show(cluster) {
     const may = cluster.may("infer") || cluster.may("admin");
     if (!may || this.isAsking || Math.abs(cluster.at - this.askedAt) < EVERY_S) return;
@@ -22,7 +22,7 @@ export class Recent {
     try {
       this.fill((await this.api.get("requests")).requests);
     } catch {
-      // What keeps it from an answer is shown elsewhere; the next question may have one.
+      // The connection state already shows the failure, and the next call may succeed.
     } finally {
       this.isAsking = false;
     }

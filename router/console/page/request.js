@@ -1,4 +1,4 @@
-// One request: its record in the ledger, its moves, and where its time went.
+// Details of one request: its record in the ledger, its moves, and its time breakdown.
 
 import { Refusal } from "./api.js";
 import { $, count, el, row, seconds, table } from "./dom.js";
@@ -7,7 +7,7 @@ import { explained } from "./explanation.js";
 const PREFIX = /^(REQUEST_STATE|FINISH_REASON)_/;
 
 export class Request {
-  // `onFound` is told the name that was looked up.
+  // `onFound` is called with the id of each request that is looked up.
   constructor(api, cluster, onFound) {
     this.api = api;
     this.cluster = cluster;
@@ -23,11 +23,11 @@ export class Request {
     this.onFound(name);
     this.asked = name;
     const found = await this.find(name);
-    // Another one may be asked for by now, and have been answered.
+    // The user may have looked up another request in the meantime.
     if (this.asked === name) $("request-answer").replaceChildren(...found);
   }
 
-  // What there is to show of it.
+  // Returns the elements that show the request, or the error of the call.
   async find(name) {
     try {
       const record = await this.api.get(`requests/${encodeURIComponent(name)}`);
@@ -42,7 +42,7 @@ export class Request {
     return explained(explanation, this.cluster.sections.span_labels ?? {}, (it) => this.look(it));
   }
 
-  // Where its time went; undefined where that is not known any more.
+  // Returns the request's time breakdown; undefined if the router rejects the call, for example because it no longer knows it.
   async explanation(name) {
     try {
       return await this.api.get(explanationOf(name));

@@ -1,9 +1,9 @@
-// How many workers the autoscaler wants, and why.
+// Decisions of the autoscaler, with their reasons.
 
 import { $, ago, count, row, say, seconds } from "./dom.js";
 
 export class Scaling {
-  // `scaling` is null where the number of workers is fixed.
+  // `scaling` is null if the number of workers is fixed.
   show(scaling, now) {
     say($("scaling-line"), scaling ? line(scaling) : "No autoscaler: the number of workers is fixed.");
     const rows = (scaling?.changes ?? []).toReversed().map(([at, before, after, why]) =>

@@ -1,17 +1,17 @@
-// A chat with the model, streamed by the API that clients use. Without a chat template: single prompts.
+// Chat with the model over the public API, with streaming. Without a chat template, single prompts are completed.
 
 import { events } from "./api.js";
 import { $, count, el, say, seconds } from "./dom.js";
 
-// Pixels from the end of the conversation within which it follows the answer.
+// Maximum distance in pixels from the end of the conversation at which the view scrolls with the answer.
 const FOLLOWED_PX = 40;
 
 export class TryIt {
-  // `onBegun` is told the request's name.
+  // `onBegun` is called with the id of a request when it begins, and with `true` in addition when the user looks it up.
   constructor(api, onBegun) {
     this.api = api;
     this.onBegun = onBegun;
-    // Turns that the model is told of again: {role, content}.
+    // Earlier turns, which are sent again with each message: {role, content}.
     this.history = [];
     $("try-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -28,7 +28,7 @@ export class TryIt {
     $("as-chat").addEventListener("change", () => this.clear());
   }
 
-  // A model that has chats is asked for one, unless somebody has chosen.
+  // Selects chat mode by default if the model has a chat template.
   show({ router }) {
     if (!router || this.isSet) return;
     this.isSet = true;
@@ -69,7 +69,7 @@ export class TryIt {
       const why = isStopped ? "stopped" : `${error.slug || "failed"}: ${error.message}`;
       say($("try-status"), why);
       answer.note(why, !isStopped, ...this.link(name));
-      // Nothing was answered: the prompt can be sent again.
+      // Without an answer, the prompt returns to the input, so that it can be sent again.
       if (!answer.text && !$("prompt").value) $("prompt").value = prompt;
       fit();
     }
@@ -80,7 +80,7 @@ export class TryIt {
     this.running(false);
   }
 
-  // What was measured, once the answer is there. `begun` is told the request's name.
+  // Streams the answer, and returns a summary of the measured times. `begun` is called with the request's id.
   async stream(answer, turns, begun) {
     say($("try-status"), "waiting for the first token");
     const began = performance.now();
@@ -120,7 +120,7 @@ export class TryIt {
   }
 }
 
-// One side's words, at the end of the conversation.
+// Adds a message of the user or the model to the end of the conversation.
 function turn(side, speaker, text = "") {
   const words = el("div", { class: "words" }, text);
   const notes = el("p", { class: "quiet" });
@@ -145,7 +145,7 @@ function turn(side, speaker, text = "") {
   };
 }
 
-// The composer grows with its lines, up to its largest height.
+// Adjusts the height of the input to its lines, up to its maximum height.
 function fit() {
   const box = $("prompt");
   box.style.height = "auto";
