@@ -1,7 +1,8 @@
 """Faults that can be injected, and their targets. Pure.
 
-The table shows the parameter of each kind of fault for each target, or "yes" if it has none. "-"
-means that the target cannot have the fault. All faults but KILL also have a duration, ``seconds``.
+The table shows the parameter of each kind of fault for each target, or "yes" if the fault has no
+parameter. "-" means that the target cannot have the fault. All faults except KILL also have a
+duration, ``seconds``.
 
     target    KILL   PAUSE   PARTITION from                     SLOW
     worker    rank   rank    all routers | one router           factor
@@ -87,5 +88,5 @@ def _check_peer(fault: pb.Fault, target: Part, peer: Part | None) -> None:
     if peer not in _PEERS[target]:
         others = " or ".join(each.value for each in _PEERS[target])
         raise InvalidRequest(
-            f"a {target.value} is cut off from a {others}, not from a {peer.value}"
+            f"a {target.value} can be partitioned from a {others}, not from a {peer.value}"
         )

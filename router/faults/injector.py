@@ -38,7 +38,7 @@ from router.worker_sessions import Sessions, WorkerLink
 
 log = logs.get_logger(__name__)
 
-#: Seconds until a process is killed or paused, so that the answer is sent before.
+#: Seconds until a process is killed or paused, so that the client first receives the answer.
 _ANSWER_S = 0.1
 _SEND_TIMEOUT_S = 5.0
 
@@ -65,11 +65,11 @@ class Disturbable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Worker, router or ledger that is the target of a fault, or the peer that it is cut off from.
+    """Target of a fault, or the peer that the target is partitioned from.
 
-    ``name`` is its full id, or "ledger". ``address`` is the internal address of a router; it is
-    empty for this router, for a worker and for the ledger. ``num_ranks`` is the number of ranks of
-    a worker, else 1.
+    ``name`` is the full id of a worker or router, or "ledger". ``address`` is the internal address
+    of a router; it is empty for this router, for a worker and for the ledger. ``num_ranks`` is the
+    number of ranks of a worker, else 1.
     """
 
     part: Part
@@ -150,7 +150,7 @@ class Chaos:
 
     def _check_allowed(self) -> None:
         if not self._config.chaos:
-            raise ChaosForbidden("this cluster was started without chaos: everlift up --chaos")
+            raise ChaosForbidden("fault injection is disabled: start with everlift up --chaos")
 
     # targets
 
@@ -193,6 +193,7 @@ class Chaos:
     async def _concerned(
         self, fault: pb.Fault, target: _Named, peer: _Named | None
     ) -> Collection[str]:
+        """Return the internal addresses of the routers that must apply the fault."""
         if target.part is Part.ROUTER:
             return [target.address]
         if peer is not None:
@@ -233,11 +234,12 @@ class Chaos:
         return os.getpid()
 
     def _partition(self, fault: pb.Fault) -> None:
-        end = LEDGER if fault.target == LEDGER else fault.peer
-        if end in ("", LEDGER):
+        # What this router is partitioned from: the ledger, a worker, or both kinds if it is empty.
+        other_end = LEDGER if fault.target == LEDGER else fault.peer
+        if other_end in ("", LEDGER):
             self._disturbable().disturb(fault.seconds, math.inf)
         for link in self._sessions.links:
-            if end in ("", link.info.worker_id):
+            if other_end in ("", link.info.worker_id):
                 link.delay_messages(fault.seconds)
 
     def _disturbable(self) -> Disturbable:

@@ -1,7 +1,7 @@
 """Program that pauses a process for a while: pause.py PID SECONDS.
 
-The pause is made by a separate program because a stopped process cannot continue by itself. On a
-kernel with process descriptors (Linux), this program ends early if the paused process ends.
+A separate program is needed because a stopped process cannot resume itself. On a kernel with
+process descriptors (Linux), this program ends early if the paused process ends.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ async def test_chaos_command_is_rejected_without_chaos(config: Config) -> None:
         with endpoint.published(plain.state_dir, cluster.addresses):
             result = await run("chaos", "kill", "any-worker")
     assert result.exit_code == 1
-    assert "without chaos: everlift up --chaos" in " ".join(result.stderr.split())
+    assert "start with everlift up --chaos" in " ".join(result.stderr.split())
 
 
 async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> None:

@@ -87,7 +87,7 @@ def test_check_fault_accepts_valid_faults(
             Part.LEDGER,
             {"kind": PARTITION, "seconds": 1},
             InvalidRequest,
-            "a worker is cut off from a router, not from a ledger",
+            "a worker can be partitioned from a router, not from a ledger",
         ),
     ],
 )
