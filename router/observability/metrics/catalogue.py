@@ -18,9 +18,9 @@ Kind = Literal["counter", "gauge", "histogram"]
 OK = "ok"
 OUTCOMES = (OK, *sorted(BY_SLUG))
 FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
-#: Number of tenants that have series of their own at a router; each router takes the first ones.
+#: Number of tenants with time series of their own at a router: the first tenants that it observes.
 MAX_TENANTS = 100
-#: Label of all further tenants. No tenant can have this name.
+#: Label of all other tenants together. No tenant can have this name.
 OTHER_TENANTS = "(other)"
 #: Parts of an engine step.
 STEP_PARTS = ("schedule", "model", "sample", "commit")
@@ -86,7 +86,7 @@ _REQUESTS = (
         "everlift_requests_total",
         "counter",
         "requests",
-        "Requests that ended at this router or were refused, by outcome: ok or the error's "
+        "Requests that ended at this router or were rejected, by outcome: ok or the error's "
         "slug. Requests with outcome moved or router_stopping continue on another router.",
         ("outcome",),
     ),
@@ -223,8 +223,8 @@ _PREDICTIONS = (
         "everlift_predictor_trusted",
         "gauge",
         "",
-        "1 while predicted output lengths are trusted. 0 without a model, or while its tau "
-        "is too low and shortest, ranked and hrrn order new requests as fifo.",
+        "1 while predicted output lengths are trusted. 0 without a model or while its tau is too "
+        "low; the orders shortest, ranked and hrrn then treat new requests as fifo does.",
     ),
     Metric(
         "everlift_predictor_tau",
@@ -237,7 +237,8 @@ _PREDICTIONS = (
         "everlift_predictor_coverage_ratio",
         "gauge",
         "ratio",
-        "Share of these outputs within a predicted quantile. Absent until one ended.",
+        "Share of the outputs of everlift_predictor_tau that were not longer than a predicted "
+        "quantile. Absent until an output ended.",
         ("quantile",),
     ),
 )
@@ -332,7 +333,8 @@ _CLUSTER = (
         "everlift_wanted_workers",
         "gauge",
         "workers",
-        "Leader: wanted workers of all clusters on the ledger, by setting or autoscaler.",
+        "Leader: wanted workers of all clusters that share the ledger, as configured or as decided "
+        "by the autoscaler.",
     ),
     Metric(
         "everlift_starting_workers",
@@ -409,7 +411,10 @@ _WORKERS = (
     ),
     _of_worker("kv_unfilled_tokens", "gauge", "tokens", "Empty token positions in used KV blocks."),
     _of_worker(
-        "pending_prefill_tokens", "gauge", "tokens", "Known tokens that are not computed yet."
+        "pending_prefill_tokens",
+        "gauge",
+        "tokens",
+        "Tokens of prompts and earlier outputs that are not computed yet.",
     ),
     _of_worker("steps_total", "counter", "steps", "Engine steps."),
     _of_worker("busy_seconds_total", "counter", "seconds", "Time spent in engine steps."),
@@ -455,7 +460,7 @@ _WORKERS = (
         "prompt_tokens_total",
         "counter",
         "tokens",
-        "Known tokens of sequences at admission into the batch.",
+        "Prompt and earlier output tokens of sequences at their admission into the batch.",
     ),
     _of_worker(
         "prefix_hit_tokens_total",

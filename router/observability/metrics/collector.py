@@ -19,7 +19,7 @@ from router.worker_sessions import Sessions, WorkerLink
 class StateCollector:
     """Prometheus collector of the state of a router and, if it leads, of its cluster.
 
-    It is called in the event loop, so all values are of one moment.
+    The collector is called in the event loop, so that all values are from the same time.
     """
 
     def __init__(self, requests: Requests, sessions: Sessions, leader: Leader) -> None:

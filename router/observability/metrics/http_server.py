@@ -1,8 +1,8 @@
 """HTTP server for Prometheus and probes: GET /metrics, /ready and /live, in the event loop.
 
-Metrics are collected in the event loop's thread. Only that thread changes their values, so all
-values are of the same moment. They are encoded in another thread, because encoding would delay
-tokens for too long. Each connection gets one answer.
+Metrics are collected in the event loop's thread. Only that thread changes their values, so that all
+values are from the same time. They are encoded in another thread, because encoding takes so long
+that it would delay tokens. Each connection gets one answer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_HEAD_BYTES = 8192
 class MetricsServer:
     """Server of metrics and probes; ``address`` is empty until it listens.
 
-    ``readiness`` answers /ready: its ``accepts_requests`` states whether this router accepts new
-    requests. While it is None, the router counts as not ready.
+    /ready succeeds if ``readiness`` is set and its ``accepts_requests`` is true: this router then
+    accepts new requests.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -86,7 +86,7 @@ class MetricsServer:
         except asyncio.LimitOverrunError:
             writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
-            log.debug("metrics not fetched")
+            log.debug("metrics request failed or timed out")
         finally:
             writer.close()
             with suppress(OSError, asyncio.CancelledError):
@@ -109,7 +109,7 @@ class MetricsServer:
         try:
             content_type, body = await self.expose(_accept(lines))
         except Exception:
-            log.exception("metrics failed")
+            log.exception("metrics could not be collected")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR)
         return _response(HTTPStatus.OK, f"Content-Type: {content_type}\r\n", body)
 
@@ -117,14 +117,16 @@ class MetricsServer:
 class _Collected:
     """Snapshot of all metrics, collected when the object is created.
 
-    Samples of the creation times of counters and histograms are left out. The library adds them as
-    gauges, which the catalogue does not have.
+    The library adds gauges with the creation times of counters and histograms. They are left out,
+    because the catalogue does not have them.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families = list(registry.collect())
         for family in self._families:
-            family.samples = [it for it in family.samples if not it.name.endswith("_created")]
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
 
     def collect(self) -> Iterator[Metric]:
         return iter(self._families)

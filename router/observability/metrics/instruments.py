@@ -23,8 +23,8 @@ from router.observability.metrics.catalogue import (
     OUTCOMES,
 )
 
-#: Class of requests that set none. Its series exist from the beginning.
-_USUAL = 0
+#: Default priority class. Its time series exist from the start of the router.
+_DEFAULT_CLASS = 0
 
 
 class Instruments:
@@ -52,7 +52,7 @@ class Instruments:
             for metric in CATALOGUE.values()
             if metric.labels == ("priority",)
         }
-        self._classes = {_USUAL: _Class(self, _USUAL)}
+        self._classes = {_DEFAULT_CLASS: _Class(self, _DEFAULT_CLASS)}
         calls = self._histogram("everlift_ledger_call_seconds")
         failures = self._counter("everlift_ledger_failures_total")
         self.ledger_calls = {
@@ -105,7 +105,7 @@ class Instruments:
     def ended(self, outcome: str) -> None:
         """Count an ended request; ``outcome`` is "ok", or the short name (slug) of its error.
 
-        An unknown slug counts as "internal".
+        An unknown slug is counted as "internal".
         """
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
 

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, as far as vLLM has them, for dashboards that use these names.
+"""Metrics that vLLM also has, under vLLM's names, for dashboards that use these names.
 
 The label ``engine`` is a worker's id for the metrics of workers, and 0 for those of the router. All
 values are read from other objects: nothing is counted in this module.
@@ -50,33 +50,33 @@ def _kv_usage(link: WorkerLink) -> float:
 
 
 _WORKER_GAUGES: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
-    "vllm:num_requests_running": ("Sequences in the batch.", lambda it: it.state.num_running),
+    "vllm:num_requests_running": ("Sequences in the batch.", lambda link: link.state.num_running),
     "vllm:num_requests_waiting": (
         "Sequences waiting at a worker; engine 0: requests in the admission queue.",
-        lambda it: it.state.num_waiting,
+        lambda link: link.state.num_waiting,
     ),
     "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", _kv_usage),
 }
 _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
     "vllm:prefix_cache_queries": (
-        "Known tokens of sequences at admission into the batch.",
-        lambda it: it.state.counters.prompt_tokens,
+        "Prompt and earlier output tokens of sequences at their admission into the batch.",
+        lambda link: link.state.counters.prompt_tokens,
     ),
     "vllm:prefix_cache_hits": (
-        "Prefix-cache hits among these tokens.",
-        lambda it: it.state.counters.prefix_hit_tokens,
+        "Prefix-cache hits among vllm:prefix_cache_queries.",
+        lambda link: link.state.counters.prefix_hit_tokens,
     ),
     "vllm:num_preemptions": (
         "Preemptions of sequences.",
-        lambda it: it.state.preemptions,
+        lambda link: link.state.preemptions,
     ),
     "vllm:spec_decode_num_draft_tokens": (
         "Draft tokens.",
-        lambda it: it.state.counters.draft_tokens,
+        lambda link: link.state.counters.draft_tokens,
     ),
     "vllm:spec_decode_num_accepted_tokens": (
-        "Accepted tokens among the draft tokens.",
-        lambda it: it.state.counters.accepted_tokens,
+        "Accepted tokens among vllm:spec_decode_num_draft_tokens.",
+        lambda link: link.state.counters.accepted_tokens,
     ),
 }
 

@@ -52,7 +52,7 @@ class OtlpExporter:
                 "service.instance.id": router_id,
             }
         )
-        # The operator sets OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which override these
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which the operator may set, override these
         # values.
         self._resource = ours.merge(OTELResourceDetector().detect())
         self._exporter = exporter
@@ -64,8 +64,7 @@ class OtlpExporter:
             self._processor.on_end(self._readable(span))
 
     def close(self) -> None:
-        # The shutdown of the processor has no time limit, so a timer aborts the export that is
-        # running.
+        # The processor's shutdown has no time limit, so a timer aborts an export that takes longer.
         breaking = threading.Timer(CLOSE_S, self._exporter.shutdown)
         breaking.start()
         self._processor.shutdown()  # type: ignore[no-untyped-call]

@@ -9,11 +9,11 @@
         everlift.engine.decode             from the first new token to the last token
         everlift.engine.preempted          one for each time without KV blocks
 
-Attempts are taken from the events in the ledger, so they are complete even if routers were lost
-meanwhile, unless the request has more events than the ledger keeps (MAX_EVENTS). The phases of the
-engine are those that the last router recorded. If that router did not accept the request itself,
-the root span begins with the acceptance, and there is no span everlift.accept. A span contains
-neither prompt nor output, nor the text of an error, which may quote them.
+Attempts are taken from the events in the ledger. They are therefore complete even if routers were
+lost, unless the request has more events than the ledger keeps (MAX_EVENTS). The spans
+everlift.engine are those that the last router recorded. If another router accepted the request, the
+root span begins with the acceptance, and there is no span everlift.accept. A span contains no
+prompt, no output, and no text of an error, which may quote them.
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ def refusal_span(
 ) -> Span:
     """Return the span of a rejected request, without any of the request's content.
 
-    ``slug`` is the short name of the error.
+    ``start`` and ``end`` are in seconds since 1970. ``slug`` is the short name of the error.
     """
     attributes = {**_x_request_id(x_request_id), **_OURS, "error.type": slug}
     return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
 
 
 class _Walk:
+    """Iterator over a request's events that yields all spans except accept and the root span."""
+
     def __init__(
         self,
         request: Request,
@@ -114,14 +116,15 @@ class _Walk:
         self._attempts = attempts
         self._new_span_id = new_span_id
         dispatches = sum(event.move == "dispatch" for event in events)
-        #: number of the running or last attempt. It does not start at 0 if the oldest events have
-        #: been dropped.
+        #: number of the running or last attempt. It begins above 0 if the ledger has dropped the
+        #: oldest events.
         self._number = entry.attempts - dispatches
         self._queued: float | None = None
         self._dispatch: Event | None = None
 
-    def child(self, of: TraceContext | None = None) -> TraceContext:
-        return (of or self._trace).child(self._new_span_id())
+    def child(self, parent: TraceContext | None = None) -> TraceContext:
+        """Return a context for a new span below ``parent``; None means the root span."""
+        return (parent or self._trace).child(self._new_span_id())
 
     def __iter__(self) -> Iterator[Span]:
         for event in self._events:
