@@ -67,7 +67,9 @@ class Fault(google.protobuf.message.Message):
     rank: builtins.int
     """KILL or PAUSE of a worker: the rank to kill or pause"""
     peer: builtins.str
-    """PARTITION: the router, worker or "ledger" that the target is cut off from; empty: all of them."""
+    """PARTITION: the router, worker or "ledger" that the target is partitioned from; empty: all of
+    them.
+    """
     seconds: builtins.float
     """duration of the fault, except for KILL"""
     factor: builtins.float

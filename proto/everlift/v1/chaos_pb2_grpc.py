@@ -47,8 +47,8 @@ class ChaosServicer(object):
     """
 
     def Inject(self, request, context):
-        """Injects a fault. The call returns when the fault has been ordered: it may begin shortly after
-        that. The call does not wait for its end.
+        """Injects a fault. The call returns when the fault has been ordered. The fault may begin shortly
+        after that, and the call does not wait for the fault's end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

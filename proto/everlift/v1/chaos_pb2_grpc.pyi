@@ -63,8 +63,8 @@ class ChaosStub(typing.Generic[_ChaosInjectType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Inject: _ChaosInjectType
-    """Injects a fault. The call returns when the fault has been ordered: it may begin shortly after
-    that. The call does not wait for its end.
+    """Injects a fault. The call returns when the fault has been ordered. The fault may begin shortly
+    after that, and the call does not wait for the fault's end.
     """
 
 ChaosAsyncStub: typing_extensions.TypeAlias = ChaosStub[
@@ -83,8 +83,8 @@ class ChaosServicer(metaclass=abc.ABCMeta):
         request: everlift.v1.chaos_pb2.Fault,
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.chaos_pb2.InjectResponse, collections.abc.Awaitable[everlift.v1.chaos_pb2.InjectResponse]]:
-        """Injects a fault. The call returns when the fault has been ordered: it may begin shortly after
-        that. The call does not wait for its end.
+        """Injects a fault. The call returns when the fault has been ordered. The fault may begin shortly
+        after that, and the call does not wait for the fault's end.
         """
 
 def add_ChaosServicer_to_server(servicer: ChaosServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -240,8 +240,8 @@ class Sampling(google.protobuf.message.Message):
     """Number of output tokens before a stop token or stop string takes effect."""
     logprobs: builtins.int
     """Report the log probability of each output token, and this many of the most probable tokens at
-    the same position. Log probabilities are those of the model itself, before any of the
-    parameters above is applied. Unset: report none.
+    the same position. Log probabilities are those of the model, before any of the parameters above
+    is applied. Unset: report none.
     """
     prompt_logprobs: builtins.int
     """the same for the prompt's tokens"""
@@ -421,7 +421,7 @@ class GenerateRequest(google.protobuf.message.Message):
     """empty: the model that the cluster serves"""
     text: builtins.str
     max_tokens: builtins.int
-    """limit of each choice; default: what the context leaves"""
+    """Limit of each choice; default: the number of tokens that the prompt leaves in the context."""
     ignore_eos: builtins.bool
     request_id: builtins.str
     """Idempotency key, [A-Za-z0-9._:-]{1,128}. Empty: the router generates one."""
@@ -462,14 +462,14 @@ class GenerateRequest(google.protobuf.message.Message):
     bytes. It is recorded in the trace of the request; no decision depends on it yet.
     """
     application: builtins.str
-    """Purpose of the request, such as chat or code-completion, at most 128 bytes. Output lengths are
-    predicted by it, because outputs of one application are likely to be alike.
+    """Purpose of the request, such as chat or code-completion, at most 128 bytes. The length of the
+    output is predicted from it, because outputs of one application are likely to be similar.
     """
     explain: builtins.bool
     """Add the time breakdown to the timing of the last piece (Timing.spans)."""
     clamp_max_tokens: builtins.bool
-    """Lower max_tokens to what the context leaves, instead of rejecting the request
-    (context_length_exceeded).
+    """Lower max_tokens to the number of tokens that the prompt leaves in the context, instead of
+    rejecting the request (context_length_exceeded).
     """
     add_special_tokens: builtins.bool
     """Add the tokenizer's special tokens to the text; default: true. A text that the model's chat
@@ -767,8 +767,8 @@ class GenerateResponse(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch of the attempt that generated these tokens; 0: the tokens were restored from the ledger."""
     text: builtins.str
-    """Text that becomes certain with token_ids. It may lag behind them: an incomplete character, and
-    text that may become a stop string, are held back.
+    """Text that becomes final with token_ids. It may lag behind token_ids: an incomplete character,
+    and text that may become a stop string, are held back.
     """
     unledgered: builtins.bool
     """the piece was delivered before the ledger had stored all its tokens"""

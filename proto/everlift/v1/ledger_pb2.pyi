@@ -72,7 +72,7 @@ class StoredRequest(google.protobuf.message.Message):
     """facts by which a later prompt of the session is recognised; opaque"""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """those after the chunks, which the ledger stores separately"""
+        """Tokens of the prompt after its chunks; the ledger stores the chunks separately."""
 
     @property
     def sampling(self) -> everlift.v1.inference_pb2.Sampling:

@@ -171,8 +171,9 @@ Global___EnginePolicy: typing_extensions.TypeAlias = EnginePolicy
 
 @typing.final
 class Start(google.protobuf.message.Message):
-    """One choice of a request, to be run by the worker. With the tokens generated so far, it is all
-    that a continuation needs: the same Start with more output_ids continues exactly after them.
+    """One choice of a request, to be run by the worker. A Start has all that is needed to continue the
+    choice: the same Start with more output_ids continues exactly after them. The known tokens of a
+    sequence are its prompt_ids and all output tokens so far.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -299,7 +300,9 @@ class Abort(google.protobuf.message.Message):
     epoch: builtins.int
     @property
     def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Choices of this epoch whose outputs are complete; empty: all, whose attempt is given up."""
+        """Choices of this epoch whose outputs are complete; empty: all choices, because the router gives
+        up the attempt.
+        """
 
     def __init__(
         self,
@@ -865,7 +868,9 @@ class WorkerFrame(google.protobuf.message.Message):
 
     @property
     def stored_host_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """As stored_chunks and evicted_chunks, for copies in host memory, from which they can be loaded."""
+        """Like stored_chunks and evicted_chunks, for copies in host memory. Chunks can be loaded from
+        there into the KV cache.
+        """
 
     @property
     def evicted_host_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -1439,7 +1444,9 @@ class Waiting(google.protobuf.message.Message):
     the arrival of this request.
     """
     predicted_work_rank: builtins.float
-    """Share of the recent requests with a smaller predicted_total, likewise."""
+    """Share, from 0 to 1, of the recent requests with a smaller predicted_total, as of the arrival of
+    this request.
+    """
     estimated_wait_s: builtins.float
     """wait estimated on arrival, from the requests queued then"""
     least_tokens: builtins.int
@@ -1585,7 +1592,7 @@ class GatewayMessage(google.protobuf.message.Message):
 
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Running]:
-        """on a new stream all; later those that were preempted or resumed"""
+        """On a new stream, all running requests; later, the requests that were preempted or resumed."""
 
     @property
     def served(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServedTokens]:
@@ -1698,7 +1705,9 @@ class Dispatched(google.protobuf.message.Message):
     predicted_ttft_s: builtins.float
     """Time to the first token as predicted on arrival; unset: unknown, or the request has run before."""
     predicted_tpot_s: builtins.float
-    """Time of each output token after the first one, predicted on arrival; unset: likewise."""
+    """Time per output token after the first one, as predicted on arrival; unset: as for
+    predicted_ttft_s.
+    """
     cached_tokens: builtins.int
     """Leading known tokens that the leader expects in the worker's prefix cache."""
     @property
@@ -1839,11 +1848,11 @@ class QueueEstimate(google.protobuf.message.Message):
     tokens_per_s: builtins.float
     """tokens of work that leave the queue per second; 0: unknown"""
     least_tpot_s: builtins.float
-    """least seconds per output token after the first one; 0: unknown"""
+    """minimum seconds per output token after the first one; 0: unknown"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
-        """Least wait of a new request, for each class with queued requests, highest class first. A class
-        in between has the wait of the next higher listed class.
+        """Minimum wait of a new request, for each class with queued requests, highest class first. A
+        class that is not listed has the wait of the next higher listed class.
         """
 
     def __init__(

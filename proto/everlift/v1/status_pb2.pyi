@@ -102,7 +102,7 @@ class RetryInfo(google.protobuf.message.Message):
     RETRY_DELAY_FIELD_NUMBER: builtins.int
     @property
     def retry_delay(self) -> google.protobuf.duration_pb2.Duration:
-        """a retry before this delay is in vain"""
+        """an earlier retry would probably fail"""
 
     def __init__(
         self,
