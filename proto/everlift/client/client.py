@@ -46,7 +46,8 @@ A = TypeVar("A")
 #: Function that returns a method of the router that is current when the function is called.
 _Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
-#: Seconds after which a single call is sent to the next router, because this one may be frozen.
+#: Seconds without an answer after which a single call is sent to the next router, because the
+#: current router may be frozen.
 _TRY_TIMEOUT_S = 10.0
 
 
@@ -166,13 +167,13 @@ class AsyncClient:
         Alternatively, ``received`` contains the tokens of each choice that were received before,
         perhaps by another process, and the stream continues after them.
 
-        The cluster may have lost some of the tokens before the offset. With ``received``, it
-        regenerates them, and the stream raises DataLoss if the new ones differ. With
+        The cluster may have lost some of the tokens before the offset. With ``received``, the
+        cluster regenerates them, and the stream raises DataLoss if the new tokens differ. With
         ``from_offset``, the stream raises OffsetOutOfRange.
 
         Closing this stream does not cancel the request. Raises InvalidRequest if both parameters
-        are given or the request id is invalid, and OutOfRange if an offset does not
-        fit into an int64, or a token id into a uint32.
+        are given or the request id is invalid, and OutOfRange if an offset does not fit into an
+        int64, or a token id into a uint32.
 
         >>> await client.generate("one two three four", request_id="r").text()
         'one two three four'
@@ -189,7 +190,7 @@ class AsyncClient:
         return Stream(self._routers, reception, self._budget(Deadline(None)))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
-        """Cancel a request unless it has already ended, and return the state that it is then in.
+        """Cancel a request unless it has already ended, and return its state after that.
 
         Raises UnknownRequest if the cluster does not know the request.
 
@@ -235,8 +236,9 @@ class AsyncClient:
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
         """Return how long a request spent in each phase, such as queue and decode, up to now.
 
-        The time of an ended request counts up to its end. The spans follow each other and add up to
-        the total time. Raises UnknownRequest if the cluster does not know the request.
+        For a request that has ended, the time up to its end is returned. The spans follow each
+        other and add up to the total time. Raises UnknownRequest if the cluster does not know the
+        request.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -273,10 +275,10 @@ class AsyncClient:
         >>> await client.generate_many(["a", "b", "c"], request_id="job").texts()
         ['a', 'b', 'c']
         >>> page = await client.list_requests(page_size=2)
-        >>> [it.request_id for it in page.requests]
+        >>> [request.request_id for request in page.requests]
         ['job:2', 'job:1']
         >>> page = await client.list_requests(page_size=2, page_token=page.next_page_token)
-        >>> [it.request_id for it in page.requests], page.next_page_token
+        >>> [request.request_id for request in page.requests], page.next_page_token
         (['job:0'], '')
         """
         with sendable():
@@ -342,10 +344,11 @@ class AsyncClient:
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
     ) -> admin_pb2.DrainResponse:
-        """Make a worker hand back its requests for other workers to continue, and accept no more.
+        """Drain a worker: it accepts no more requests, and its requests resume on other workers.
 
         ``worker_id`` may be shortened to a prefix that only one worker has. Raises UnknownWorker if
-        no worker or several have it, and Forbidden if the API key does not permit the call.
+        no worker or several workers have this prefix, and Forbidden if the API key does not permit
+        the call.
 
         >>> (await client.drain("wor")).worker_id
         'worker-0'
@@ -371,13 +374,14 @@ class AsyncClient:
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Change the policies of queue and engines in the whole cluster, until the next change.
+        """Change policies of the admission queue and the engines of the cluster at run time.
 
         Each parameter overrides the routers' setting of the same name (router.NAME), and
         ``engine_policy`` overrides worker.scheduling.policy. A setting that is None stays the same,
-        and a setting that ``reset`` names returns to its configured value. The answer contains all
-        settings now in effect. Raises InvalidRequest for an invalid value, and Forbidden if the API
-        key does not permit the call.
+        and a setting that ``reset`` names returns to its configured value. A change applies to the
+        whole cluster until the next change. The answer contains all settings that are then in
+        effect. Raises InvalidRequest for an invalid value, and Forbidden if the API key does not
+        permit the call.
 
         >>> policy = await client.set_policy(order="deadline", ageing_factor=0.1)
         >>> policy.order, policy.max_queued, list(policy.overridden)
@@ -501,5 +505,5 @@ def _trace(traceparent: str) -> Metadata:
     if not traceparent:
         return ()
     if TraceContext.parse(traceparent) is None:
-        raise InvalidRequest("traceparent is not as W3C Trace Context writes it")
+        raise InvalidRequest("traceparent must have the form 00-TRACE_ID-SPAN_ID-FLAGS (W3C)")
     return ((TRACEPARENT, traceparent),)

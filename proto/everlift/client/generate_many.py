@@ -19,17 +19,19 @@ from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
-#: Largest total size, in bytes, of the requests of one call that carries several. It is far below
-#: the limit of any router. A larger request is sent in a call of its own.
+#: Maximum total size in bytes of the requests that one call carries. The size is far below the
+#: limit of any router. A request that is larger by itself is sent in a call of its own.
 _MAX_BYTES = 1 << 20
 #: Number of chunks that are buffered for the reader; further chunks stay with the routers.
 _MAX_BUFFERED_CHUNKS = 64
 #: Part of ``concurrency`` that must be free before another call is sent, unless fewer requests are
 #: left.
 _REFILL_FRACTION = 0.25
-#: When a stream is closed: number of concurrent Cancel calls, and seconds to wait for all answers.
-_MAX_CONCURRENT_CANCELS, _CANCEL_ALL_TIMEOUT_S = 64, 5.0
-#: Marker behind the last chunk.
+#: Maximum number of concurrent Cancel calls when a stream is closed.
+_MAX_CONCURRENT_CANCELS = 64
+#: Seconds to wait for the answers of all Cancel calls.
+_CANCEL_ALL_TIMEOUT_S = 5.0
+#: Marker after the last chunk.
 _DONE = None
 
 
@@ -74,7 +76,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
     Chunks arrive as they are generated, those of each choice of a request in the order of their
     offsets. A request that fails does not affect the others; its error is in ``outcomes``. A slow
-    reader slows the routers down, so that chunks do not pile up in the client.
+    reader slows the routers down, so that chunks do not accumulate in the client.
 
     >>> async with client.generate_many(["a b", "c"]) as stream:
     ...     async for index, chunk in stream:
@@ -101,7 +103,8 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         requests.
         """
         pending = [
-            _PendingRequest(at, it, ReceivedOutput(it.request_id)) for at, it in enumerate(messages)
+            _PendingRequest(index, message, ReceivedOutput(message.request_id))
+            for index, message in enumerate(messages)
         ]
         self._request_ids = tuple(each.message.request_id for each in pending)
         self._outcomes: dict[int, Outcome] = {}
@@ -189,7 +192,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         self._in_flight.clear()
         self._waiting.clear()
         for each in in_flight + never_sent:
-            self._outcomes[each.index] = each.outcome(Cancelled("its stream was closed"))
+            self._outcomes[each.index] = each.outcome(Cancelled("the stream was closed"))
         await _cancel_all(self._routers, [each.message.request_id for each in in_flight])
 
     async def __aenter__(self) -> Self:
@@ -246,8 +249,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             try:
                 await self._read(part, deadline, budget)
             except EverliftError as error:
-                for each in [it for it in part.values() if it.reception.is_accepted]:
-                    self._move_to_own_call(part, each, deadline, error)
+                for each in tuple(part.values()):
+                    if each.reception.is_accepted:
+                        self._move_to_own_call(part, each, deadline, error)
                 if part:
                     await self._wait(part, budget, error, router)
 

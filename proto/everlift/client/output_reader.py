@@ -26,7 +26,7 @@ log = logs.get_logger(__name__)
 #: contains a cause, arrives first.
 DEADLINE_MARGIN_S = 1.0
 _CANCEL_TIMEOUT_S = 2.0
-#: Seconds that a call must last after its first piece to count as a success even if it delivered no
+#: Seconds after its first piece from which a call counts as a success even if it delivered no
 #: chunk, for example while the request was queued. A success ends the series of failures before it.
 _STEADY_S = 1.0
 
@@ -87,8 +87,8 @@ class OutputReader:
     async def recover(self, error: EverliftError) -> None:
         """Wait until the request may be tried again after ``error``.
 
-        If it must not be tried again, closes the reader and raises the EverliftError with which the
-        stream ends.
+        If the request must not be tried again, closes the reader and raises the EverliftError with
+        which the stream ends.
         """
         refused = is_refusal(error)
         # A refusal after a long wait in the queue is not a success.
@@ -111,7 +111,7 @@ class OutputReader:
     def _mark_not_accepted(self, refusal: EverliftError) -> None:
         """Mark the request as not accepted after ``refusal``, so that it is submitted again.
 
-        Do nothing if the request is not marked as accepted. Otherwise, raises ``refusal`` if the
+        Does nothing if the request is not marked as accepted. Otherwise, raises ``refusal`` if the
         request was not submitted by this reader, or if output of it has been received.
         """
         if self._reception.is_accepted:

@@ -114,7 +114,7 @@ class ReceivedOutput:
             return None
         if piece.offset < following and piece.token_ids:
             # The client cannot split the text at a token, but the router can, in another call.
-            raise Unreachable("a piece overlaps what came before")
+            raise Unreachable("a piece of the stream repeats tokens that were already received")
         return self._deliver(piece, max(following, end))
 
     def _deliver(self, piece: pb.GenerateResponse, end: int) -> Chunk | None:
@@ -146,4 +146,4 @@ def _digests(received: Sequence[Sequence[int]]) -> defaultdict[int, TokenDigest]
 
 
 def _parsed(logprobs: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs.from_proto(it) for it in logprobs)
+    return tuple(map(TokenLogprobs.from_proto, logprobs))

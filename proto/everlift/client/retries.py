@@ -10,13 +10,13 @@ from everlift.client.routers import Routers
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, NoWorker
 
 _INITIAL_DELAY_S = 0.05
-#: A lost router most often returns, or is replaced, within this many seconds. Until then, delays
-#: are at most _MAX_EAGER_DELAY_S, so that its return is noticed soon.
+#: A lost router usually returns, or is replaced, within this many seconds. Until then, delays are
+#: at most _MAX_EAGER_DELAY_S, so that the return is noticed soon.
 _EAGER_PERIOD_S = 3.0
 _MAX_EAGER_DELAY_S = 0.2
 _MAX_DELAY_S = 1.0
-#: Largest exponent of the power of two in the delay. It only keeps the power small: _MAX_DELAY_S
-#: limits the delay after far fewer failures.
+#: Maximum exponent of the power of two in the delay. The limit only avoids huge numbers:
+#: _MAX_DELAY_S limits the delay after far fewer failures.
 _MAX_EXPONENT = 32
 
 
@@ -134,8 +134,9 @@ def is_refusal(error: EverliftError) -> bool:
     return error.grpc_status == "RESOURCE_EXHAUSTED" and not isinstance(error, InvalidRequest)
 
 
-#: Number of calls per second that resume if many calls of a client break at the same moment. Each
-#: costs the router a ledger lookup, and the first one shows whether a router answers at all.
+#: Number of calls per second that resume if many calls of a client break at the same time. Each
+#: resumed call costs the router a look-up in the ledger, and the first one already shows whether a
+#: router answers at all.
 _RESUMED_PER_S = 500.0
 _MAX_STAGGER_S = 5.0
 

@@ -32,9 +32,9 @@ class _AtOffset:
     """Base class of the faults at a position in a choice's output.
 
     ``offset`` is the offset of a token. For Break, BreakOff and Hold it may also be the number of
-    the choice's tokens, which means the end of the choice. A fault at another offset never occurs,
-    nor does an Overlap at the last token. ``choice`` is the index of the choice, and ``index`` the
-    index of the request in a GenerateMany.
+    the choice's tokens, which means the end of the choice. A fault at another offset has no effect,
+    and neither has an Overlap at the last token. ``choice`` is the index of the choice, and
+    ``index`` the index of the request in a GenerateMany.
     """
 
     offset: int
@@ -89,8 +89,9 @@ STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
 class Script:
     """Faults of the next calls to a fake router, in order.
 
-    Each streaming call takes the next one of ``faults``. The call is healthy if that is None, or if
-    no faults are left. A Refuse that names a call remains the next fault until that call.
+    Each streaming call takes the next element of ``faults``. The call has no fault if this element
+    is None, or if no element is left. A Refuse that names a call remains the next element until
+    that call.
     """
 
     def __init__(self, faults: Iterable[Fault | None]) -> None:

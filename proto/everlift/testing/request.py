@@ -69,8 +69,8 @@ class FakeRequest:
             epoch=1,
             token_ids=[token for token, _ in tokens],
             text="".join(text for _, text in tokens),
-            logprobs=[it.to_proto() for it in output.logprobs[start:stop]],
-            prompt_logprobs=[it.to_proto() for it in prompt_logprobs],
+            logprobs=[each.to_proto() for each in output.logprobs[start:stop]],
+            prompt_logprobs=[each.to_proto() for each in prompt_logprobs],
         )
 
     def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:

@@ -94,9 +94,9 @@ class FakeRouter(
     """Fake router, which serves the gRPC services of a router with made-up answers.
 
     ``answer`` returns the output of a request. Each Generate, GenerateMany and Attach takes the
-    next one of ``faults``; the call is healthy if that is None, or if no faults are left. A Refuse
-    that names a call is taken only by that call, and the faults after it wait until then. Callers
-    must present the ``api_key``, if there is one.
+    next element of ``faults``; the call has no fault if this element is None, or if no element is
+    left. A Refuse that names a call is taken only by that call, and the faults after it wait until
+    then. Callers must present the ``api_key``, if there is one.
 
     ``requests`` contains the received requests by id. ``calls`` lists the calls in order, for
     example "Generate", "GenerateMany 2", "Attach 3", "Cancel". A GenerateMany is listed with the
@@ -255,14 +255,14 @@ class FakeRouter(
     ) -> pb.ListRequestsResponse:
         async with self._answering("ListRequests", context):
             selected = [
-                it
-                for it in reversed(self.requests.values())
-                if not request.states or it.state in request.states
+                known
+                for known in reversed(self.requests.values())
+                if not request.states or known.state in request.states
             ]
             first = int(request.page_token or 0)
             end = first + (request.page_size or _PAGE)
             return pb.ListRequestsResponse(
-                requests=[_summary(it) for it in selected[first:end]],
+                requests=[_summary(known) for known in selected[first:end]],
                 next_page_token=str(end) if end < len(selected) else "",
             )
 
@@ -277,7 +277,7 @@ class FakeRouter(
     ) -> pb.DetokenizeResponse:
         async with self._answering("Detokenize", context):
             if any(token >= _MODEL.vocab_size for token in request.token_ids):
-                raise OutOfRange("a token id is none of the model's")
+                raise OutOfRange("a token id is not in the model's vocabulary")
             return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
 
     async def ListModels(
@@ -359,7 +359,7 @@ class FakeRouter(
         outputs = (answer,) * submission.n if isinstance(answer, Output) else tuple(answer)
         known = self.requests.setdefault(request_id, FakeRequest(submission, outputs))
         if known.submission.body_hash != submission.body_hash:
-            raise RequestConflict(f"{request_id} is another request")
+            raise RequestConflict(f"request {request_id} exists with a different body")
         return known
 
     def _attached(self, message: pb.AttachRequest) -> FakeRequest:

@@ -1,6 +1,6 @@
 """Transport between clients and a fake router in one process, without a socket.
 
-It has the parts of gRPC's interface that clients and the fake router use.
+The transport has the parts of gRPC's interface that clients and the fake router use.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Server:
     def handler(self, details: grpc.HandlerCallDetails) -> Any:
         """Return the handler of the called method, or None if there is none."""
         found = (handler.service(details) for handler in self._handlers)
-        return next((it for it in found if it is not None), None)
+        return next((handler for handler in found if handler is not None), None)
 
 
 class _Channel:
@@ -126,7 +126,7 @@ class _Channel:
         ) -> _Call[Any]:
             data = request_serializer(request)
             started = _Call(response_deserializer, timeout)
-            self._calls = [*(it for it in self._calls if not it.is_done), started]
+            self._calls = [*(other for other in self._calls if not other.is_done), started]
             started.start_call(
                 self._servers.get(self._address), _Details(path, metadata or ()), data
             )

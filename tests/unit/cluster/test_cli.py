@@ -308,7 +308,7 @@ async def test_cli_shows_models_and_tokens() -> None:
         assert json.loads(answer.stdout) == {"token_ids": [97], "max_model_len": 4096}
         answer = await run("detokenize", "97", "--json", *place)
         assert json.loads(answer.stdout) == {"text": "a"}
-        assert "none of the model" in await failure("detokenize", "1114112", *place)
+        assert "not in the model's vocabulary" in await failure("detokenize", "1114112", *place)
 
 
 async def test_models_shows_sampling_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
