@@ -38,11 +38,12 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-#: The client cannot know more, because the server sends no reason, or sends it too late.
+#: The cause is not known more precisely, because the server sends none, or sends it too late.
 _HANDSHAKE_CLOSED = (
     "connection closed during the handshake; the server may require TLS or a client certificate"
 )
-#: Texts that gRPC's details may contain, and the cause that each implies. The first match counts.
+#: Texts that the details of a gRPC error may contain, and the cause that each implies. The first
+#: match is used.
 _REFUSALS = (
     ("certificate has expired", "the server's certificate has expired"),
     ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by a trusted authority"),
@@ -57,10 +58,10 @@ _REFUSALS = (
 
 
 def refusal(details: str) -> str:
-    """Return why a connection failed if TLS or a lack of TLS is or may be the cause, else "".
+    """Return the likely cause of a failed connection if it concerns TLS, else "".
 
     ``details`` is the text with which gRPC describes its error.
     """
     if "failed to connect" not in details:
         return ""
-    return next((reason for sign, reason in _REFUSALS if sign in details), "")
+    return next((reason for text, reason in _REFUSALS if text in details), "")

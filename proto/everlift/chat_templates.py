@@ -32,8 +32,9 @@ class Templates:
     def read(cls, directory: Path) -> Self | None:
         """Return the templates of the model in ``directory``, or None if it has none.
 
-        If several files hold templates, chat_template.jinja is used before chat_template.json, and
-        that before tokenizer_config.json. Raises UnknownModel for a malformed or unreadable file.
+        The first file with a template is used, in the order chat_template.jinja,
+        chat_template.json, tokenizer_config.json. Raises UnknownModel for a malformed or unreadable
+        file.
         """
         jinja = directory / "chat_template.jinja"
         given = _text(jinja) if jinja.is_file() else None
@@ -52,8 +53,8 @@ class Templates:
 def special_tokens(directory: Path) -> dict[str, str]:
     """Return the texts of the tokenizer's special tokens by name, such as eos_token.
 
-    They are read from special_tokens_map.json and tokenizer_config.json; the latter prevails.
-    Raises UnknownModel for a malformed or unreadable file.
+    The tokens are read from special_tokens_map.json and tokenizer_config.json. If both files have a
+    token, the latter's text is used. Raises UnknownModel for a malformed or unreadable file.
     """
     tokens: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -65,7 +66,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``, or an empty one if the file does not exist.
 
-    Raises UnknownModel for a file that holds anything else or cannot be read.
+    Raises UnknownModel if the file cannot be read, or has other content.
     """
     if not path.is_file():
         return {}

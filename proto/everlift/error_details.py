@@ -15,9 +15,9 @@ M = TypeVar("M", bound=Message)
 
 _DOMAIN = "everlift"
 _TYPE_URL = "type.googleapis.com/google.rpc."
-#: Largest size of a cause. gRPC rejects answers with more than 8 KiB of encoded metadata. The
-#: metadata contains the cause once with up to three bytes for each byte, and up to twice within
-#: the details, whose encoding takes four bytes for three.
+#: Maximum size of a cause. gRPC rejects answers with more than 8 KiB of encoded metadata. The
+#: metadata contains the cause once as percent-encoded text, with up to three bytes for each byte,
+#: and up to twice in the details, whose base64 encoding takes four bytes for three.
 _MAX_CAUSE_BYTES = 1024
 
 
@@ -69,7 +69,7 @@ def _packed(detail: Message) -> Any:
 
 
 def _unpacked(status: pb.Status, kind: type[M]) -> M | None:
-    values = (it.value for it in status.details if it.type_url == _type_url(kind))
+    values = (detail.value for detail in status.details if detail.type_url == _type_url(kind))
     value = next(values, None)
     return None if value is None else kind.FromString(value)
 

@@ -67,7 +67,7 @@ from typing import ClassVar
 
 
 class SettingsError(Exception):
-    """Raised for invalid settings or files of settings; the message has one line for each of them.
+    """Raised for invalid settings or settings files; the message has one line for each fault.
 
     A line about a setting contains the place where it was set (if known), its dotted path, and the
     cause. A line about a file begins with the file's path.
@@ -78,8 +78,9 @@ class EverliftError(Exception):
     """Base class of the errors that clients receive.
 
     ``str(error)`` is the cause in words for the client. ``retry_after_s`` is the number of seconds
-    after which a retry makes sense, or None if that is unknown. ``field`` is the name of the wrong
-    field of the message or key of the metadata, and is empty if no single one is wrong.
+    after which a retry makes sense, or None if that is unknown. ``field`` is the name of the
+    invalid field of the message or key of the metadata; it is empty if the error concerns no single
+    field or key.
     """
 
     slug: ClassVar[str] = "internal"

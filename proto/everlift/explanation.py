@@ -15,7 +15,7 @@ from everlift.v1 import inference_pb2 as pb
 
 _KIND, _STATE = "SPAN_KIND_", "REQUEST_STATE_"
 
-#: Labels of the kinds of spans, for people.
+#: Human-readable labels of the kinds of spans.
 LABELS = MappingProxyType(
     {
         pb.SPAN_KIND_RECEIVE: "receiving: checking, rendering, tokenising",

@@ -42,7 +42,7 @@ _NUMBERS = {
     }.items()
 }
 _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
-#: Largest size of a header. A vocabulary of a million tokens with its merges takes a third of it.
+#: Maximum size of a header. A vocabulary of a million tokens with its merges takes a third of it.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_ELEMENTS = 8_000_000
 _MAX_DIMENSIONS = 4
@@ -147,7 +147,7 @@ class _Reader:
     def _array(self) -> list[Any]:
         kind, count = self.number(_U32), self.number(_U64)
         if count > _MAX_ELEMENTS:
-            raise _Malformed(f"has an array of {count} elements; the most are {_MAX_ELEMENTS}")
+            raise _Malformed(f"has an array of {count} elements; at most {_MAX_ELEMENTS} are read")
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         form = _number_form(kind)

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Number of collections of the middle generation before one of the oldest generation, which takes
-#: longer the more requests there are. Python's default is 10.
+#: Number of collections of the middle generation between two of the oldest generation, whose
+#: duration grows with the number of requests. Python's default is 10.
 _FULL_COLLECTION_THRESHOLD = 1000
 
 
@@ -43,8 +43,8 @@ def pause_gc() -> Iterator[None]:
 def _promote_young() -> None:
     """Move all objects to the oldest generation without a collection.
 
-    Do nothing if there are too few young objects to trigger a collection, or after ``freeze_heap``,
-    whose frozen objects the move would unfreeze.
+    Nothing is done if there are too few young objects to trigger a collection. Nothing is done
+    after ``freeze_heap`` either, because the move would unfreeze the frozen objects.
     """
     if gc.get_count()[0] > gc.get_threshold()[0] and not gc.get_freeze_count():
         gc.freeze()

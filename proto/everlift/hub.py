@@ -14,6 +14,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(model: str, revision: str = "") -> bool:
+    """Return whether ``model`` is the id (org/name) of a model on the hub.
+
+    A local directory of the same name is used instead, unless a revision is given.
+    """
     if not _HUB_ID.fullmatch(model) or is_gguf(model):
         return False
     return bool(revision) or not Path(model).is_dir()
@@ -25,6 +29,10 @@ def is_commit(revision: str) -> bool:
 
 
 def name_for_clients(model: str, revision: str = "") -> str:
+    """Return the name with which clients request the model.
+
+    The name is the hub id, the name of the directory, or that of the GGUF file without its suffix.
+    """
     if is_hub_id(model, revision):
         return model
     name = Path(model).resolve().name
@@ -35,33 +43,34 @@ _DENIED = (401, 403)
 
 
 def explain(error: BaseException, revision: str) -> str:
-    """Return in words why the download of a model's ``revision`` failed with ``error``."""
+    """Return a description of why the download of a model's ``revision`` failed with ``error``."""
     from httpx2 import TransportError
     from huggingface_hub import constants, errors
 
     for cause in _causes(error):
         match cause:
             case errors.GatedRepoError():
-                return "it is gated, and HF_TOKEN has no access to it"
+                return "the model is gated, and HF_TOKEN has no access to it"
             case errors.RepositoryNotFoundError():
                 return (
-                    "the hub has no such model that HF_TOKEN gives access to, and there is no such "
-                    "directory"
+                    "the hub has no such model or HF_TOKEN has no access to it, and there is no "
+                    "such directory"
                 )
             case errors.RevisionNotFoundError():
-                return f"the hub has no revision {revision or constants.DEFAULT_REVISION!r} of it"
+                name = revision or constants.DEFAULT_REVISION
+                return f"the hub has no revision {name!r} of the model"
             case errors.HfHubHTTPError() if cause.response.status_code in _DENIED:
-                return f"the hub refuses HF_TOKEN, or misses it ({_answer(cause)})"
+                return f"HF_TOKEN is missing or the hub rejects it ({_answer(cause)})"
             case errors.HfHubHTTPError():
-                return f"the hub fails: {_answer(cause)}"
+                return f"the hub answers with an error: {_answer(cause)}"
             case errors.OfflineModeIsEnabled():
-                return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has not all of it"
+                return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks some of them"
             case TransportError():
                 return f"the connection to {constants.ENDPOINT} failed: {_line(cause)}"
             case OSError(errno=errno.ENOSPC):
                 return f"no space is left in {constants.HF_HUB_CACHE}"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{constants.HF_HUB_CACHE} has not all of it"
+        return f"{constants.HF_HUB_CACHE} lacks some of them"
     return f"{type(error).__name__}: {_line(error)}"
 
 

@@ -30,16 +30,16 @@ from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import ledger_pb2
 
-#: Largest number of requests in one call. Clients send, and routers accept, at most this many.
+#: Maximum number of requests in one call. Clients send, and routers accept, at most this many.
 MAX_REQUESTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
-#: Largest length of session_id, fairness_id and application.
+#: Maximum length of session_id, fairness_id and application.
 MAX_LABEL_BYTES = 128
-#: Token ids that are copied without a chance for other threads to run.
+#: Number of token ids that are copied at once; between two copies, other threads can run.
 _IDS_PER_COPY = 1 << 14
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
@@ -93,14 +93,15 @@ class Submission:
     """Request as the client sent it, checked as far as possible without the model.
 
     ``max_tokens`` and ``timeout_s`` are None if the client set none. With ``clamp_max_tokens``,
-    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` (``hash_body``) is the hash
-    of the fields in which all submissions of a request must agree; it distinguishes a repeated
-    request from another one under the same id. ``request_id`` is prefixed with the tenant's name,
-    if tenants are distinguished (request_id.py). ``x_request_id`` is the id
-    of the call in other systems' logs and traces; Everlift identifies nothing by it. ``session_id``
-    names the conversation, whose later prompts reuse the token ids of earlier ones, and by which
-    the admission queue may order requests. ``fairness_id`` (party) is a label that is only recorded
-    in traces. ``application`` names the purpose, by which output lengths are predicted. With
+    ``max_tokens`` is lowered to the number of tokens that the prompt leaves in the context.
+    ``body_hash`` (``hash_body``) is the hash of the fields in which all submissions of a request
+    must agree; it distinguishes a repeated request from another request with the same id.
+    ``request_id`` is prefixed with the tenant's name, if tenants are distinguished (request_id.py).
+    ``x_request_id`` is the id of the call in other systems' logs and traces; Everlift does not
+    identify requests by it. ``session_id`` names the conversation. Later prompts of a conversation
+    reuse the token ids of earlier prompts, and the admission queue may order requests by
+    conversation. ``fairness_id`` is a label that is only recorded in traces. ``application`` names
+    the purpose of the request, from which the length of the output is predicted. With
     ``add_special_tokens``, the tokenizer adds its special tokens to a text.
 
     The constructor raises InvalidRequest if a field is invalid.
@@ -145,7 +146,7 @@ class Submission:
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise TooManyStops(
-                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", field="stop_token_ids"
+                f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} tokens", field="stop_token_ids"
             )
         _check_bytes("cache_salt", self.cache_salt, MAX_CACHE_SALT_BYTES)
         _check_bytes("session_id", self.session_id, MAX_LABEL_BYTES)
@@ -220,8 +221,8 @@ def _check_best_of(message: pb.GenerateRequest) -> None:
     check_field("best_of", message.best_of)
     if message.best_of > _num_choices(message):
         raise OutOfRange(
-            "best_of above n is not supported, because nothing could be streamed: request "
-            "n choices with logprobs and choose by these",
+            "best_of above n is not supported, because its output could not be streamed: request "
+            "n choices with logprobs, and select the best one",
             field="best_of",
         )
 
@@ -255,7 +256,7 @@ def _check_bytes(name: str, text: str, limit: int) -> None:
 
 def _check_stops(stops: tuple[str, ...]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
-        raise TooManyStops(f"at most {MAX_STOP_STRINGS} stop strings", field="stop")
+        raise TooManyStops(f"stop has more than {MAX_STOP_STRINGS} strings", field="stop")
     for stop in stops:
         if not stop:
             raise InvalidRequest("a stop string is empty", field="stop")
@@ -292,12 +293,12 @@ class Request:
     the client ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up
     to ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's
     context is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
-    ``chunks`` are the ids of the prompt's chunks if dispatch is to consider cached prefixes, and
-    ``chunk_hashes`` the chunks' hashes (hashes.py) if they were computed; neither is stored in the
-    ledger. ``turn`` has digests of the prompt's text, by which later prompts of the session are
-    recognised (``PromptMark`` of the router); it is empty without a session or a
-    text. ``prompt_field`` has the ``prompt_ids`` as a field of a message, which other messages copy
-    at once; it may be empty.
+    ``chunks`` are the ids of the prompt's chunks if dispatch considers cached prefixes, else empty.
+    ``chunk_hashes`` are the chunks' hashes (hashes.py) if they were computed, else empty. Neither
+    is stored in the ledger. ``turn`` has digests of the prompt's text, by which later prompts of
+    the session are recognised (``PromptMark`` of the router); it is empty without a session or a
+    text. ``prompt_field`` has the ``prompt_ids`` as a field of a protobuf message, from which other
+    messages copy them faster than from a tuple; it may be empty.
     """
 
     request_id: str

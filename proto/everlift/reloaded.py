@@ -1,8 +1,8 @@
 """Objects that are created from files and recreated when the files change, such as certificates.
 
 If a changed file is incomplete, missing or invalid, the object stays the same and the error is
-logged once. The files of a Kubernetes Secret change together through a symbolic link, so that an
-object created from several of them is consistent.
+logged once. An object that is created from several files of a Kubernetes Secret is consistent,
+because these files change together through a symbolic link.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Reloaded(Generic[T]):
 
     def _log_error_once(self, cause: str) -> None:
         if cause != self._last_logged_error:
-            log.error("changed files are invalid: the previous ones stay in use", cause=cause)
+            log.error("changed files are invalid: their previous contents stay in use", cause=cause)
         self._last_logged_error = cause
 
     def _file_versions(self) -> _Versions:
         found = map(os.stat, self._files)
-        return [(it.st_dev, it.st_ino, it.st_ctime_ns, it.st_size) for it in found]
+        return [(stat.st_dev, stat.st_ino, stat.st_ctime_ns, stat.st_size) for stat in found]
 
     def _load_consistent(self) -> tuple[_Versions, T]:
         for _ in range(_TRIES):
@@ -73,4 +73,4 @@ class Reloaded(Generic[T]):
                     return before, value
             except OSError as error:
                 raise SettingsError(f"{error.filename}: cannot be read: {error.strerror}") from None
-        raise SettingsError(f"{self._files[0]}: changes while it is read")
+        raise SettingsError(f"{self._files[0]}: the file changes while it is being read")

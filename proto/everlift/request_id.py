@@ -15,7 +15,7 @@ from everlift.errors import InvalidRequest
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _SEPARATOR = "/"
-#: What follows it in an id selects the shard of the ledger.
+#: Text between an id and its session's tag, which selects the shard of the ledger.
 _TAG_SEPARATOR = "::"
 #: Prefix of the ids that clients did not choose.
 _UNNAMED_PREFIX = "unnamed-"
@@ -44,10 +44,11 @@ def unnamed_request_id(nonce: str) -> str:
 
 
 def in_session(request_id: str, session_id: str) -> str:
-    """Return ``request_id`` with a tag that all requests of the session share, if it is not empty.
+    """Return ``request_id`` with a tag that all requests of the session share.
 
-    The ledger stores requests with the same tag on the same shard (``shard_key``), where they share
-    the chunks of their prompts.
+    If ``session_id`` is empty, ``request_id`` is returned unchanged. The ledger stores requests
+    with the same tag on the same shard (``shard_key``), where they share the chunks of their
+    prompts.
     """
     if not session_id:
         return request_id
@@ -60,7 +61,7 @@ def shard_key(request_id: str) -> str:
     _, separator, rest = request_id.rpartition(_TAG_SEPARATOR)
     if not separator:
         return request_id
-    # A number of a request among several of one call follows the tag after a colon.
+    # If a call has several requests, a colon and the index of the request follow the tag.
     tag, _, _ = rest.partition(":")
     return f"{tenant_of(request_id)}{_SEPARATOR}{tag}"
 
@@ -74,7 +75,8 @@ def check_tenant(tenant: str) -> str:
     """Return ``tenant`` if it is a valid name. Raises InvalidRequest otherwise."""
     if not _TENANT.fullmatch(tenant):
         raise InvalidRequest(
-            "a tenant's name must be 1 to 63 characters of a-z 0-9 . _ -, a letter or digit first"
+            "a tenant's name must be 1 to 63 characters of a-z 0-9 . _ -, and begin with a letter "
+            "or digit"
         )
     return tenant
 

@@ -91,7 +91,9 @@ class Grammar:
                 f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes", field="grammar"
             )
         if len(self.texts) > MAX_CHOICES:
-            raise GrammarTooLarge(f"at most {MAX_CHOICES} choices", field="grammar")
+            raise GrammarTooLarge(
+                f"the grammar has more than {MAX_CHOICES} choices", field="grammar"
+            )
 
     @classmethod
     def from_proto(cls, message: pb.Grammar) -> Self:
@@ -147,7 +149,7 @@ class SamplingParams:
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise LogitBiasTooLarge(
-                f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias"
+                f"logit_bias has more than {MAX_LOGIT_BIAS} tokens", field="logit_bias"
             )
         for token, bias in self.logit_bias:
             _TOKEN_IDS.check("a token of logit_bias", token, field="logit_bias")
@@ -165,8 +167,7 @@ class SamplingParams:
         """Return the parameters of ``message``.
 
         ``seed`` is used if the message sets none. The values of ``defaults`` are used for the other
-        optional fields that the message does not set.
-        Raises InvalidRequest if a value is invalid.
+        optional fields that the message does not set. Raises InvalidRequest if a value is invalid.
         """
         given = {
             name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)

@@ -91,8 +91,8 @@ def load(
     merged: Mapping[str, object] = {}
     for layer in layers:
         merged = _merge(merged, layer)
-    # JSON is validated, because pydantic then converts lists to tuples and texts to paths, and no
-    # other types.
+    # The settings are validated as JSON. In this mode pydantic converts lists to tuples and texts
+    # to paths, but no other types.
     data = to_json(merged, inf_nan_mode="constants", fallback=str)
     try:
         return cast(T, _adapter(cast(Any, cls)).validate_json(data, strict=True, extra="forbid"))
@@ -121,13 +121,13 @@ def to_settings_error(
     """
     keys, problems = Keys(cls), _Problems(location_of)
     details = error.errors()
-    # A misspelt key is reported as unknown, and not a second time as a missing one.
-    unknown = [it for it in details if it["type"] == _UNKNOWN_KEY]
-    others = [it for it in details if it["type"] not in (_UNKNOWN_KEY, "missing")]
+    # Missing keys are reported only if there is no other error, because a misspelt key is reported
+    # as unknown already.
+    unknown = [detail for detail in details if detail["type"] == _UNKNOWN_KEY]
+    others = [detail for detail in details if detail["type"] not in (_UNKNOWN_KEY, "missing")]
     found = [_problem(cls, keys, detail) for detail in [*unknown, *others] or details]
-    for path, problem in sorted(
-        found, key=lambda it: order.index(it[0]) if it[0] in order else len(order)
-    ):
+    positions = {path: position for position, path in enumerate(order)}
+    for path, problem in sorted(found, key=lambda each: positions.get(each[0], len(order))):
         problems.add(path, problem)
     return problems.error
 
@@ -334,7 +334,7 @@ def _set_at(layer: dict[str, object], path: str, value: object) -> None:
 def _parse(hint: Any, text: str, at: str) -> object:
     """Return ``text`` as a bool, number, list, str or None, for a setting of type ``hint``.
 
-    Raises SettingsError if ``text`` is no value of this type. The error's message begins with
+    Raises SettingsError if ``text`` is not a value of this type. The error's message begins with
     ``at``, the name of the setting.
     """
     plain = _read(hint, text)

@@ -24,9 +24,10 @@ _DECAY_SAMPLES = 32.0
 _MIN_SAMPLES = 8
 #: Number of recent samples over which the mean error is taken.
 _ERROR_WINDOW = 50
-#: The weight of a sample is reduced if its relative error is larger than the first number times
-#: the mean error, and larger than the second number.
-_OUTLIER, _LEAST_OUTLIER = 3.0, 0.1
+#: The weight of a sample is reduced if its relative error exceeds this multiple of the mean error.
+_OUTLIER = 3.0
+#: The weight of a sample is never reduced if its relative error is at most this.
+_LEAST_OUTLIER = 0.1
 #: If the mean relative error is larger than this, all samples are discarded, because the machine
 #: has changed or is now shared with other work.
 _RESET_ERROR = 0.5
@@ -122,9 +123,9 @@ class FittedStepTime:
         if self._num_samples == self._num_fitted:
             return
         self._num_fitted = self._num_samples
-        every = self._strata.values()
-        products = [sum(column) for column in zip(*(it.products for it in every), strict=True)]
-        totals = [sum(column) for column in zip(*(it.totals for it in every), strict=True)]
+        strata = self._strata.values()
+        products = [sum(column) for column in zip(*(s.products for s in strata), strict=True)]
+        totals = [sum(column) for column in zip(*(s.totals for s in strata), strict=True)]
         self._coefficients = _least_squares(products, totals, self._coefficients)
 
 

@@ -1,8 +1,8 @@
 """Incremental detokenisation and stop strings. Pure.
 
-The text after token k depends on tokens 0..k alone. A stream that another router continues, by
-replaying its tokens, therefore continues with exactly the next character. Two kinds of text are
-held back: an incomplete UTF-8 sequence, and text that may become a stop string.
+The text after token k depends only on tokens 0 to k. If another router takes over a stream and
+replays its tokens, the stream therefore continues with exactly the next character. Two kinds of
+text are held back: an incomplete UTF-8 sequence, and text that may become a stop string.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Vocabulary(Tokenizer, Protocol):
 class Stops:
     """Stop conditions of a text: a string of ``strings`` or a token of ``token_ids``.
 
-    A stop token counts if at least ``min_tokens`` tokens precede it. A stop string counts if it is
-    completed by the ``min_tokens``-th token or a later one. The stop string or stop token that ends
-    the text is removed from it, unless ``is_included``. ``eos_ids`` are the model's own end tokens
-    among ``token_ids``.
+    A stop token takes effect if at least ``min_tokens`` tokens precede it. A stop string takes
+    effect if it is completed by the ``min_tokens``-th token or a later one. The stop string or stop
+    token that ends the text is removed from the text, unless ``is_included``. ``eos_ids`` are the
+    model's own end tokens among ``token_ids``.
     """
 
     strings: tuple[str, ...] = ()
@@ -150,9 +150,9 @@ def decode_utf8(data: bytes) -> tuple[str, bytes]:
 class StopMatcher:
     """Search for the first completed stop string in a growing text.
 
-    If several stop strings end at the same character, the longest one counts. Text that may still
-    become part of a stop string is held back. A character takes amortised O(1) time, whatever the
-    number of stop strings.
+    If several stop strings end at the same character, the longest one is used. Text that may still
+    become part of a stop string is held back. A character takes amortised O(1) time, independent of
+    the number of stop strings.
     """
 
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
@@ -166,11 +166,12 @@ class StopMatcher:
         self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, can_match: bool = True) -> str:
-        """Add ``text``, and return the text so far held back or added that is now final.
+        """Add ``text``, and return all text that has become final since the last call.
 
         Text is final if it cannot become part of a stop string. If ``can_match`` is false, a stop
-        string cannot be completed within ``text``, but can begin there. If one is completed, the
-        result ends before it (after it with ``is_included``), and later calls return "".
+        string cannot be completed within ``text``, but can begin there. If a stop string is
+        completed, the result ends before it (after it with ``is_included``), and later calls return
+        "".
         """
         automaton = self._automaton
         if self.matched:

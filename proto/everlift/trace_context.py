@@ -11,7 +11,7 @@ from everlift.v1 import ledger_pb2
 #: Metadata keys: two of a call, and one of its answer (Trace Context Level 2, a draft).
 TRACEPARENT, TRACESTATE, TRACERESPONSE = "traceparent", "tracestate", "traceresponse"
 
-#: Later versions may append fields, which are ignored.
+#: Value of traceparent. Later versions may append fields, which are ignored.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 #: Entry of one tracer in a tracestate.
 _MEMBER = re.compile(
@@ -79,5 +79,6 @@ class TraceContext:
 def _checked(state: str) -> str:
     members = [member.strip(" \t") for member in state.split(",")]
     members = [member for member in members if member]
-    is_one = len(state) <= _MAX_STATE and len(members) <= _MAX_MEMBERS
-    return ",".join(members) if is_one and all(map(_MEMBER.fullmatch, members)) else ""
+    has_valid_size = len(state) <= _MAX_STATE and len(members) <= _MAX_MEMBERS
+    is_valid = has_valid_size and all(map(_MEMBER.fullmatch, members))
+    return ",".join(members) if is_valid else ""

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 #: Length of the longest name that is compared.
 _MAX_NAME = 64
-#: Lengths of the shortest names in which an added letter, or a changed one, counts as an error. In
-#: shorter names it makes a different name (top_k and top_p).
+#: Minimum lengths of names in which an added letter, or a changed letter, counts as a typing error.
+#: Shorter names that differ in one letter are different names (top_k and top_p).
 _MIN_ADDED = 4
 _MIN_CHANGED = 6
 _SEPARATORS = re.compile(r"[-_. ]")

@@ -1,6 +1,7 @@
 """Transfer of Everlift's errors over gRPC: servers send them, and clients raise them.
 
-The slug, the retry delay and the field are in google.rpc's details (error_details.py).
+The slug, the retry delay and the field of an error are sent in google.rpc's details
+(error_details.py).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_reloaded_rereads_file_changed_during_read(tmp_path: Path) -> None:
     file.write_text("a")
     assert Reloaded([str(file)], read).current() == "a++"
     left = 100
-    with pytest.raises(SettingsError, match="changes while it is read"):
+    with pytest.raises(SettingsError, match="changes while it is being read"):
         Reloaded([str(file)], read)
 
 
