@@ -99,7 +99,7 @@ function state(it) {
 // attempt.
 function others({ number, newcomers, occupants }, onPick) {
   const where = {
-    [`Your requests at other workers without room, attempt ${number}:`]: occupants,
+    [`Your requests at other workers without capacity, attempt ${number}:`]: occupants,
     [`Your requests that arrived at the worker during attempt ${number}:`]: newcomers,
   };
   return Object.entries(where).filter(([, it]) => it.length).map(([text, it]) => el("p", {}, text, ...names(it, onPick)));

@@ -39,5 +39,5 @@ export class Latencies {
 
 function whose({ heard, silent }) {
   const of = heard === 1 ? "One router" : `${count(heard)} routers`;
-  return silent ? `${of}; of ${count(silent)} more that ${silent === 1 ? "does" : "do"} not answer nothing is known.` : `${of}.`;
+  return silent ? `${of}; ${count(silent)} more ${silent === 1 ? "does" : "do"} not answer.` : `${of}.`;
 }

@@ -13,7 +13,7 @@ export class Prompts {
 
 function line({ prompt_tokens, cached_tokens }) {
   if (!prompt_tokens) return "No prompts in the last five minutes.";
-  return `Workers had ${percent(cached_tokens, prompt_tokens)} % of ${count(prompt_tokens)} prompt tokens of the last five minutes in their caches.`;
+  return `${percent(cached_tokens, prompt_tokens)} % of ${count(prompt_tokens)} prompt tokens in the last five minutes were prefix-cache hits.`;
 }
 
 // Fills a table, and hides it if no row has prompts.

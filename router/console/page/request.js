@@ -60,7 +60,7 @@ function facts(record) {
     ["request", record.request_id],
     ["state", record.state.replace(PREFIX, "").toLowerCase()],
     ["worker", record.worker_id],
-    ["tokens", `${count(record.prompt_tokens)} of its prompt, ${count(record.output_tokens)} of its output`],
+    ["tokens", `${count(record.prompt_tokens)} prompt tokens, ${count(record.output_tokens)} output tokens`],
     ["attempts", `${record.attempts}${record.losses ? `, ${record.losses} lost with their workers` : ""}`],
     ["priority", String(record.priority)],
     ["error", record.error_slug && `${record.error_slug}: ${record.error_message}`],

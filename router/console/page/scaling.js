@@ -18,6 +18,6 @@ function line({ late_s, workers, max_workers, need, wait_s, reason }) {
   const wait = reason.includes("wait") ? "" : ` Estimated wait of a new request: ${seconds(wait_s)}.`;
   return (
     `${late}${count(workers)} workers wanted, at most ${count(max_workers)}: ${reason}. ` +
-    `The present work needs ${need.toFixed(1)}.${wait}`
+    `The present load needs ${need.toFixed(1)} workers.${wait}`
   );
 }
