@@ -148,7 +148,7 @@ async def test_hostile_template_fails_only_its_own_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However slow the machine is, it is not the time that ends a chat here.
-    monkeypatch.setattr(renderers, "_PATIENCE", 10)
+    monkeypatch.setattr(renderers, "_ELAPSED_FACTOR", 10)
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
         for act, cause in REFUSED.items():
             with pytest.raises(TemplateFailed) as caught:
@@ -165,7 +165,7 @@ async def test_endless_template_times_out_only_its_own_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy the machine is, it is the CPU time that ends a chat here.
-    monkeypatch.setattr(renderers, "_PATIENCE", 60)
+    monkeypatch.setattr(renderers, "_ELAPSED_FACTOR", 60)
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=3.0)) as template:
         assert await template.render(HELLO, None) == "hello is fine"
         before = supervisor(template).pid
@@ -255,7 +255,7 @@ async def test_frozen_renderer_is_terminated_and_replaced(
             os.kill(child, signal.SIGSTOP)
 
         with monkeypatch.context() as patch, pytest.raises(TemplateTimeout):
-            patch.setattr(renderers, "_PATIENCE", 0.01)
+            patch.setattr(renderers, "_ELAPSED_FACTOR", 0.01)
             await template.render(HELLO, None)
         assert process.returncode is not None
         assert await template.render(HELLO, None) == "hello is fine"
