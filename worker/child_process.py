@@ -21,7 +21,6 @@ def full_environment(more: Mapping[str, str]) -> dict[str, str]:
     It is this process's environment with PYTHONPATH set to the import path in use. Entries of
     ``more`` are added to it, and replace entries of the same name.
     """
-    # The effective import path is passed on, so that children can import what this process can.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **more}
 

@@ -29,18 +29,19 @@ class FakeModel:
     vocab_size: _AtLeast2 = 1024
     #: longest sequence in tokens, prompt and output
     max_model_len: _AtLeast2 = 4096
-    #: seconds of every step
+    #: duration of a step in seconds, without token_time
     step_time: NotNegative = 0.0
-    #: further seconds for each computed token
+    #: seconds that each computed token adds to its step
     token_time: NotNegative = 0.0
     #: token that ends a sequence; never produced while eos_one_in is 0
     eos_token_id: int = 0
-    #: mean number of tokens per eos_token_id; the previous tokens determine its places. 0: none
+    #: on average, one of this many tokens is eos_token_id; the previous tokens determine which. 0:
+    #: none is
     eos_one_in: Amount = 0
-    #: mean number of tokens per random token; the others are all equal, so that drafts can predict
-    #: them. 0: all tokens are random
+    #: on average, one of this many tokens is random; the others are all equal, so that drafts can
+    #: predict them. 0: all tokens are random
     surprise_one_in: Amount = 0
-    #: size of a block in kv_cache_mib
+    #: assumed size of a KV block in KiB, by which kv_cache_mib is divided
     block_kib: Count = 512
     #: launch steps before the previous one is committed, as on a GPU
     runs_ahead: bool = False
@@ -54,14 +55,15 @@ class FakeModel:
 class Speculation:
     """Settings of speculative decoding.
 
-    The draft tokens of a sequence are those that followed an earlier occurrence of its last tokens.
+    The draft tokens of a sequence are the tokens that followed an earlier occurrence of the last
+    tokens of the sequence (n-gram lookup).
     """
 
-    #: largest number of draft tokens of a sequence in a step; 0 disables
+    #: largest number of draft tokens of a sequence in a step; 0 disables speculation
     num_draft_tokens: Amount = 0
-    #: minimum number of last tokens that must have occurred before
+    #: smallest number of last tokens whose earlier occurrence yields draft tokens
     min_match: Count = 2
-    #: maximum number of last tokens that are matched
+    #: largest number of last tokens for which an earlier occurrence is searched
     max_match: int = 4
 
     def __post_init__(self) -> None:
@@ -79,12 +81,13 @@ class Scheduling:
     #: prefill, other decodes after it. static: closed batches. magnus: closed batches of similar
     #: predicted output length. everlift policy changes it at run time
     policy: EnginePolicy = "continuous"
-    #: slai: a token is due this long after the previous one
+    #: slai: target for the time between two tokens of a sequence, in seconds
     tbt_target: Positive = 0.1
-    #: continuous, slai: short prompts first, but a prompt counts as this many tokens shorter for
-    #: each later arrival
+    #: continuous, slai: short prompts come first, but a prompt counts as this many tokens shorter
+    #: for each later arrival
     ageing_tokens: Count = 256
-    #: magnus: share of a batch's slot steps that may be wasted, by predicted lengths
+    #: magnus: largest share of a batch's decode steps in which a slot may be empty, if the
+    #: predicted output lengths are right
     batch_waste: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
 
@@ -97,15 +100,15 @@ class Grammars:
 
     #: CPU seconds to compile a grammar
     compile_timeout: Positive = 30.0
-    #: CPU seconds to compute the allowed next tokens of a grammar
+    #: CPU seconds to compute which tokens a grammar allows next in a sequence
     step_budget: Positive = 0.1
-    #: memory of a grammar and its sequences
+    #: memory of a grammar's process in MiB, for the grammar and its sequences
     process_mib: Count = 256
-    #: memory of grammars that are kept for later requests
+    #: memory in MiB of compiled grammars that are kept for later requests
     cache_mib: Amount = 512
-    #: grammars that are compiled at the same time
+    #: largest number of grammars that are compiled at the same time
     max_compiling: Count = 4
-    #: grammars that wait to be compiled; more are refused
+    #: largest number of grammars that wait to be compiled; more are rejected
     max_queued: Count = 256
 
 
@@ -117,26 +120,27 @@ _CPU_KV_CACHE_MIB = 256
 class WorkerConfig:
     """Settings of a worker, the same for all its ranks. Durations are in seconds."""
 
-    #: the model (required); it takes the values of the cluster's setting model
+    #: the model (required); same values as the cluster's setting model
     model: str = ""
-    #: commit of a hub id, so that all ranks read the same files
+    #: commit of the model's repository on the hub, so that all ranks read the same files
     model_revision: str = ""
     #: dummy: pseudo-random weights; only config.json is read
     load_format: Literal["auto", "dummy"] = "auto"
     #: number of threads of a rank that read weights
     weight_readers: Count = 4
-    #: address for routers and other ranks; no wildcard
+    #: address at which routers and other ranks connect; no wildcard
     host: str = "127.0.0.1"
     #: port for routers; 0: any free one
     port: Port = 0
-    #: TLS of that port, as for routers; traffic between ranks has none
+    #: TLS of the port for routers, as in the router's setting; traffic between ranks is not
+    #: encrypted
     internal_tls: InternalTls = field(default_factory=InternalTls)
     #: number of ranks
     tensor_parallel: Count = 1
-    #: blocks of the KV cache; not set: what fits into kv_cache_mib
+    #: number of blocks of the KV cache; not set: as many as fit into kv_cache_mib
     num_blocks: Count | None = None
-    #: memory of the KV cache over all ranks; not set: on a GPU what weights and the largest step
-    #: leave of gpu_memory_utilization, on CPUs 256 MiB
+    #: memory of the KV cache in MiB, in total over all ranks; not set: 256 on CPUs, and on a GPU
+    #: the part of gpu_memory_utilization that weights and the largest step do not need
     kv_cache_mib: Count | None = None
     #: share of a GPU's memory that may be in use, by all processes
     gpu_memory_utilization: Fraction = 0.9
@@ -150,14 +154,15 @@ class WorkerConfig:
     max_model_len: _AtLeast2 | None = None
     #: share of the blocks that admission leaves free for growing sequences
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    #: seconds after the last request of a session for which its cached blocks are evicted last
+    #: seconds after the last request of a session in which its cached blocks are retained: evicted
+    #: only if no other block is free
     session_retention_s: NotNegative = 60.0
-    #: largest share of the blocks that sessions retain in this way; 0 disables
+    #: largest share of the blocks that sessions retain; 0 disables retention
     session_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    #: treatment of a preempted sequence's blocks when others need them: recompute drops them, swap
-    #: copies them to host memory if that is faster than recomputing
+    #: use of a preempted sequence's blocks when other sequences need them: recompute drops the
+    #: blocks, swap copies them to host memory if that is faster than recomputing
     preemption: Literal["recompute", "swap"] = "recompute"
-    #: host memory for swap, over all ranks
+    #: host memory for swap in MiB, in total over all ranks
     swap_mib: Amount = 1024
     #: batching policy
     scheduling: Scheduling = field(default_factory=Scheduling)
@@ -172,21 +177,21 @@ class WorkerConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     #: int8: quantise the weights at load, one scale for each output channel, on CPUs only
     quantization: Literal["none", "int8"] = "none"
-    #: CPU threads of a rank; not set: the process's share of cores
+    #: CPU threads of a rank; not set: the number of cores that the process may use
     num_threads: Count | None = None
-    #: cluster whose routers are accepted; empty: any
+    #: id of the cluster whose routers are accepted; empty: any
     cluster_id: str = ""
-    #: largest interval between messages to a router
+    #: largest interval between messages to a router, in seconds
     heartbeat: Positive = 0.15
-    #: longest wait of the ranks for each other at the start
+    #: seconds that the ranks wait for each other at the start
     join_timeout: Positive = 120.0
-    #: time for returned sequences to reach the routers when the worker stops
+    #: seconds that a stopping worker waits for its returned sequences to reach the routers
     drain_timeout: Positive = 1.0
-    #: a step that takes this long, and ten times as long as expected from the last ones, is
-    #: considered stuck: the worker ends
+    #: seconds after which a step is considered stuck, provided that it also takes ten times as long
+    #: as recent steps predict; the worker then ends
     step_timeout: Positive = 5.0
-    #: url that answers 200 when the machine is about to be reclaimed, asked every two seconds; the
-    #: worker then returns everything. Not set: only SIGUSR1
+    #: URL that answers 200 when the machine is about to be reclaimed, polled every two seconds; the
+    #: worker then drains. Empty: only SIGUSR1 starts the drain
     reclaim_url: str = ""
     #: directory in which each rank keeps a file named after its process id while it serves, for
     #: readiness probes; not set: none
@@ -205,7 +210,7 @@ class WorkerConfig:
         if self.host in _WILDCARDS:
             raise ValueError(f"host must be an address that routers can dial, not {self.host!r}")
         if self.reclaim_url and urlsplit(self.reclaim_url).scheme not in ("http", "https"):
-            raise ValueError(f"reclaim_url must be an http address, not {self.reclaim_url!r}")
+            raise ValueError(f"reclaim_url must be an http or https URL, not {self.reclaim_url!r}")
 
     def _check_batch(self) -> None:
         tokens = self.max_num_batched_tokens

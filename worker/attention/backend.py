@@ -22,7 +22,8 @@ class AttentionForm:
     For a query at position p, key j has the score s = scale * (query . key). With a softcap the
     score is softcap * tanh(s / softcap) instead. The keys are those with p - window < j <= p, or
     0 <= j <= p without a window. The softmax of the scores weights the values. ``sinks`` [heads of
-    this rank] add one score per head to its softmax, without a value.
+    this rank] has one additional score per head. The score takes part in the head's softmax like
+    that of a key whose value is zero.
     """
 
     scale: float
@@ -40,21 +41,24 @@ class StepAttention(Protocol):
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write ``key`` and ``value`` [tokens, kv_heads, head_dim] to the cache of ``layer``.
 
-        They are written at the positions of the step's tokens.
+        The key and value of each token are written at its position in its sequence.
         """
         ...
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
         """Return causal attention of ``query`` [tokens, heads, head_dim] in ``layer``.
 
-        A query attends to the keys and values of its own sequence in the cache; those of the step
-        must have been written. The result has the shape of ``query``. Query heads that share a KV
-        head are adjacent: head h reads KV head h // (heads // kv_heads).
+        A query attends to the keys and values of its own sequence in the cache. The keys and values
+        of the step's tokens must have been written by ``write`` before. The result has the shape of
+        ``query``. Query heads that share a KV head are adjacent: head h reads KV head
+        h // (heads // kv_heads).
         """
         ...
 
 
 class AttentionBackend(Protocol):
+    """Attention kernels over one KV cache."""
+
     @property
     def name(self) -> str:
         """Name of the attention kernels in use."""
@@ -64,9 +68,11 @@ class AttentionBackend(Protocol):
         """Return the attention of one step over ``rows``.
 
         Implementations must not loop over the rows in Python, because there may be a thousand. If
-        ``parcel`` is given, data for the device may be added to it; all arrays of a Parcel are
-        copied to the device together, before anything is written or computed. A row that writes the
-        first position of a block takes the block over from an earlier sequence; the block's old
-        content, even NaN, must not affect any result.
+        ``parcel`` is given, the implementation may add arrays for the device to it. All arrays of
+        a Parcel are copied to the device together, before the step writes or computes anything.
+
+        A row that writes the first position of a block is the first to use the block since it was
+        allocated. The block still has content of another sequence, which may be NaN and must not
+        affect any result.
         """
         ...

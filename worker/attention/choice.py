@@ -11,7 +11,8 @@ from worker.attention.reference import ReferenceAttention
 from worker.device.kv_cache import KVCache
 from worker.kernels.trial import kernels_work
 
-#: Largest head dimension; tiles of larger heads do not fit into a multiprocessor.
+#: Largest head dimension of the Triton kernels. Tiles of larger heads need more memory than a
+#: multiprocessor has.
 _LARGEST_HEAD = 256
 
 

@@ -24,8 +24,9 @@ from worker.engine.plan import Rows
 from worker.native import native
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
-#: Up to this many elements of keys to write, or multiplications of queries by keys, one thread
-#: finishes before the others could take part, even while these are spinning.
+#: Largest work that one thread does alone: the number of key elements to write, and the number of
+#: multiplications of queries by keys. Such work is done before other threads could take part, even
+#: if they wait actively.
 _MAX_SERIAL_WRITE = 1 << 11
 _MAX_SERIAL_ATTEND = 1 << 18
 
@@ -74,9 +75,9 @@ class Kernel:
 
 @cache
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
-    """Return the compiled kernel; None if it cannot be compiled, and then the cause is logged.
+    """Return the compiled kernel, or None if it cannot be compiled.
 
-    ``flags`` are additional compiler flags.
+    The cause of a failure is logged. ``flags`` are additional compiler flags.
     """
     library = native.compiled(_SOURCE, (*kernel_flags(head_dim, dtype), *flags))
     return None if library is None else Kernel(library)
@@ -112,7 +113,7 @@ class CpuStep:
         self._rows = rows
         tiles = (rows.counts + (kernel.tile_tokens - 1)) // kernel.tile_tokens
         ends = tiles.cumsum()
-        #: table of rows that the kernel reads, and that must therefore live as long as the step
+        #: table of rows; the kernel reads it, so it must live as long as the step
         self._table = np.empty((len(rows), 5), np.int64)
         self._table[:, 0] = rows.firsts
         self._table[:, 1] = rows.counts

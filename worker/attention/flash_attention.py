@@ -13,8 +13,8 @@ from worker.attention.prompts import Prompts
 
 _MODULE = "flash_attn_interface"
 _HOPPER = 9
-#: Largest supported head dimension, and the number that must divide it: eight features are 16
-#: bytes.
+#: Largest supported head dimension, and the number of which head dimensions must be multiples
+#: (eight features are 16 bytes).
 _LARGEST_HEAD, _ALIGNED = 256, 8
 _DTYPES = (torch.float16, torch.bfloat16)
 

@@ -1,8 +1,9 @@
 """Attention of prompts by FlashInfer (flashinfer-ai/flashinfer), if FlashAttention 3 is unusable.
 
 FlashInfer prepares a plan on the host, once per step and attention form. It reads the cache in
-place, in its layout HND: pages of keys and values, heads before positions. Kernels that are not
-compiled yet are compiled in the trial at start.
+place: the shape of KVCache is the layout that FlashInfer calls HND, in which the axis of the heads
+precedes that of the positions. Kernels that are not compiled yet are compiled in the trial at the
+start (worker.attention.prompt_choice).
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ class _Planner:
         self._copied: torch.cuda.Event | None = None
 
     def plan(self, prompts: Prompts, layer: Tensor, query: Tensor, form: AttentionForm) -> Any:
-        """Plan the attention of ``prompts`` in ``form``, and return the function that computes it.
+        """Plan the attention of ``prompts``, and return the function that computes it.
 
-        The plan takes only shapes and types from ``layer`` and ``query``. The function's arguments
-        are the ``query`` [tokens, heads, head_dim] and the ``layer`` (from KVCache.layer).
+        Only shapes and types are read from ``layer`` and ``query``. The returned function has the
+        arguments ``query`` [tokens, heads, head_dim] and ``layer`` (from KVCache.layer).
+
         A plan is copied to the device from host memory that the next plan overwrites. This method
         therefore first waits until the previous plan has been copied.
         """

@@ -1,8 +1,8 @@
 """Attention on a GPU, by kernels in Triton (worker.kernels.paged_attention, .rotate_and_cache).
 
-The layout of a block is that of KVCache's shape. All rows of a step are described to the kernels by
-data in one parcel (worker.device.upload). Prompts may be computed by third-party kernels
-(worker.attention.prompts).
+The shape of KVCache is the layout of its blocks. The data that describes the rows of a step to the
+kernels is copied to the device in one parcel (worker.device.upload). Prompts may be computed by
+third-party kernels (worker.attention.prompts).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from worker.model.rope import Angle
 
 
 class TileKey(NamedTuple):
-    """Key of the tiles (attention/tiles.py) for a layer with ``group`` query heads per KV head.
+    """Key of a step's tiles (attention/tiles.py) for layers with ``group`` query heads per KV head.
 
-    The tiles cover all rows with ``is_for_all``, else only those that no third-party kernel
-    computes.
+    If ``is_for_all`` is true, the tiles cover all rows of the step. Otherwise they cover only the
+    rows that no third-party kernel computes.
     """
 
     group: int
@@ -97,8 +97,8 @@ class GpuAttention:
         """Return a function that maps a TileKey to its tile sets on the device.
 
         The rows have ``counts`` [n] new tokens. Rows in ``span`` may be computed by third-party
-        kernels. Tile sets that layers of earlier steps requested are added to ``parcel``, which is
-        copied as a whole; others are copied to the device when they are requested.
+        kernels. Tile sets with the keys that earlier steps requested are added to ``parcel``. Tile
+        sets with other keys are copied to the device when they are requested.
         """
         likely = (key for key in self._requested if key.is_for_all or span is not None)
         known = {key: self._sent(counts, span, key, parcel) for key in likely}
@@ -122,20 +122,20 @@ class GpuAttention:
         if span is not None and not tile_key.is_for_all:
             is_ours[span] = False
         chosen = ((narrow_rows(counts), NARROW), (wide_rows(counts), WIDE))
-        ours = ((rows[is_ours[rows]], least) for rows, least in chosen)
+        ours = ((rows[is_ours[rows]], min_queries) for rows, min_queries in chosen)
         return [
-            self._tile_set(counts, rows, least, tile_key.group, parcel)
-            for rows, least in ours
+            self._tile_set(counts, rows, min_queries, tile_key.group, parcel)
+            for rows, min_queries in ours
             if len(rows)
         ]
 
     def _tile_set(
-        self, counts: Ints, rows: Ints, least: int, group: int, parcel: Parcel
+        self, counts: Ints, rows: Ints, min_queries: int, group: int, parcel: Parcel
     ) -> Callable[[], TileSet]:
-        block_rows, splits = max(least, power_of_two(group)), 1
+        block_rows, splits = max(min_queries, power_of_two(group)), 1
         tokens = tokens_of_tiles(counts[rows], block_rows // group)
         tiles = tiles_of(counts, rows, tokens)
-        if least == NARROW:
+        if min_queries == NARROW:
             splits = num_splits(len(tiles), self._cache.kv_heads, self._multiprocessors)
         row_of_tile, offsets = (
             parcel.add(column.astype(np.int32)) for column in (tiles.rows, tiles.offsets)
@@ -211,4 +211,4 @@ def _row_table(rows: Rows, parcel: Parcel) -> Callable[[], RowTable]:
             rows.positions,
         )
     ]
-    return lambda: RowTable(*(each() for each in sent))
+    return lambda: RowTable(*(column() for column in sent))

@@ -15,17 +15,18 @@ from worker.kernels.paged_attention import attend_tiles, merge_splits
 from worker.kernels.rotate_and_cache import turn_and_place
 from worker.model.rope import Angle
 
-#: Queries of a narrow tile, the fewest that tensor cores support, and of a wide tile.
+#: Number of queries of a narrow tile (the minimum for tensor cores) and of a wide tile.
 NARROW, WIDE = 16, 64
-#: Keys per iteration of a program, for narrow tiles and for wide tiles, and the largest number of
-#: bytes that these keys may take. A multiprocessor of an Ada GPU has 99 KiB for all data of its
-#: program. The limit is half in single precision, whose products are computed without tensor cores,
-#: in registers.
+#: Number of keys that a program reads per iteration, for narrow and for wide tiles, and the maximum
+#: size of these keys in bytes. A multiprocessor of an Ada GPU has 99 KiB for all data of its
+#: program. In single precision the maximum size is half of this, because the products are computed
+#: in registers, without tensor cores.
 _NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
 _LEAST_KEYS = 16
-#: Bytes of a key of 128 features in half precision, and of 256 features in single precision. Wide
-#: tiles with keys larger than the first, or in single precision, prefetch less and have more warps,
-#: whose registers hold the results. Those with keys of at least the second prefetch nothing.
+#: Sizes of a key in bytes: of 128 features in half precision, and of 256 features in single
+#: precision. Wide tiles whose keys are larger than the first size, or in single precision, prefetch
+#: less, and use more warps, because the results are held in registers. Wide tiles whose keys have
+#: at least the second size prefetch nothing.
 _COMMON_BYTES, _LARGE_BYTES = 256, 1024
 #: Heads of a token that one program rotates or writes to the cache.
 _HEADS = 8
@@ -51,17 +52,18 @@ class TileSet:
 class RowTable:
     """Rows of a step on the device, as int32 tensors.
 
-    Each row [n] has in ``firsts`` its first token's index in the step, in ``starts`` that token's
-    position in its sequence, in ``counts`` its number of tokens, and in ``tables`` [n, ``width``]
-    its blocks. In a captured step ``tables`` is flat, [n * ``width``] or longer. Each token [T] has
-    its row and its position, which is negative if nothing is to be written to the cache.
+    Row i has ``counts[i]`` tokens. The first of them has the index ``firsts[i]`` in the step and
+    the position ``starts[i]`` in its sequence. ``tables`` [n, ``width``] has the blocks of each
+    row; in a captured step it is flat, [n * ``width``] or longer. ``row_of_token`` [T] and
+    ``positions`` [T] have the row and the position of each token. The position is negative if
+    nothing is to be written to the cache.
     """
 
     firsts: Tensor
     starts: Tensor
     counts: Tensor
     tables: Tensor
-    #: [1]
+    #: number of columns of ``tables``, [1]
     width: Tensor
     row_of_token: Tensor
     positions: Tensor
@@ -125,7 +127,7 @@ def attend(
     form: AttentionForm,
     out: Tensor,
 ) -> None:
-    """Launch the attention of ``tiles`` in one layer, which writes to ``out``.
+    """Launch the kernels that write to ``out`` the attention of ``tiles`` in one layer.
 
     ``query`` and ``out`` [tokens, heads, head_dim] contain all tokens of the step; ``out`` is
     contiguous.

@@ -1,21 +1,24 @@
 // Causal attention over a paged KV cache on a CPU: decoding, prefill and both in one step.
 //
-// The work is divided into tiles, which are a few tokens of one row each. For each KV head there are two
-// small matrix products with a softmax along the keys between them. Their rows are the tile's tokens,
-// each with all query heads that share the KV head.
+// A row of a step is the new tokens of one sequence. The work is divided into tiles: a tile is a few tokens
+// of one row. For each tile and KV head, two small matrix products are computed, and between them a softmax
+// over the keys. The products have a row for each pair of a token of the tile and a query head that shares
+// the KV head.
 //
 //     scores [rows, keys]       = query [rows, head_dim] x keys [head_dim, keys]
 //     out    [rows, head_dim]  += weights [rows, keys]   x values [keys, head_dim]
 //
 // The cache stores both right-hand sides in the order in which the products read them. If the CPU
-// multiplies pairs of bfloat16, two neighbours in the direction of the sum are adjacent (PACK is 2, else 1):
+// multiplies pairs of bfloat16, PACK is 2, otherwise 1: PACK successive elements of the summed dimension are
+// adjacent in memory.
 //
 //     a head's keys of a block      [head_dim / PACK][BLOCK_SIZE][PACK]
 //     a head's values of a block    [BLOCK_SIZE / PACK][head_dim][PACK]
 //
 // The bits of a token's result depend only on its query and on the keys and values that it sees, not on its
 // tile, its row, the batch or the number of threads. The value of a position that was never written is
-// not multiplied, because it may be NaN. Its key is multiplied, but the resulting score is then replaced.
+// not multiplied, because it may be NaN. The key of such a position is multiplied, but the resulting score
+// is then replaced.
 //
 // All members of a team call write and attend together, and divide the tiles among themselves.
 //
@@ -49,13 +52,14 @@ using vector::spread;
 using vector::store;
 
 constexpr int TILE_TOKENS = 8;
-//: Tiles with at most this many tokens are limited by memory, so each reads a block for all KV heads at once.
+//: Tiles with at most this many tokens are limited by memory bandwidth, so each reads a block for all KV
+//: heads at once.
 constexpr int FEW_TOKENS = 2;
-//: With at least this many tiles per thread, a thread takes a tile with all KV heads, else with one.
+//: If there are at least this many tiles per thread, a thread computes all KV heads of a tile, otherwise one.
 constexpr int TILES_A_THREAD = 4;
-//: Rows of a product's left-hand side that are multiplied at once, with their sums in registers.
+//: Maximum number of rows of a product's left-hand side that are multiplied at once, with sums in registers.
 constexpr int MAX_STRIP = vector::REGISTERS >= 32 ? 8 : 6;
-//: Keys per chunk. The largest score is updated once per chunk. Chunks begin at multiples of this.
+//: Keys per chunk. The largest score so far is updated once per chunk. Chunks begin at multiples of CHUNK.
 constexpr int CHUNK = 4 * BLOCK_SIZE;
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -68,7 +72,7 @@ inline Ints counting() {
     return numbers;
 }
 
-// The larger value in each lane, or that of b if one of both is NaN.
+// The larger value in each lane; the value of b if a or b is NaN.
 inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512F__
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -297,8 +301,8 @@ struct Writer {
         for (; head < end_head; ++head) write(tile, head);
     }
 
-    // Prefetches the cache lines of a key. Its words are in as many lines, whose misses would otherwise be
-    // waited for one after another.
+    // Prefetches the cache lines of a key. Each word of the key is in another line. Without the prefetch, the
+    // thread would wait for one cache miss after another.
     void fetch(const Tile& tile, int64_t head) const {
         const int64_t position = tile.first_position();
         const Stored* to = layer.keys(tile, position, head) + position % BLOCK_SIZE * PACK;
@@ -333,7 +337,8 @@ struct Writer {
     int64_t value_stride;
 };
 
-// Packs of values that are adjacent in the cache: `packs` of them, from pack `at` of the chunk on.
+// Packs of values that are adjacent in the cache. There are `packs` packs, the first of which is pack `at` of
+// the chunk.
 struct Values {
     const Stored* first;
     int64_t at, packs;
@@ -345,7 +350,7 @@ struct Scratch {
     std::vector<float> scores;     // [rows][CHUNK]
     std::vector<Word> weights;     // [rows][CHUNK / PACK]
     std::vector<float> most;       // [rows], largest score so far
-    std::vector<float> shrinking;  // [rows], factor of the earlier sums after a larger score
+    std::vector<float> shrinking;  // [rows], factor that rescales earlier sums to a larger `most`
     std::vector<Floats> sums;      // [rows], sum of the weights in each lane
     std::vector<float> out;        // [rows][PADDED]
     Stored edge[HEAD_DIM * PACK] = {};  // values of a position, and zeros for the rest of its pack
@@ -356,7 +361,7 @@ struct Scratch {
           most(rows), shrinking(rows), sums(rows), out(rows * PADDED) {}
 };
 
-// Part of a tile's context: the positions from `left` to `right` of the chunk that begins at `at`.
+// Part of a tile's context: the positions from `left` to before `right`, in the chunk that begins at `at`.
 struct Chunk {
     int64_t at, left, right;
 
@@ -364,11 +369,12 @@ struct Chunk {
     int64_t end_block() const { return (right + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE; }
 };
 
+// Range of positions from `begin` to before `end`.
 struct Places {
     int begin, end;
 
-    // `values`, which are at positions from `at` on, with `other` at positions outside [begin, end).
-    Floats of(Floats values, int at, float other) const {
+    // `values` in lanes whose positions are in the range, `other` in the others. Lane 0 has position `at`.
+    Floats masked(Floats values, int at, float other) const {
         const Ints places = counting() + at;
         return (places >= begin) & (places < end) ? values : spread(other);
     }
@@ -387,7 +393,8 @@ public:
     }
 
 private:
-    // Computes the tile chunk by chunk, each chunk for all of these KV heads, which are adjacent in the cache.
+    // Computes the tile chunk by chunk, each chunk for all KV heads from `head` to before `end_head`, which are
+    // adjacent in the cache.
     void attend(const Tile& tile, int64_t head, int64_t end_head) const {
         thread_local std::vector<Scratch> scratch;
         while (scratch.size() < size_t(end_head - head)) scratch.emplace_back(0);
@@ -424,7 +431,7 @@ private:
             const int64_t token = tile.first_token() + r / group;
             const Stored* from = query + token * query_stride + head_of(head, r) * HEAD_DIM;
             for (int i = 0; i < WORDS; ++i) scratch.query[r * WORDS + i] = word_at(from + i * PACK);
-            // A sink is treated as a key before all others, without a value.
+            // A sink is treated as the score of a key before all others, whose value is zero.
             scratch.most[r] = form.sinks ? form.sinks[head_of(head, r)] * LOG2_E : -FLT_MAX;
             scratch.sums[r] = Floats{form.sinks ? 1.0f : 0.0f};
         }
@@ -434,13 +441,14 @@ private:
     // next block is in another page.
     void fetch(const Tile& tile, int64_t position, int64_t head) const {
         const Stored* keys = layer.keys(tile, position, head);
-        asm volatile("");  // without this, GCC removes the function as one without effects
+        // Without this statement, GCC removes the calls, because the function has no side effects.
+        asm volatile("");
         for (int64_t i = 0; i < RUN; i += LINE) __builtin_prefetch(keys + i, 0, 2);
         for (int64_t i = 0; i < RUN; i += LINE)
             __builtin_prefetch(keys + layer.values_after + i, 0, 2);
     }
 
-    // Computes the scores of the chunk. Calls before(position) before each block.
+    // Computes the scores of the chunk. Calls before(first position of the block) before each block.
     template <class Before>
     void score(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch,
                const Before& before) const {
@@ -461,7 +469,7 @@ private:
         }
     }
 
-    // Replaces scores by weights. Weights are powers of 2, because scores are in units of log2(e).
+    // Replaces scores by weights. Weights are powers of 2, because scores are multiplied by log2(e).
     void weigh(const Tile& tile, const Chunk& chunk, Scratch& scratch) const {
         const int begin = chunk.first_block() - chunk.at, end = chunk.end_block() - chunk.at;
         for (int r = 0; r < rows_of(tile); ++r) {
@@ -476,14 +484,14 @@ private:
         }
     }
 
-    // Computes the weights of one row at the positions `all`. If MASKED, only the positions `seen` count.
+    // Computes the weights of row r at positions `all`. If MASKED, positions outside `seen` get weight 0.
     template <bool MASKED>
     void weigh_row(int r, Places all, Places seen, Scratch& scratch) const {
         float* scores = &scratch.scores[r * CHUNK];
         Floats most = spread(scratch.most[r]);
         for (int at = all.begin; at < all.end; at += LANES) {
             Floats score = scaled(loaded<Floats>(scores + at));
-            if (MASKED) score = seen.of(score, at, -FLT_MAX);
+            if (MASKED) score = seen.masked(score, at, -FLT_MAX);
             store(scores + at, score);
             most = larger(score, most);
         }
@@ -493,7 +501,7 @@ private:
         for (int at = all.begin; at < all.end; at += 2 * LANES) {
             Floats low = exp2(loaded<Floats>(scores + at) - new_most);
             Floats high = exp2(loaded<Floats>(scores + at + LANES) - new_most);
-            if (MASKED) low = seen.of(low, at, 0), high = seen.of(high, at + LANES, 0);
+            if (MASKED) low = seen.masked(low, at, 0), high = seen.masked(high, at + LANES, 0);
             sum = sum + low + high;
             pack(&scratch.weights[(r * CHUNK + at) / PACK], low, high);
         }
@@ -508,8 +516,8 @@ private:
         return tanh(products * (form.scale / form.softcap)) * (form.softcap * LOG2_E);
     }
 
-    // Collects the values of the chunk's positions. If the last pack has only one of them, it is copied with
-    // a zero for the other position, which may not have been written.
+    // Collects the values of the chunk's positions. If only the first position of the last pack is in the
+    // chunk, the pack is copied, with zeros for its second position, which may not have been written.
     void collect(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
         scratch.values.clear();
         for (int64_t at = chunk.left, end; at < chunk.right; at = end) {

@@ -39,14 +39,16 @@ _LAYERS, _LAYER = 2, 1
 _SHAPES = ((0, 70), (45, 40), (33, 1), (5, 20))
 _BLOCKS = sum(blocks_for(sum(shape)) for shape in _SHAPES)
 _SEED = 8
-#: Numbers of query heads per KV head that are tried.
+#: Numbers of query heads per KV head in a trial.
 _GROUPS = (1, 4)
 _WINDOW, _SOFTCAP = 37, 3.0
 #: Largest relative error of a head's output. Rounding to bf16 causes about a quarter of it.
 _LARGEST_ERROR = 0.02
 
 
-class _Like(NamedTuple):
+class _CacheKind(NamedTuple):
+    """Properties of a KV cache on which it depends whether kernels work with it."""
+
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -59,10 +61,10 @@ class _Like(NamedTuple):
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
     """Return the third-party kernels for prompts, or None if Everlift's own must be used.
 
-    The log states why an installed library failed. It has no entry for a library that does not
-    support the head dimension, dtype or GPU.
+    If an installed library fails, the cause is logged. Nothing is logged about a library that does
+    not support the head dimension, dtype or GPU.
     """
-    return next(filter(None, (try_backend(each, cache) for each in BACKENDS)), None)
+    return next(filter(None, (try_backend(backend, cache) for backend in BACKENDS)), None)
 
 
 def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | None:
@@ -71,22 +73,22 @@ def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | 
     The library may be missing, may not support the cache or device, or may fail its trial.
     """
     tensor = cache.tensor
-    like = _Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
-    return _try_cached(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed
+    kind = _CacheKind(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
+    return _try_cached(backend_class, kind)  # type: ignore[arg-type]  # a class can be hashed
 
 
 @cache_of
-def _try_cached(backend_class: BackendClass, like: _Like) -> PromptKernels | None:
+def _try_cached(backend_class: BackendClass, kind: _CacheKind) -> PromptKernels | None:
     try:
-        if not backend_class.fits(like.head_dim, like.dtype, like.device):
+        if not backend_class.fits(kind.head_dim, kind.dtype, kind.device):
             return None
-        backend = backend_class(like.device)
+        backend = backend_class(kind.device)
     except ModuleNotFoundError:
         return None
     except Exception as error:
-        log.warning("backend installed but not usable", what=backend_class.name, cause=repr(error))
+        log.warning("attention library not usable", library=backend_class.name, cause=repr(error))
         return None
-    features = {feature for feature in _features() if _works(backend, like, feature)}
+    features = {feature for feature in _features() if _works(backend, kind, feature)}
     return PromptKernels(backend, features) if Feature(False, False) in features else None
 
 
@@ -94,33 +96,35 @@ def _features() -> Iterator[Feature]:
     return (Feature(window, softcap) for window in (False, True) for softcap in (False, True))
 
 
-def _works(backend: PromptBackend, like: _Like, feature: Feature) -> bool:
+def _works(backend: PromptBackend, kind: _CacheKind, feature: Feature) -> bool:
     try:
-        worst = max(_error(backend, like, feature, group) for group in _GROUPS)
+        worst = max(_error(backend, kind, feature, group) for group in _GROUPS)
     except Exception as error:
-        log.warning("attention failed", by=backend.name, **feature._asdict(), cause=repr(error))
+        facts = {"library": backend.name, **feature._asdict()}
+        log.warning("trial of attention library failed", **facts, cause=repr(error))
         return False
     if not worst <= _LARGEST_ERROR:
-        log.warning("attention is wrong", by=backend.name, **feature._asdict(), error=worst)
+        facts = {"library": backend.name, **feature._asdict()}
+        log.warning("attention library gave wrong results in its trial", **facts, error=worst)
         return False
     return True
 
 
 @torch.inference_mode()
-def _error(backend: PromptBackend, like: _Like, feature: Feature, group: int) -> float:
+def _error(backend: PromptBackend, kind: _CacheKind, feature: Feature, group: int) -> float:
     rows = _rows()
     form = AttentionForm(
-        like.head_dim**-0.5,
+        kind.head_dim**-0.5,
         window=_WINDOW if feature.window else None,
         softcap=_SOFTCAP if feature.softcap else None,
     )
     random = torch.Generator().manual_seed(_SEED)
-    num_query = like.kv_heads * group
-    shape = (rows.num_tokens, num_query + like.kv_heads, like.head_dim)
+    num_query = kind.kv_heads * group
+    shape = (rows.num_tokens, num_query + kind.kv_heads, kind.head_dim)
     # The queries are a slice of a tensor that also has the keys, as in a step.
-    query = torch.randn(shape, generator=random).to(like.device, like.dtype)[:, :num_query]
-    cache = _filled(like, rows, random)
-    theirs = backend.prepare(_prompts(rows, like.device)).attend(cache.layer(_LAYER), query, form)
+    query = torch.randn(shape, generator=random).to(kind.device, kind.dtype)[:, :num_query]
+    cache = _filled(kind, rows, random)
+    theirs = backend.prepare(_prompts(rows, kind.device)).attend(cache.layer(_LAYER), query, form)
     cache.tensor.nan_to_num_()
     # ReferenceAttention.prepare clears blocks whose first position a row writes. Restore them.
     kept = cache.tensor.clone()
@@ -141,8 +145,8 @@ def _rows() -> Rows:
     )
 
 
-def _filled(like: _Like, rows: Rows, random: torch.Generator) -> KVCache:
-    cache = like.cache(_BLOCKS, _LAYERS)
+def _filled(kind: _CacheKind, rows: Rows, random: torch.Generator) -> KVCache:
+    cache = kind.cache(_BLOCKS, _LAYERS)
     layer = cache.tensor.fill_(torch.nan)[:, _LAYER]
     for row in rows:
         end = row.start + len(row.tokens)

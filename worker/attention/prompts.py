@@ -1,8 +1,8 @@
 """Attention of prompts on a GPU by third-party kernels, if these are installed.
 
 A PromptBackend computes consecutive rows of a step, of which the first and the last have many new
-tokens. PromptKernels decides which attention forms the backend computes, because it may be wrong
-for some, and stops using the backend when it fails.
+tokens. PromptKernels uses the backend only for the attention forms for which it gave correct
+results in a trial, and no longer uses it after a failure.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def span_of_prompts(counts: Ints) -> slice | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Consecutive rows of a step, n of them.
+    """Consecutive rows of a step; their number is n.
 
-    A row's sequence has ``lengths`` [n] positions, of which the last ``counts`` [n] are new tokens.
-    The blocks of all positions are ``tables`` [n, width]. Entries of ``tables`` after a row's last
-    block are undefined. ``tensors`` are the same data on the device.
+    The sequence of row i has ``lengths[i]`` positions, of which the last ``counts[i]`` are new
+    tokens. ``tables`` [n, width] has the blocks of all positions of each row. Entries after a row's
+    last block are undefined. ``tensors`` are the same data on the device.
     """
 
     counts: Ints
@@ -54,8 +54,8 @@ class Prompts:
 class PromptTensors:
     """Data of Prompts on the device, as int32 tensors.
 
-    The new tokens of row i are those from ``bounds[i]`` to before ``bounds[i + 1]`` of the prompts'
-    tokens; ``bounds`` is [n + 1].
+    ``bounds`` is [n + 1]: among the new tokens of all n rows, those of row i have the indices from
+    ``bounds[i]`` to before ``bounds[i + 1]``.
     """
 
     bounds: Tensor
@@ -97,7 +97,7 @@ class Feature(NamedTuple):
 
 
 class PromptKernels:
-    """Third-party ``backend`` for prompts, which is used until it fails.
+    """Third-party attention ``backend`` for prompts, which is used until it fails.
 
     ``features`` are the combinations of window and softcap for which a trial run of the backend
     gave correct results.
@@ -138,7 +138,7 @@ class PromptKernels:
 
     def disable(self, error: Exception) -> None:
         self._works = False
-        log.warning("prompts use Everlift's attention kernel", left=self.name, cause=repr(error))
+        log.warning("attention library failed; disabled", library=self.name, cause=repr(error))
 
 
 class PromptAttention:

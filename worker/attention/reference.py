@@ -1,9 +1,10 @@
-"""Attention in plain torch, on any device: a few rows' blocks are gathered and computed at once.
+"""Attention in plain torch, on any device.
 
-Rows with equal numbers of new tokens and of blocks share a call. For rows with few new tokens the
-number of blocks is first padded to a power of two, so that many rows share a call; this at most
-doubles their work. Under a window, blocks that no new token sees are left out. A row's shape
-depends on the row alone, and so its result has the same bits in any batch (on a CPU in fp32).
+The blocks of rows with equal numbers of new tokens and of blocks are gathered, and their attention
+is computed in one call. For rows with few new tokens the number of blocks is first padded to a
+power of two, so that more rows share a call; this at most doubles their work. Under a window,
+blocks to which no new token attends are left out. The shape to which a row is padded depends only
+on the row, so its result has the same bits in any batch (on a CPU in fp32).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel, upload
 from worker.engine.plan import Ints, Rows
 
-#: Most bytes of a gathered copy. Copies for which the allocator maps new pages took 2.5 times
-#: longer.
+#: Maximum size of a gathered copy in bytes. Larger copies, for which the allocator maps new pages,
+#: took 2.5 times as long.
 _MAX_GATHERED_BYTES = 8 << 20
-#: Largest number of new tokens, in decoding or verifying drafts, of a row whose blocks are padded.
+#: The number of blocks is padded for rows with at most this many new tokens (decoding, or verifying
+#: drafts).
 _FEW = 16
 #: Query rows are padded to a multiple of this. torch's attention gives each CPU thread a part of
 #: one buffer, with (context + head_dim + 2) numbers for each query row. If the size of a part is
@@ -36,12 +38,12 @@ _ALIGNED_ROWS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """Rows of one shape, n of them, whose attention is computed in one call.
+    """Rows of one shape, whose attention is computed in one call; their number is n.
 
     ``tokens`` [n * new] are the indices in the step of the rows' new tokens. ``runs`` [2 * n *
-    kv_heads * blocks] are indices in KVCache.runs for layer 0: of the keys that the rows read,
-    followed by those of the values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions
-    that a token sees, and -inf at others.
+    kv_heads * blocks] are indices in KVCache.runs for layer 0: first those of the keys that the
+    rows read, then those of the values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions
+    to which a token attends, and -inf at others.
     """
 
     tokens: Tensor
@@ -106,7 +108,7 @@ def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) 
     """Return the attention of a bundle's ``query`` [n * new, heads, head_dim].
 
     ``gathered`` has the keys and values that the indices in ``_Bundle.runs`` select. ``bias`` is
-    0 at positions that a token sees, and -inf at others.
+    that of the bundle.
     """
     rows, _, new, context = bias.shape
     head_dim = query.shape[-1]
@@ -122,12 +124,12 @@ def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) 
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """Return the attention of ``query``, by torch's own function, without softcap and sinks.
+    """Return the attention of ``query`` without softcap and sinks, by torch's own function.
 
     ``query`` and the result are [n, new, heads, head_dim], ``key`` and ``value`` [n, kv_heads,
     context, head_dim]. If ``new`` is 1, the result is [n, kv_heads, heads / kv_heads, head_dim]
-    instead, with the heads in the same order. ``bias`` [n, 1, new, context] is 0 at positions that
-    a token sees, and -inf at others.
+    instead, with the heads in the same order. ``bias`` [n, 1, new, context] is 0 at positions to
+    which a token attends, and -inf at others.
     """
     if query.shape[1] == 1:
         # Heads that share a KV head become its queries, so that keys are not copied for each head.
@@ -180,11 +182,11 @@ def _attend_in_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Ranges of the blocks that the new tokens of n rows attend to under ``window``.
+    """Ranges of the blocks to which the new tokens of n rows attend under ``window``.
 
-    Without a window (None), a row reads all blocks of its sequence. Row i reads its blocks
-    from ``first_blocks[i]`` to before ``last_blocks[i]``. ``shapes`` [n, 2] has each row's number
-    of new tokens, and the number of blocks that it reads, including those added as padding.
+    Row i reads the blocks from ``first_blocks[i]`` to before ``last_blocks[i]`` of its block table.
+    If ``window`` is None, these are all blocks of its sequence. ``shapes`` [n, 2] has each row's
+    number of new tokens, and the number of blocks that it reads, including those added as padding.
     """
 
     window: int | None
@@ -217,10 +219,10 @@ class _Spans:
                 yield alike[i : i + most]
 
     def blocks(self, group: Ints) -> Ints:
-        """Return indices in the block tables of the blocks that the rows of ``group`` read.
+        """Return the indices, in the rows' block tables, of the blocks that ``group`` reads.
 
-        The result is [n, blocks]. Padding repeats the first block that the row reads. Padding is
-        masked out but still read, and a block of another sequence might contain NaN.
+        The result is [rows of the group, blocks]. Padding repeats the first block that the row
+        reads: padding is masked out but still read, and any other block might contain NaN.
         """
         first, last = self.first_blocks[group, np.newaxis], self.last_blocks[group, np.newaxis]
         blocks = first + np.arange(self.shapes[group[0], 1])

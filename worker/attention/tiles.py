@@ -1,7 +1,8 @@
 """Tiles of a step's tokens for attention on a GPU. Pure.
 
-A tile is a few tokens of one row. If there are too few tiles to occupy a GPU, as in decoding, the
-positions that a tile sees are split among several programs.
+A tile is a few tokens of one row (the new tokens of one sequence). Narrow tiles are for rows with
+few new tokens, wide tiles for the others. If there are too few narrow tiles to occupy a GPU, as in
+decoding, the positions to which a tile attends are split among several programs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from worker.engine.plan import Ints
 
-#: Largest number of new tokens of a row, decoding or verifying drafts, that has narrow tiles.
+#: Rows with at most this many new tokens (decoding, or verifying drafts) have narrow tiles.
 FEW = 16
 #: Target number of programs of narrow tiles for each multiprocessor.
 _PROGRAMS = 2
@@ -60,7 +61,7 @@ def tokens_of_tiles(counts: Ints, most: int) -> int:
 
 
 def num_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of programs among which the positions that a tile sees are divided.
+    """Return the number of programs among which the positions of a tile's context are divided.
 
     ``tiles`` is the number of tiles. The result is a power of two, so that few kernels are
     compiled. It does not depend on the lengths of the rows, because a captured step must serve rows

@@ -23,8 +23,8 @@ class DeviceKind(Enum):
 
 #: Default of ``max_num_batched_tokens``; those of GPUs are the defaults of vLLM's server.
 _BATCHED_TOKENS = {DeviceKind.CPU: 512, DeviceKind.GPU: 2048, DeviceKind.LARGE_GPU: 8192}
-#: Least memory and compute capability of a LARGE_GPU. An A100 with 80 GB has the memory, but only a
-#: third of an H100's operations per second.
+#: Minimum memory, in bytes, and minimum compute capability of a LARGE_GPU. An A100 with 80 GB has
+#: the memory, but only a third of an H100's operations per second.
 _MEMORY, _CAPABILITY = 70 * _GIB, (9, 0)
 
 

@@ -22,8 +22,8 @@ async def watch(device: str, report: Callable[[float], None]) -> None:
     """Report the fraction of recent time in which the GPU was busy, once a second until cancelled.
 
     ``report`` is called with a number from 0 to 1. ``device`` is the setting: ``auto``, ``cpu`` or
-    ``cuda``. Returns at once if that is not a GPU, and as soon as NVML (NVIDIA's management
-    library) cannot be queried, for example without pynvml.
+    ``cuda``. Returns at once if the device chosen by the setting is not a GPU, and as soon as NVML
+    (NVIDIA's management library) cannot be queried, for example because pynvml is missing.
     """
     if (chosen := choose_device(device)).type != "cuda":
         return

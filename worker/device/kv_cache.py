@@ -21,10 +21,10 @@ from everlift.hashes import BLOCK_SIZE
 
 #: Linux has had MADV_POPULATE_WRITE since 5.14; Python's mmap does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes that are touched by one call: a huge page.
+#: Bytes whose pages one madvise call allocates: a huge page.
 _PREFAULT_STEP_BYTES = 2 << 20
-#: Bytes that are touched at start, which took 0.17 s of a core where it was measured. Touching much
-#: more slowed down a batch that arrived at the same time (benchmarks/RESULTS.md).
+#: Bytes whose pages are allocated at the start, which took 0.17 s of CPU time when measured.
+#: Allocating many more slowed down a batch that arrived at the same time (benchmarks/RESULTS.md).
 _PREFAULT_BYTES = 256 << 20
 
 
@@ -90,8 +90,8 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 def _prefault(tensor: Tensor) -> None:
     """Make the kernel allocate the first memory pages of ``tensor``, a few at a time.
 
-    Between two such steps other threads can allocate memory. Does nothing if the kernel does not
-    support it.
+    Other threads can allocate memory between two madvise calls. Does nothing if the kernel does not
+    support MADV_POPULATE_WRITE.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -27,10 +27,10 @@ def upload(
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of ``tensor`` on a GPU, made through pinned memory; on the CPU, ``tensor``.
+    """Return a copy of ``tensor`` on a GPU, or ``tensor`` itself if ``device`` is the CPU.
 
-    Such a copy does not make the host wait for earlier work of the device. torch keeps the pinned
-    memory until the copy is complete.
+    The copy is made from pinned memory, so that the host does not wait for earlier work of the
+    device. torch keeps the pinned memory until the copy is complete.
     """
     if device.type == "cpu":
         return tensor
@@ -40,7 +40,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 class Parcel:
     """Set of arrays that are copied to ``device`` in one copy, when the first of them is needed.
 
-    On a CPU they are not copied: the tensors share the memory of the arrays.
+    If ``device`` is the CPU, the arrays are not copied: the tensors share their memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,10 +51,11 @@ class Parcel:
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
         """Add an array, and return a function that returns it as a tensor on the device.
 
-        The tensor has the array's shape and type. The first call of any of these functions copies
-        all arrays, unless ``unpack`` was called. After that no array can be added.
+        The tensor has the array's shape and type. The first call of any returned function copies
+        all arrays, unless ``unpack`` was called. No array can be added after the copy or after
+        ``unpack``.
         """
-        assert self._tensors is None, "the previous copy has not finished"
+        assert self._tensors is None, "the arrays have been copied already"
         self._arrays.append(array)
         index = len(self._arrays) - 1
         return lambda: self._unpacked()[index]
@@ -70,10 +71,10 @@ class Parcel:
         return together.view(np.int32)
 
     def unpack(self, packed: Tensor) -> None:
-        """Take the tensors of all arrays from ``packed``, so that no other copy is made.
+        """Use ``packed`` as the memory of all arrays' tensors, so that no other copy is made.
 
-        ``packed`` must be the result of the method ``packed`` after a copy to the device: int32,
-        and aligned to 16 bytes.
+        ``packed`` must be a copy, on the device, of what the method ``packed`` returned: int32, and
+        aligned to 16 bytes.
         """
         self._tensors, first = [], 0
         for array in self._arrays:

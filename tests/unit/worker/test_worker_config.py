@@ -37,7 +37,7 @@ from worker.serving.rank import Rank
         ({"heartbeat": 0.0}, "heartbeat must be above 0"),
         ({"swap_mib": -1}, "swap_mib must be at least 0, not -1"),
         ({"step_timeout": 0.0}, "step_timeout must be above 0"),
-        ({"reclaim_url": "169.254.169.254/spot"}, "reclaim_url must be an http address"),
+        ({"reclaim_url": "169.254.169.254/spot"}, "reclaim_url must be an http or https URL"),
     ],
 )
 def test_worker_config_rejects_invalid_settings(fields: dict[str, object], reason: str) -> None:
