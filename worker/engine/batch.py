@@ -79,7 +79,10 @@ class Batch:
         return self._pool.num_retained
 
     def num_retained_after(self, now: float, num_allocated: int) -> int:
-        """Return how many blocks are retained at ``now`` if so many are allocated until then."""
+        """Return the number of blocks that sessions will retain at time ``now``.
+
+        ``num_allocated`` is the number of blocks that are allocated until then.
+        """
         return self._pool.num_retained_after(now, num_allocated)
 
     def take_chunk_changes(self) -> ChunkChanges:
@@ -234,7 +237,8 @@ class Batch:
     def invalidate_row(self, sequence: Sequence) -> None:
         """Drop from the prefix cache the blocks of a sequence whose row failed.
 
-        Their content may be wrong. Prefix-cache hits that are shared with other sequences stay.
+        The content of these blocks may be wrong. Prefix-cache hits that the sequence shares with
+        other sequences stay.
         """
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
@@ -243,8 +247,9 @@ class Batch:
     def invalidate_removed(self, sequence: Sequence, num_computed: int) -> None:
         """Drop from the prefix cache the blocks of a sequence removed before its row failed.
 
-        The blocks are found by the hashes of its first ``num_computed`` tokens, because its slot
-        and blocks may belong to other sequences by now. Prefix-cache hits that are in use stay.
+        The slot and blocks of the sequence may belong to other sequences by now. The blocks are
+        therefore found by the hashes of the sequence's first ``num_computed`` tokens. Blocks that
+        the sequence shared as prefix-cache hits stay if another sequence uses them.
         """
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
@@ -256,7 +261,7 @@ class Batch:
     def planned_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
         """Return the block copies of the step that is being planned.
 
-        The first tuple has the copies to host memory, the second those from it.
+        The first tuple has the copies to host memory, the second the copies from host memory.
         """
         return self._store.planned_copies()
 
@@ -279,7 +284,7 @@ class Batch:
     def check_integrity(self, preempted: Iterable[Sequence]) -> None:
         """Check invariants between steps; raise AssertionError if one is violated. O(blocks).
 
-        ``preempted`` must include all preempted sequences that wait.
+        ``preempted`` must include all preempted sequences that are waiting.
         """
         self._pool.check_integrity(s.block_table for s in self)
         self.slot_table.check_integrity(self)

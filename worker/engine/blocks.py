@@ -10,8 +10,8 @@ The last block of each chunk of a prefix (everlift.hashes.CHUNK_SIZE tokens) sta
 the pool records which chunks its blocks add to the prefix cache and remove from it.
 
 A freed block keeps its content and its hash until it is reused; ``free_blocks.py`` decides the
-order. At that moment the pool's ``store``, a cache in other memory, may keep a copy of the content.
-The pool handles block ids and hashes, never tokens or tensors.
+order of reuse. When the block is reused, the pool's ``store``, a cache in other memory, may keep a
+copy of the content. The pool handles block ids and hashes, never tokens or tensors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from worker.engine.free_blocks import FreeBlocks
 class ChunkChanges(NamedTuple):
     """Chunks of prefixes that were added to the prefix cache or removed from it.
 
-    Each is named by the hash of its last block; the value is whether it is cached now, in the
-    memory of the device or in that of the host. ``stored`` has the chunks that were computed and
-    added, even if they have been removed since.
+    The keys are the hashes of the chunks' last blocks. A value of ``device`` tells whether the
+    chunk is cached in the memory of the device now, a value of ``host`` whether it is cached in
+    that of the host. ``stored`` has the chunks that were computed and added, even if they have been
+    removed since.
     """
 
     device: Mapping[bytes, bool] = MappingProxyType({})
@@ -90,7 +91,8 @@ class BlockPool:
         self._num_cached = 0
         #: hashes of cached blocks that end a chunk
         self._chunks: set[bytes] = set()
-        #: whether a chunk is cached now, by the hash of its last block, since take_chunk_changes
+        #: chunks that changed since take_chunk_changes, by the hash of their last block; the value
+        #: is whether the chunk is cached now
         self._chunk_changes: dict[bytes, bool] = {}
 
     @property
@@ -112,13 +114,16 @@ class BlockPool:
         return self._free.num_retained
 
     def num_retained_after(self, now: float, num_allocated: int) -> int:
-        """Return how many blocks are retained at ``now`` if so many are allocated until then."""
+        """Return the number of blocks that sessions will retain at time ``now``.
+
+        ``num_allocated`` is the number of blocks that are allocated until then.
+        """
         return self._free.num_retained_after(now, num_allocated)
 
     def num_before_chunk(self, most: int) -> int:
         """Return how many blocks, at most ``most``, can be allocated without evicting a chunk.
 
-        It is a lower bound that holds whichever retentions end meanwhile.
+        The result is a lower bound: it holds no matter which sessions' retentions end meanwhile.
         """
         for number, blocks in enumerate(zip_longest(*self._free.next_blocks())):
             if number == most:
@@ -196,10 +201,10 @@ class BlockPool:
         return block
 
     def publish(self, block: int, block_hash: bytes, index: int) -> None:
-        """Add a used block, the block number ``index`` of a sequence, to the prefix cache.
+        """Add a used block to the prefix cache under ``block_hash``.
 
-        The block is full, or will be after the planned step. If another block is cached under this
-        hash already, nothing changes.
+        It is block number ``index`` of its sequence, counted from 0. The block is full, or will be
+        after the planned step. If another block is cached under this hash already, nothing changes.
         """
         if self._by_hash.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash

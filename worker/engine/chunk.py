@@ -1,4 +1,4 @@
-"""Chunks of prefixes with their tokens, from which omitted prompts are completed. Pure."""
+"""Chunks of prefixes with their tokens, for prompts that a router sends only in part. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import NamedTuple
 class Chunk(NamedTuple):
     """Chunk of a prefix: ``everlift.hashes.CHUNK_SIZE`` tokens after those of its parent.
 
-    The hash of its last block names the chunk. ``parent`` is the name of the chunk before it or,
-    of the first one, the salt. ``tokens`` are unsigned integers of four bytes in the byte order of
-    this machine, which take an eighth of the memory of a list.
+    A chunk is identified by the hash of its last block. ``parent`` is the hash that identifies the
+    previous chunk of the prefix, or the salt if there is none. ``tokens`` are unsigned integers of
+    four bytes in the byte order of this machine, which take an eighth of the memory of a list.
     """
 
     parent: bytes
@@ -35,7 +35,7 @@ class Prefix(NamedTuple):
         """Return the prefix that consists of ``chunks``, in the order of their tokens."""
         chunks = tuple(chunks)
         tokens = array("I", b"".join(chunk.tokens for chunk in chunks)).tolist()
-        return cls(tokens, [it for chunk in chunks for it in chunk.block_hashes])
+        return cls(tokens, [block_hash for chunk in chunks for block_hash in chunk.block_hashes])
 
 
 #: Empty prefix, for a sequence that was sent with all its tokens.

@@ -1,9 +1,9 @@
-"""Time that decoding sequences would have taken alone, from sums over steps. Pure.
+"""Time that each decoding sequence would have taken alone, computed from sums over steps. Pure.
 
 Alone means in steps without any other sequence. In step n, a row (a sequence's part of the step) of
 one token at position p would have taken ``base + slope * (p + 1)`` seconds alone. In the next step
-the same sequence is one position further. Its time since an earlier step therefore follows from the
-growth of three sums over steps since then:
+the same sequence is one position further. The time of a sequence since an earlier step therefore
+follows from how much three sums over steps have grown since that step:
 
     seconds = base + offset * slope + moment        base, slope: growth of the sums of these
                                                     moment: growth of the sum of slope * n
@@ -63,7 +63,8 @@ class Decodes:
     def seconds(self, slot: int) -> float:
         """Return the time, in seconds, that the steps of a slot would have taken alone.
 
-        It counts from when the slot was tracked or last reset, and is 0 if the slot is not tracked.
+        Only steps since the slot was tracked or last reset count. Returns 0 if the slot is not
+        tracked.
         """
         if not self.is_tracked[slot]:
             return 0.0
@@ -104,7 +105,7 @@ class Decodes:
     def undo_add(self, slots: Ints) -> None:
         """Undo the effect of the last ``add`` on ``slots``, which have no row in that step.
 
-        All must be tracked, and must have been reset right before that ``add``.
+        All slots must be tracked, and must have been reset right before that ``add``.
         """
         self._snapshots[slots, :_OFFSET] = self._base, self._slope, self._moment
         self._snapshots[slots, _OFFSET] -= 1

@@ -45,7 +45,7 @@ log = logs.get_logger(__name__)
 #: Exceptions that every rank raises for the same step if one rank does.
 COLLECTIVE_ERRORS: tuple[type[Exception], ...] = (EngineFailed, OutOfMemory)
 
-_PREVIOUS_STEP_FAILED = EngineFailed("the step before failed")
+_PREVIOUS_STEP_FAILED = EngineFailed("the previous step failed")
 
 
 class EngineBroken(Exception):
@@ -89,7 +89,7 @@ class Engine:
         self._plan = Plan(0, NO_ROWS)
         #: results of launched steps that the last call of ``step`` committed
         self._committed: list[RowResult] = []
-        #: set on rank 0, which has the clock; plans do not depend on it
+        #: set on rank 0, which has the clock; plans do not depend on the breakdowns
         self.breakdowns: TimeBreakdowns | None = None
         #: set on rank 0: called with the sequences that a planned step admits, before it runs
         self.before_admission: Callable[[list[Sequence]], None] | None = None
@@ -104,7 +104,11 @@ class Engine:
         return self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; it must be within the limits and not ended, and its key must be new."""
+        """Queue a sequence.
+
+        The sequence must be within the limits and must not have ended. No sequence of this engine
+        may have the same key.
+        """
         self._scheduler.add(sequence)
 
     def abort(self, abort: Abort) -> None:
@@ -132,16 +136,16 @@ class Engine:
         return list(self._scheduler)
 
     def unready_slots(self) -> frozenset[int]:
-        """Return the slots whose grammar masks are not ready; always empty above rank 0."""
+        """Return the slots whose grammar masks are not ready; always empty on ranks above 0."""
         return self._runner.unready_slots()
 
     def step(self, held_slots: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
         """Run one step, and return the new tokens and ends of sequences as outcomes.
 
         The outcomes are those of this step or, if steps are launched ahead, usually those of the
-        previous one. In the batch slots ``held_slots`` nothing is sampled, except in one of them if
-        no other sequence can run. ``now`` is the start of the step, in seconds on rank 0's clock.
-        Raises EngineBroken if a step failed and no further one can run.
+        previous one. No token is sampled in the batch slots ``held_slots``, except in one of them
+        if no other sequence can run. ``now`` is the start of the step, in seconds on rank 0's
+        clock. Raises EngineBroken if a step failed and no further one can run.
         """
         self._stopwatch.start()
         self._committed = []

@@ -2,12 +2,13 @@
 
     empty       no hash; reused first
     ordinary    cached; least recently freed first
-    retained    cached for a session; least recently used session first, tails first inside it
+    retained    cached for a session; least recently used session first, and within a session the
+                last blocks of a prefix first
 
 The blocks of a session are retained while it is between two turns, such as during a tool call.
 They become ordinary blocks when the session has not been used for a time, or when too many blocks
-are retained. Then they are reused as if they had never been retained: their age counts from the
-last use of the session.
+are retained. From then on they are ordered among the ordinary blocks by the last use of the
+session, as if they had never been retained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from itertools import chain, pairwise
 class _Session:
     """Session that retains ``blocks``, in the order in which they are reused.
 
-    ``used_at`` is the time of its last use, ``age`` the number of calls of ``add`` until then.
+    ``used_at`` is the time of its last use in seconds, and ``age`` the number of calls of
+    ``FreeBlocks.add`` until then.
     """
 
     used_at: float
@@ -31,25 +33,27 @@ class _Session:
 
 
 class FreeBlocks:
-    """Unused blocks, of the ``num_blocks`` blocks of a pool with ids from 0; first all of them.
+    """Unused blocks of a pool that has ``num_blocks`` blocks with ids from 0.
 
-    A session retains its blocks for ``retention_s`` seconds after its last use. All sessions
-    together retain at most ``max_retained`` blocks; if there are more, the least recently used
-    session loses some, tails first. Every operation is O(1) per block, amortised.
+    Initially all blocks are unused. A session retains its blocks for ``retention_s`` seconds after
+    its last use. All sessions together retain at most ``max_retained`` blocks; if there are more,
+    blocks of the least recently used session become ordinary ones, in the order of reuse. Every
+    operation is O(1) per block, amortised.
     """
 
     def __init__(self, num_blocks: int, retention_s: float, max_retained: int) -> None:
         self._retention_s = retention_s
         self._max_retained = max_retained
-        #: empty and ordinary blocks with their ages (0: empty), the first to reuse first
+        #: empty and ordinary blocks, in the order of reuse; the values are ages (0: empty)
         self._ordinary = OrderedDict.fromkeys(range(num_blocks), 0)
-        #: ordinary blocks that were retained before, likewise
+        #: ordinary blocks that were retained before, in the order of reuse; the values are ages
         self._lapsed: OrderedDict[int, int] = OrderedDict()
-        #: least recently used first
+        #: sessions that may retain blocks, by number, the least recently used first
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
         #: by block, the last session that used it; 0: none
         self._owners = [0] * num_blocks
         self._num_retained = 0
+        #: number of calls of ``add``; the age of a block is its value when the block was freed
         self._age = 0
         self._now = 0.0
 
@@ -77,9 +81,10 @@ class FreeBlocks:
         return retained - max(0, num_popped - (len(self) - retained))
 
     def next_blocks(self) -> tuple[Iterator[int], Iterator[int]]:
-        """Return two iterators; any n pops take blocks that are among the first n of one of them.
+        """Return two iterators over blocks, from which the blocks of the next pops can be bounded.
 
-        This holds whichever retentions end meanwhile.
+        For every n, each block of the next n pops is among the first n blocks of at least one of
+        the iterators. This holds no matter which retentions end meanwhile.
         """
         retained = (session.blocks for session in self._sessions.values())
         return iter(self._ordinary), chain(self._lapsed, chain.from_iterable(retained))
@@ -104,10 +109,11 @@ class FreeBlocks:
         self._ordinary.move_to_end(block, last=False)
 
     def add(self, blocks: Sequence[int], session: int) -> None:
-        """Add cached blocks that ``session`` used until now (0: none), the first to reuse first.
+        """Add cached blocks, in the order of reuse, that ``session`` used until now (0: none).
 
-        The session then retains them, and its other blocks for longer. Without a session, a block
-        returns to the session that used it last if that session still retains blocks.
+        The session then retains these blocks, and the retention of its other blocks restarts. If
+        there is no session, a block returns to the session that used it last, provided that this
+        session still retains blocks.
         """
         self._age += 1
         if session in self._sessions or (session and blocks):
@@ -152,7 +158,10 @@ class FreeBlocks:
         return block
 
     def _older(self) -> OrderedDict[int, int] | None:
-        """Return whichever has the ordinary block to reuse next; None if there is no such block."""
+        """Return ``_ordinary`` or ``_lapsed``: the one whose first block is to be reused first.
+
+        Returns None if both are empty.
+        """
         ordinary, lapsed = self._ordinary, self._lapsed
         if ordinary and lapsed:
             is_lapsed = next(iter(lapsed.values())) < next(iter(ordinary.values()))
@@ -160,7 +169,10 @@ class FreeBlocks:
         return ordinary or lapsed or None
 
     def _pop_retained(self) -> tuple[int, int]:
-        """Remove a block of the least recently used session; return the session's age and it."""
+        """Remove the next block of the least recently used session.
+
+        Returns the session's age and the block.
+        """
         number, session = next(iter(self._sessions.items()))
         while not session.blocks:
             del self._sessions[number]
@@ -178,7 +190,8 @@ class FreeBlocks:
         """
         sessions = self._sessions.values()
         assert len({*self}) == len([*self]) == len(self), "a block is free twice"
-        assert self._num_retained == sum(len(it.blocks) for it in sessions), "retained blocks"
+        num_retained = sum(len(session.blocks) for session in sessions)
+        assert self._num_retained == num_retained, "retained blocks"
         assert self._num_retained <= self._max_retained, "too many blocks are retained"
         for queue in (self._ordinary, self._lapsed):
             assert all(one <= other for one, other in pairwise(queue.values())), "ages"

@@ -3,7 +3,7 @@
     not needed        --evicted-->  dropped
     needed            --evicted-->  saved to a host block, by the plan that overwrites the block
     in a host block   --load-->     in a host block, and in a block of the pool as well
-    in a host block   --another block needs its place-->  dropped, the least recently used first
+    in a host block   --another block needs the host block-->  dropped, least recently used first
 
 A host block is a region of host memory that holds one KV block. The blocks of a preempted sequence
 are needed until it is admitted again or removed. The store handles the indices of host blocks and
@@ -129,7 +129,7 @@ class HostStore:
         Chunks are named by the hash of their last block. Call between steps.
         """
         changes = {block_hash: block_hash in self for block_hash in self._changed_chunks}
-        self._chunks.difference_update(it for it, is_stored in changes.items() if not is_stored)
+        self._chunks.difference_update(name for name, is_stored in changes.items() if not is_stored)
         self._changed_chunks.clear()
         return changes
 
@@ -176,14 +176,14 @@ class HostStore:
     def check_integrity(self, needed: Iterable[bytes]) -> None:
         """Check invariants between steps; raise AssertionError if one is violated. O(host blocks).
 
-        ``needed`` are the hashes of the blocks of all preempted sequences that wait.
+        ``needed`` are the hashes of the blocks of all preempted sequences that are waiting.
         """
-        assert not (self._pinned or self._saves or self._loads), "a step is not over"
+        assert not (self._pinned or self._saves or self._loads), "copies are still planned"
         host_blocks = [*self._free, *self._stored.values()]
         assert sorted(host_blocks) == [*range(self._num_host_blocks)], (
-            "a place is lost, or kept twice"
+            "a host block is lost, or used twice"
         )
         if self._num_host_blocks:
-            assert self._needed == Counter(needed), "who wants what"
+            assert self._needed == Counter(needed), "needed blocks"
         stored = self._chunks & self._stored.keys()
         assert stored >= self._chunks - self._changed_chunks, "chunks"

@@ -38,8 +38,8 @@ class InFlightStep:
     def _is_present(self) -> Flags:
         """Return for each of the n rows whether its sequence is still in its slot, bool [n]."""
         slots = self.plan.rows.slots.tolist()
-        here = [each.slot == slot for each, slot in zip(self._sequences, slots, strict=True)]
-        return np.array(here, np.bool_)
+        pairs = zip(self._sequences, slots, strict=True)
+        return np.array([sequence.slot == slot for sequence, slot in pairs], np.bool_)
 
     def remaining_plan(self) -> Plan:
         """Return the plan without the rows of sequences that were removed from the batch."""
@@ -50,10 +50,10 @@ class InFlightStep:
         return [*compress(results, self._is_present.tolist())]
 
     def removed_failures(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
-        """Return each removed sequence whose row failed, with a number of tokens.
+        """Return each removed sequence whose row failed, with its number of computed tokens.
 
-        ``results`` are the results of all rows. The number is how many tokens of the sequence would
-        have been computed after this step.
+        ``results`` are the results of all rows. The number of computed tokens is the value that it
+        would have had after this step.
         """
         rows = self.plan.rows
         columns = (self._sequences, self._is_present.tolist(), rows.known_ends.tolist(), results)
@@ -64,9 +64,10 @@ class InFlightStep:
         ]
 
     def launch(self) -> None:
+        """Count the tokens of the rows as computed, and append UNKNOWN where a row samples."""
         rows = self.remaining_plan().rows
         columns = (rows.slots, rows.known_ends, rows.samples)
-        for slot, end, samples in zip(*(it.tolist() for it in columns), strict=True):
+        for slot, end, samples in zip(*(column.tolist() for column in columns), strict=True):
             self._batch[slot].mark_launched(end, samples)
         self._batch.slot_table.mark_launched(*columns)
 
@@ -74,7 +75,7 @@ class InFlightStep:
         """Undo ``launch`` in the batch, and return the plan without rows of removed sequences."""
         plan = self.remaining_plan()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
-        for slot, start, samples in zip(*(it.tolist() for it in columns), strict=True):
+        for slot, start, samples in zip(*(column.tolist() for column in columns), strict=True):
             self._batch[slot].commit_step(start, samples)
         self._batch.slot_table.commit_steps(*columns)
         return plan

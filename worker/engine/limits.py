@@ -41,13 +41,13 @@ class Device(Protocol):
 class Limits:
     """Limits of an engine.
 
-    ``num_blocks`` is the size of the KV cache, and ``num_host_blocks`` the number of blocks that
-    fit into host memory for swapping; to load one back takes ``host_load_s`` seconds.
-    ``max_model_len`` limits the tokens of one sequence, prompt and output together;
+    ``num_blocks`` is the number of blocks of the KV cache. ``num_host_blocks`` is the number of
+    blocks that fit into host memory for swapping; loading one of them takes ``host_load_s``
+    seconds. ``max_model_len`` limits the tokens of one sequence, prompt and output together;
     ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the tokens of one step.
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
-    while others are in the batch. Sessions retain at most ``max_retained_blocks`` free blocks, each
-    for ``session_retention_s`` seconds.
+    while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
+    blocks, and each session for ``session_retention_s`` seconds.
     """
 
     num_blocks: int

@@ -12,12 +12,13 @@ class Load:
     """Load of an engine.
 
     ``committed_tokens`` are all known tokens (prompt and output so far) of running and waiting
-    sequences. ``pending_prefill_tokens`` are those of them that are not computed yet, without the
-    one token that each decoding sequence computes next. ``long_prefill_tokens`` are the part of
-    them in sequences of the batch that need more than one step, if the policy lets shorter ones
-    pass. ``blocks_cached`` are free blocks in the prefix cache, of which sessions retain
-    ``blocks_retained``. ``waiting_cached_tokens`` are the tokens of waiting sequences that are
-    expected to be prefix-cache hits; ``pending_prefill_tokens`` does not include them.
+    sequences. ``waiting_cached_tokens`` are the known tokens of waiting sequences that are expected
+    to be prefix-cache hits. ``pending_prefill_tokens`` are the known tokens that must still be
+    prefilled: they are not computed yet, they are not expected hits, and they are not the one token
+    that each decoding sequence computes next. ``long_prefill_tokens`` are the pending tokens of
+    prompts in the batch that need more than one step; 0 if the policy does not let shorter prompts
+    overtake them. ``blocks_cached`` are free blocks in the prefix cache, of which sessions retain
+    ``blocks_retained``.
 
     The other fields from ``step`` on are totals since the engine started. ``computed_tokens``
     includes draft tokens. ``kv_tokens`` is the number of tokens whose KV was read, and

@@ -26,8 +26,9 @@ class SequenceKey(NamedTuple):
 class Abort:
     """Abort of the sequences of one attempt (``epoch``, see SequenceKey) at a request.
 
-    It applies to the given ``choices``, whose outputs are complete, or gives up all choices if
-    ``choices`` is empty. ``key in abort`` tells whether it applies to the sequence with that key.
+    If ``choices`` is not empty, the abort applies to these choices, whose outputs are complete. If
+    it is empty, the abort gives up all choices of the attempt. ``key in abort`` tells whether the
+    abort applies to the sequence with that key.
     """
 
     epoch: int
@@ -60,16 +61,16 @@ class Stop(Enum):
     RETURNED = session_pb2.STOP_CAUSE_RETURNED
     #: rejected before it started
     REFUSED = session_pb2.STOP_CAUSE_REFUSED
-    #: the engine could not continue it
+    #: the engine could not continue the sequence
     FAILED = session_pb2.STOP_CAUSE_FAILED
 
 
 class Residence(Enum):
     """Event by which a sequence loses or regains its KV blocks."""
 
-    #: it released its blocks, and waits to be admitted again
+    #: the sequence released its blocks, and waits to be admitted again
     PREEMPTED = session_pb2.RESIDENCE_PREEMPTED
-    #: it was admitted again and holds blocks
+    #: the sequence was admitted again and holds blocks
     RESUMED = session_pb2.RESIDENCE_RESUMED
 
 
@@ -79,7 +80,7 @@ class SequenceUpdate(NamedTuple):
     ``residence`` is the last preemption or resumption, or None. ``preemptions`` and
     ``recomputed_tokens`` count since the last outcome. ``waited_s`` is the time in seconds from the
     sequence's arrival at this worker to its first step; it is reported once and otherwise None.
-    ``cached_tokens`` is reported with it: the number of tokens found in the prefix cache.
+    ``cached_tokens``, the number of tokens found in the prefix cache, is reported together with it.
     """
 
     residence: Residence | None = None

@@ -263,10 +263,10 @@ class Plan:
     """Plan of one step; ``step`` counts from 1.
 
     Rows that decode come first. Rows of newly admitted sequences come last, in the order of
-    ``admissions``, and may attend to KV that earlier rows of the step write. ``admissions`` also
-    repeats, before the new ones, those of running sequences whose slot state a failed step may have
-    corrupted. ``saves`` copy blocks to host memory, ``loads`` from it. All saves are executed
-    before all loads, and both before the rows.
+    ``admissions``, and may attend to KV that earlier rows of the step write. ``admissions`` begins
+    with repeated admissions of running sequences, if a failed step may have corrupted the state of
+    their slots. ``saves`` copy blocks to host memory, ``loads`` copy blocks from it. All saves are
+    executed before all loads, and both before the rows.
     """
 
     step: int
@@ -420,5 +420,6 @@ def plan_digest(plan: Plan, committed: Iterable[RowResult] = ()) -> bytes:
     for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
         if slot in admitted:
             digest.update(rows.tables[slot, : start // BLOCK_SIZE].tobytes())
-    digest.update(array("q", chain.from_iterable(each.tokens for each in committed)).tobytes())
+    sampled = chain.from_iterable(result.tokens for result in committed)
+    digest.update(array("q", sampled).tobytes())
     return digest.digest()

@@ -99,7 +99,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, is_finished: bool = False) -> None:
         """Remove a sequence, running or waiting; its blocks are free at once.
 
-        If its output is complete (``is_finished``), its session retains the cached ones.
+        If its output is complete (``is_finished``), its session retains its cached blocks.
         """
         siblings = self._epochs[sequence.key.epoch]
         siblings.remove(sequence)
@@ -148,9 +148,9 @@ class Scheduler:
     def schedule(self, held_slots: Collection[int] = (), now: float = 0.0) -> Plan:
         """Return the plan of the step that begins at ``now``; it has no rows if nothing can run.
 
-        ``held_slots`` are the batch slots whose grammar masks are not ready. So that they delay no
-        other sequence, nothing is sampled in them, except in one of them if no other sequence can
-        run.
+        ``held_slots`` are the batch slots whose grammar masks are not ready. No token is sampled in
+        them, so that they delay no other sequence. If no other sequence can run, one of these slots
+        is exempted.
         """
         self._step += 1
         self._batch.set_time(now)
@@ -163,9 +163,9 @@ class Scheduler:
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
-        """Apply the results of ``plan``, one for each row; return the changes of sequences.
+        """Apply the results of ``plan``, one for each row, and return outcomes of sequences.
 
-        These are the new tokens and ends, and the preemptions since the last commit.
+        The outcomes report new tokens, ends, and the preemptions since the last commit.
         """
         self._batch.commit_copies()
         return self._commit(plan, results)
@@ -194,7 +194,7 @@ class Scheduler:
         return len(self._batch.slot_table.lacking()) > self._batch.num_blocks_free
 
     def commit_in_flight(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:
-        """Apply the results of a step in flight, one for each row; return the sequences' changes.
+        """Apply the results of a step in flight, one for each row, and return outcomes.
 
         Results of sequences that were removed since the launch are discarded.
         """
@@ -208,8 +208,8 @@ class Scheduler:
     def fail_in_flight(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
         """End, with ``error``, the sequences of a failed step in flight; return their outcomes.
 
-        Sequences that were removed since the launch are left out. Other sequences may own some of
-        the step's blocks by now, so the whole prefix cache is emptied.
+        Sequences that were removed since the launch are left out. Their blocks may belong to other
+        sequences by now, so the whole prefix cache is emptied.
         """
         self._batch.invalidate_all()
         slots = flight.remaining_plan().rows.slots.tolist()
@@ -262,10 +262,10 @@ class Scheduler:
         """Give every sequence in the batch the block that its last token needs.
 
         If too few blocks are free, sequences are preempted: those of the lowest priority first, and
-        among these the one with the fewest computed tokens, which is the cheapest to recompute. The
-        one of the highest priority with the most computed tokens is thus never preempted. If only
-        one sequence is preempted, it leaves too few free blocks to be admitted again in the same
-        step.
+        among these the one with the fewest computed tokens, which is the cheapest to recompute.
+        Thus, among the sequences of the highest priority, the one with the most computed tokens is
+        never preempted. If only one sequence is preempted, it leaves too few free blocks to be
+        admitted again in the same step.
         """
         growing = self._batch.slot_table.lacking()
         lacking = len(growing)
@@ -290,9 +290,9 @@ class Scheduler:
     def _rows_to_preempt(self, plan: Plan) -> list[Row]:
         """Return the rows whose sequences to preempt after a step that ran out of memory.
 
-        These are the rows of newly admitted sequences, which may depend on blocks that the plan
-        itself was to fill, and then the largest rows, until the other rows have at most half of the
-        plan's tokens or only one is left.
+        First come the rows of newly admitted sequences, which may depend on blocks that the plan
+        itself was to fill. Then the largest of the other rows are added, until the remaining rows
+        have at most half of the plan's tokens, or only one row remains.
         """
         rows = [row for row in plan.rows if row.slot not in self._newcomers]
         rows.sort(
@@ -312,7 +312,8 @@ class Scheduler:
     def _rows(self, selected: Selected, drafts: Mapping[int, tuple[int, ...]]) -> Rows:
         decoding, others = selected.decoding, [chunk.row() for chunk in selected.chunks]
         if drafts:
-            drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
+            sequences = self._batch.at(decoding)
+            drafted = [sequence.row(1, drafts[sequence.slot]) for sequence in sequences]
             return self._batch.slot_table.rows(decoding[:0], [*drafted, *others])
         return self._batch.slot_table.rows(decoding, others)
 
@@ -377,8 +378,8 @@ class Scheduler:
         slot_table = self._batch.slot_table
         outcomes, rest = [], []
         is_plain = slot_table.is_plain_decode(rows)
-        each = zip(is_plain.tolist(), self._batch.at(rows.slots), results, strict=True)
-        for i, (is_plain_row, sequence, result) in enumerate(each):
+        columns = zip(is_plain.tolist(), self._batch.at(rows.slots), results, strict=True)
+        for i, (is_plain_row, sequence, result) in enumerate(columns):
             stops = sequence.stop_token_ids
             if is_plain_row and result.error is None and result.tokens[0] not in stops:
                 outcomes.append(sequence.append_sampled(result))

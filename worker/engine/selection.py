@@ -59,7 +59,7 @@ class Selected(NamedTuple):
 class BatchSelection:
     """Selector of each step's sequences; it admits waiting ones to ``batch`` as ``policy`` decides.
 
-    It adds to ``counters`` the tokens of each admitted sequence, and those of them that were found
+    ``counters`` counts the known tokens of each admitted sequence, and how many of them were found
     in the prefix cache.
     """
 
@@ -174,9 +174,9 @@ class BatchSelection:
 def _first_count(sequence: Sequence, budget: int) -> int:
     """Return the maximum number of tokens that ``sequence`` computes in its first step.
 
-    It is at most ``budget``. With a grammar the last known token is left for a later step if
-    possible, so that the first step samples nothing: computing the grammar's mask takes an unknown
-    time.
+    The result is at most ``budget``. If the sequence has a grammar, its last known token is left
+    for a later step if possible, so that the first step samples nothing: the time to compute the
+    grammar's mask is unknown.
     """
     if sequence.sampling.grammar is None:
         return budget

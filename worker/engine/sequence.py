@@ -8,8 +8,8 @@
 The known tokens are the prompt and the output so far. A step computes the KV of some of the
 remaining tokens. When the last known token is computed, the next one is sampled. Draft tokens may
 be computed after the last known token; the sampled tokens show which drafts were right. A request
-that ran at another worker may be continued here. Its earlier output is treated like any other
-output, so it differs from an undisturbed run only in ``num_computed``.
+that ran at another worker may be continued here. Output from the other worker is treated like any
+other output. Such a sequence differs from an undisturbed one only in ``num_computed``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Sequence:
     ``max_tokens`` limits the output. ``order`` numbers the sequences by arrival (smaller = earlier)
     and does not change when the sequence is preempted. Sequences with a larger ``priority`` are
     admitted earlier and preempted later. Only sequences with the same ``salt`` can share KV blocks,
-    because it is part of the hash of every block. When the sequence is finished, its ``session``
-    retains its blocks (0: none).
+    because the salt is part of the hash of every block. When the sequence is finished, the session
+    with the number ``session`` retains its blocks (0: none).
     """
 
     key: SequenceKey
@@ -67,14 +67,15 @@ class Sequence:
     block_table: tuple[int, ...] = ()
     #: number of leading blocks that were prefix-cache hits at its last admission
     num_hits: int = 0
-    #: leading tokens that are expected to be prefix-cache hits at its first admission
+    #: number of leading tokens that are expected to be prefix-cache hits at its first admission
     num_expected_hits: int = 0
     #: compiled grammar of ``sampling``, on the rank that samples
     grammar: object | None = None
-    #: most tokens that were computed when it last lost its blocks, at this or an earlier worker
+    #: largest number of tokens computed before the last loss of its blocks, at this or an earlier
+    #: worker
     num_computed_before: int = 0
-    #: most tokens that were computed at this worker before a preemption: their blocks are to be
-    #: restored
+    #: largest number of tokens computed at this worker before a preemption; their blocks are saved
+    #: to host memory when evicted, if swapping is enabled
     num_to_restore: int = 0
     is_preempted: bool = False
     #: time of arrival at this worker, in seconds on the clock of ``Engine.step``
@@ -148,8 +149,8 @@ class Sequence:
             raise EmptyPrompt("the prompt has no tokens")
         if self.max_tokens < max(1, self.num_output):
             raise OutOfRange(
-                f"max_tokens must be at least 1 and the {self.num_output} tokens so far, "
-                f"not {self.max_tokens}"
+                f"max_tokens must be at least 1, and at least the {self.num_output} output tokens "
+                f"so far, not {self.max_tokens}"
             )
         if self.num_prompt >= limits.max_model_len or self.num_known > limits.max_model_len:
             raise PromptTooLong(
@@ -157,7 +158,7 @@ class Sequence:
                 f"context of {limits.max_model_len}"
             )
         if max(self.tokens[num_valid:], default=0) >= limits.vocab_size:
-            raise OutOfRange(f"a token id is {limits.vocab_size}, the vocabulary's size, or more")
+            raise OutOfRange(f"token ids must be below the vocabulary size {limits.vocab_size}")
         needed = blocks_for(self.num_known + 1)
         if self.stop(limits) is None and needed > limits.num_blocks:
             raise PromptTooLong(
@@ -171,7 +172,7 @@ class Sequence:
 
     @property
     def num_uncached(self) -> int:
-        """Number of known tokens to prefill when it is admitted, as far as can be expected."""
+        """Expected number of known tokens to prefill when the sequence is admitted."""
         return len(self.tokens) - self.num_expected_hits
 
     @property
@@ -234,7 +235,7 @@ class Sequence:
     def earliest_end(self, limits: Limits) -> int:
         """Return the smallest number of known tokens at which a length limit ends the sequence.
 
-        With fewer tokens, only a stop token can end it.
+        With fewer tokens, only a stop token can end the sequence.
         """
         outgrown = limits.num_blocks * BLOCK_SIZE + 1
         return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
@@ -318,9 +319,9 @@ class Sequence:
         return update
 
     def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
-        """Return an outcome without new tokens that reports ``pending_update``; clear the latter.
+        """Return an outcome without new tokens that reports ``pending_update``, and clear that.
 
-        If ``stop`` is given, it also reports the end of the sequence.
+        If ``stop`` is given, the outcome also reports the end of the sequence.
         """
         return Outcome(
             self.key,
@@ -370,11 +371,11 @@ class Sequence:
     def score(
         self, row: Row, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[int, tuple[TokenLogprobs, ...]]:
-        """Select from ``logprobs`` those of prompt tokens that have not been reported yet.
+        """Select from ``logprobs`` the entries of prompt tokens that have not been reported yet.
 
-        ``logprobs`` are those that ``row`` computed, the first one of position ``row.start + 1``.
-        Return the position of the first selected token, and the selected log probabilities, which
-        count as reported from now on.
+        ``logprobs`` are the log probabilities that ``row`` computed, beginning with the token at
+        position ``row.start + 1``. Return the position of the first selected token, and the
+        selected log probabilities, which count as reported from now on.
         """
         first = self.next_score
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
@@ -383,7 +384,7 @@ class Sequence:
     def hashes_to_restore(self) -> list[bytes]:
         """Return the hashes of the full blocks that were computed when the sequence was preempted.
 
-        After several preemptions, these are the blocks of the one with the most computed tokens.
+        After several preemptions, those of the preemption with the most computed tokens count.
         The list is empty if the sequence was never preempted.
         """
         return [self.block_hash(i) for i in range(self.num_to_restore // BLOCK_SIZE)]
@@ -397,7 +398,10 @@ class Sequence:
         return self._hashes[index]
 
     def chunk_hashes(self) -> list[bytes]:
-        """Return the hash of each full chunk of the known tokens; compute those of all blocks."""
+        """Return the hash of each full chunk of the known tokens.
+
+        The hashes of all full blocks are computed and kept for ``block_hash``.
+        """
         parent, done = self._hashes[-1] if self._hashes else self.salt, len(self._hashes)
         self._hashes += block_hashes(self.tokens[done * BLOCK_SIZE :], parent)
         return self._hashes[BLOCKS_PER_CHUNK - 1 :: BLOCKS_PER_CHUNK]
@@ -406,7 +410,7 @@ class Sequence:
         """Return chunk ``number``, whose tokens must all be known."""
         first, end = number * BLOCKS_PER_CHUNK, (number + 1) * BLOCKS_PER_CHUNK
         parent = self.block_hash(first - 1) if number else self.salt
-        self.block_hash(end - 1)  # computes those before it
+        self.block_hash(end - 1)  # also computes the earlier hashes
         tokens = self.tokens[number * CHUNK_SIZE : (number + 1) * CHUNK_SIZE]
         return Chunk.of(parent, tokens, self._hashes[first:end])
 
@@ -414,15 +418,18 @@ class Sequence:
 def num_omitted(start: session_pb2.Start, limits: Limits) -> int:
     """Return the number of leading tokens that a Start message leaves out.
 
-    Raises InvalidRequest unless they are whole chunks within the limits and without a gap.
+    Raises InvalidRequest if these tokens are not whole chunks, if they include output although the
+    message has prompt tokens, or if they exceed the context.
     """
     omitted = start.omitted_prefix
     count = omitted.num_prompt + omitted.num_output
     if count % CHUNK_SIZE or (omitted.num_output and start.prompt_ids):
         raise InvalidRequest(
-            f"omitted_prefix of {count} tokens: expected whole chunks, and no prompt_ids if it has "
-            f"output"
+            f"omitted_prefix has {count} tokens: expected whole chunks of {CHUNK_SIZE} tokens, and "
+            f"no prompt_ids if it has output"
         )
     if count > limits.max_model_len:
-        raise PromptTooLong(f"{count} tokens are left out; the context has {limits.max_model_len}")
+        raise PromptTooLong(
+            f"omitted_prefix has {count} tokens; the context has {limits.max_model_len}"
+        )
     return count

@@ -7,7 +7,7 @@ The length of a draft depends on how many tokens of the previous draft were acce
     none accepted    half as long, but at least one token; from the third time in a row on, after a
                      pause of 2, 4, 8, ... steps, at most 64
 
-A text that does not repeat itself therefore costs almost nothing.
+Drafting therefore costs almost nothing for a text that does not repeat itself.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class NgramIndex:
             self._length += 1
 
     def follower(self) -> int | None:
-        """Return the position of the token that followed the last earlier occurrence of an n-gram.
+        """Return the index of the token that followed the last earlier occurrence of an n-gram.
 
-        The n-gram is the longest one that both ends the list and occurred before. Return None if
-        there is none.
+        The n-gram is the longest one at the end of the list that also occurred before. Return None
+        if there is no such n-gram.
         """
         for n, followers in self._followers.items():
             if n <= self._length:
@@ -74,7 +74,8 @@ def continued(tokens: Sequence[int], index: int, count: int) -> tuple[int, ...]:
     return tuple(tokens[index + at % period] for at in range(count))
 
 
-#: Most tokens that all drafters together read in a step, so that long prompts do not delay it.
+#: Maximum number of tokens that all drafters together add to their indexes in a step, so that long
+#: prompts do not delay the step.
 MAX_READ = 2048
 _MAX_MISSES = 2
 _MAX_PAUSE = 64

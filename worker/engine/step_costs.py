@@ -21,8 +21,8 @@ from worker.engine.plan import Rows
 
 Floats = NDArray[np.floating[Any]]
 
-#: Minimum time between two observed steps, which holds separately for steps with and without
-#: prompts, and between two refits. After the first ``_NUM_FREQUENT`` observations both intervals
+#: Minimum time in seconds between two observed steps (separately for steps with and without
+#: prompts), and between two refits. After the first ``_NUM_FREQUENT`` observations both intervals
 #: are ``_INTERVAL_FACTOR`` times as long.
 _OBSERVE_S = 0.05
 _REFIT_S = 1.0
@@ -77,7 +77,7 @@ class Costs(NamedTuple):
     def first(self) -> float:
         """Cost of a step with a single row of one token, excluding the cost of its attention.
 
-        The property ``position`` is the cost of the attention, for each token that it reads.
+        The attention costs ``position`` for each token whose KV it reads.
         """
         return self.step + self.each.num_rows + self.each.num_tokens
 

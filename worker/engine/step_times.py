@@ -10,13 +10,15 @@ from everlift.v1 import session_pb2
 
 
 class Part(IntEnum):
+    """Part of an engine step, as an index of a Stopwatch's sums."""
+
     #: deciding which tokens the step computes
     SCHEDULE = 0
     #: copying blocks, and computing the model's hidden states
     MODEL = 1
     #: computing logits and log probabilities, and sampling tokens until all ranks have them
     SAMPLE = 2
-    #: updating the scheduler's state when a step was launched, and with the results
+    #: updating the scheduler's state after a launch, and with the results of a step
     COMMIT = 3
 
 
@@ -24,8 +26,8 @@ class Part(IntEnum):
 class StepTimes:
     """Seconds that steps have spent in each part since the engine started, by the host's clock.
 
-    If the device computes asynchronously, the time of the device counts in the part in which the
-    host waits for it.
+    If the device computes asynchronously, its time is included in the part in which the host waits
+    for the device.
     """
 
     schedule_s: float = 0.0

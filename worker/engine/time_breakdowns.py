@@ -18,12 +18,14 @@ recompute instead of prefill. ``StepCosts`` estimates how long a row would have 
 how much chunks make a step longer.
 
 A step that was launched ahead counts as begun when the previous step ends, because the device
-computes the previous one until then. Sequences that its plan admits count as waiting until then.
+computes the previous one until then. Sequences that the plan of the step admits count as waiting
+until then.
 
-Time that passes alike for all sequences in the batch is added to clocks, one for each part. For
-each slot only the difference between its sequence and the clocks is stored. The time that a
-decoding sequence would have taken alone follows from sums (``Decodes``). A step therefore costs
-work per sequence only for chunks of prompts, for drafts, and for sequences without a row.
+Most of the time of a step is charged to the same part of all sequences in the batch. It is added to
+clocks, one for each part. For each slot, only the difference between its sequence's parts and the
+clocks is stored. The time that a decoding sequence would have taken alone follows from sums
+(``Decodes``). A step therefore causes work per sequence only for chunks of prompts, for drafts, and
+for sequences without a row.
 
 Every message to a router contains the clocks. With them a router can extend the last breakdown
 that it has of a decoding sequence, as if the sequence had been an average one since.
@@ -94,7 +96,7 @@ class TimeBreakdowns:
         #: computed
         self._removed: list[Sequence] = []
         self._prefilled: set[int] = set()
-        #: slot that is reported next in turn, and the time up to which turns are taken
+        #: slot that is reported next in turn, and the time at which the previous one was due
         self._next_slot = 0
         self._round_since = 0.0
 
@@ -112,10 +114,11 @@ class TimeBreakdowns:
         self._clocks[Part.BETWEEN_STEPS] += started_at - self._now
         self._now, self._rows, self._step_failed = started_at, rows, False
         newcomers = tuple(newcomers)
-        removed = self._remove_slots((*vacated, *(it.slot for it in newcomers)))
+        removed = self._remove_slots((*vacated, *(sequence.slot for sequence in newcomers)))
         for sequence in newcomers:
             self._add_sequence(sequence)
-        self._removed = [it for it in (*self._removed, *removed) if it.slot == NO_SLOT]
+        removed = [*self._removed, *removed]
+        self._removed = [sequence for sequence in removed if sequence.slot == NO_SLOT]
 
     def mark_step_failed(self) -> None:
         """Record that the step in progress computed nothing, for lack of memory."""
@@ -150,8 +153,9 @@ class TimeBreakdowns:
     def report(self) -> list[SequenceBreakdown]:
         """Return the breakdowns to send to routers, up to the end of the last step.
 
-        Included are sequences that were preempted, ended, or completed their prefill since the last
-        report, and the sequences of a few slots in turn, so that each is reported every 5 s.
+        The report includes sequences that were preempted, ended, or completed their prefill since
+        the last report. It also includes the sequences of a few slots in turn, so that each slot is
+        reported every 5 s.
         """
         removed, self._removed = self._removed, []
         slots = self._prefilled.union(self._due_slots(self._now))
@@ -274,7 +278,7 @@ class TimeBreakdowns:
         # A sequence that leaves in this step still counts here, because it may have a chunk in the
         # next step if that was launched ahead.
         self._may_have_chunks = bool(self._prefilling)
-        return [_Chunk(*each) for each in zip(*slot_table, strict=True)]
+        return [_Chunk(*values) for values in zip(*slot_table, strict=True)]
 
     def _absent(self, rows: Rows) -> Ints | None:
         # A sequence that ended in the previous step may still have a row in this one.
@@ -335,8 +339,8 @@ class TimeBreakdowns:
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
         """Do the work of ``_charge_decodes`` row by row, without ``Decodes``.
 
-        Call it if rows have drafts or the step failed. Then not every row advances by one position,
-        as ``Decodes`` requires.
+        This is necessary if rows have drafts or the step failed: ``Decodes`` requires that every
+        row advances by one position.
         """
         is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
         costs = self._costs.now

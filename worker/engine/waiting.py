@@ -64,7 +64,7 @@ class WaitingQueue:
 
     @property
     def num_uncached(self) -> int:
-        """Number of these tokens that are not expected to be prefix-cache hits."""
+        """Number of tokens in ``num_tokens`` that are not expected to be prefix-cache hits."""
         return self._num_uncached
 
     def push(self, sequence: Sequence) -> None:

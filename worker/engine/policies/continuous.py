@@ -15,9 +15,10 @@ class Continuous(Policy):
     """Policy of continuous batching: sequences are admitted whenever there is room.
 
     The token budget of a step goes to all decodes first, then to prefills of sequences in the batch
-    and of newly admitted ones. Those of the highest priority come first, and of the same priority
-    those with the fewest tokens left to compute, with ageing (``by_length``). The next turn of a
-    session with a cached prefix thus passes a long new prompt, which would delay it by seconds.
+    and of newly admitted ones. Prefills are ordered by priority, the highest first. Of the same
+    priority, the sequence with the fewest tokens left to compute is first, with ageing (see
+    ``by_length``). The next turn of a session, whose prefix is cached, thus overtakes a long new
+    prompt, which would otherwise delay it by seconds.
     """
 
     has_short_first = True

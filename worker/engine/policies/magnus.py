@@ -1,4 +1,4 @@
-"""Batches of similar outputs, the highest response ratio next: Magnus (arXiv 2406.04785). Pure."""
+"""Closed batches of similar outputs, by response ratio: Magnus (arXiv 2406.04785). Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from worker.engine.slot_table import SlotTable
 class Magnus(Policy):
     """Policy of closed batches of sequences with similar predicted output lengths.
 
-    Once a batch runs, it gets no further sequences. When all its sequences have ended, the waiting
-    batch with the highest response ratio, among those of the highest priority, is next:
+    Once a batch runs, it gets no further sequences. When all its sequences have ended, one of the
+    waiting batches of the highest priority is next: the one with the highest response ratio,
 
         (seconds waited + estimated serving seconds) / estimated serving seconds
 
-    Only the longest-waiting batch of each band, a range of predicted output lengths
-    (``SimilarBatches``), is compared, however many sequences wait.
+    Only the longest-waiting batch of each band (a range of predicted output lengths, see
+    ``SimilarBatches``) is considered, so the cost does not depend on the number of waiting
+    sequences.
     """
 
     follows_time = True

@@ -1,15 +1,15 @@
 """Interface of a batching policy. Pure.
 
 The scheduler manages slots, blocks, the token budget and all counts. A policy holds the sequences
-that are not in the batch, and decides
+that are not in the batch, and decides:
 
     head        which sequence is admitted to the batch next
     precedes    whether it is admitted before a running sequence is prefilled further
     decodes     which decodes cannot wait for prefills, and which can
     prefills    in which order the sequences in the batch are prefilled
 
-Its decisions depend only on the calls of its methods and on ``now``, a time that rank 0 sends to
-the other ranks, so that all ranks make the same plans.
+The decisions of a policy depend only on the calls of its methods and on ``now``, a time that rank 0
+sends to the other ranks, so that all ranks make the same plans.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Waiting(Protocol):
 
     @property
     def num_uncached(self) -> int:
-        """Number of these tokens that are not expected to be prefix-cache hits."""
+        """Number of tokens in ``num_tokens`` that are not expected to be prefix-cache hits."""
         ...
 
     def push(self, sequence: Sequence) -> None:
@@ -52,11 +52,15 @@ class Waiting(Protocol):
 
 
 class Policy(ABC):
-    """Base class of the policies, which decodes all sequences and prefills them by arrival."""
+    """Base class of the policies.
+
+    Unless a subclass decides otherwise, all decodes come before prefills, and prefills are in the
+    order of arrival.
+    """
 
     #: whether decisions depend on ``now`` or on previous steps
     follows_time = False
-    #: whether a sequence with few tokens left to compute passes those with many
+    #: whether sequences with few tokens left to compute overtake those with many
     has_short_first = False
 
     @property

@@ -6,8 +6,8 @@ from collections import deque
 from heapq import nsmallest
 from typing import NamedTuple
 
-#: Number of last batches that are remembered, and number of the nearest ones that an estimate
-#: averages.
+#: Number of recent batches that are remembered, and number of the most similar ones whose times an
+#: estimate averages.
 _BATCHES, _NEAREST = 64, 3
 
 
@@ -15,7 +15,7 @@ class BatchSize(NamedTuple):
     """Size of a batch, for an estimate of its time.
 
     ``prompt`` and ``output`` are the longest prompt and the longest predicted output of its
-    sequences, in tokens. The output that a sequence already has counts in both.
+    sequences, in tokens. Both include the output that a sequence already has.
     """
 
     num_sequences: int
@@ -26,15 +26,16 @@ class BatchSize(NamedTuple):
 class ServingTime:
     """Nearest-neighbour regression of the time of a batch, as in Magnus (arXiv 2406.04785).
 
-    The estimate is the longest predicted output of the batch, times the mean time per token of the
-    longest predicted output in the three nearest of the last 64 batches. Distances are relative, so
-    that none of the three numbers of a BatchSize outweighs the others because of its unit.
+    The time per token of a batch is its duration divided by its ``BatchSize.output``. The estimate
+    is ``output`` times the mean time per token of the three most similar of the last 64 batches.
+    The distance between two sizes is computed from relative differences, so that none of the three
+    numbers of a BatchSize outweighs the others because of its unit.
 
     No logarithm and no root is computed, so that all ranks get the same bits.
     """
 
     def __init__(self) -> None:
-        #: size of each batch, and its seconds per token of the longest output
+        #: size of each batch, and its time per token in seconds
         self._batches: deque[tuple[BatchSize, float]] = deque(maxlen=_BATCHES)
 
     def learn(self, size: BatchSize, seconds: float) -> None:

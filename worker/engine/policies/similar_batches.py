@@ -31,7 +31,7 @@ class WaitingBatch:
 
     @property
     def order(self) -> int:
-        """Number of the batch's first sequence in the order of arrival (``Sequence.order``)."""
+        """``Sequence.order`` (number in the order of arrival) of the batch's first sequence."""
         return next(iter(self._sequences))
 
     @property
@@ -40,10 +40,11 @@ class WaitingBatch:
         return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
 
     def can_add(self, sequence: Sequence, limits: Limits) -> bool:
-        """Return whether the batch may take ``sequence``.
+        """Return whether ``sequence`` may be added to the batch.
 
-        With it the batch must not exceed the number of batch slots, and its predicted number of KV
-        blocks must not exceed the KV cache. An empty batch may take any sequence.
+        With the sequence, the batch must not exceed the number of batch slots, and its predicted
+        number of KV blocks must not exceed the KV cache. To an empty batch any sequence may be
+        added.
         """
         num_blocks = self._num_blocks + _expected_blocks(sequence)
         has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
@@ -121,6 +122,7 @@ class SimilarBatches:
         self._num_uncached -= sequence.num_uncached
 
     def member(self) -> Sequence | None:
+        """Return the first sequence of the running batch that has no slot; None if all have one."""
         return self._members.head()
 
     def begin_step(self, now: float) -> None:
@@ -155,8 +157,8 @@ class SimilarBatches:
         band = bisect_right(self._begins, sequence.expected_output)
         batches = self._bands.setdefault((sequence.priority, band), deque())
         if batches and not batches[-1]:
-            # A batch whose sequences have all left is not reused, because a new sequence has not
-            # waited since then.
+            # A batch whose sequences were all removed is not reused: it would count as waiting
+            # since before the new sequence arrived.
             batches.pop()
         if not batches or not batches[-1].can_add(sequence, self._limits):
             batches.append(WaitingBatch())

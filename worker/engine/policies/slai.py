@@ -24,8 +24,8 @@ class Slai(Continuous):
     """Policy that defers decodes in favour of prefills until their deadlines are near.
 
     If the budget suffices for all decodes with near deadlines, no decode is deferred beyond its
-    deadline. A token is then late by less than two steps, and on time if these two steps take no
-    longer than the longest of the last steps.
+    deadline. A token is then late by less than two steps. It is on time if neither of these two
+    steps takes longer than the longest of the last steps.
 
     Prefills are sorted as in ``Continuous``.
     """

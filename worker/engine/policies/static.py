@@ -13,8 +13,8 @@ from worker.engine.waiting import WaitingQueue
 class ClosedBatch:
     """Queue of the sequences without a slot: those of the closed batch, and later arrivals.
 
-    The closed batch (its sequences are the members) is the batch that runs. It gets no further
-    sequences; the next one begins when all its sequences have ended.
+    The closed batch is the batch that runs; its sequences are the members. It gets no further
+    sequences. When all of them have ended, the next batch is formed from the later arrivals.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,13 @@ class ClosedBatch:
         queue.remove(sequence)
 
     def member(self) -> Sequence | None:
+        """Return the first member that has no slot; None if all members have one."""
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """Fill the closed batch with the first later arrivals, until ``size`` of its members wait.
+        """Move later arrivals to the closed batch until ``size`` of its members have no slot.
 
-        Fewer wait afterwards if there are too few later arrivals.
+        If there are too few later arrivals, all of them are moved.
         """
         while len(self._members) < size and (head := self._later.head()) is not None:
             self._later.remove(head)
@@ -60,10 +61,10 @@ class ClosedBatch:
 class Static(Policy):
     """Policy of static batching, a baseline: no sequence joins a batch that runs.
 
-    When all sequences of a batch have ended, the first ``size`` waiting sequences, or all if they
-    are fewer, become the next batch. If too few KV blocks are free for some of them, they are
-    admitted when others of the batch have ended. Nothing is padded, and prompts are prefilled in
-    chunks.
+    When all sequences of a batch have ended, the first ``size`` waiting sequences become the next
+    batch, or all waiting sequences if there are fewer. If too few KV blocks are free for some of
+    them, these are admitted when others of the batch have ended. Nothing is padded, and prompts are
+    prefilled in chunks.
     """
 
     def __init__(self, size: int) -> None:

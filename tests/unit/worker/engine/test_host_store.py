@@ -170,15 +170,17 @@ def test_host_store_ignores_step_planned_before_reset() -> None:
     this.check_integrity([A, B])
 
 
-@pytest.mark.parametrize("damage", ["a step is not over", "a place", "who wants"])
+@pytest.mark.parametrize(
+    "damage", ["copies are still planned", "a host block is lost", "needed blocks"]
+)
 def test_host_store_integrity_check_detects_damage(damage: str) -> None:
     this = kept(2, A)
     match damage:
-        case "a step is not over":
+        case "copies are still planned":
             this.pin(A)
-        case "a place":
+        case "a host block is lost":
             this._free.append(this._stored[A])
-        case "who wants":
+        case "needed blocks":
             this.mark_needed([B])
     with pytest.raises(AssertionError, match=damage):
         this.check_integrity([A])

@@ -48,7 +48,11 @@ def test_sequence_computed_before_is_capped_at_known() -> None:
         (start(1, []), EmptyPrompt, "no tokens"),
         (start(1, [], output=[1]), EmptyPrompt, "no tokens"),
         (start(1, [1], max_tokens=0), OutOfRange, "max_tokens must be at least 1"),
-        (start(1, [1], max_tokens=1, output=[2, 3]), OutOfRange, "the 2 tokens so far, not 1"),
+        (
+            start(1, [1], max_tokens=1, output=[2, 3]),
+            OutOfRange,
+            "the 2 output tokens so far, not 1",
+        ),
         (start(1, [1024]), OutOfRange, "vocabulary"),
         (start(1, [1], output=[1024]), OutOfRange, "vocabulary"),
         (start(1, prompt(100)), PromptTooLong, "100 prompt tokens .* context of 100"),
