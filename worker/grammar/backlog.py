@@ -8,8 +8,8 @@ from collections import deque
 class Backlog:
     """Total of the predicted CPU time of all unanswered requests to grammar processes.
 
-    A request counts from its announcement on (``Channel.expect``), even if it is sent later.
-    All methods but ``close`` must be called by a single thread.
+    A request is included from the time of its announcement (``Channel.expect``), even if it is sent
+    later. All methods but ``close`` must be called by a single thread.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,11 @@ class Backlog:
 class Account:
     """Unanswered requests to one grammar process, whose predicted CPU time is part of a Backlog.
 
-    Each request is about a matcher: the state of one sequence in the grammar, known by its number.
-    Until the first answer about a matcher, each of its answers is predicted to take ``budget_s``
-    seconds of CPU time. After the first answer, the prediction is the time of that answer. After
-    each later one, it is the time of that answer, but at least half of the previous prediction.
+    Each request is about a matcher, which is the state of one sequence in the grammar and is
+    identified by a number. Until the first answer about a matcher, each of its answers is predicted
+    to take ``budget_s`` seconds of CPU time. After the first answer, the prediction is the time of
+    that answer. After each later answer, it is the time of that answer, but at least half of the
+    previous prediction.
     """
 
     def __init__(self, backlog: Backlog, budget_s: float) -> None:

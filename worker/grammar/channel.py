@@ -42,7 +42,7 @@ class Channel:
         """
         sock.setblocking(False)
         self._sock = sock
-        #: the grammar process has been abandoned: its remaining replies are not read
+        #: whether the grammar process has been abandoned: its remaining replies are not read
         self._is_abandoned = False
         self._frames = Frames()
         #: unread replies of every matcher in use
@@ -86,13 +86,14 @@ class Channel:
         """Wait for the next reply about ``matcher``, and return its body.
 
         Raises EngineFailed if the reply is a refusal. Raises InvalidGrammar if the grammar process
-        has ended, or after the timeout, which begins at ``waiting_since``, the monotonic time at
-        which the caller began to wait for this or any other grammar process.
+        has ended, or after the timeout. The timeout begins at ``waiting_since``, the monotonic time
+        at which the caller began to wait for this or any other grammar process.
         """
         deadline = waiting_since + self._timeout_s
         while not self._replies[matcher]:
             if not self._receive() and not self._wait(select.POLLIN, deadline):
-                # A process that has sent or received since then is only late, and is kept.
+                # A process that has sent or received data since ``waiting_since`` is only slow. It
+                # is kept.
                 raise (
                     self._abandon() if self._last_transfer_at < waiting_since else self._too_slow()
                 )
@@ -139,7 +140,7 @@ class Channel:
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:
-        """Send ``data``, and read replies meanwhile, so that both ends cannot block each other."""
+        """Send ``data``, and read replies meanwhile, so that the two ends cannot deadlock."""
         deadline = time.monotonic() + self._timeout_s
         unsent = memoryview(data)
         while unsent:

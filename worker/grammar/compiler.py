@@ -1,6 +1,6 @@
 """Compilation of grammars for the sequences of one worker, with a cache of compiled grammars.
 
-It runs in the event loop's thread and never blocks it.
+The compiler runs in the event loop's thread and never blocks it.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class GrammarCompiler:
         """Compile ``grammar``, and call ``done`` with the compiled grammar or with an error.
 
         The error is InvalidGrammar, QueueFull if too many other grammars are queued, or
-        EngineFailed if compilation itself does not work. ``done`` is called before this method
-        returns if it is called with QueueFull, with a result from the cache, or with a compiled
-        grammar that a sequence still uses and whose process lives.
+        EngineFailed if no grammar process could be started or the compiler failed. ``done`` is
+        called before this method returns in three cases: with QueueFull, with a result from the
+        cache, and with a compiled grammar that a sequence still uses and whose process is alive.
         """
         if (known := self._known(grammar)) is not None:
             self._cache_result(grammar, known)
@@ -136,7 +136,7 @@ class GrammarCompiler:
         except EverliftError as error:
             return error
         except Exception:
-            log.exception("grammar not compiled")
+            log.exception("grammar compiler failed")
             return EngineFailed("the grammar compiler failed")
 
     async def _compiled(self, grammar: Grammar) -> CompiledGrammar:

@@ -1,7 +1,7 @@
 """Translation of GBNF, the EBNF of llama.cpp and xgrammar, to llguidance's Lark syntax. Pure.
 
 llguidance's lexer always takes the longest lexeme, whereas GBNF has no lexer. In the translation
-each lexeme is a single character, so that every text of the grammar can be derived.
+each lexeme is a single character, so that the translated grammar matches the same texts.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class _Parser:
                         bounds = (least, int(found[3]))
             least, most = bounds
             if max(least, most or 0) > _MAX_REPEAT or (most is not None and most < least):
-                raise self._error(f"the bounds of a repetition are not from 0 to {_MAX_REPEAT}")
+                raise self._error(
+                    f"the bounds of a repetition must be ascending and at most {_MAX_REPEAT}"
+                )
             node = Repeat(node, least, most)
         return node
 
@@ -216,7 +218,7 @@ class _Parser:
         self._at += 1
         code = ord(character) if character != "\\" else self._escape()
         if code in _SURROGATES or code > _MAX_CODE_POINT:
-            raise self._error("an escape is no character")
+            raise self._error("an escape stands for no Unicode character")
         return code
 
     def _escape(self) -> int:
@@ -242,7 +244,7 @@ class _Parser:
 
     def _skip(self) -> None:
         found = _SPACE.match(self._text, self._at)
-        assert found is not None, "it matches the empty text"
+        assert found is not None, "_SPACE matches the empty text"
         self._at = found.end()
 
     def _error(self, problem: str) -> EbnfError:
@@ -312,8 +314,10 @@ def _written(
             written = [_written(part, names, productive, terminals) for part in parts]
             return f"({' '.join(written)})" if written else '""'
         case Alternation(branches):
-            alive = [each for each in branches if _can_end(each, productive)]
-            written = [_written(each, names, productive, terminals) for each in alive]
+            productive_branches = [branch for branch in branches if _can_end(branch, productive)]
+            written = [
+                _written(branch, names, productive, terminals) for branch in productive_branches
+            ]
             return f"({' | '.join(written)})"
         case Repeat(part, least, most):
             if most == 0 or not _can_end(part, productive):

@@ -14,7 +14,7 @@ from worker.grammar.launch import Budget, Launch
 
 log = logs.get_logger(__name__)
 
-#: The process forks, so it must not start threads. It needs no GPU.
+#: Variables for the fork server: it must not start threads, because it forks, and needs no GPU.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -61,8 +61,8 @@ class GrammarForkServer:
     async def start_process(self) -> socket.socket:
         """Request a grammar process and return this end of its socket, which is non-blocking.
 
-        The process may not run yet. Starts the fork server if it does not run. Raises OSError if
-        that fails.
+        The grammar process may not be running yet when this method returns. If the fork server is
+        not running, it is started first; raises OSError if that fails.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

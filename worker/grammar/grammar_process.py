@@ -47,16 +47,18 @@ from worker.grammar.messages import (
 from worker.grammar.vocabulary import LimitExceeded, allowed_tokens, token_matcher
 
 #: Niceness of a compilation, so that the engine has priority. On a busy core the compilation still
-#: has a third of a thread's usual share. With 19, a seventieth, a migrated request would wait too
-#: long for the compilation on its new worker.
+#: has a third of a thread's usual share. With the niceness 19 it would have a seventieth, and a
+#: migrated request would wait too long for the compilation on its new worker.
 _NICE = 5
-#: llguidance recurses once for each rule of a chain. 64 MiB are enough for any grammar of 64 KiB.
+#: Stack of the compiling thread. llguidance recurses once for each rule of a chain; 64 MiB are
+#: enough for any grammar of 64 KiB.
 COMPILE_STACK_BYTES = 128 << 20
 #: CPU budget for replaying an output, in multiples of a mask's budget.
 _REPLAY = 10
-#: Part of the budget that masks may use on average; a single mask may use all of it.
+#: Fraction of the budget of a mask that the masks of a sequence may use on average. A single mask
+#: may use the whole budget.
 _SUSTAINED = 0.2
-#: Causes are cut to this many characters.
+#: Maximum length of the cause of a refusal, in characters.
 _MAX_CAUSE = 300
 
 
@@ -87,7 +89,8 @@ class Place:
     """State of one sequence in the grammar.
 
     ``stops`` are the sequence's stop tokens. ``debt_s`` is the CPU time, in seconds, that its masks
-    have used beyond the average allowed for a mask. A mask that uses less reduces it, at most to 0.
+    have used in excess of the allowed average. A mask that uses less than the average reduces the
+    debt, but not below 0.
     """
 
     matcher: llguidance.LLMatcher
@@ -102,7 +105,7 @@ class GrammarProcess:
         self._sock = sock
         self._model = model
         self._budget = budget
-        #: matcher at the beginning of the grammar, once it is compiled
+        #: matcher at the beginning of the grammar; None until the grammar is compiled
         self._start: llguidance.LLMatcher | None = None
         self._places: dict[int, Place] = {}
         self._operations: dict[str, Callable[[Request], bytes]] = {
@@ -132,7 +135,7 @@ class GrammarProcess:
         except (Refused, NotEnforceable) as error:
             reply = Reply(True, matcher, str(error).encode())
         except LimitExceeded:
-            reply = Reply(True, matcher, b"the grammar takes too long")
+            reply = Reply(True, matcher, b"the grammar takes too long: it exceeds a parser limit")
         except Exception as error:
             reply = Reply(True, matcher, _unforeseen(error))
         self._answer(reply._replace(cpu_s=time.process_time() - began))
@@ -159,7 +162,7 @@ class GrammarProcess:
         stops = frozenset(token for token in request["stops"] if token < self._model.vocab_size)
         if not stops:
             raise Refused("the model has no end token, and the request no stop token")
-        assert self._start is not None, "a sequence before its grammar"
+        assert self._start is not None, "no grammar has been compiled"
         place = Place(self._start.deep_copy(), stops)
         self._places[request["matcher"]] = place
         with _cpu_budget(self._budget.mask_s * _REPLAY):
@@ -180,7 +183,7 @@ class GrammarProcess:
             if token in place.stops and place.matcher.is_accepting() and at == len(tokens) - 1:
                 return b""
             if token in place.stops or not place.matcher.validate_tokens([token]):
-                raise Refused(f"the grammar does not allow token {token} at its place")
+                raise Refused(f"the grammar does not allow token {token} at its position")
             _check(place.matcher.consume_token(token))
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
@@ -214,7 +217,7 @@ class GrammarProcess:
         share = self._budget.mask_s * _SUSTAINED * count
         place.debt_s = max(0.0, place.debt_s + time.process_time() - began - share)
         if place.debt_s > self._budget.mask_s:
-            raise Refused("the mask takes too long")
+            raise Refused("computing the allowed tokens takes too long on average")
 
     def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
         """Return the bit mask of the tokens that may come next, one bit per token.
@@ -303,7 +306,7 @@ def _cause(error: str) -> str | None:
 def _lark(kind: str, texts: Sequence[str]) -> str:
     match kind:
         case "regex":
-            # Classes of digits, letters and spaces have only ASCII characters, as in JSON Schema.
+            # The classes \d, \w and \s match only ASCII characters, as in JSON Schema.
             return f"start: T\nT: /{llguidance.regex_to_lark(texts[0], 'dws')}/\n"
         case "ebnf":
             try:
@@ -312,9 +315,9 @@ def _lark(kind: str, texts: Sequence[str]) -> str:
                 raise Refused(str(error)[:_MAX_CAUSE]) from None
         case "choice":
             return f"start: T\nT: {'|'.join(map(json.dumps, texts))}\n"
-    raise Refused(f"no grammar is called {kind}")
+    raise Refused(f"the kind of grammar {kind} is unknown")
 
 
 def _unforeseen(error: Exception) -> bytes:
     traceback.print_exc()
-    return b"the grammar cannot be handled"
+    return b"the grammar process failed; see the worker's log"

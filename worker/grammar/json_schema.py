@@ -29,7 +29,7 @@ Json = Any
 Path = tuple[str, ...]
 
 MAX_DEPTH = 64
-#: Largest number that is accepted, because llguidance reads numbers as doubles.
+#: Largest absolute value of a number in a schema, because llguidance reads numbers as doubles.
 _MAX_NUMBER = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 #: Smallest distance by which an exclusive bound is moved.
@@ -48,7 +48,7 @@ _IN_PLACE = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _ADDS_PROPERTIES = _IN_PLACE | frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 )
-#: Keywords that may declare properties, themselves or by their schemas.
+#: Keywords that may declare properties of an object, directly or in their schemas.
 _DECLARES = _IN_PLACE | {"properties", "patternProperties"}
 _OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,15}", "lenient": False, "coerce_one_of": False}
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -63,7 +63,7 @@ class NotEnforceable(ValueError):
 def parse_schema(text: str) -> Json:
     """Parse the JSON schema ``text``, and return it with the changes that the module lists.
 
-    Raises NotEnforceable if it is not a schema, or cannot be enforced.
+    Raises NotEnforceable if the text is not a schema, or the schema cannot be enforced.
     """
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
@@ -94,13 +94,13 @@ def refusal_of(schema: Json, cause: str) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_value(value: Json, path: Path) -> None:
     """Raise NotEnforceable if ``value`` is nested too deeply or has half of a surrogate pair.
 
-    ``path`` has the keys and indices that lead to it from the root of the schema.
+    ``path`` has the keys and indices that lead from the root of the schema to ``value``.
     """
     if len(path) > 2 * MAX_DEPTH:
         raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep")
@@ -116,10 +116,11 @@ def _check_value(value: Json, path: Path) -> None:
 
 
 def _moved_bounds(schema: Mapping[str, Json]) -> dict[str, float]:
-    """Return the exclusive bounds of ``schema`` to replace, moved inwards.
+    """Return replacements for those exclusive bounds that llguidance would allow as values.
 
-    llguidance 1.9 allows "-0" as a number below 0. It also allows an integral exclusive bound if
-    the other bound has the same integral part: 1 as a number above 1 and below 1.25.
+    A replacement is the bound, moved slightly inwards. llguidance 1.9 allows "-0" as a number below
+    0. It also allows an integral exclusive bound if the other bound has the same integral part: 1
+    as a number above 1 and below 1.25.
     """
     least = max(_bounds(schema, "minimum", "exclusiveMinimum"), default=-inf)
     most = min(_bounds(schema, "maximum", "exclusiveMaximum"), default=inf)
@@ -135,7 +136,9 @@ def _moved_bounds(schema: Mapping[str, Json]) -> dict[str, float]:
 
 def _bounds(schema: Mapping[str, Json], *names: str) -> list[float]:
     values = (schema.get(name) for name in names)
-    return [it for it in values if isinstance(it, int | float) and not isinstance(it, bool)]
+    return [
+        value for value in values if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
 
 
 def _close_objects(root: Json) -> None:
@@ -185,9 +188,10 @@ def _subschemas(
 
 
 def _target_of(reference: Json, root: Json) -> Json:
-    """Return the part of ``root`` to which ``reference`` points, or None.
+    """Return the part of ``root`` to which ``reference`` points.
 
-    None stands for a reference that is no JSON pointer, such as an anchor, or points to nothing.
+    Returns None if ``reference`` points to nothing, or is not a JSON pointer but, for example, an
+    anchor.
     """
     _, hash_sign, pointer = str(reference).partition("#")
     first, *keys = unquote(pointer).split("/")
@@ -221,7 +225,7 @@ def _prepared(schema: Json, path: Path) -> Json:
     if _has_too_many_keys(schema):
         raise NotEnforceable(
             f"{'.'.join((*path, 'minProperties'))} cannot be enforced above the number of required "
-            "properties and one more: a key may be written twice"
+            "properties plus one, because a key may be written twice"
         )
     result = dict(schema)
     if schema.get("type") != "integer":
@@ -231,7 +235,7 @@ def _prepared(schema: Json, path: Path) -> Json:
     for keyword in _MAPS:
         if isinstance(part := schema.get(keyword), dict):
             result[keyword] = {
-                name: _prepared(each, (*path, keyword, name)) for name, each in part.items()
+                name: _prepared(child, (*path, keyword, name)) for name, child in part.items()
             }
     for keyword in _SINGLE:
         if isinstance(part := schema.get(keyword), dict):
@@ -239,11 +243,13 @@ def _prepared(schema: Json, path: Path) -> Json:
     tag = _tag_of(schema)
     for keyword in _LISTS:
         if isinstance(part := schema.get(keyword), list):
-            branches = [_prepared(each, (*path, keyword, str(at))) for at, each in enumerate(part)]
+            branches = [
+                _prepared(branch, (*path, keyword, str(at))) for at, branch in enumerate(part)
+            ]
             if keyword == "anyOf":
-                branches = [each for each in branches if not _looks_around(each)] or branches
+                branches = [branch for branch in branches if not _looks_around(branch)] or branches
             if tag is not None and keyword in ("anyOf", "oneOf"):
-                branches = [{"allOf": [each], "required": [tag]} for each in branches]
+                branches = [{"allOf": [branch], "required": [tag]} for branch in branches]
             result[keyword] = branches
     return result
 
@@ -265,8 +271,9 @@ def _close(schema: dict[str, Json]) -> None:
     """Close an object schema, in place, to all but its declared and its required properties."""
     schema["additionalProperties"] = False
     if isinstance(schema["properties"], dict) and isinstance(schema.get("required"), list):
-        for name in filter(lambda it: isinstance(it, str), schema["required"]):
-            schema["properties"].setdefault(name, True)
+        for name in schema["required"]:
+            if isinstance(name, str):
+                schema["properties"].setdefault(name, True)
 
 
 def _tag_of(schema: Mapping[str, Json]) -> str | None:

@@ -49,9 +49,10 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """State of a sequence in its grammar; ``mask`` raises EverliftError if it cannot continue.
+    """State of a sequence in its grammar.
 
-    The mask of the next token is requested on creation and after each ``accept``.
+    The mask of the next token is requested on creation and after each ``accept``. If the sequence
+    cannot continue, the next call of ``mask`` raises EverliftError.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Matcher:
         self._channel = channel
         self._number = number
         self._next: bytes | None = None
-        #: the mask of the next token was returned, and the sampled token is not known yet
+        #: whether the mask of the next token was returned and the sampled token is not known yet
         self._is_sampling = False
         self._send(
             {

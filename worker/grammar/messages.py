@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<?Id")
-#: Bytes that are read from a socket at most at a time.
+#: Maximum number of bytes of one read from a socket.
 CHUNK = 1 << 18
 
 Request = dict[str, Any]

@@ -50,7 +50,7 @@ def _byte_fallback(token: str) -> bytes:
 
 #: The model chooses how a text is split into tokens, even if the grammar allows only one text.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-#: A row of the parser has one item for each possible parse of the text so far.
+#: Limits of llguidance's parser. Its rows have one item for each possible parse of the text so far.
 _LIMITS = llguidance.LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
 #: llguidance's name for a state in which no token is allowed.
 _NOTHING_FOLLOWS = "NoExtension"
