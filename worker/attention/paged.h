@@ -393,8 +393,8 @@ public:
     }
 
 private:
-    // Computes the tile chunk by chunk, each chunk for all KV heads from `head` to before `end_head`, which are
-    // adjacent in the cache.
+    // Computes the tile chunk by chunk, each chunk for all KV heads from `head` to before `end_head`. These
+    // heads are adjacent in the cache.
     void attend(const Tile& tile, int64_t head, int64_t end_head) const {
         thread_local std::vector<Scratch> scratch;
         while (scratch.size() < size_t(end_head - head)) scratch.emplace_back(0);

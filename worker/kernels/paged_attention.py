@@ -3,13 +3,13 @@
     program   (tile, KV head, split)
     tile      up to TOKENS new tokens of one row, with all query heads that share the KV head: one
               matrix of BLOCK_ROWS queries, so that keys and values are read once for all of them
-    split     a part of the positions that the tile sees
+    split     a part of the positions to which the tile attends
 
 With one split a program writes the result. With several splits each program writes its sum and the
 state of its softmax, and ``merge_splits`` combines them. The number of programs depends on the
 number of tiles but not on the lengths of the rows. A program without tokens ends at once.
 
-Positions that a tile does not see are not read, because they may be NaN.
+Keys and values of other positions are not read, because they may be NaN.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ def attend_tiles(
     ``states`` fp32 [tiles * TOKENS, HEADS, SPLITS, 2]. A state is the largest score, times log2(e),
     and the sum of the weights relative to it.
 
-    ``query`` is [tokens, HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its
-    values are ``value_offset`` elements later. For each row, ``firsts`` has its first token's index
-    in the step, ``starts`` that token's position in its sequence, and ``counts`` the number of its
-    tokens; a row with count 0 writes nothing. Block ids are ``tables`` [rows, ``table_width[0]``].
-    For each tile, ``tile_rows`` has its row, and ``tile_offsets`` its first token's index in that
-    row.
+    ``query`` is [tokens, HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0; the
+    values of a block begin ``value_offset`` elements after its keys.
+
+    Row i has ``counts[i]`` tokens; a row with count 0 writes nothing. Its first token has the index
+    ``firsts[i]`` in the step and the position ``starts[i]`` in its sequence. Block ids are
+    ``tables`` [rows, ``table_width[0]``]. Tile j belongs to row ``tile_rows[j]`` and begins with
+    that row's token ``tile_offsets[j]``.
+
     worker.attention.backend.AttentionForm defines ``scale``, ``softcap``, ``window`` and ``sinks``.
     """
-    # The last tile of a row sees most positions. It starts first, so that short tiles fill the end.
+    # The last tile of a row attends to the most positions and takes longest. It starts first, so
+    # that shorter tiles occupy the processors that become idle at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_rows + tile)
@@ -136,7 +139,7 @@ def attend_tiles(
             seen = seen & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A query that has seen no position so far has no largest score, so its base is 0.
+        # A query that has attended to no position so far has no largest score; its base is 0.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(largest - base)
@@ -158,7 +161,7 @@ def attend_tiles(
             faded = tl.exp2(largest - top)
             total = total * faded + tl.exp2(sink - top)
             result = result * faded[:, None]
-        # A line without a query has seen no position; avoid a division by 0.
+        # A line without a query has attended to no position; avoid a division by 0.
         total = tl.where(is_query, total, 1.0)
         tl.store(
             out + ((sites * HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :],

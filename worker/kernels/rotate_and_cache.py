@@ -37,13 +37,14 @@ def turn_and_place(
 
     There is one program per (token, BLOCK_HEADS heads). The heads are those of ``rotated`` [tokens,
     NUM_QUERY + KV_HEADS, HEAD_DIM], queries before keys, followed by those of ``value`` [tokens,
-    KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its values are
-    ``value_offset`` elements later. Nothing is written for a token with a negative position.
+    KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0; the values of a block
+    begin ``value_offset`` elements after its keys. Nothing is written for a token with a negative
+    position.
 
-    ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are an Angle of worker.model.rope. Column i and
-    column i + HALF belong to the angle by which the pair (i, i + HALF) is rotated. Both columns of
-    ``cos`` are its cosine. Of ``sin``, column i is the negated sine and column i + HALF the sine.
-    Features from 2 * HALF on are not rotated; with HALF 0 none are.
+    ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are an Angle of worker.model.rope. The features i
+    and i + HALF of a head are rotated as a pair. Columns i and i + HALF of ``cos`` have the cosine
+    of the pair's angle. Column i of ``sin`` has its negated sine, and column i + HALF its sine.
+    Features from 2 * HALF on are not rotated; if HALF is 0, nothing is rotated.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)

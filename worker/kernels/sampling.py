@@ -1,15 +1,16 @@
 """Sampling kernel: samples a token per row from logits, as worker.runner.sampling_backend defines.
 
-A program samples one row. It reads a greedy row once, another row three times, and ten or eleven
-times more for each of top_k and top_p. While it reads, each of its lanes keeps its own sum or
-maximum. The lanes are combined only after the whole row, because all threads must wait for each
-other to do so. Only the last read, which finds the token, adds them up in every block, because it
-needs the sum over all earlier tokens.
+A program samples one row. It reads the logits of a greedy row once. It reads those of another row
+three times, and ten (top_k) or eleven (top_p) more times for each filter in use. While it reads,
+each lane keeps its own sum or maximum. The lanes are combined only at the end of the row, because
+all threads must wait for each other to combine them. Only the last read, which finds the token,
+combines them after every block, because it needs the sum over all earlier tokens.
 
-Each filter keeps all weights from a threshold upwards. That of min_p is known; those of top_k and
-top_p are found without sorting. The bits of non-negative floats have the order of the floats. Each
-of ten passes determines one digit, of three bits, of the threshold: it computes the number (top_k)
-or the total mass (top_p) of the weights that have each value of this digit.
+Each filter keeps all weights from a threshold upwards. The threshold of min_p is known; those of
+top_k and top_p are found without sorting. Non-negative floats have the same order as their bits,
+read as integers. Each of ten passes determines one digit, of three bits, of the threshold: it
+computes the number (top_k) or the total mass (top_p) of the weights that have each value of this
+digit.
 """
 
 from __future__ import annotations

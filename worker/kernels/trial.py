@@ -17,12 +17,12 @@ def kernels_work(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str:
-    """Return the cause, for a message, if Triton kernels fail on ``device``, else the empty text.
+    """Return why Triton kernels fail on ``device``, or an empty string if they work.
 
     One kernel is tried. The cause of a failure is logged once.
     """
     try:
-        cause = "" if _norm_works(device) else "one of them computes something else than torch"
+        cause = "" if _norm_works(device) else "the result of a kernel differs from torch's"
     except Exception as error:
         cause = repr(error)
     if cause:

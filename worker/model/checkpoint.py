@@ -54,7 +54,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
         header = read_header(path)
         size = path.stat().st_size
     except FileNotFoundError:
-        raise BadCheckpoint(f"{path} is missing (a directory needs safetensors)") from None
+        raise BadCheckpoint(f"{path} is missing; weights are read from safetensors files") from None
     data = _LENGTH.size + len(header)
     tensors = [_tensor(path, name, entry, data) for name, entry in _entries(path, header)]
     cut = [tensor.name for tensor in tensors if tensor.end > size]
@@ -79,7 +79,7 @@ def read_header(path: Path) -> bytes:
             header = file.read(length) if length <= _MAX_HEADER else b""
             if len(header) == length:
                 return header
-    raise BadCheckpoint(f"{path} is no safetensors file")
+    raise BadCheckpoint(f"{path} is not a safetensors file")
 
 
 def some(names: Collection[str]) -> str:
@@ -95,7 +95,7 @@ def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
     except (ValueError, RecursionError):
         entries = None
     if not isinstance(entries, dict):
-        raise BadCheckpoint(f"{path} is no safetensors file")
+        raise BadCheckpoint(f"{path} is not a safetensors file")
     return [(name, entry) for name, entry in entries.items() if name != _METADATA]
 
 
@@ -104,9 +104,9 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
         dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         start, end = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError, OverflowError):
-        raise BadCheckpoint(f"{path}: the header's entry of {name} is not right") from None
+        raise BadCheckpoint(f"{path}: the header's entry of {name} is invalid") from None
     item = ITEM_SIZES.get(dtype)
     is_fit = item is None or end - start == item * math.prod(shape)
     if min(start, *shape, 0) < 0 or end < start or not is_fit:
-        raise BadCheckpoint(f"{path}: the header's entry of {name} is not right")
+        raise BadCheckpoint(f"{path}: the header's entry of {name} is invalid")
     return StoredTensor(name, path, dtype, shape, data + start, data + end)

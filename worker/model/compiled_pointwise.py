@@ -1,6 +1,6 @@
 """Pointwise operations of a layer on a CPU, in C++ (pointwise.cpp).
 
-torch needs several calls for each of them, and every call wakes the threads of the pool again.
+torch needs several calls for each operation, and every call wakes the threads of its pool again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.native import native
 _SOURCE = Path(__file__).with_name("pointwise.cpp")
 #: Numbers of the activations in pointwise.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
-#: Below this many elements, one thread finishes before another one would have started.
+#: With fewer elements, one thread finishes before a second one would have started.
 _MIN_PARALLEL_SIZE = 1 << 14
 
 

@@ -1,7 +1,7 @@
 """Decoder for every supported family, driven by a ModelSpec; flat tensors, no batch dimension.
 
-The tokens of a step are concatenated, whatever sequences they belong to. Only attention needs to
-know their sequences, and it is passed in as a StepAttention.
+The tokens of all sequences of a step are concatenated. Only attention depends on which sequence a
+token belongs to. It is passed in as a StepAttention.
 
     h = embed(tokens)
     each layer:  h += out(attend(rotate(qkv(norm(h)))))
@@ -9,8 +9,8 @@ know their sequences, and it is passed in as a StepAttention.
 
 The result of a branch is not added to h at once: the next norm adds it in the same pass over h.
 
-If the spec asks for them, there are also norms of each head before rotation, norms of each branch's
-result, and factors of the embedding, of each branch's result and of the logits.
+The spec may add norms of each head before rotation, norms of each branch's result, and factors of
+the embedding, of each branch's result and of the logits.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class Layer:
     ) -> Tensor:
         """Compute attention and MLP, and return the MLP's result, not yet added to ``hidden``.
 
-        ``added`` is the MLP's result of the previous layer, or None for the first layer. It and the
-        attention's result are added to ``hidden`` in place.
+        ``added`` is the MLP's result of the previous layer, or None for the first layer. Both
+        ``added`` and the attention's result are added to ``hidden`` in place.
         """
         attend = partial(self.attention, angle=angle, attention=attention)
         added = self.around_attention(hidden, added, attend)
@@ -317,9 +317,10 @@ class Decoder:
     def pack(self, packing: Packing) -> None:
         """Convert the weights, which must be filled, to the layout of ``packing``.
 
-        Weights that ``packing`` cannot pack stay plain. An embedding that is also the head stays
-        plain unless ``packing.supports_rows``, a separate one unless ``packing.packs_embeddings``.
-        The weights cannot be filled again afterwards, so ``pieces`` must no longer be called.
+        Weights that ``packing`` cannot pack stay plain. An embedding that is also the head is
+        packed only if ``packing.supports_rows``; a separate embedding only if
+        ``packing.packs_embeddings``. The weights cannot be filled again afterwards, so ``pieces``
+        must no longer be called.
         """
         parts = self.layer_by_layer
         for layer in parts.layers:

@@ -304,7 +304,8 @@ def _layers(
         raise UnsupportedModel(f"layer_types names {len(written)} layers, there are {len(kinds)}")
     for kind in written:
         if kind not in ropes:
-            raise UnsupportedModel(f"layer type {kind} is not supported; supported: {[*ropes]}")
+            supported = ", ".join(ropes)
+            raise UnsupportedModel(f"layer type {kind} is not supported; supported: {supported}")
     if _SLIDING in written and window is None:
         raise UnsupportedModel(f"layer_types has {_SLIDING}, but there is no sliding_window")
     return [LayerSpec(ropes[kind], window if kind == _SLIDING else None) for kind in written]

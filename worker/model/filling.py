@@ -24,7 +24,8 @@ from worker.model.sharing import Run, bounds_of, runs
 Read = Callable[[Iterable[Run], Tensor], None]
 
 _BUFFER_BYTES = 4 << 20
-#: Reading up to this many unneeded bytes takes no longer than a second read behind them.
+#: Maximum number of unneeded bytes that are read along. Reading them takes no longer than starting
+#: a second read after them.
 _GAP_BYTES = 16 << 10
 
 

@@ -189,9 +189,12 @@ def _type_of(path: Path, tensor: GgufTensor) -> gguf.GGMLQuantizationType:
     except ValueError:
         kind = None
     if kind is None or not _can_dequantise(kind):
+        supported = ", ".join(
+            known.name for known in gguf.GGMLQuantizationType if _can_dequantise(known)
+        )
         raise BadCheckpoint(
             f"{path}: {tensor.name} is of type {kind.name if kind else tensor.type}; supported: "
-            f"{', '.join(each.name for each in gguf.GGMLQuantizationType if _can_dequantise(each))}"
+            f"{supported}"
         )
     return kind
 

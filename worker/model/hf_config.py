@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class HfConfig:
-    """JSON object ``values`` of a config; ``name`` names it in error messages.
+    """JSON object ``values`` of a config; ``name`` identifies it in error messages.
 
     The typed getters raise UnsupportedModel if a value is not of the requested type. They also
     raise it for a missing key or null, unless their docstring names another result or
@@ -38,7 +38,7 @@ class HfConfig:
         except FileNotFoundError:
             gguf_file = next(path.parent.glob("*.gguf"), None)
             raise UnsupportedModel(
-                f"{path.parent} is no Hugging Face model: no {path.name}"
+                f"{path.parent} is not a Hugging Face model: it has no {path.name}"
                 + (f"; for the GGUF file in it, set the model to {gguf_file}" if gguf_file else "")
             ) from None
         except ValueError as error:

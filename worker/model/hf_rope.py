@@ -27,6 +27,8 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class _Written:
+    """Section ``parameters`` of ``config`` about a rope that rotates ``dim`` features of a head."""
+
     parameters: HfConfig
     config: HfConfig
     dim: int
@@ -53,7 +55,7 @@ def read_rope(config: HfConfig, head_dim: int) -> Rope:
     theta = config.number("rope_theta", DEFAULT_THETA)
     rope = rope_of(rope_parameters(config), config, head_dim, theta)
     if rope.dim != head_dim:
-        raise UnsupportedModel("partial_rotary_factor other than 1 is not supported here")
+        raise UnsupportedModel("partial_rotary_factor other than 1 is unsupported in this family")
     return rope
 
 
@@ -79,7 +81,7 @@ def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float)
     share = config.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * parameters.number("partial_rotary_factor", share))
     if dim % 2:
-        raise UnsupportedModel(f"{dim} features of a head are rotated: they make no pairs")
+        raise UnsupportedModel(f"{dim} features of a head are rotated: the number must be even")
     kind = rope_type(parameters)
     if kind not in _SCALINGS:
         supported = ", ".join(_SCALINGS)

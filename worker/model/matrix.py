@@ -35,9 +35,9 @@ class Form(Protocol):
 class Packing(Protocol):
     """Conversion of plain weights to another layout."""
 
-    #: Its layout supports ``rows``.
+    #: whether the packed layout supports ``Form.rows``
     supports_rows: bool
-    #: An embedding is packed even if it is only looked up and never multiplied with.
+    #: whether to pack an embedding that is only looked up and never multiplied with
     packs_embeddings: bool
 
     def pack(self, weight: Tensor) -> Form | None:
@@ -67,9 +67,9 @@ class Plain:
 class Matrix:
     """Weight [outputs, inputs] of a linear layer or an embedding.
 
-    It is created with the plain tensor, whose values are then filled in through ``plain``. After
-    that, ``pack`` converts it to a faster layout if possible. ``multiply`` works in any layout,
-    ``rows`` only in some.
+    A Matrix is created with the plain tensor, whose values are then filled in through ``plain``.
+    After that, ``pack`` converts the weight to a faster layout if possible. ``multiply`` works in
+    any layout, ``rows`` only in some.
     """
 
     def __init__(self, plain: Tensor) -> None:

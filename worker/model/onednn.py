@@ -68,7 +68,7 @@ class OneDnn:
         return self.multiply(x, None).float()
 
     def rows(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError("oneDNN does not tell where a row lies")
+        raise NotImplementedError("rows of a weight in oneDNN's layout cannot be read")
 
 
 class OneDnnPacking:

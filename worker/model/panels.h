@@ -54,6 +54,7 @@ constexpr int VECTORS = vector::REGISTERS / 8;
 constexpr size WIDTH = VECTORS * LANES;
 // Largest number of rows of a tile: its sums, the vectors of weights and one of inputs fill the registers.
 constexpr int TILE = 6;
+// Largest number of rows for which a panel is read from memory once.
 constexpr size CHUNK = 16 * TILE;
 // Packs of inputs per iteration of the innermost loop.
 constexpr int UNROLLED = 4;

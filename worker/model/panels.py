@@ -22,7 +22,7 @@ from worker.native import native
 log = logs.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("panels.cpp")
-#: Below this many multiplications, one thread finishes before the others have woken up.
+#: With fewer multiplications, one thread finishes before the others have woken up.
 _MIN_PARALLEL_SIZE = 1 << 18
 #: Preprocessor macros of the weight types.
 _WEIGHTS = {
@@ -30,7 +30,7 @@ _WEIGHTS = {
     torch.bfloat16: "WEIGHTS_BFLOAT16",
     torch.int8: "WEIGHTS_INT8",
 }
-#: Outputs that are quantised at a time, which bounds the memory of their fp32 copy.
+#: Number of outputs that are quantised at a time; it bounds the memory of their fp32 copy.
 _QUANTISED_TOGETHER = 1024
 #: Supported types of inputs and outputs.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -121,7 +121,7 @@ class PanelPacking:
         self._library = library
         self._dtype = dtype
         self._weights = weights
-        #: embeddings are packed even if they are only looked up and never multiplied with
+        #: whether to pack an embedding that is only looked up and never multiplied with
         self.packs_embeddings = weights == torch.int8
         #: outputs in a panel
         self.width = int(library.width())
@@ -129,8 +129,9 @@ class PanelPacking:
     def pack(self, weight: Tensor) -> Panels:
         """Return ``weight`` in panels; may overwrite ``weight``, which must not be used afterwards.
 
-        The panels are in new memory for int8, to which any float type is quantised. They also are
-        if padding is needed, because outputs must fill whole panels and inputs whole 32-bit words.
+        For panels of int8, a weight of any float type is quantised into new memory. New memory is
+        also used if the weight must be padded: its outputs must fill whole panels, and its inputs
+        whole 32-bit words.
         """
         outputs, inputs = weight.shape
         scales = None
@@ -169,7 +170,7 @@ def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
 def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
     """Return the packing into panels, or None if panels are not the fastest layout or do not work.
 
-    If panels would be the fastest layout but do not work, the log states the cause.
+    If panels would be the fastest layout but do not work, the cause is logged.
     """
     if not pays(dtype, weights):
         return None

@@ -53,7 +53,7 @@ inline float sum_of_squares(const Stored* x, size width) {
     }
   for (; i < width; ++i) sums[i % LANES] += wide(x[i]) * wide(x[i]);
   float sum = 0;
-  for (float each : sums) sum += each;
+  for (float partial : sums) sum += partial;
   return sum;
 }
 
@@ -121,9 +121,9 @@ inline void norm_heads(Member& me, Stored* heads, size stride, Norm norm, size t
   });
 }
 
-// Activations, with the numbers of worker/model/compiled_pointwise.py. SILU is x * sigmoid(x). GELU_TANH is
-// GELU with its error function approximated by tanh, which equals
-// x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415). GELU has the error function itself.
+// Activations, with the numbers of worker/model/compiled_pointwise.py. SILU is x * sigmoid(x). GELU uses the
+// error function. GELU_TANH approximates the error function by tanh, which equals
+// x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415).
 enum Activation : int { SILU, GELU_TANH, GELU };
 
 template <Activation ACTIVATION>

@@ -15,18 +15,19 @@ from worker.model.spec import (
     YarnScaling,
 )
 
-#: Cosine of each feature's angle, and the sine by which the other feature of its pair is
-#: multiplied, negative for the first feature of a pair. Each is fp32 [tokens, 1, dim].
+#: Factors of a rotation, (cos, sin), each fp32 [tokens, 1, dim]. A rotated feature is cos times the
+#: feature plus sin times the other feature of its pair. For the first feature of a pair, sin is the
+#: negated sine of the angle.
 Angle = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
     """Cosines and sines of every position below ``length``, in fp32, computed once.
 
-    They are multiplied by the scaling's ``attention_factor``, so that rotated heads are too.
-    ``length`` is the length of the longest sequence that is served. With LongRopeScaling it also
-    decides, once for all sequences, whether the long or the short factors apply, because a key in
-    the cache cannot be rotated again when its sequence grows past the original context.
+    Both are multiplied by the scaling's ``attention_factor``, and thus rotated heads are too.
+    ``length`` is the length in tokens of the longest sequence that is served. With LongRopeScaling,
+    ``length`` also decides, once for all sequences, whether the long or the short factors apply: a
+    key in the cache cannot be rotated again when its sequence grows past the original context.
     (transformers decides by the longest sequence of each call, and recomputes keys on a change.)
     """
 
@@ -47,9 +48,9 @@ class RotaryTable:
 def rotate(heads: Tensor, angle: Angle) -> Tensor:
     """Return ``heads`` [tokens, heads, head_dim] with each pair (i, i + dim / 2) rotated.
 
-    The pairs are also multiplied by the attention factor that ``angle`` contains.
-    ``angle`` has the angles of the tokens (RotaryTable.at), and ``dim`` is its width. Features from
-    ``dim`` on are unchanged.
+    ``angle`` has the angles of the tokens (RotaryTable.at), and ``dim`` is its width. The pairs are
+    also multiplied by the attention factor that ``angle`` contains. Features from ``dim`` on are
+    unchanged.
     """
     cos, sin = angle
     dim = cos.shape[-1]

@@ -148,7 +148,8 @@ struct Pass {
                   space.attended, stack.heads, layer.form);
   }
 
-  // Moves the rows of the sites to the front; the other tokens are no longer needed. Returns their number.
+  // Moves the rows of the sites to the front, and returns the number of sites. The rows of other tokens are
+  // no longer needed.
   size leave_sites() const {
     if (tokens.num_sites == tokens.number) return tokens.number;
     const size attended = stack.heads * HEAD_DIM;
@@ -182,7 +183,7 @@ struct Pass {
 };
 
 inline bool all_below(const size* values, size number, size end) {
-  return std::all_of(values, values + number, [=](size each) { return each >= 0 && each < end; });
+  return std::all_of(values, values + number, [=](size value) { return value >= 0 && value < end; });
 }
 
 }  // namespace stack

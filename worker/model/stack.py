@@ -1,9 +1,9 @@
 """Compiled decoder for CPUs: tokens to hidden states in one call, logits in another (stack.cpp).
 
-If the layers run one by one, every operation is a call from Python, and the other threads idle
-between the calls: for a third of the time when a single sequence decodes. On a single rank
-the compiled decoder also ends after the last layer's attention for tokens whose hidden states are
-not requested, such as most tokens of a prompt.
+If the layers run one by one, every operation is a call from Python. Between the calls the other
+threads are idle: for a third of the time when a single sequence decodes. On a single rank, the
+compiled decoder also computes nothing after the last layer's attention for tokens whose hidden
+states are not requested, such as most tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class CompiledStack:
         self._kernel = kernel
         self._hidden = library.hidden_states
         self._hidden.argtypes = (
-            *(ctypes.POINTER(each) for each in (_Stack, NativeCache, NativeStep, _Tokens)),
+            *map(ctypes.POINTER, (_Stack, NativeCache, NativeStep, _Tokens)),
             *(_POINTER, ctypes.POINTER(_Space), ctypes.c_int),
         )
         self._hidden.restype = ctypes.c_int
@@ -186,7 +186,7 @@ class CompiledStack:
             torch.get_num_threads(),
         )
         if not done:
-            raise IndexError("a token is outside the vocabulary, or a position beyond the longest")
+            raise IndexError("a token is outside the vocabulary, or a position is too large")
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

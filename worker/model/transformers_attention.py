@@ -2,8 +2,8 @@
 
 In transformers an attention function can be registered under a name. Each attention layer of a
 model that is set to this name passes its queries, keys and values to the function. Everlift
-registers one function under two names; the context manager ``use_attention`` sets the Attend that
-computes its calls.
+registers one function under two names. Its calls are computed by the Attend that the context
+manager ``use_attention`` has set.
 
     SURVEY   masks carry the size of their window (transformers_survey.py); nothing is attended to
     PAGED    no masks; keys and values go to the paged KV cache, and attention runs over it
@@ -49,7 +49,8 @@ class Attend(Protocol):
         ...
 
 
-#: Not an argument of the model, because not every model passes its arguments on to its layers.
+#: Attend in use. It is not passed as an argument of the model, because not every model passes its
+#: arguments on to its layers.
 _attend: ContextVar[Attend] = ContextVar("attend")
 
 

@@ -103,6 +103,7 @@ def _as_passage(trunk: nn.Module) -> nn.Module:
 
 
 def _with_passage(module: nn.Module, trunk: Sequence[str]) -> nn.Module:
+    """Return a copy of ``module`` whose submodule at the path ``trunk`` is made by _as_passage."""
     if not trunk:
         return _as_passage(module)
     name, *inner = trunk

@@ -31,7 +31,7 @@ class _InterfacedAttention(FalconAttention):
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
         """Return the output [1, T, hidden] for ``hidden_states`` [1, T, hidden], and None.
 
-        With another attention than SURVEY and PAGED, the result is that of FalconAttention.
+        If the attention is set to neither SURVEY nor PAGED, FalconAttention computes the result.
         """
         if self.config._attn_implementation not in (SURVEY, PAGED):
             return super().forward(hidden_states, **given)

@@ -30,10 +30,10 @@ from worker.model.transformers_probe import Probe
 from worker.model.transformers_survey import Unservable, survey
 
 _ALSO_SUPPORTED = (
-    "and on one rank any causal language model of transformers that takes all of its attention "
+    "and on one rank any causal language model of transformers that computes all of its attention "
     "through AttentionInterface"
 )
-#: Errors of a model that lacks the usual arguments of its kind, or gives them another meaning.
+#: Exceptions of a model that lacks the usual arguments, or gives them another meaning.
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _DUMMY_SEED = 0
 
@@ -47,10 +47,11 @@ def load_decoder(
 ) -> TransformersDecoder:
     """Return the decoder of the model in ``directory``; with ``dummy`` its weights are random.
 
-    Before that, a Probe verifies its results in a batch with a sequence of ``max_model_len`` tokens
-    (at most the model's own maximum, which is also the default). ``build_attention`` creates the
-    attention backend over a KV cache. Raises UnsupportedModel if the model does not run with paged
-    attention on one rank, and BadCheckpoint if its weights cannot be loaded.
+    A Probe first verifies the decoder's results in a batch with a sequence of ``max_model_len``
+    tokens. This length is limited to the model's own maximum, which is also the default.
+    ``build_attention`` creates the attention backend over a KV cache. Raises UnsupportedModel if
+    the model does not run with paged attention on one rank, and BadCheckpoint if its weights cannot
+    be loaded.
     """
     with _refusing(directory) as architecture:
         config = _known_config(directory, architecture, place.group.size)
@@ -82,7 +83,7 @@ def _refusing(directory: Path) -> Iterator[str]:
 
 def _known_config(directory: Path, architecture: str, num_ranks: int) -> PreTrainedConfig:
     if num_ranks > 1:
-        raise Unservable(f"over {num_ranks} ranks")
+        raise Unservable(f"the model cannot run on {num_ranks} ranks")
     return _read_config(directory, architecture)
 
 
@@ -93,7 +94,7 @@ def _read_config(directory: Path, architecture: str) -> PreTrainedConfig:
         )
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         cause = str(error).partition("\n")[0].rstrip(".")
-        raise Unservable(f"transformers does not read its config: {cause}") from error
+        raise Unservable(f"transformers cannot read its config: {cause}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise Unservable("the weights are quantized")
     if config.is_encoder_decoder:
@@ -121,7 +122,7 @@ def _verified(
     except (Unservable, torch.OutOfMemoryError):
         raise
     except _FAILURES as error:
-        raise Unservable(f"transformers does not run it so: {error!r}") from error
+        raise Unservable(f"the model does not run with paged attention: {error!r}") from error
     return decoder
 
 

@@ -37,7 +37,7 @@ _OTHER_TABLE = (1,)
 _NUM_BLOCKS = 3
 #: Largest error of a result vector relative to its norm, as the median over the tokens of a chunk.
 #: The median is used because rounding can change the experts that a router chooses for a few
-#: tokens. A mistake changes most tokens, by tenths.
+#: tokens. A fault changes most tokens, by tenths of their norm.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
 #: Seeds of the prompts. If one prompt fails, the next one is tried, because a different choice of
 #: experts early in a prompt can change all later tokens.
@@ -84,10 +84,10 @@ class Probe:
             return
         if any(self._agrees(seed, length) for seed in _SEEDS):
             raise Unservable(
-                f"beside a sequence of {max_model_len} tokens it computes others differently; a "
-                "smaller max_model_len may do"
+                f"results differ in a batch with a sequence of {max_model_len} tokens; a "
+                "smaller max_model_len may work"
             )
-        raise Unservable("the model computes other results through paged attention")
+        raise Unservable("results differ from those of the model's own attention")
 
     @torch.inference_mode()
     def _agrees(self, seed: int, longest: int) -> bool:
@@ -109,9 +109,9 @@ class Probe:
         return hidden[step.rows.firsts[-1] :]
 
     def _same(self, actual: Tensor, expected: Tensor) -> bool:
-        off = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+        errors = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
         tolerance = _TOLERANCE[self._place.dtype]
-        return all(part.median() <= tolerance for part in off.tensor_split(_CHUNKS))
+        return all(part.median() <= tolerance for part in errors.tensor_split(_CHUNKS))
 
     def _tensor(self, values: Sequence[int] | Ints) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._place.device)

@@ -104,7 +104,7 @@ class _Surveyor:
         if len(self._notes) != expected:
             raise Unservable(
                 f"{len(self._notes)} of its {expected} layers attend through transformers' "
-                "attention interface, and the KV cache has no place for what others remember"
+                "attention interface, and the KV cache has no place for the state of other layers"
             )
         if len(self._kv_heads) > 1:
             raise Unservable("the layers differ in the number of KV heads")
@@ -114,7 +114,7 @@ class _Surveyor:
 def _form(call: Call) -> AttentionForm:
     passed = {name for name, value in call.arguments.items() if value is not None}
     if unknown := passed - _FORM - _IGNORED:
-        raise Unservable(f"the attention takes {', '.join(sorted(unknown))}")
+        raise Unservable(f"the attention takes unknown arguments: {', '.join(sorted(unknown))}")
     scale = call.arguments.get("scaling")
     return AttentionForm(
         scale=call.key.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -125,6 +125,7 @@ def _form(call: Call) -> AttentionForm:
 
 
 def _encode_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
+    """Return a mask that has no other content than its window, which is 0 if it has none."""
     window = window_of(mask_function) or 0
     return torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=device)
 
@@ -138,15 +139,16 @@ def _decode_window(mask: Tensor | None) -> int | None:
 def window_of(sees: MaskFunction) -> int | None:
     """Return the window of the causal mask ``sees``.
 
-    The window is the number of tokens that a token sees, including itself. Returns None if
-    a token sees all tokens before it. Raises Unservable if the mask is not causal or has gaps.
+    The window is the largest number of tokens to which a token attends, including itself. Returns
+    None if a token attends to all tokens before it. Raises Unservable if the mask is not causal or
+    has gaps.
     """
     query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
     first = torch.tensor(0)
     seen = sees(first, first, query, key).expand(len(_QUERIES), _HORIZON)
     width = int(seen[-1].sum())
     if not torch.equal(seen, (key <= query) & (key > query - width)):
-        raise Unservable("a token sees something else than the tokens up to itself, or a window")
+        raise Unservable("the attention mask is neither causal nor a sliding window")
     return None if width == _HORIZON else width
 
 

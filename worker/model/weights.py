@@ -1,9 +1,9 @@
 """Loading of safetensors and GGUF files into a rank's parameters: each needed slice once.
 
 Only the rank's slices of a tensor are read, each once, together with small gaps between them. If a
-model ties its head to the embedding and its files have both tables, these are also read beforehand
-and compared, up to the first difference. All files are checked by their headers before the first
-tensor is filled. Several threads fill tensors, in the order of the files, because a single one
+model ties its head to the embedding and its files have both tables, the two tables are first read
+and compared, up to the first difference. The headers of all files are checked before the first
+tensor is filled. Several threads fill tensors, in the order of the files, because a single thread
 would mostly wait for storage or for the copy to the device. Files are read instead of mapped into
 memory, because the kernel counts all pages read from a mapped file as memory of the process until
 the file is closed.
@@ -43,7 +43,7 @@ _CONFIG_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.
 #: Tensors that a checkpoint may have beside the parameters: tables that the decoder computes
 #: itself.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
-#: Elements of two tensors that are compared at a time.
+#: Number of elements of two tensors that are compared at a time.
 _COMPARED_ELEMENTS = 1 << 20
 
 #: Pieces by the name of their tensor.
@@ -84,7 +84,8 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
     """Return the type of a checkpoint's matrices; None if they have several or an unsupported one.
 
     Quantised matrices of a GGUF file count as float32, because they are read as float32.
-    Without ``reads_weights`` it is the type that config.json names, or None if it names none.
+    If ``reads_weights`` is false, the files of the weights are not read, and the result is the type
+    that config.json names, or None if it names none.
     Raises BadCheckpoint for malformed files, and UnsupportedModel for a malformed config.json.
     """
     if not reads_weights:
@@ -159,7 +160,7 @@ def _check_names(directory: str | Path, expected: _PiecesByName, found: Sequence
         raise BadCheckpoint(f"{directory} has tensors that the model does not: {some(unexpected)}")
     repeated = [name for name, count in Counter(found).items() if count > 1]
     if repeated:
-        raise BadCheckpoint(f"{directory} has in more than one file: {some(repeated)}")
+        raise BadCheckpoint(f"{directory} has tensors in more than one file: {some(repeated)}")
 
 
 def _check_forms(expected: _PiecesByName, tensors: Iterable[StoredTensor]) -> None:

@@ -35,7 +35,7 @@ float largest(const float* x, size number, bool& unordered) {
     most[lane] = x[i] > most[lane] ? x[i] : most[lane];
     nans[lane] |= x[i] != x[i];
   }
-  unordered |= std::any_of(nans, nans + LANES, [](std::int32_t each) { return each; });
+  unordered |= std::any_of(nans, nans + LANES, [](std::int32_t is_nan) { return is_nan; });
   return *std::max_element(most, most + LANES);
 }
 

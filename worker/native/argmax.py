@@ -18,7 +18,7 @@ _SOURCE = Path(__file__).with_name("argmax.cpp")
 NOT_FINITE = -1
 #: Token of a row whose logits are all -inf.
 NOTHING_LEFT = -2
-#: Below this many logits, one thread finishes before another one would have started.
+#: With fewer logits, one thread finishes before a second one would have started.
 _MIN_PARALLEL_SIZE = 1 << 17
 
 
@@ -26,8 +26,9 @@ class Argmax(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit of each row of ``logits`` fp32 [n, vocab], and its token.
 
-        The results are fp32 [n] and int64 [n]. Of equal logits the first token is returned. Instead
-        of a token there is NOT_FINITE if a logit is NaN or +inf, and NOTHING_LEFT if all are -inf.
+        The results are fp32 [n] and int64 [n]. If several logits are the largest, the first token
+        is returned. The token is NOT_FINITE if a logit is NaN or +inf, and NOTHING_LEFT if all are
+        -inf.
         """
         ...
 

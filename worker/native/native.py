@@ -3,8 +3,8 @@
 A library has a plain C interface without Python or torch. It is loaded with ctypes, and pointers
 are the addresses of tensors. Compiled libraries are in the user's cache directory. Their names are
 digests of everything that they depend on, so that machines with a shared home directory do not load
-libraries that they cannot run. An image has libraries for several CPU levels beside this module
-(worker.native.ship). The highest level that this CPU supports is used, without a compiler.
+libraries that they cannot run. An image ships libraries for several CPU levels (worker.native.ship)
+in a directory beside this module. Of these, the highest level that this CPU supports is used.
 
 The environment variable EVERLIFT_CPU_LEVEL limits the code to one of LEVELS. Workers on different
 CPUs then compute the same bits, and code for an older CPU can be tested on a newer one.
@@ -117,7 +117,7 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
     """
     compiler = _compiler()
     if compiler is None:
-        raise OSError(f"none of {', '.join(_COMPILERS)} is there")
+        raise OSError(f"no C++ compiler is installed ({', '.join(_COMPILERS)})")
     _SHIPPED.mkdir(exist_ok=True)
     library = shipped_path(source, flags, level)
     _compile((compiler, *_FLAGS, *level.flags, *flags), source, library)
@@ -148,7 +148,7 @@ def level_limit() -> Level | None:
         if level.name == name:
             return level
     names = ", ".join(level.name for level in available) or "none"
-    raise ValueError(f"{LEVEL_VARIABLE} is {name!r}; this CPU has: {names}")
+    raise ValueError(f"{LEVEL_VARIABLE} is {name!r}; this CPU supports: {names}")
 
 
 def highest_level() -> Level | None:
@@ -170,7 +170,7 @@ def instructions() -> str:
 
 
 def why_no_code() -> str:
-    """Return the cause, for a message, if no compiled code can be used, else the empty text."""
+    """Return why no compiled code can be used, or an empty string if it can be used."""
     if shipped_level() is not None or _compiler() is not None:
         return ""
     return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"
@@ -214,7 +214,7 @@ def _cache() -> Path:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"others can write to {directory}")
+        raise PermissionError(f"other users can write to {directory}")
     return directory
 
 

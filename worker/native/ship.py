@@ -1,8 +1,8 @@
 """``python -m worker.native.ship``: compile the libraries that an image ships, for all LEVELS.
 
-There are an attention kernel and compiled decoders for each head dimension of HEAD_DIMS, in fp32
-and, for the level with BF16 instructions, also in bf16. A model with another head dimension needs a
-compiler on the machine where it runs, or uses slower code.
+For each head dimension of HEAD_DIMS, the libraries include an attention kernel and compiled
+decoders, in fp32 and, for the level with BF16 instructions, also in bf16. A model with another head
+dimension needs a compiler on the machine where it runs, or uses slower code.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main() -> None:
             for level in native.LEVELS
             for source, flags in libraries(level)
         ]
-        for each in compiling:
-            each.result()
+        for compilation in compiling:
+            compilation.result()
     print(f"{len(compiling)} libraries")
 
 

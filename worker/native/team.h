@@ -25,7 +25,8 @@ using size = std::int64_t;
 class Team {
   friend class Member;
 
-  // Checks before a thread sleeps. They take some microseconds, the usual time between two loops of a step.
+  // Number of checks before a thread sleeps. They take some microseconds, the usual time between two loops of
+  // a step.
   static constexpr int LOOKS = 500;
   static constexpr int LINE = 64;
 

@@ -211,7 +211,7 @@ def test_model_fingerprint_changes_with_model_content(
 def test_model_fingerprint_rejects_invalid_weights(tmp_path: Path) -> None:
     this = model(tmp_path / "model")
     (this / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         model_fingerprint(this)
 
 

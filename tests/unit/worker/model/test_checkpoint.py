@@ -54,14 +54,14 @@ def test_read_tensors_reads_safetensors_output(tmp_path: Path) -> None:
 def test_read_tensors_rejects_file_without_header(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(BadCheckpoint, match=r"x\.safetensors is no safetensors file"):
+    with pytest.raises(BadCheckpoint, match=r"x\.safetensors is not a safetensors file"):
         read_tensors(path)
 
 
 @pytest.mark.parametrize("header", [[], 1, None])
 def test_read_tensors_rejects_header_that_is_no_object(header: object, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", header)
-    with pytest.raises(BadCheckpoint, match="is no safetensors file"):
+    with pytest.raises(BadCheckpoint, match="is not a safetensors file"):
         read_tensors(path)
 
 
@@ -81,7 +81,7 @@ def test_read_tensors_rejects_header_that_is_no_object(header: object, tmp_path:
 )
 def test_read_tensors_names_malformed_entry(entry: object, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", {"some.weight": entry}, bytes(8))
-    with pytest.raises(BadCheckpoint, match=r"entry of some\.weight is not right"):
+    with pytest.raises(BadCheckpoint, match=r"entry of some\.weight is invalid"):
         read_tensors(path)
 
 

@@ -277,7 +277,7 @@ def test_load_names_unreadable_files(checkpoint: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated: .* within \w+"):
         load(model, checkpoint)
     weights.write_bytes(b"not a tensor")
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is not a safetensors file"):
         load(model, checkpoint)
     weights.unlink()
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors is missing"):
