@@ -22,7 +22,7 @@ FAILED = -2
 def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
     """Return the results encoded as lines of ``width`` numbers.
 
-    ``width`` is the most tokens that a result can have, and at least 1.
+    ``width`` is at least 1, and at least the number of tokens of each result.
     """
     lines = [[FAILED] if result.error is not None else [*result.tokens] for result in results]
     return [line + [NO_TOKEN] * (width - len(line)) for line in lines]
@@ -42,7 +42,7 @@ def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
 
 
 def _failed() -> RowResult:
-    return RowResult(error=EngineFailed("rank 0 could not continue it"))
+    return RowResult(error=EngineFailed("rank 0 could not continue the sequence"))
 
 
 def _result(line: Sequence[int]) -> RowResult:

@@ -42,14 +42,14 @@ constexpr size_t kAlignment = 128;
 // Number of elements whose sums are accumulated at a time, in fp32 or int64. They fit in the L1
 // cache.
 constexpr size_t kBlock = 1024;
-// How long a rank polls before it sleeps. Between polls it offers its core to other processes,
+// Time that a rank polls before it sleeps. Between polls it offers its core to other processes,
 // because one of them may be the rank for which it waits. A wake-up takes about 40 us; if a busy
-// process has the core, it takes the rest of that process's time slice.
-constexpr int64_t kPatienceNs = 1'000'000;
-// How long a rank sleeps before it tests whether the other rank still exists.
+// process has the core, the wake-up takes the rest of that process's time slice.
+constexpr int64_t kPollNs = 1'000'000;
+// Time that a rank sleeps before it tests whether the other rank still exists.
 constexpr int64_t kLookNs = 50'000'000;
 
-constexpr int kDone = 0, kLate = -1;  // and 1 + r: rank r is gone
+constexpr int kDone = 0, kLate = -1;  // statuses; the status 1 + r means that rank r has ended
 
 struct alignas(kAlignment) Seat {
     std::atomic<uint32_t> count;
@@ -146,7 +146,7 @@ public:
             if (rank_ == 0) {
                 if (const int status = write(data + from, count)) return status;
             } else {
-                come();
+                advance();
                 if (const int status = wait_for(0, chunk_)) return status;
                 std::memcpy(data + from, slot(0, chunk_), count);
             }
@@ -163,7 +163,7 @@ public:
                 if (const int status = write(shard + from, count)) return status;
                 continue;
             }
-            come();
+            advance();
             place(shard + from, from, count, width, out);
             for (int rank = 1; rank < size_; ++rank) {
                 if (const int status = wait_for(rank, chunk_)) return status;
@@ -174,7 +174,7 @@ public:
     }
 
     int barrier() {
-        come();
+        advance();
         for (int rank = 0; rank < size_; ++rank)
             if (const int status = wait_for(rank, chunk_)) return status;
         return kDone;
@@ -210,14 +210,14 @@ private:
         for (int rank = 0; rank < size_; ++rank)
             if (const int status = wait_for(rank, chunk_)) return status;
         std::memcpy(slot(rank_, chunk_ + 1), from, count);
-        come();
+        advance();
         return kDone;
     }
 
     // Advances this rank to the next chunk and wakes the ranks that sleep on its count. It stores
     // the count before it reads `sleepers`. A sleeping rank increments `sleepers` before it reads
     // the count. So at least one of the two sees the other's change, and no wake-up is lost.
-    void come() {
+    void advance() {
         Seat& own = seat(rank_);
         own.count.store(++chunk_);
         if (own.sleepers.load())
@@ -227,22 +227,22 @@ private:
     int wait_for(int rank, uint32_t chunk) const {
         const int64_t began = now_ns();
         do {
-            if (has_come(rank, chunk)) return kDone;
+            if (has_reached(rank, chunk)) return kDone;
             sched_yield();
-        } while (now_ns() - began < kPatienceNs);
-        for (int64_t looked = began; !has_come(rank, chunk);) {
+        } while (now_ns() - began < kPollNs);
+        for (int64_t looked = began; !has_reached(rank, chunk);) {
             sleep(seat(rank), chunk);
             const int64_t now = now_ns();
             if (now - looked < kLookNs) continue;
             looked = now;
             // The rank may have reached the chunk before it ended.
-            if (!is_there(rank)) return has_come(rank, chunk) ? kDone : 1 + rank;
+            if (!is_there(rank)) return has_reached(rank, chunk) ? kDone : 1 + rank;
             if (now - began > timeout_ns_) return kLate;
         }
         return kDone;
     }
 
-    bool has_come(int rank, uint32_t chunk) const {
+    bool has_reached(int rank, uint32_t chunk) const {
         return reaches(seat(rank).count.load(), chunk);
     }
 

@@ -1,10 +1,10 @@
 """Collective operations of the ranks of one host, over memory that they share (collectives.cpp).
 
 The ranks test at the start whether they share memory: rank 0 creates a file in shared memory, and
-every rank reports what it reads from the file. They exchange the reports through a key-value store
-that rank 0 hosts. The file's name is removed as soon as all ranks have opened it, so that nothing
-is left behind however they end after that. This module does not depend on torch: tensors are passed
-as addresses.
+every rank reports what it reads from the file. The ranks exchange the reports through a key-value
+store that rank 0 hosts. The file's name is removed as soon as all ranks have opened it, so that no
+file is left behind, no matter how the ranks end later. This module does not depend on torch:
+tensors are passed as addresses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Collectives:
         self._library = library
         self._memory = library.collectives_open(file, rank, size, _SLOT_BYTES, timeout_ns)
         if self._memory is None:
-            raise OSError("the memory cannot be mapped, or its file not be locked")
+            raise OSError("the shared memory cannot be mapped, or its file cannot be locked")
 
     def all_reduce(self, address: int, count: int, kind: int) -> None:
         """Replace ``count`` numbers at ``address`` by their sums over the ranks.
@@ -90,7 +90,7 @@ class Collectives:
         self._call(self._library.collectives_gather, address, num_bytes, width, out)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called ``barrier``."""
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Collectives:
             raise RuntimeError("this rank has closed its end")
         status = function(self._memory, *arguments)
         if status == _TIMED_OUT:
-            raise RuntimeError("a rank has not come to a collective in time")
+            raise RuntimeError("a rank has not joined a collective in time")
         if status:
             raise RuntimeError(f"rank {status - 1} is gone")
 
@@ -145,7 +145,7 @@ def init_collectives(store: Store, rank: int, size: int, timeout: timedelta) -> 
 
 def _all_equal(store: Store, subject: str, rank: int, size: int, value: str) -> bool:
     store.set(f"{_KEY}/{subject}/{rank}", value)
-    values = {store.get(f"{_KEY}/{subject}/{each}") for each in range(size)}
+    values = {store.get(f"{_KEY}/{subject}/{other}") for other in range(size)}
     return len(values) == 1 and b"" not in values
 
 
@@ -175,8 +175,8 @@ def _create_file(path: Path, num_bytes: int) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # Allocate the memory now: if it were lacking at a later write, that would kill the
-            # process.
+            # Allocate the memory now: if there were too little at a later write, the write would
+            # kill the process.
             os.posix_fallocate(file, 0, num_bytes)
             os.pwrite(file, secrets.token_bytes(_PROOF_BYTES), num_bytes - _PROOF_BYTES)
         finally:

@@ -10,8 +10,9 @@ all cases.
 
 Rank 0 creates a store and gives its address to the others; each rank then joins the group through
 the store. This module does not use torch.distributed's process-wide default group, so a process may
-hold several groups. Each listening socket of the store and of gloo is bound to one address: the
-given one, or else the one from which its rank reaches the store. NCCL chooses its own address.
+hold several groups. Each listening socket of the store and of gloo is bound to one address. This is
+the given address, or else the one from which the rank reaches the store. NCCL chooses its own
+address.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ class Group:
     def agree(self, ok: bool) -> bool:
         """Return whether ``ok`` is true on all ranks.
 
-        Waits until all ranks have called it, but not for work of their devices.
+        Waits until all ranks have called ``agree``, but not for work of their devices.
         """
         return ok
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called ``barrier``."""
 
     def close(self) -> None:
         """Release the resources of the group. May be called again."""
@@ -230,6 +231,8 @@ class _NcclGroup(_CollectiveGroup):
 
 
 class _ThroughHost(Group):
+    """Group for tensors on GPUs whose collectives copy them and use the group ``host``."""
+
     on_device = False
 
     def __init__(self, host: Group) -> None:
@@ -328,7 +331,7 @@ def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tupl
 
 def _have_a_gpu_each(store: TCPStore, rank: int, size: int, device: torch.device) -> bool:
     store.set(f"{_GPU_KEY}/{rank}", _name_of(device))
-    return len({store.get(f"{_GPU_KEY}/{each}") for each in range(size)}) == size
+    return len({store.get(f"{_GPU_KEY}/{other}") for other in range(size)}) == size
 
 
 def _name_of(gpu: torch.device) -> str:

@@ -22,16 +22,16 @@ _CHECK_INTERVAL_S = 0.2
 #: Seconds without a heartbeat after which a rank that has sent one is considered frozen.
 _HEARTBEAT_TIMEOUT_S = 1.0
 #: Seconds after the end of the connection in which a rank above 0 may still read rank 0's stop
-#: entry. Without it rank 0 is then considered lost.
+#: entry. If it has not read one by then, rank 0 is considered lost.
 _STOP_GRACE_S = 0.4
 
 
 class LivenessMonitor:
     """Monitor of this rank's steps and of the other ranks.
 
-    If a step takes longer than ``watchdog`` allows or a rank is lost, it calls ``end`` with a
-    message that says so, perhaps repeatedly. ``log`` is this rank's end of the step log, or None
-    for a worker of a single rank.
+    If a step takes longer than ``watchdog`` allows, or a rank is lost, the monitor calls ``end``
+    with a message that states the cause. It may do so repeatedly. ``log`` is this rank's end of the
+    step log, or None for a worker of a single rank.
     """
 
     def __init__(

@@ -79,7 +79,8 @@ class Rendezvous:
 
         place = choose_device(self._config.device)
         group = init_group(self._store, 0, self._config.tensor_parallel, place)
-        del self._store  # it listens while it is referenced: from here on at most by the group
+        # The store listens as long as it is referenced; from here on only the group may do so.
+        del self._store
         return RankLinks(group, log)
 
     def close(self) -> None:

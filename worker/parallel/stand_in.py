@@ -1,7 +1,7 @@
 """Substitute for a rank's part of a step, used if the rank has too little memory for it.
 
-It takes part in the remaining collectives, so that the other ranks are not blocked. The results are
-discarded, because no rank commits a step for which one of them has too little memory.
+The substitute takes part in the remaining collectives, so that the other ranks are not blocked. The
+results are discarded, because no rank commits a step for which one of them has too little memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Broadcast:
 class StandIn:
     """Substitute that takes part in the collectives of a step if its rank has too little memory.
 
-    It allocates a buffer for the largest collective at creation. The buffer's size follows from the
+    A buffer for the largest collective is allocated at creation. The buffer's size follows from the
     maximum number of tokens of a step (``most_tokens``), of hidden states whose logits are computed
     (``most_logits``), and of integers that rank 0 broadcasts as a step's results
     (``most_broadcast``).
@@ -106,8 +106,8 @@ class StandIn:
 
     def forward(self, num_tokens: int) -> list[Collective]:
         """Return the collectives of a forward pass of ``num_tokens`` tokens."""
-        each = self._exchanged
-        return [Sum((num_tokens, each.hidden_size), each.dtype)] * each.num_sums
+        exchanged = self._exchanged
+        return [Sum((num_tokens, exchanged.hidden_size), exchanged.dtype)] * exchanged.num_sums
 
     def logits(self, number: int) -> Collective:
         """Return the collective that gathers the logits of ``number`` hidden states."""

@@ -1,8 +1,8 @@
 """Step log, which rank 0 sends to the other ranks, over a TCP connection to each.
 
 An entry contains the input of one step (such as sequences to start or abort), so that every rank
-makes the same plan. Waiting for an entry is not a collective, so an idle worker runs into no
-timeout of collectives.
+makes the same plan. Waiting for an entry is not a collective, so it is not limited by the timeout
+of collectives while the worker is idle.
 
     rank r -> rank 0    StepLogHello, once; then heartbeats, whether or not its engine is in a step
     rank 0 -> rank r    StepLog, one per step
@@ -29,10 +29,10 @@ from everlift.v1 import session_pb2
 log = logs.get_logger(__name__)
 
 _LENGTH = struct.Struct(">I")
-#: Most bytes of a StepLogHello; more are not accepted from an unknown client.
+#: Maximum size of a StepLogHello in bytes. An unknown client that announces more is rejected.
 _MAX_HELLO = 1024
 _HEARTBEAT = b"b"
-#: Most heartbeats that are read at once, of one byte each.
+#: Maximum number of heartbeats, of one byte each, that are read at once.
 _MAX_HEARTBEATS = 4096
 #: Seconds to connect, and seconds for a client to send its StepLogHello.
 _HELLO_S = 5.0
@@ -59,9 +59,9 @@ class StepLogListener:
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
         """Wait until ranks 1 to ``ranks`` - 1 have connected, and return the writer to them.
 
-        Raises ChannelBroken if they do not connect within ``timeout_s``, if one has another model,
-        or if the listener is closed. A client that has connected may take longer than that to send
-        its hello: each read of it waits for up to ``_HELLO_S`` seconds.
+        Raises ChannelBroken if they do not connect within ``timeout_s`` seconds, if one has another
+        model, or if the listener is closed. Receiving the hello of a connected client may extend
+        the wait: each read from its socket waits for up to ``_HELLO_S`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         sockets: dict[int, socket.socket] = {}
@@ -241,7 +241,7 @@ def _send(sock: socket.socket, data: bytes) -> None:
 def _receive(sock: socket.socket, limit: int = 1 << 32) -> bytes:
     (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
     if length > limit:
-        raise ConnectionError(f"a message of {length} bytes")
+        raise ConnectionError(f"a message has {length} bytes, more than {limit}")
     return _receive_exactly(sock, length)
 
 

@@ -19,19 +19,18 @@ from dataclasses import dataclass
 _FACTOR = 10
 _FIRST_STEPS = 8
 _TOKENS_PER_TIMEOUT = 50
-#: Number of last steps of which the slowest counts.
+#: Number of recent steps of which the slowest is used for the prediction.
 _WINDOW = 64
 
 
 class WakingTime:
     """Clock that advances by at most ``most_s`` seconds between two calls of ``update``.
 
-    Call ``update`` regularly. Time in which the process was stopped, or the machine so overloaded
-    that the calls were late, is then mostly not counted and causes no false alarm.
+    Call ``update`` regularly. If the process was stopped, or the machine was so overloaded that the
+    calls were late, most of that time is not counted, and thus causes no false alarm.
     """
 
     def __init__(self, most_s: float) -> None:
-        """Create the clock; at most ``most_s`` seconds are counted between two updates."""
         self._most_s = most_s
         self._updated_at: float | None = None
         self._now = 0.0
@@ -98,7 +97,7 @@ class Watchdog:
 
     def end_step(self, now: float) -> None:
         running, self._running = self._running, None
-        assert running is not None, "the end of no step"
+        assert running is not None, "no step is running"
         self._times.record(running.num_tokens, now - running.started_at)
 
     def overdue(self, now: float) -> str | None:
