@@ -123,7 +123,7 @@ class Assembly:
 def _stand_in(config: WorkerConfig, loaded: LoadedModel, place: Placement) -> StandIn | None:
     if place.group.size == 1:
         return None
-    assert isinstance(loaded.model, Decoder), "transformers' modules are of one rank"
+    assert isinstance(loaded.model, Decoder), "transformers' modules run on one rank only"
     most_tokens = config.batched_tokens(kind_of(place.device))
     num_sites = config.max_num_seqs * (1 + config.speculation.num_draft_tokens)
     most_logits = max(min(num_sites, most_tokens), SCORED_AT_ONCE)

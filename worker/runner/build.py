@@ -55,11 +55,11 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     directory = model_files.locate(
         config.model, config.model_revision, weights=config.reads_weights
     )
-    with _explain_out_of_memory("the weights", "more ranks (tensor_parallel) have smaller shares"):
+    with _explain_out_of_memory("the weights", "increase tensor_parallel or use a larger GPU"):
         loaded = _load(config, directory, place)
     num_blocks = kv_blocks(config, loaded, place)
     with _explain_out_of_memory(
-        f"a KV cache of {num_blocks} blocks", "num_blocks or kv_cache_mib says how many"
+        f"a KV cache of {num_blocks} blocks", "set a smaller num_blocks or kv_cache_mib"
     ):
         parts = Assembly.of(config, loaded, place, num_blocks)
     if device.type == "cpu":
@@ -112,9 +112,10 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
     """Return the spec for Everlift's decoder; None if transformers' modules must run the model.
 
     Only the model's configuration is read. Transformers' modules are considered only if Everlift's
-    decoder does not know the architecture. Raises UnsupportedModel if the decoder knows it but
-    does not support a value, or a context as long as ``config.max_model_len``. Raises it too if,
-    according to the configuration, transformers' modules cannot run the model.
+    decoder does not know the architecture. Raises UnsupportedModel if the decoder knows the
+    architecture but does not support a value, or a context as long as ``config.max_model_len``.
+    Also raises UnsupportedModel if the configuration shows that transformers' modules cannot run
+    the model.
     """
     try:
         spec = read_spec(directory)
@@ -164,9 +165,9 @@ def weights_dtype(
 ) -> torch.dtype:
     """Return the dtype in which the weights are held in memory, before any quantisation.
 
-    On a CPU, weights that are stored in bfloat16 stay so if the kernels can use them: this takes
-    half the bytes of fp32 and gives the same products. All other weights have ``dtype``. Raises
-    BadCheckpoint if the checkpoint is missing or malformed.
+    On a CPU, weights that are stored in bfloat16 stay in bfloat16 if the kernels can use them: this
+    takes half the bytes of fp32 and gives the same products. All other weights have ``dtype``.
+    Raises BadCheckpoint if the checkpoint is missing or malformed.
     """
     if device.type != "cpu":
         return dtype
@@ -197,8 +198,8 @@ def optimize_for_cpu(
 ) -> None:
     """Pack the loaded weights of ``decoder`` for a CPU, and choose the fastest code for its layers.
 
-    The weights are packed as dtype ``packed``, or in their own dtype if that is None. They cannot
-    be loaded again afterwards. ``dtype`` is the type of inputs and outputs.
+    The weights are packed as dtype ``packed``, or in their own dtype if ``packed`` is None. They
+    cannot be loaded again afterwards. ``dtype`` is the type of inputs and outputs.
     """
     packed = packed or decoder.layer_by_layer.head.weight.dtype
     decoder.pack(choose_packing(dtype, packed))

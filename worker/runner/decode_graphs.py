@@ -119,7 +119,7 @@ class DecodeGraphs:
         as the rows. The hidden states and the parcel's tensors are valid until the next run.
         """
         bucket = self.bucket(rows)
-        assert bucket is not None, "the rows do not fit"
+        assert bucket is not None, "no captured step fits the rows"
         described, packed = describe(rows, bucket), parcel.packed()
         upload_into(np.concatenate((described, packed)), self._inputs)
         parcel.unpack(self._inputs[len(described) :][: len(packed)])

@@ -1,10 +1,10 @@
 """Runner without a model, whose tokens show whether scheduler and block tables are correct.
 
-Each position of its simulated KV cache stores the token computed there and the position. The next
-token is a hash of everything that a row's block table refers to. So a wrong block, a wrong start, a
-missing or stale computation, or anything else that would spoil attention, yields another token than
-``expected_tokens``. Log probabilities are another hash of the same data. Rows are computed in their
-order, so that a row can read what an earlier row has written.
+Each position of the runner's simulated KV cache stores the token computed there and the position.
+The next token is a hash of everything that a row's block table refers to. A wrong block, a wrong
+start, a missing or stale computation, or anything else that would corrupt attention, thus yields
+another token than ``expected_tokens``. Log probabilities are another hash of the same data. Rows
+are computed in order, so that a row can read what an earlier row has written.
 
 Penalties, logit_bias and filters change the hash, so that every value yields other tokens. If any
 of them is set, the boundary between prompt and output changes it too. A grammar is a
@@ -241,7 +241,7 @@ class _Slot:
 
         The sequence must request prompt log probabilities.
         """
-        assert self.sampling.prompt_logprobs is not None, "scores that nobody asked for"
+        assert self.sampling.prompt_logprobs is not None, "no prompt logprobs are requested"
         end = row.start + len(row.tokens) - row.num_drafts
         for position in range(row.start + 1, min(end + 1, len(self.prompt))):
             before = cache[: position * _ENTRY_BYTES]
@@ -342,6 +342,7 @@ def expected_logprobs(
 
 
 def _twist(sampling: SamplingParams, num_prompt: int) -> bytes:
+    """Return bytes that are added to the hash; empty without penalties, logit_bias and filters."""
     shape = (
         *(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
         *(sampling.top_p, sampling.top_k, sampling.min_p, sampling.logit_bias),

@@ -185,7 +185,8 @@ class Histories:
             more_slots = max(_doubled(slots), have_slots) - have_slots
             more_places = max(_doubled(places), have_places) - have_places
             padding = (0, more_places, 0, more_slots)
-            # Assigned together, because there may be memory for only one of them.
+            # Both tensors are allocated before either is assigned, because there may be too little
+            # memory for the second one.
             tokens = functional.pad(self._tokens, padding)
             self._counts = functional.pad(self._counts, padding)
             self._tokens = tokens

@@ -1,10 +1,10 @@
 """Memory for KV blocks on the host.
 
-Torch allocates page-locked memory in powers of two: one piece of 5,000 MiB would take 8,192 MiB. So
-page-locked memory, which is used with a GPU, is allocated in pieces that are slightly smaller than
-a power of two. For example, 1000 blocks of 5 MiB are in 4 pieces of 1 GiB with 204 blocks each, and
-in one piece each with 102 blocks (512 MiB), 51 (256), 25 (128), 3, 1, 1 and 1. Other memory is one
-piece.
+Torch allocates page-locked memory in powers of two: one piece of 5,000 MiB would take 8,192 MiB.
+Page-locked memory, which is used with a GPU, is therefore allocated in pieces that are slightly
+smaller than a power of two. For example, 1000 blocks of 5 MiB are in 11 pieces: 4 of 1 GiB with 204
+blocks each, and 7 smaller ones with 102 blocks (512 MiB), 51 (256 MiB), 25 (128 MiB), 3, 1, 1 and 1
+blocks. Other memory is one piece.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from worker.runner.host_blocks import HostBlocks
 class HostCache(Protocol):
     """Host memory for copies of a KVCache's blocks; ``BlockCopy.host_block`` is an index in it.
 
-    Copies are ordered with the device's computation: a copy has the content that computation
-    launched before it wrote, and computation launched after it reads the copied content. Methods
-    may return before their copies end. The copies of one call must have distinct blocks and
+    Copies are ordered with the device's computation: a copy reads what computation launched before
+    the copy has written, and computation launched after the copy reads what the copy has written.
+    Methods may return before their copies end. The copies of one call must have distinct blocks and
     distinct host blocks. A host block must be saved before it is loaded.
     """
 
@@ -70,8 +70,8 @@ class StreamedHostCache:
         into      host block -> block
         compute                    ... a step that reads the block ...
 
-    A block is first copied within the device, which takes a few microseconds, and then from there
-    to the host, so that a step does not wait for the latter. A step waits for the blocks that it
+    A block is first copied within the device, which takes a few microseconds, and then to the host,
+    so that a step does not wait for the copy to the host. A step waits for the blocks that it
     loads. At most ``num_staged`` blocks are copied to the host at the same time; others wait.
     """
 
@@ -102,7 +102,8 @@ class StreamedHostCache:
         compute.wait(self._sent)
         for staged, (block, _) in zip(self._staged, copies, strict=False):
             compute.copy(staged, self._device[block])
-        # Earlier loads from these host blocks have ended by then: computation waited for them.
+        # Earlier loads from these host blocks have ended by then, because computation waited for
+        # these loads.
         out.wait(compute.mark())
         try:
             for staged, (_, place) in zip(self._staged, copies, strict=False):

@@ -21,7 +21,7 @@ from worker.parallel.group import Group
 from worker.runner.assembly import Assembly, KvShape, LoadedModel
 from worker.runner.swap import num_staged
 
-#: Sampling parameters with which the sampler computes most.
+#: Sampling parameters with which the sampler computes the most.
 _EVERYTHING = SamplingParams(
     temperature=1.0,
     top_p=0.9,
@@ -92,9 +92,9 @@ def _execute(runner: Runner, plans: Iterable[Plan]) -> None:
             runner.execute(plan)
         except MemoryError as error:
             raise ValueError(
-                f"beside the weights the GPU has too little memory for a step of {plan.num_tokens} "
-                f"tokens of {len(plan.rows)} sequences: a smaller max_num_batched_tokens or "
-                f"max_num_seqs needs less, or more ranks (tensor_parallel) ({error})"
+                f"besides the weights the GPU has too little memory for a step of "
+                f"{plan.num_tokens} tokens of {len(plan.rows)} sequences: reduce "
+                f"max_num_batched_tokens or max_num_seqs, or increase tensor_parallel ({error})"
             ) from error
 
 
@@ -155,7 +155,7 @@ def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_ext
     """Return the number of blocks of the KV cache, leaving memory for ``num_extra`` more blocks.
 
     The result is at most _MOST_BLOCKS. ``block_bytes`` is the size of a block. Raises ValueError if
-    a sequence of ``config.max_model_len`` tokens does not fit, or one block if that is not set.
+    a sequence of ``config.max_model_len`` tokens does not fit or, if that is not set, one block.
     """
     needed = blocks_for(config.max_model_len or 1)
     free = use.free_bytes(config.gpu_memory_utilization)
@@ -175,9 +175,9 @@ def _too_little(use: MemoryUse, config: WorkerConfig, needed: int, lacking: int)
     return (
         f"the GPU lacks {_mib(lacking)} MiB for a KV cache of {tokens} tokens: of its {total} MiB "
         f"gpu_memory_utilization {part:g} allows {allowed}, of which the weights and the largest "
-        f"step take {step}, captured decoding {graphs}, and what is beside this worker's tensors "
+        f"step take {step}, captured decoding {graphs}, and memory outside this worker's tensors "
         f"{outside}. Less is needed with a smaller max_num_batched_tokens or max_num_seqs{shorter}"
-        f", or more ranks (tensor_parallel); a larger gpu_memory_utilization allows more. Workers "
+        f", or with a larger tensor_parallel. A larger gpu_memory_utilization allows more. Workers "
         f"that share a GPU need kv_cache_mib"
     )
 
@@ -215,7 +215,7 @@ def configured_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement)
     mib = config.cpu_kv_cache_mib
     count = (mib << 20) // place.group.size // block_bytes(*kv_shape, place.dtype)
     if count < 1:
-        raise ValueError(f"kv_cache_mib {mib} holds not one block of this model")
+        raise ValueError(f"kv_cache_mib {mib} is less than one KV block of this model on each rank")
     return count
 
 

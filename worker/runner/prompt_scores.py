@@ -58,8 +58,8 @@ class PromptScores:
         """
         lines = [line for table in self._copies for line in table.wait()]
         scores: dict[int, list[TokenLogprobs]] = {}
-        for each, line in zip(self._requested, lines, strict=False):  # only rank 0 has lines
-            scores.setdefault(each.row, []).append(read_score(line, each.num_top))
+        for token, line in zip(self._requested, lines, strict=False):  # only rank 0 has lines
+            scores.setdefault(token.row, []).append(read_score(line, token.num_top))
         return scores
 
 
@@ -73,12 +73,12 @@ def score_prompts(
     """Start to compute the log probabilities of prompt tokens, for the rows that request them.
 
     A collective: all ranks must call it. A few tokens are computed at a time, because the logits of
-    all may be larger than the model. ``slots`` has the step's sequences by slot. ``hidden`` [T,
-    hidden] are the hidden states of all tokens of the step.
+    all tokens may need more memory than the model. ``slots`` has the step's sequences by slot.
+    ``hidden`` [T, hidden] are the hidden states of all tokens of the step.
     """
     pieces = pieces_scored(rows, slots)
     requested = [*chain.from_iterable(pieces)]
-    width = max((each.num_top for each in requested), default=0)
+    width = max((token.num_top for token in requested), default=0)
     tables = [_score(piece, hidden, head, width) for piece in pieces]
     return PromptScores(requested, [table for table in tables if table is not None])
 
@@ -109,10 +109,10 @@ def _tokens_to_score(rows: Rows, slots: Mapping[int, Admission]) -> Iterator[_Sc
 
 
 def _score(piece: Sequence[_Scored], hidden: Tensor, head: Head, width: int) -> Tensor | None:
-    logits = head.logits(hidden[upload([each.at for each in piece], hidden.device)])
+    logits = head.logits(hidden[upload([scored.at for scored in piece], hidden.device)])
     if logits is None:
         return None
-    return score(logits, upload([each.token for each in piece], hidden.device), width)
+    return score(logits, upload([scored.token for scored in piece], hidden.device), width)
 
 
 def _with_prompt_logprobs(result: RowResult, scores: Sequence[TokenLogprobs]) -> RowResult:

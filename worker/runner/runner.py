@@ -103,8 +103,8 @@ class TorchRunner:
     device to device as soon as they are sampled. Results of steps with drafts or scored prompts are
     broadcast only after rank 0's host has processed them.
 
-    If the memory of one of several ranks is too short for its part of a step, its ``stand_in``
-    takes part in the remaining collectives, and all ranks abandon the step.
+    If one of several ranks has too little memory for its part of a step, its ``stand_in`` takes
+    part in the remaining collectives, and all ranks abandon the step.
 
     On a GPU, ``last_tokens`` has the last tokens of all slots, and ``graphs`` may have captured
     decode steps.
@@ -277,7 +277,8 @@ class TorchRunner:
     def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
         """Run the model, which fills the KV cache, and return hidden states.
 
-        They are those of the tokens with indices ``sites``, or of all tokens if that is None.
+        The hidden states are those of the tokens with indices ``sites``, or of all tokens if
+        ``sites`` is None.
         """
         attention = self._attention.prepare(rows, parcel)
         tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
@@ -353,7 +354,7 @@ class TorchRunner:
                 done = self._group.num_collectives - num_before
                 self._stand_in.join(collectives()[done:])
         if not self._group.agree(not cause):
-            raise OutOfMemory(cause or "on another rank")
+            raise OutOfMemory(cause or "another rank ran out of memory")
         return result
 
     def _run_on_this_rank(self, part: Callable[[], _T]) -> _T:
@@ -366,7 +367,8 @@ class TorchRunner:
                     raise DeviceLost(str(error).partition("\n")[0]) from error
                 raise
             cause = str(error) or type(error).__name__
-        # Outside of the handler, because the error's frames hold tensors until then.
+        # Outside of the handler, because the stack frames of the error reference tensors until the
+        # handler ends.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise MemoryError(cause)
@@ -426,13 +428,13 @@ class TorchStep:
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether ``error`` means that memory is too short.
+    """Return whether ``error`` means that there is too little memory.
 
     Messages are compared, because torch has an exception class only for tensors on a GPU.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return any(says in str(error) for says in _OUT_OF_MEMORY)
+    return any(message in str(error) for message in _OUT_OF_MEMORY)
 
 
 def _is_lost(device: torch.device) -> bool:

@@ -117,7 +117,7 @@ class SampledRow:
         in_force = ["the grammar"] if self.slot.mask is not None else []
         in_force += ["min_tokens"] if self.banned_sites else []
         if mark == NOTHING_LEFT and in_force:
-            return EngineFailed(f"no token is left to sample from by {' and '.join(in_force)}")
+            return EngineFailed(f"no token is left to sample: excluded by {' and '.join(in_force)}")
         return EngineFailed(NOT_FINITE_CAUSE)
 
 

@@ -16,7 +16,10 @@ from worker.runner.sampled_row import SampledRow, plain_results
 
 
 class LastTokens:
-    """Last sampled token of every slot, on the device, for steps launched before it is known."""
+    """Last sampled token of every slot, on the device.
+
+    Steps that are launched before the host knows these tokens read them here.
+    """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -8,15 +8,15 @@
     temperature, top_k, top_p, min_p, one uniform number        worker.runner.sampling_backend
 
 Where the order matters, it is that of transformers and, except for min_p, of vLLM. A penalty
-depends on the logit's sign, so the bias is added before it, and both precede the temperature. The
-masks could be anywhere before the filters, because -inf stays -inf. For greedy rows, everything
-applies except filters and uniform numbers. vLLM takes log probabilities after the grammar's mask;
-this sampler takes those of the model, even for forbidden tokens.
+depends on the logit's sign, so the bias is added before the penalties, and both precede the
+temperature. The masks could be applied anywhere before the filters, because -inf stays -inf. For
+greedy rows, everything applies except filters and uniform numbers. vLLM computes log probabilities
+after the grammar's mask; this sampler reports those of the model, even for forbidden tokens.
 
-A row with drafts has 1 + len(drafts) rows of logits ("sites"), which are sampled at once. Each is
-sampled as if the drafts before it were part of the output, with the uniform number of its own
-position. Tokens after a draft that was not sampled itself are dropped, so that the result is the
-same as without drafts.
+A row with drafts has 1 + len(drafts) rows of logits ("sites"), which are sampled at once. Each site
+is sampled as if the drafts before it were part of the output, with the uniform number of its own
+position. Tokens after a draft that differs from the token sampled in its place are dropped, so that
+the result is the same as without drafts.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class Sampler:
         }
 
     def _row(self, slot: int, position: int, drafts: tuple[int, ...], first: int) -> SampledRow:
-        this = self._slots[slot]
-        return SampledRow(this, position, drafts, first, len(drafts), this.error)
+        sampled_slot = self._slots[slot]
+        return SampledRow(sampled_slot, position, drafts, first, len(drafts), sampled_slot.error)
 
     def _metadata(
         self, requests: SamplingRequests, firsts: Ints, num_sites: Ints
@@ -293,7 +293,7 @@ def _token_mask(admission: Admission) -> tuple[TokenMask | None, EverliftError |
     if admission.sampling.grammar is None:
         return None, None
     if admission.grammar is None:
-        return None, EngineFailed("its grammar was not compiled")
+        return None, EngineFailed("the sequence's grammar was not compiled")
     output = admission.tokens[admission.num_prompt :]
     try:
         grammar = cast(CompiledGrammar, admission.grammar)

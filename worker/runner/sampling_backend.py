@@ -1,7 +1,7 @@
 """Sampling from logits; a row's token depends only on its own logits, parameters and position.
 
-So the token is the same in every batch. The order of the filters is that of transformers; vLLM
-applies min_p before top_k and top_p:
+A row's token is thus the same in every batch. The order of the filters is that of transformers;
+vLLM applies min_p before top_k and top_p:
 
     temperature   logits / temperature; below 1e-5 greedy, i.e. the first of the largest logits
     top_k         the k most probable tokens, and any tied with the last of them; 0 keeps all
@@ -10,8 +10,8 @@ applies min_p before top_k and top_p:
 
 The mass of the kept tokens is accumulated in the order of token ids. The sampled token is the first
 one at which this mass, relative to its total, exceeds the row's one uniform number
-(``worker.runner.uniform``). Every filter keeps all tokens from some weight upwards. So ties at the
-edge are kept, and the result does not depend on a sorting order.
+(``worker.runner.uniform``). Every filter keeps all tokens from some weight upwards. Tokens that are
+tied at this weight are thus all kept, and the result does not depend on a sorting order.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[T
     mass_before = top.cumsum(dim=-1, dtype=torch.float64) - top
     keep = within_k & (mass_before < top_p * mass) & (top >= min_p)
     count = keep.sum(dim=-1, keepdim=True).clamp(min=1)  # with NaN, no weight is kept
-    # ``top`` surely has all tokens tied with the k-th one only if its last weight is smaller.
+    # Only if the last weight of ``top`` is smaller than the k-th one, ``top`` certainly has all
+    # tokens that are tied with the k-th one.
     known = top_k.isinf() | (top[:, -1:] < kth)
     # Weights of 0, as of tokens that a grammar forbids, are followed only by zeros.
     is_final = ((count < width) & known) | (top[:, -1:] == 0)

@@ -35,7 +35,7 @@ class TokenMask(Protocol):
         may be less to avoid a wait. With the result n, rows after index n are undefined.
 
         ``waiting_since`` is the monotonic time at which the step began to wait for masks. The
-        timeout counts from then, so that it limits the wait for all masks of the step together.
+        timeout begins at that time, so that it limits the wait for all masks of the step together.
         Raises EverliftError if the sequence cannot continue.
         """
         ...
@@ -55,7 +55,8 @@ class CompiledGrammar(Protocol):
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> TokenMask:
         """Return the grammar's state after ``output``, the tokens that a sequence has so far.
 
-        Raises EverliftError if the grammar is found not to allow ``output``, or has failed.
+        Raises EverliftError if it is already known that the grammar does not allow ``output``, or
+        if the grammar has failed.
         """
         ...
 

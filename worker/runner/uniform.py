@@ -1,7 +1,7 @@
 """Uniform random number per sampled token, from a counter instead of a generator. Pure.
 
-The number depends only on (seed, choice, position). So it needs no state, and is the same on every
-rank, in any batch, and after a preemption or migration.
+The number depends only on (seed, choice, position). It therefore needs no state, and is the same on
+every rank, in any batch, and after a preemption or migration.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Steps that a GPU computes at start, to compile all kernels before the first request. Pure.
 
-A Triton kernel is compiled when it is first launched in some form. This takes seconds, in which all
-sequences would wait, and after which the watchdog would declare the worker stuck. The warm-up steps
-launch all forms of the attention kernels that any number and length of rows can need
-(attention/tiles.py), and all other kernels of a step.
+A Triton kernel is compiled at the first launch of each of its variants. This takes seconds: all
+sequences would wait, and the watchdog would declare the worker stuck. The warm-up steps launch all
+variants of the attention kernels that any number and length of rows can need (attention/tiles.py),
+and all other kernels of a step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def warm_up_plans(
     most_rows = min(max_num_seqs, budget)
     batches = {(1,) * size for size in _doubled(most_rows)}
     if budget > 1:
-        # Rows of two or more tokens: numbers of rows and of tokens that double, and the most rows
-        # with every number of tokens.
+        # Rows of two or more tokens: every power of two of rows with every power of two of tokens,
+        # and the largest number of rows with every number of tokens.
         most_rows = min(most_rows, budget - 1)
         batches.update(
             _batch(size, count, budget)

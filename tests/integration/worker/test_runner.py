@@ -168,7 +168,7 @@ def test_kv_cache_mib_determines_the_number_of_blocks(config: WorkerConfig) -> N
 def test_kv_cache_smaller_than_one_block_is_rejected(tmp_path: Path) -> None:
     save_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=6, head_dim=1400)
     config = WorkerConfig(str(tmp_path), device="cpu", dtype="float32", kv_cache_mib=1)
-    with pytest.raises(ValueError, match="kv_cache_mib 1 holds not one block"):
+    with pytest.raises(ValueError, match="kv_cache_mib 1 is less than one KV block"):
         build(config)
 
 

@@ -456,7 +456,10 @@ def test_rank_0_sends_drawn_tokens_and_failures() -> None:
     results = build(group=group).execute(batch())
     assert group.told == [WORD]
     assert results == build().execute(batch())[:2] + results[2:]
-    assert str(results[2].error) == "no token is left to sample from by the grammar and min_tokens"
+    assert (
+        str(results[2].error)
+        == "no token is left to sample: excluded by the grammar and min_tokens"
+    )
     assert len(results[3].prompt_logprobs) == 3
 
 
@@ -503,7 +506,7 @@ def test_rank_0_sends_draftless_tokens_before_reading_them() -> None:
     assert len(group.told) == 1
     assert [result.tokens for result in results] == [(best(2),), (), (), ()]
     assert [str(result.error) for result in results[2:]] == [
-        "no token is left to sample from by the grammar and min_tokens",
+        "no token is left to sample: excluded by the grammar and min_tokens",
         "[] is not of the grammar",
     ]
 

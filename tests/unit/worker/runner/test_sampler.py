@@ -552,18 +552,18 @@ def test_sampler_row_without_tokens_fails_with_cause() -> None:
     only_stops = FakeGrammar(lambda output: STOPS)
     sampling = SamplingParams(grammar=GRAMMAR, min_tokens=1, logprobs=1)
     this = admission(sampling, stops=STOPS, grammar=only_stops)
-    assert failure(this) == "no token is left to sample from by the grammar and min_tokens"
+    assert failure(this) == "no token is left to sample: excluded by the grammar and min_tokens"
     later = replace(this, tokens=(1, 2))
     (result,) = sampler(later).sample(logits(1), SamplingRequests.of([SamplingRequest(0, 1)]))
     assert result.tokens[0] in STOPS
     nothing = FakeGrammar(lambda output: ())
     assert failure(replace(later, grammar=nothing)) == (
-        "no token is left to sample from by the grammar and min_tokens"
+        "no token is left to sample: excluded by the grammar and min_tokens"
     )
     unbound = replace(later, grammar=nothing, sampling=SamplingParams(grammar=GRAMMAR))
-    assert failure(unbound) == "no token is left to sample from by the grammar"
+    assert failure(unbound) == "no token is left to sample: excluded by the grammar"
     every = admission(SamplingParams(min_tokens=1), stops=range(VOCAB))
-    assert failure(every) == "no token is left to sample from by min_tokens"
+    assert failure(every) == "no token is left to sample: excluded by min_tokens"
 
 
 class Failing(FakeGrammar):
@@ -618,7 +618,10 @@ def test_sampler_masks_of_a_step_share_start_time() -> None:
 
 
 def test_sampler_fails_row_with_uncompiled_grammar() -> None:
-    assert failure(admission(SamplingParams(grammar=GRAMMAR))) == "its grammar was not compiled"
+    assert (
+        failure(admission(SamplingParams(grammar=GRAMMAR)))
+        == "the sequence's grammar was not compiled"
+    )
 
 
 def test_histories_reserve_room_before_token_is_known() -> None:
