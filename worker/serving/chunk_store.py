@@ -1,15 +1,16 @@
 """Tokens of the prefixes that this worker has, by chunk. Pure.
 
-A router leaves out of a Start the leading tokens that the worker should have, and names the last
-chunk of them by its hash. As each chunk names its parent, the tokens are found by walking back to
-the salt. The hash depends on all these tokens and on the salt: a router cannot be given other
-tokens than those that it left out, and none of another tenant.
+A router omits from a Start message the leading tokens that the worker should have, and sends the
+hash of their last chunk instead. Each chunk has the hash of its parent, so the worker finds the
+tokens by walking back from the last chunk to the salt. The hash depends on all these tokens and on
+the salt. The worker therefore cannot find other tokens than the omitted ones, nor tokens of another
+tenant.
 
-    held      a sequence that begins with the chunk is at this worker
-    cached    its KV is in the memory of the device or of the host
+    held      a sequence at this worker begins with the chunk's prefix
+    cached    the chunk's KV is in the memory of the device or of the host
 
-A chunk is kept while it is held or cached, so that the store is bounded by the caches and by the
-sequences. It takes about seven bytes per token.
+A chunk is kept while it is held or cached, so that the size of the store is bounded by the caches
+and by the sequences. The store takes about seven bytes per token.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class ChunkStore:
         return len(self._chunks)
 
     def find(self, end: bytes, num_chunks: int, salt: bytes) -> Prefix | None:
-        """Return the ``num_chunks`` leading chunks of the sequences that have the chunk ``end``.
+        """Return the prefix of ``num_chunks`` chunks after ``salt`` whose last chunk is ``end``.
 
-        Return None if the store lacks one of them, or if this is not their number or salt.
+        Return None if the store lacks one of the chunks, or if the prefix that ends with ``end``
+        has another number of chunks or another salt.
         """
         found: list[Chunk] = []
         while len(found) < num_chunks and (chunk := self._chunks.get(end)) is not None:

@@ -1,7 +1,7 @@
 """Engine thread of a rank, which builds, runs and closes the runner.
 
-One thread does all of this, because CUDA and OpenMP have state per thread. It is a daemon, so that
-a step that never returns does not keep the process from exiting.
+One thread does all of this, because CUDA and OpenMP have state per thread. It is a daemon thread,
+so that the process can exit even if a step never returns.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logs.get_logger(__name__)
 class EngineThread:
     """Thread of the engine, which starts at once.
 
-    ``connect`` connects this rank with the others; ``links`` are what it returns, and the
-    creator of this object must close them after the thread has ended. ``inbox`` has the orders
-    to the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
+    ``connect`` connects this rank with the others. The attribute ``links`` has its result, which
+    the creator of this object must close after the thread has ended. ``inbox`` has the orders to
+    the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
     ``startup`` records the durations of the parts of the start.
 
     The result of the future ``ready`` is the engine, set before its first step. The future
@@ -68,7 +68,7 @@ class EngineThread:
         threading.Thread(target=self._main, name="engine", daemon=True).start()
 
     def stop(self) -> None:
-        """Make the thread end after the current step, without waiting for that.
+        """Make the thread end after the current step; return without waiting for its end.
 
         On a rank above 0 this breaks the connection to rank 0, if it is open, so that the error
         ChannelBroken is set on ``ended``.

@@ -22,7 +22,7 @@ _WAKER = 'sleep "$0"; kill -CONT "$1"'
 def kill_or_pause(fault: chaos_pb2.Fault) -> None:
     """Kill or pause this process, depending on the kind of ``fault``.
 
-    After a pause of ``fault.seconds`` it returns. Does nothing for other kinds of faults.
+    Returns after a pause of ``fault.seconds`` seconds. Does nothing for other kinds of faults.
     """
     if fault.kind == chaos_pb2.FAULT_KIND_KILL:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,14 +63,14 @@ class Slowness:
 class NetworkPartitions:
     """Simulated network partitions between this worker and its routers.
 
-    Use it in a single event loop.
+    All methods must be called in the same event loop.
     """
 
     def __init__(self) -> None:
         self._partitions: list[_Partition] = []
 
     def add(self, peer: str, seconds: float) -> None:
-        """Cut the connections to routers whose id begins with ``peer``, for ``seconds``.
+        """Cut the connections to routers whose id begins with ``peer``, for ``seconds`` seconds.
 
         An empty ``peer`` cuts all connections.
         """
@@ -94,7 +94,8 @@ class NetworkPartitions:
             await partition.healed.wait()
 
     def _partition_of(self, router_id: str) -> _Partition | None:
-        return next((it for it in self._partitions if router_id.startswith(it.peer)), None)
+        matching = (part for part in self._partitions if router_id.startswith(part.peer))
+        return next(matching, None)
 
 
 class _Partition:

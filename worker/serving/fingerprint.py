@@ -1,8 +1,8 @@
 """Fingerprint of a model, computed without reading its weights.
 
-It is a SHA-256 over the files of the model, sorted by name. Of configuration and tokenizer files it
-covers the content; of weight files, in safetensors or GGUF, the size and the header, which has the
-names, types and shapes of the tensors.
+The fingerprint is a SHA-256 over the files of the model, sorted by name. For configuration and
+tokenizer files it covers the content. For weight files (safetensors or GGUF) it covers the size and
+the header, which has the names, types and shapes of the tensors.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ class Report:
 class FirstSteps:
     """Sequences whose first step at this worker is about to run.
 
-    ``outcomes`` has one for each sequence, which reports its admission and contains no tokens.
-    ``to_confirm`` are the keys of the sequences whose routers must confirm this before the step
-    runs.
+    ``outcomes`` has one outcome for each sequence, which reports its admission and contains no
+    tokens. ``to_confirm`` are the keys of the sequences whose routers must confirm the first step
+    before it runs.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -94,10 +94,10 @@ class FirstSteps:
 class LeadingLoop:
     """Loop of rank 0, which runs in the thread that calls ``run``.
 
-    In that thread ``report`` is called after each iteration; it must not block. ``announce`` is
-    called before a step that admits sequences for the first time, and delays that step until it
-    returns. ``log`` is None for a worker of a single rank. ``clock`` returns seconds, and ``sleep``
-    is called with seconds.
+    ``report`` and ``announce`` are called in that thread. ``report`` is called after each
+    iteration, and must not block. ``announce`` is called before a step that admits sequences for
+    the first time, and delays the step until it returns. ``log`` is None for a worker of a single
+    rank. ``clock`` returns seconds, and ``sleep`` is called with seconds.
     """
 
     def __init__(
@@ -172,8 +172,9 @@ class LeadingLoop:
         assert self._announce is not None
         new = [sequence for sequence in admitted if sequence.pending_update.waited_s is not None]
         if new:
-            to_confirm = frozenset(it.key for it in new if it.confirms_first_step)
-            self._announce(FirstSteps(tuple(it.outcome() for it in new), to_confirm))
+            to_confirm = frozenset(sequence.key for sequence in new if sequence.confirms_first_step)
+            outcomes = tuple(sequence.outcome() for sequence in new)
+            self._announce(FirstSteps(outcomes, to_confirm))
 
     def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
         for_others = []
@@ -270,14 +271,14 @@ def follow(
         if entry.HasField("fault") and entry.fault.rank == rank:
             on_fault(entry.fault)
         if entry.previous_digest != engine.digest():
-            raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
+            raise RanksDisagree(f"the plan of step {engine.load().step} differs from rank 0's")
         if entry.settle:
             engine.commit_in_flight()
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
         policy = policy_named(entry.engine_policy)
         _apply(engine, policy, starts, map(Abort.from_proto, entry.aborts))
         engine.step(frozenset(entry.held_slots), entry.now)
-        # Only rank 0 reports them; here they would accumulate.
+        # Only rank 0 reports the changes of the prefix cache; on this rank they would accumulate.
         engine.take_chunk_changes()
 
 

@@ -24,7 +24,7 @@ _MAX_ACCEPTED = 65_536
 class Outbox:
     """Outbox of messages to a router.
 
-    It calls ``notify`` to request that a frame is sent at once. An outbox is true if it has
+    The outbox calls ``notify`` to request that a frame is sent at once. It is true if it has
     progress of sequences, or acknowledgements of their starts, to send.
     """
 
@@ -166,10 +166,11 @@ class Outbox:
 
 
 def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:
-    progress.logprobs.extend(each.to_proto() for each in outcome.logprobs)
+    progress.logprobs.extend(logprobs.to_proto() for logprobs in outcome.logprobs)
     if outcome.prompt_logprobs:
         progress.prompt_offset = progress.prompt_offset or outcome.prompt_offset
-        progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
+        scores = (logprobs.to_proto() for logprobs in outcome.prompt_logprobs)
+        progress.prompt_logprobs.extend(scores)
 
 
 def _merge(progress: session_pb2.Progress, update: SequenceUpdate) -> None:

@@ -29,7 +29,6 @@ def start(model: str, revision: str, rank: int, ranks: int) -> None:
 
 
 def _prefetch(model: str, revision: str, rank: int, ranks: int) -> None:
-    # The loader reports missing or broken files.
     with suppress(OSError, ValueError):
         files = model_files.weight_files(model_files.locate(model, revision, weights=True))
         if sum(path.stat().st_size for path in files) <= _max_bytes():

@@ -104,7 +104,7 @@ class Rank:
         is out of range, or if ``rendezvous`` is missing.
         """
         if not config.model:
-            raise ValueError('model must be set, to a directory or "fake"')
+            raise ValueError('model must be set, to a directory, a hub id or "fake"')
         if not 0 <= rank < config.tensor_parallel:
             raise ValueError(f"rank must be from 0 to {config.tensor_parallel - 1}, not {rank}")
         if rank and not rendezvous:
@@ -158,9 +158,9 @@ class Rank:
     async def fetch(self) -> None:
         """Download the model's files to this machine, if they are missing.
 
-        ``start`` does this too. But ranks wait for each other only for a limited time, so if they
-        run on several machines, all must have fetched before any is started. Raises
-        ModelUnavailable if the model cannot be downloaded.
+        ``start`` does this too, but started ranks wait for each other only for a limited time. If
+        the ranks run on several machines, ``fetch`` must therefore have returned on all of them
+        before any rank is started. Raises ModelUnavailable if the model cannot be downloaded.
         """
         config = self._config
         with show_progress("model downloading") as progress:
@@ -234,9 +234,9 @@ class Rank:
     async def drain(self) -> None:
         """Start no more sequences, and wait until the routers have received every token.
 
-        The wait is limited by the setting ``drain_timeout``. Rank 0 drains for all ranks. Other
-        ranks only wait until rank 0 has ended, for up to twice that time, because the drain would
-        be interrupted if they ended earlier.
+        The wait is limited by the setting ``drain_timeout``. Rank 0 drains for all ranks. The drain
+        would be interrupted if another rank ended earlier. The other ranks therefore wait until
+        rank 0 has ended, for up to twice ``drain_timeout``.
         """
         self._ready_file.remove()
         if self._rank:
@@ -271,7 +271,8 @@ class Rank:
         if self._thread is not None:
             self._thread.stop()
             await _until(self._thread_exited, self._config.drain_timeout)
-            # This also ends a thread that still runs; nothing else may be left to close its links.
+            # Closing the links also ends a thread that still runs. Otherwise nothing may close
+            # them.
             self._thread.links.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -281,7 +282,7 @@ class Rank:
             return partial(join, self._config, self._rank, self._rendezvous_address, self._files)
         if self._config.tensor_parallel == 1:
             return partial(RankLinks)
-        assert self._rendezvous is not None, "rank 0 of several was started, but not opened"
+        assert self._rendezvous is not None, "open must be called before start on rank 0 of several"
         return partial(self._rendezvous.gather)
 
     async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
@@ -319,7 +320,7 @@ class Rank:
             self._gpu_watch.cancel()
 
     def _report(self, report: Report) -> None:
-        assert self._server is not None, "a report before there was an order"
+        assert self._server is not None, "the engine reports only after it received an order"
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
     def _announce(self, first: FirstSteps) -> None:
@@ -328,7 +329,7 @@ class Rank:
         Wait up to ``CONFIRM_S`` seconds until the routers have confirmed the sequences for which
         that is required: those that lost a worker since their last new token.
         """
-        assert self._server is not None, "a step before there was an order"
+        assert self._server is not None, "the engine runs a step only after it received an order"
         confirmed = threading.Event()
         self._loop.call_soon_threadsafe(self._server.announce, first, confirmed.set)
         if first.to_confirm and not confirmed.wait(CONFIRM_S):
@@ -348,8 +349,9 @@ class Rank:
     def _end(self, error: BaseException | None) -> None:
         """Mark the rank as ended and remove its ready file; do nothing on later calls.
 
-        ``error`` is why it ended or must end; None if its thread ended without an error. Unless the
-        rank is being stopped, an error is logged and kept, and the server is stopped.
+        ``error`` is the reason why the rank ended or must end; None if its thread ended without an
+        error. Unless the rank is being stopped, an error is logged and kept, and the server is
+        stopped.
         """
         if self._ended.is_set():
             return
@@ -390,6 +392,7 @@ async def _until(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _files(config: WorkerConfig) -> str:
+    """Return an identifier of the model's files, or of the fake model's settings."""
     if config.is_fake:
         fake = config.fake
         return f"fake {fake.eos_token_id} {fake.eos_one_in} {fake.surprise_one_in}"

@@ -2,9 +2,9 @@
 
     engine's thread --report--> deliver --> outbox --take_frame, when the stream is free--> frame
 
-A frame is one message. A write to a slow router delays only the next frame to the same router. To
-other routers a frame is sent at least every ``heartbeat`` seconds (a setting), whatever the engine
-does.
+A frame is one message. A write to a slow router delays only the next frame to the same router.
+Other routers receive a frame at least every ``heartbeat`` seconds (a setting), even while the
+engine is idle or busy.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             first = session_pb2.RouterFrame()
         if not first.hello.router_id:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "the first frame must say hello, with a router_id"
+                grpc.StatusCode.INVALID_ARGUMENT, "the first frame must have a hello with router_id"
             )
         expected = self._config.cluster_id
         if expected and first.hello.cluster_id != expected:
@@ -171,7 +171,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     ) -> None:
         """Handle ``first`` and all further frames of a router, then end its session.
 
-        An error sets the status of the call, is not raised, and ends no other session.
+        An error is not raised: it sets the status of the call, and other sessions continue.
         """
         try:
             self._receive(session, first)

@@ -87,16 +87,16 @@ class Session:
 class Attempt:
     """Attempt at a request, started by the router of ``session``.
 
-    ``choices`` are the indices of its unfinished choices. Each time a request is sent to a worker
-    is an attempt of its own, numbered by its epoch.
+    ``choices`` are the indices of its unfinished choices. Each time a router sends a request to a
+    worker, it makes a new attempt, which is numbered by its epoch.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.choices: set[int] = set()
-        #: whether routers were notified that its prompt is computed
+        #: whether routers were notified that the attempt's prompt is computed
         self.is_prefilled = False
-        #: names of the chunks that the chunk store holds for it
+        #: names of the chunks that the chunk store holds for the attempt
         self.chunks: Collection[bytes] = ()
 
 
@@ -123,12 +123,13 @@ class Sessions:
         self._attempts: dict[int, Attempt] = {}
         self._pending = Pending()
         self._chunks = ChunkStore()
-        #: output tokens so far of pending sequences whose omitted prefix is missing: the router
-        #: will send their starts again, whole
+        #: pending sequences whose omitted prefix is missing, with their number of output tokens so
+        #: far; the router will send their starts again, with all tokens
         self._incomplete: dict[SequenceKey, int] = {}
         #: pending sequences whose grammar is being compiled, which the engine does not have yet
         self._compiling: dict[SequenceKey, Sequence] = {}
-        #: sessions that must confirm a first step, by epoch; and the callback when all have
+        #: sessions that must confirm a first step, by epoch; and the function that is called when
+        #: all have done so
         self._unconfirmed: dict[int, Session] = {}
         self._on_confirmed: Callable[[], None] = _do_nothing
         self._frames = 0
@@ -175,7 +176,7 @@ class Sessions:
         log.info("session closed", router_id=session.router_id, aborted=len(epochs))
 
     def end_all(self) -> None:
-        """Make every session end when its remaining messages are sent; do not wait for that."""
+        """Make every session end once its remaining messages are sent; return without waiting."""
         for session in self._sessions.values():
             session.close()
 
@@ -184,8 +185,8 @@ class Sessions:
     def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
         """Handle a frame of the session's router.
 
-        ``now`` is the time on the engine's clock, in seconds. A start that is refused raises
-        nothing: the refusal is put into the outbox.
+        ``now`` is the time on the engine's clock, in seconds. If a start is refused, nothing is
+        raised; the refusal is put into the outbox.
         """
         if frame.HasField("engine_policy"):
             self._set_policy(frame.engine_policy)
@@ -367,7 +368,7 @@ class Sessions:
             self._pending.discard(key)
         self._report_chunks(report.chunks)
         # Outboxes are looked up first, because forwarding outcomes removes sequences that end.
-        breakdowns = [(self._outbox_of(it.key), it) for it in report.breakdowns]
+        breakdowns = [(self._outbox_of(entry.key), entry) for entry in report.breakdowns]
         ended = [self._forward(outcome) for outcome in report.outcomes]
         for outbox, breakdown in breakdowns:
             if outbox is not None:
@@ -378,7 +379,7 @@ class Sessions:
         for session in self._sessions.values():
             if report.occupants is not None:
                 session.outbox.set_occupants(report.occupants)
-            # The leader must learn of freed capacity, and any of the routers may be the leader.
+            # The leader must be notified of freed capacity, and any router may be the leader.
             if any(ended):
                 session.outbox.notify()
 
@@ -405,8 +406,8 @@ class Sessions:
 
         Each outcome of ``first`` is put into the outbox of the sequence's router. An outcome that
         must be confirmed is sent at once, others with the next frame. ``confirmed`` is called when
-        all are confirmed, or at once if none must be. Sequences that are aborted, and routers that
-        did not confirm in time before, are not waited for.
+        all have been confirmed, or at once if none must be. Aborted sequences, and routers that did
+        not confirm in time before, do not delay the call of ``confirmed``.
         """
         for session in self._unconfirmed.values():
             session.missed_confirmation = True
