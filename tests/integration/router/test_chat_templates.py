@@ -60,7 +60,7 @@ REFUSED = {
     "walk": "unsafe",
     "globals": "unsafe",
     "change": "unsafe",
-    "include": "fails",
+    "include": "no loader",
     "divide": "ZeroDivisionError",
     "surrogate": "UnicodeEncodeError",
     "refuse": "not with me",

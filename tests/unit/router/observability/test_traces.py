@@ -126,7 +126,7 @@ def test_trace_names_the_malformed_csv_line(tmp_path: Path, old: str, new: str, 
     "line, said",
     [
         ("{", "is not JSON"),
-        ("[1]", "must be fields by their names"),
+        ("[1]", "must be an object of named fields"),
         ("[" * 100_000, "is not JSON"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp must be a number"),
         ('{"timestamp": 1, "input_length": true, "output_length": 1}', "input_length must be a"),
