@@ -13,9 +13,9 @@ from everlift.chat_templates import Templates
 from everlift.errors import QueueFull
 from router.chat import frames
 from router.chat.checks import checked
-from router.chat.formats import ToolFormat, tool_format
 from router.chat.frames import Launch
 from router.chat.messages import Message, shown_messages
+from router.chat.parsers.formats import ToolFormat, tool_format
 from router.chat.process import RendererProcess
 from router.config import RouterConfig
 

@@ -23,8 +23,8 @@ from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
 from everlift.sampling import Grammar, GrammarKind
 from router.chat.checks import check_function_name, check_json
 from router.chat.deltas import call_id
-from router.chat.formats import LISTED, ToolFormat
-from router.chat.parser import ArgumentsParser, CallParser, Parser, PlainParser
+from router.chat.parsers.formats import LISTED, ToolFormat
+from router.chat.parsers.json_calls import ArgumentsParser, CallParser, Parser, PlainParser
 
 Json = Any
 

@@ -14,7 +14,7 @@ from everlift.text import Stops, TextState
 from router.api.openai import body, fields, submissions
 from router.api.openai.conversation import Conversations
 from router.auth import document, file_store, key
-from router.chat.formats import HERMES, LLAMA3
+from router.chat.parsers.formats import HERMES, LLAMA3
 from router.chat.tools import ToolUse
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
 from tests.fuzz import web

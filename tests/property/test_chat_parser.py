@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.chat.deltas import Content, Delta
-from router.chat.formats import HERMES, LLAMA3, ToolFormat
+from router.chat.parsers.formats import HERMES, LLAMA3, ToolFormat
 from router.chat.tools import ToolUse
 from tests.support.router import chat_support
 from tests.support.router.chat_support import NAMES, TOOLS, joined, plain, told

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from everlift.errors import NoChatTemplate
 from everlift.sampling import Grammar
 from router.api.openai.fields import Chat, ChatFields
-from router.chat.formats import ToolFormat
-from router.chat.parser import Parser
+from router.chat.parsers.formats import ToolFormat
+from router.chat.parsers.json_calls import Parser
 from router.chat.templates import ChatTemplate
 from router.chat.tools import ToolUse
 from router.requests import tokenizer

@@ -25,7 +25,7 @@ from everlift.errors import (
 )
 from router.chat import process as renderers
 from router.chat import templates
-from router.chat.formats import HERMES, LLAMA3
+from router.chat.parsers.formats import HERMES, LLAMA3
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from tests.support.in_process import until

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Deltas
-from router.chat.formats import ToolFormat
-from router.chat.parser import Parser
+from router.chat.parsers.formats import ToolFormat
+from router.chat.parsers.json_calls import Parser
 from router.chat.templates import ChatTemplate
 from router.chat.tools import ToolUse
 from router.config import RouterConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
-from router.chat.formats import HERMES, LLAMA3, tool_format
+from router.chat.parsers.formats import HERMES, LLAMA3, tool_format
 from router.chat.tools import MAX_TOOLS, Choice, ToolUse
 from router.config import RouterConfig
 from tests.support.router import chat_support

@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 
 from router.chat.deltas import Arguments, CallBegins, Content, call_id
-from router.chat.formats import HERMES, LLAMA3
-from router.chat.parser import CallParser
+from router.chat.parsers.formats import HERMES, LLAMA3
+from router.chat.parsers.json_calls import CallParser
 from router.chat.tools import ToolUse
 from tests.support.router.chat_support import TOOLS, USE, joined, plain, read
 

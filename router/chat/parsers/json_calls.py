@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from router.chat.deltas import CallBegins, Delta, Deltas
-from router.chat.formats import ToolFormat
+from router.chat.parsers.formats import ToolFormat
 
 T = TypeVar("T")
 #: Generator that requests one character with each yield.
