@@ -102,7 +102,8 @@ class Submission:
     reuse the token ids of earlier prompts, and the admission queue may order requests by
     conversation. ``fairness_id`` is a label that is only recorded in traces. ``application`` names
     the purpose of the request, from which the length of the output is predicted. With
-    ``add_special_tokens``, the tokenizer adds its special tokens to a text.
+    ``add_special_tokens``, the tokenizer adds its special tokens to a text. With
+    ``keep_special_tokens``, the text of the output includes special tokens.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -130,6 +131,7 @@ class Submission:
     application: str = ""
     clamp_max_tokens: bool = False
     add_special_tokens: bool = True
+    keep_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -207,6 +209,7 @@ class Submission:
             add_special_tokens=(
                 message.add_special_tokens if message.HasField("add_special_tokens") else True
             ),
+            keep_special_tokens=message.keep_special_tokens,
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -324,6 +327,7 @@ class Request:
     application: str = ""
     clamp_max_tokens: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    keep_special_tokens: bool = False
     turn: bytes = b""
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
@@ -360,6 +364,7 @@ class Request:
             application=self.application,
             clamp_max_tokens=self.clamp_max_tokens,
             eos_token_ids=self.eos_token_ids,
+            keep_special_tokens=self.keep_special_tokens,
             turn=self.turn,
         ).SerializeToString()
 
@@ -391,5 +396,6 @@ class Request:
             application=stored.application,
             clamp_max_tokens=stored.clamp_max_tokens,
             eos_token_ids=tuple(stored.eos_token_ids),
+            keep_special_tokens=stored.keep_special_tokens,
             turn=stored.turn,
         )

@@ -26,13 +26,22 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def with_special_tokens(self) -> Tokenizer:
+        """Return a view of this tokenizer in which special tokens are text."""
+        ...
+
 
 class Vocabulary(Tokenizer, Protocol):
     """Interface of a tokenizer that also decodes whole texts and names its tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without special tokens and with invalid bytes as U+FFFD."""
+        """Return the text of ``ids`` without special tokens and with invalid bytes as U+FFFD.
+
+        A view that ``with_special_tokens`` returned includes the special tokens.
+        """
         ...
+
+    def with_special_tokens(self) -> Vocabulary: ...
 
     def token_string(self, token_id: int) -> str | None:
         """Return a token as the vocabulary writes it, or None for an id without a token."""

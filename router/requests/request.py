@@ -45,7 +45,8 @@ class Output:
             request.include_stop,
             frozenset(request.eos_token_ids),
         )
-        return cls(TextState(tokenizer, stops))
+        shown = tokenizer.with_special_tokens() if request.keep_special_tokens else tokenizer
+        return cls(TextState(shown, stops))
 
     def __init__(self, text: TextState) -> None:
         self.tokens: list[int] = []

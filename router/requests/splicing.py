@@ -116,7 +116,12 @@ class PromptMark:
 
 
 class TurnOutput(NamedTuple):
-    """Tokens of one output, and its text without the stop string or stop token that ended it."""
+    """Tokens of one output, and its text without the stop string or stop token that ended it.
+
+    ``text`` is the text that the client received: it includes special tokens if the request asked
+    for them (keep_special_tokens). An output with a special token is reused only in that case,
+    because a template can then write its text with the token.
+    """
 
     ids: array[int]
     text: str
@@ -223,8 +228,9 @@ def _shown_ids(output: TurnOutput, tokenizer: Tokenizer) -> array[int] | None:
     Return None if a stop string begins within a token, or if a special token that the text lacks
     precedes a part of the text.
     """
+    shown = tokenizer.with_special_tokens()
     pieces = [
-        tokenizer.token_bytes(token, is_first=not place) for place, token in enumerate(output.ids)
+        shown.token_bytes(token, is_first=not place) for place, token in enumerate(output.ids)
     ]
     while pieces and pieces[-1] is None:
         pieces.pop()

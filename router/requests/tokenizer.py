@@ -28,6 +28,7 @@ from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes, chunk_id
 from everlift.hub import name_for_clients
 from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
+from everlift.text import Vocabulary
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
@@ -68,6 +69,11 @@ class Tokenizer(splicing.Tokenizer, Protocol):
     #: whether ``encode`` adds special tokens after a text
     adds_end: bool
 
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """Texts of all special tokens, by token id."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
@@ -79,7 +85,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises a plain Exception
             raise UnknownModel(f"{path} is not a valid tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        self.special_tokens = {i: token.content for i, token in added.items() if token.special}
         self.boundaries = {
             i: token.content
             for i, token in added.items()
@@ -123,8 +129,8 @@ class HuggingFaceTokenizer:
             ids += encoding.ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_string(self, token_id: int) -> str | None:
@@ -134,7 +140,7 @@ class HuggingFaceTokenizer:
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
         key = token_id, is_first
         if (data := self._bytes.get(key)) is None:
-            if token_id in self._special or (token := self.token_string(token_id)) is None:
+            if token_id in self.special_tokens or (token := self.token_string(token_id)) is None:
                 return None
             data = self._bytes[key] = self._bytes_of(token_id, token, is_first=is_first)
         return data
@@ -151,6 +157,28 @@ class HuggingFaceTokenizer:
         text = first if is_first else self.decode([token_id] * 2)[len(first) :]
         return text.encode()
 
+    def with_special_tokens(self) -> Vocabulary:
+        return _WithSpecialTokens(self)
+
+
+class _WithSpecialTokens:
+    """View of a tokenizer in which special tokens are text."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self._base = tokenizer
+        self.token_string = tokenizer.token_string
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._base.decode(ids, skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        if (text := self._base.special_tokens.get(token_id)) is not None:
+            return text.encode()
+        return self._base.token_bytes(token_id, is_first=is_first)
+
+    def with_special_tokens(self) -> Vocabulary:
+        return self
+
 
 #: Bytes of each token of ByteTokenizer, by token id.
 _BYTES = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(1024)]
@@ -160,6 +188,7 @@ class ByteTokenizer:
     """Tokenizer of the fake model: tokens below 256 are bytes, others are written as numbers."""
 
     vocab_size = len(_BYTES)
+    special_tokens: Mapping[int, str] = {}
     boundaries: Mapping[int, str] = {}
     boundary = splicing.boundary_pattern(())
     adds_end = False
@@ -177,6 +206,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
         return _BYTES[token_id] if token_id < self.vocab_size else None
+
+    def with_special_tokens(self) -> Vocabulary:
+        return self
 
 
 @dataclass(slots=True)
@@ -378,6 +410,7 @@ class ServedModel:
             x_request_id=submission.x_request_id,
             application=submission.application,
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
+            keep_special_tokens=submission.keep_special_tokens,
             chunks=self._chunks(submission, hashes),
             chunk_hashes=tuple(hashes),
             turn=turn,

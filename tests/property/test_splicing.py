@@ -89,7 +89,9 @@ class Session:
         end = self.data.draw(ENDS)
         stop = self.data.draw(st.text("ab \n", min_size=1, max_size=3))
         stops = Stops((stop,) if end == "stop string" else (), frozenset({0}))
-        state, text = TextState(self.tokenizer, stops), ""
+        keeps_special = self.data.draw(st.booleans())
+        shown = self.tokenizer.with_special_tokens() if keeps_special else self.tokenizer
+        state, text = TextState(shown, stops), ""
         ids = ids[: ids.index(0)] if 0 in ids else ids
         if end == "stop token":
             ids.append(0)

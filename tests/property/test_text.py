@@ -73,6 +73,19 @@ def test_incremental_text_of_valid_tokens_equals_decode(kind: str, data: st.Data
     assert pushed(tokenizer, ids)[0] == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "gemma"])
+@given(data=st.data())
+def test_text_with_special_tokens_equals_the_decoded_ids(kind: str, data: st.DataObject) -> None:
+    tokenizer = ALL[kind]
+    tokens = st.integers(0, 5) | st.integers(0, tokenizer.vocab_size + 5)
+    ids = data.draw(st.lists(tokens.filter(lambda token: is_valid(tokenizer, token)), max_size=40))
+    shown = tokenizer.with_special_tokens()
+    state = TextState(shown)
+    text = "".join(map(state.push, ids)) + state.finish()
+    assert text == shown.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown.with_special_tokens() is shown
+
+
 def is_valid(tokenizer: HuggingFaceTokenizer, token: int) -> bool:
     """Return whether a token is no incomplete part of a character."""
     try:

@@ -90,6 +90,7 @@ def make_request(
         salt=salt,
         n=n,
         include_stop=True,
+        keep_special_tokens=True,
         session_id=session_id,
         turn=turn,
     )

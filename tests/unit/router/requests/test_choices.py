@@ -598,6 +598,7 @@ def test_body_hash_covers_output_shaping_fields() -> None:
         {},
         {"n": 2},
         {"include_stop": True},
+        {"keep_special_tokens": True},
         {"cache_salt": "a"},
         *(
             {"sampling": pb.Sampling(**field)}  # type: ignore[arg-type]

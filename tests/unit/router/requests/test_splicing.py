@@ -121,6 +121,18 @@ def test_splice_rejects_output_with_an_unseen_special_token() -> None:
     assert prompt(text, first)[0] == encode(text)
 
 
+@pytest.mark.parametrize("end", [[], [EOS]])
+def test_splice_reuses_an_output_with_kept_special_tokens(end: list[int]) -> None:
+    first = turn(FIRST, ([BOS, *COUNT, BOS, *COUNT, *end], "<s>count<s>count"))
+    ids, _ = prompt(f"{FIRST}<s>count<s>count</s>{ASK}on", first)
+    assert ids == [*encode(FIRST), BOS, *COUNT, BOS, *COUNT, EOS, *encode(f"{ASK}on")]
+
+
+def test_splice_keeps_the_last_token_of_a_kept_text() -> None:
+    first = turn(FIRST, ([*COUNT, BOS], "count<s>"))
+    assert prompt(f"{FIRST}count<s></s>", first)[0] == [*encode(FIRST), *COUNT, BOS, EOS]
+
+
 def test_splice_survives_a_dropped_generation_prompt() -> None:
     """Templates drop the reasoning of earlier turns, also what they put before an output."""
     first_text = f"{ASK}how?</s>{ANSWER}count</s>{ASK}why?{ANSWER}"
