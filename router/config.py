@@ -217,7 +217,19 @@ class RouterConfig:
     #: generation_config.json (model), or Everlift's own defaults (none)
     sampling_defaults: Literal["model", "none"] = "model"
     #: format of the model's tool calls; auto: detected from its chat template
-    tool_format: Literal["auto", "hermes", "llama3"] = "auto"
+    tool_format: Literal[
+        "auto",
+        "hermes",
+        "llama3",
+        "pythonic",
+        "mistral",
+        "qwen3_coder",
+        "deepseek",
+        "gpt_oss",
+    ] = "auto"
+    #: format of the model's reasoning, which answers separate from the content; auto: detected from
+    #: its chat template
+    reasoning_format: Literal["auto", "none", "think", "mistral_think", "gpt_oss"] = "auto"
     #: limit of the CPU time for rendering one chat with the model's chat template; a process that
     #: exceeds it is killed
     template_timeout: Positive = 2.0

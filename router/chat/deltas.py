@@ -1,4 +1,4 @@
-"""Deltas: consecutive parts of an output's content and tool calls, as streamed. Pure."""
+"""Deltas: consecutive parts of an output's reasoning, content and tool calls. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ _ID_LENGTH = 9
 @dataclass(frozen=True, slots=True)
 class Content:
     """Next part of the content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Next part of the reasoning, which precedes the content."""
 
     text: str
 
@@ -35,7 +42,10 @@ class Arguments:
     text: str
 
 
-Delta = Content | CallBegins | Arguments
+Delta = Content | Reasoning | CallBegins | Arguments
+#: Kind of a delta: the start of a call, the index of the call whose arguments it continues, or its
+#: class.
+_Kind = CallBegins | int | type[Content] | type[Reasoning]
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
@@ -53,13 +63,15 @@ class Deltas:
     """Collector of deltas, which merges adjacent deltas of the same kind."""
 
     def __init__(self) -> None:
-        #: kind and text of each delta. The kind is the start of a call, the index of the call whose
-        #: arguments the text continues, or None for content. A text is a list of pieces, because a
-        #: long output may arrive at once.
-        self._gathered: list[tuple[CallBegins | int | None, list[str]]] = []
+        #: kind and text of each delta. A text is a list of pieces, because a long output may arrive
+        #: at once.
+        self._gathered: list[tuple[_Kind, list[str]]] = []
 
     def content(self, text: str) -> None:
-        self._append(None, text)
+        self._append(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._append(Reasoning, text)
 
     def arguments(self, index: int, text: str) -> None:
         self._append(index, text)
@@ -72,7 +84,7 @@ class Deltas:
         gathered, self._gathered = self._gathered, []
         return [_delta(kind, "".join(texts)) for kind, texts in gathered]
 
-    def _append(self, kind: int | None, text: str) -> None:
+    def _append(self, kind: _Kind, text: str) -> None:
         if not text:
             return
         if self._gathered and self._gathered[-1][0] == kind:
@@ -81,7 +93,7 @@ class Deltas:
             self._gathered.append((kind, [text]))
 
 
-def _delta(kind: CallBegins | int | None, text: str) -> Delta:
+def _delta(kind: _Kind, text: str) -> Delta:
     if isinstance(kind, CallBegins):
         return kind
-    return Content(text) if kind is None else Arguments(kind, text)
+    return Arguments(kind, text) if isinstance(kind, int) else kind(text)

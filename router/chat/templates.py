@@ -15,7 +15,7 @@ from router.chat import frames
 from router.chat.checks import checked
 from router.chat.frames import Launch
 from router.chat.messages import Message, shown_messages
-from router.chat.parsers.formats import ToolFormat, tool_format
+from router.chat.parsers.registry import Formats
 from router.chat.process import RendererProcess
 from router.config import RouterConfig
 
@@ -46,7 +46,8 @@ class ChatTemplate:
 
     def __init__(self, templates: Templates, config: RouterConfig, max_characters: int) -> None:
         self._templates = templates
-        self._tool_format = tool_format(config.tool_format, templates.tool_use)
+        #: formats in which the model writes tool calls and reasoning
+        self.formats = Formats.of(config.tool_format, config.reasoning_format, templates.tool_use)
         launch = Launch(
             **asdict(templates),
             cpu_s=config.template_timeout,
@@ -73,11 +74,6 @@ class ChatTemplate:
         """
         templates = Templates.read(directory)
         return cls(templates, config, max_characters) if templates is not None else None
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """Return the format of the model's tool calls, or None if it is unknown."""
-        return self._tool_format
 
     def start(self) -> None:
         """Start the renderer processes in the background."""

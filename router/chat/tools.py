@@ -23,8 +23,10 @@ from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
 from everlift.sampling import Grammar, GrammarKind
 from router.chat.checks import check_function_name, check_json
 from router.chat.deltas import call_id
-from router.chat.parsers.formats import LISTED, ToolFormat
-from router.chat.parsers.json_calls import ArgumentsParser, CallParser, Parser, PlainParser
+from router.chat.parsers.arguments import ArgumentsParser
+from router.chat.parsers.base import CallableTools, Parser, ToolFormat
+from router.chat.parsers.listed import ListedCallParser
+from router.chat.parsers.plain import PlainParser
 
 Json = Any
 
@@ -41,6 +43,8 @@ _NO_PARAMETERS: Mapping[str, Json] = {
     "properties": {},
     "additionalProperties": False,
 }
+#: Key of a call's arguments if the model's format is unknown.
+_ARGUMENTS = "arguments"
 #: Keywords of a schema that cannot be combined with the keyword ``type`` in a grammar.
 _WHOLE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 #: Keywords whose value is an object of schemas by name. The names are not keywords.
@@ -120,7 +124,7 @@ class ToolUse:
             case Choice.NAMED:
                 schema = self._function(self.named).parameters
             case Choice.REQUIRED:
-                schema = self._calls_schema(form or LISTED)
+                schema = self._calls_schema(form.arguments if form else _ARGUMENTS)
             case Choice.AUTO if form is None:
                 raise ToolsUnsupported(
                     "the chat template does not show how this model writes tool calls: set "
@@ -134,45 +138,53 @@ class ToolUse:
         """Return the parser of the output of choice number ``choice``.
 
         The ids of calls are derived from the request's id and this number. ``form`` must be the one
-        given to ``grammar``.
+        given to ``grammar``. If the choice requires a call, the grammar holds from the first token,
+        so the output has no reasoning.
         """
         identify = partial(call_id, request_id, choice)
-        if self.choice is Choice.NONE:
-            return PlainParser()
-        if self.choice is Choice.NAMED:
-            return ArgumentsParser(self.named, identify)
-        if self.choice is Choice.REQUIRED:
-            form = LISTED
+        schemas = {} if self.choice is Choice.NONE else self._schemas
+        tools = CallableTools(schemas, identify, self.is_parallel)
+        match self.choice:
+            case Choice.NAMED:
+                return ArgumentsParser(self.named, tools)
+            case Choice.REQUIRED:
+                return ListedCallParser(tools)
+            case Choice.NONE if form is None or not form.has_channels:
+                return PlainParser()
         assert form is not None, "grammar() rejects tools in an unknown format"
-        names = frozenset(function.name for function in self.functions)
-        return CallParser(form, names, identify, is_parallel=self.is_parallel)
+        return form.parser(tools)
+
+    @property
+    def _schemas(self) -> Mapping[str, Json]:
+        return {function.name: function.parameters for function in self.functions}
 
     def _function(self, name: str) -> Function:
         return next(function for function in self.functions if function.name == name)
 
-    def _calls_schema(self, form: ToolFormat) -> Json:
+    def _calls_schema(self, arguments: str) -> Json:
         """Return the JSON schema of an array of calls of these functions.
 
+        ``arguments`` is the key of a call's arguments.
         The schema of each tool's arguments is embedded. References inside it are changed so that
         they still point to their targets at the new position.
         """
         schema: Json = {
             "type": "array",
             "minItems": 1,
-            "items": {"anyOf": [_call_schema(form, one) for one in self.functions]},
+            "items": {"anyOf": [_call_schema(arguments, one) for one in self.functions]},
             "$defs": {one.name: _definition(one) for one in self.functions},
         }
         return schema if self.is_parallel else {**schema, "maxItems": 1}
 
 
-def _call_schema(form: ToolFormat, function: Function) -> Json:
+def _call_schema(arguments: str, function: Function) -> Json:
     return {
         "type": "object",
         "properties": {
             "name": {"const": function.name},
-            form.arguments: {"$ref": _root(function.name)},
+            arguments: {"$ref": _root(function.name)},
         },
-        "required": ["name", form.arguments],
+        "required": ["name", arguments],
         "additionalProperties": False,
     }
 

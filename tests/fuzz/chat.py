@@ -14,7 +14,9 @@ from everlift.text import Stops, TextState
 from router.api.openai import body, fields, submissions
 from router.api.openai.conversation import Conversations
 from router.auth import document, file_store, key
-from router.chat.parsers.formats import HERMES, LLAMA3
+from router.chat.parsers.hermes import HERMES
+from router.chat.parsers.llama3 import LLAMA3
+from router.chat.parsers.registry import TOOL_FORMATS
 from router.chat.tools import ToolUse
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
 from tests.fuzz import web
@@ -22,6 +24,7 @@ from tests.fuzz.mutation import json_reshaped, parts_reshaped, torn
 from tests.fuzz.served import template
 from tests.fuzz.target import Finding, Run, Target, event_loop
 from tests.support.router import chat_support
+from tests.support.router.parser_examples import FRAGMENTS, TOOL_EXAMPLES, TOOLS
 from worker.grammar.json_schema import NotEnforceable, lark_of_schema, parse_schema
 
 _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
@@ -56,6 +59,7 @@ _CALLED = {"type": "function", "function": {"name": "weather"}}
 _READINGS = (
     *((HERMES, "auto", True), (HERMES, "auto", False), (LLAMA3, "auto", True)),
     *((None, "required", True), (None, _CALLED, True), (HERMES, "none", True)),
+    *((form, "auto", True) for form in TOOL_FORMATS if form not in (HERMES, LLAMA3)),
 )
 
 
@@ -63,7 +67,7 @@ def _written(data: bytes) -> None:
     form, choice, is_parallel = _READINGS[data[0] % len(_READINGS) if data else 0]
     cut = data[1] if len(data) > 1 else 0
     text = data[2:].decode(errors="replace")
-    use = ToolUse.of(chat_support.TOOLS, choice, is_parallel)
+    use = ToolUse.of([*chat_support.TOOLS, *TOOLS], choice, is_parallel)
     whole, parts = use.parser(form, "r", 0), use.parser(form, "r", 0)
     if chat_support.told(whole, [text]) != chat_support.told(parts, [text[:cut], text[cut:]]):
         raise Finding("a cut makes a difference")
@@ -89,11 +93,21 @@ _OUTPUTS = tuple(
             '[{"name": "search", "arguments": {}}, {"name": "weather", "arguments": {"c": [1]}}]',
         ),
         (4, 5, '{"city": "a\\"b", "days": 3}'),
+        *(
+            (reading, 12, example.text)
+            for reading, (form, _, _) in enumerate(_READINGS[6:], 6)
+            if form is not None
+            for example in TOOL_EXAMPLES[form.name]
+        ),
     )
 )
 _MARKS = tuple(
     mark.encode()
-    for mark in '<tool_call> </tool_call> <|python_tag|> { } [ ] ; , : " \\ \\ud83d {} null'.split()
+    for mark in (
+        *'<tool_call> </tool_call> <|python_tag|> { } [ ] ; , : " \\ \\ud83d {} null'.split(),
+        *(mark for form in TOOL_FORMATS for mark in form.marks),
+        *(text for form in TOOL_FORMATS for text in FRAGMENTS[form.name]),
+    )
 )
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.chat.deltas import Content, Delta
-from router.chat.parsers.formats import HERMES, LLAMA3, ToolFormat
+from router.chat.parsers.base import ToolFormat
+from router.chat.parsers.hermes import HERMES
+from router.chat.parsers.llama3 import LLAMA3
 from router.chat.tools import ToolUse
 from tests.support.router import chat_support
 from tests.support.router.chat_support import NAMES, TOOLS, joined, plain, told

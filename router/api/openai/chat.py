@@ -14,7 +14,7 @@ from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta
-from router.chat.parsers.json_calls import Parser
+from router.chat.parsers.base import Parser
 
 
 class Function(TypedDict):

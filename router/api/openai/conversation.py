@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from everlift.errors import NoChatTemplate
 from everlift.sampling import Grammar
 from router.api.openai.fields import Chat, ChatFields
-from router.chat.parsers.formats import ToolFormat
-from router.chat.parsers.json_calls import Parser
+from router.chat.parsers.base import Parser
+from router.chat.parsers.registry import Formats
 from router.chat.templates import ChatTemplate
-from router.chat.tools import ToolUse
+from router.chat.tools import Choice, ToolUse
 from router.requests import tokenizer
 from router.requests.tokenizer import ServedModel
 
@@ -20,20 +21,38 @@ class Conversation:
     """Prompt of a chat, and the tools that its output may call.
 
     ``prompt`` is a text with special tokens. ``grammar`` constrains the output, unless it is None.
-    ``form`` is the format in which the model writes tool calls; None if it is unknown.
+    ``formats`` are those in which the model writes tool calls and reasoning.
     """
 
     prompt: str
     grammar: Grammar | None
     tools: ToolUse
-    form: ToolFormat | None
+    formats: Formats
 
-    def parser(self, name: str, choice: int) -> Parser:
-        """Return a parser that separates the output text of a choice from its tool calls.
+    def parser(self, name: str, choice: int, *, is_constrained: bool = False) -> Parser:
+        """Return a parser that separates a choice's reasoning, content and tool calls.
 
-        ``name`` is the request's id, and ``choice`` the index of the choice.
+        ``name`` is the request's id, and ``choice`` the index of the choice. ``is_constrained``
+        states that a grammar constrains the output. It holds from the first token, so the output
+        has no reasoning, and is all content if it cannot call tools.
         """
-        return self.tools.parser(self.form, name, choice)
+        if not is_constrained:
+            parser = self.tools.parser(self.formats.tools, name, choice)
+            return self.formats.wrapped(parser, self.prompt)
+        can_call = self.tools.choice is not Choice.NONE
+        return self.tools.parser(self.formats.tools if can_call else None, name, choice)
+
+    def needs(self, special_tokens: Collection[str]) -> bool:
+        """Return whether the parser needs one of ``special_tokens`` in the output's text."""
+        return not self._marks.isdisjoint(special_tokens)
+
+    @property
+    def _marks(self) -> Set[str]:
+        """Marks for which the parser searches, if no grammar constrains the output."""
+        form, reasoning = self.formats.tools, self.formats.reasoning
+        is_read = form is not None and (self.tools.choice is Choice.AUTO or form.has_channels)
+        marks = form.marks if form is not None and is_read else ()
+        return {*marks, *(reasoning.marks if reasoning is not None else ())}
 
 
 class Conversations:
@@ -54,8 +73,8 @@ class Conversations:
         )
         prompt = await self._text(fields, tools)
         self._model.check_fits(prompt)
-        form = self._template.tool_format if self._template is not None else None
-        return Conversation(prompt, tools.grammar(form), tools, form)
+        formats = self._template.formats if self._template is not None else Formats()
+        return Conversation(prompt, tools.grammar(formats.tools), tools, formats)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt. Raises the same errors as ``of``."""

@@ -25,7 +25,8 @@ from everlift.errors import (
 )
 from router.chat import process as renderers
 from router.chat import templates
-from router.chat.parsers.formats import HERMES, LLAMA3
+from router.chat.parsers.hermes import HERMES
+from router.chat.parsers.llama3 import LLAMA3
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from tests.support.in_process import until
@@ -105,7 +106,7 @@ async def test_hermes_template_renders_tools_and_tool_calls(tmp_path: Path) -> N
             more={"enable_thinking": False},
         )
 
-        assert template.tool_format is HERMES
+        assert template.formats.tools is HERMES
         assert text.endswith(
             "<|im_start|>system\nbe brief<|im_end|>\n"
             "<|im_start|>user\nhello<|im_end|>\n"
@@ -122,7 +123,7 @@ async def test_hermes_template_renders_tools_and_tool_calls(tmp_path: Path) -> N
 
 async def test_llama3_template_renders_and_selects_tool_format(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.LLAMA3) as template:
-        assert template.tool_format is LLAMA3
+        assert template.formats.tools is LLAMA3
         assert await template.render(HELLO, None) == (
             "<s><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -131,7 +132,7 @@ async def test_llama3_template_renders_and_selects_tool_format(tmp_path: Path) -
 
 async def test_mistral_template_rejects_invalid_conversations(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.MISTRAL) as template:
-        assert template.tool_format is None
+        assert template.formats.tools is None
         answer = {"role": "assistant", "content": "hi"}
         assert await template.render([*HELLO, answer, *HELLO], None) == (
             "<s>[INST] hello [/INST] hi</s>[INST] hello [/INST]"

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.chat.deltas import Arguments, CallBegins, Content, Delta, Deltas
-from router.chat.parsers.formats import ToolFormat
-from router.chat.parsers.json_calls import Parser
+from router.chat.deltas import Arguments, CallBegins, Content, Delta, Deltas, Reasoning
+from router.chat.parsers.base import Parser, ToolFormat
 from router.chat.templates import ChatTemplate
 from router.chat.tools import ToolUse
 from router.config import RouterConfig
@@ -106,6 +105,8 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
         match delta:
             case Content(text):
                 gathered.content(text)
+            case Reasoning(text):
+                gathered.reasoning(text)
             case Arguments(index, text):
                 gathered.arguments(index, text)
             case CallBegins():
@@ -113,21 +114,26 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
     return gathered.drain()
 
 
-def plain(deltas: Iterable[Delta]) -> list[str | tuple[str, str]]:
-    """Contents, and calls as their names and arguments."""
-    found: list[str | tuple[str, str]] = []
+Plain = str | tuple[str, str] | Reasoning
+
+
+def plain(deltas: Iterable[Delta]) -> list[Plain]:
+    """Contents, reasoning, and calls as their names and arguments."""
+    found: list[Plain] = []
     for delta in deltas:
         match delta:
             case Content(text):
                 found.append(text)
+            case Reasoning():
+                found.append(delta)
             case CallBegins(name=name):
                 found.append((name, ""))
             case Arguments(text=text):
-                name, arguments = found.pop()
+                name, arguments = found.pop()  # type: ignore[misc]
                 found.append((name, arguments + text))
     return found
 
 
-def read(text: str, form: ToolFormat | None, use: ToolUse = USE) -> list[str | tuple[str, str]]:
+def read(text: str, form: ToolFormat | None, use: ToolUse = USE) -> list[Plain]:
     """What becomes of an output."""
     return plain(told(use.parser(form, "request", 0), [text]))

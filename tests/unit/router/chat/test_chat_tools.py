@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
-from router.chat.parsers.formats import HERMES, LLAMA3, tool_format
+from router.chat.parsers.hermes import HERMES
+from router.chat.parsers.llama3 import LLAMA3
+from router.chat.parsers.registry import find_tool_format
 from router.chat.tools import MAX_TOOLS, Choice, ToolUse
 from router.config import RouterConfig
 from tests.support.router import chat_support
@@ -213,9 +215,10 @@ def test_template_settings_that_render_nothing_are_rejected(setting: Any) -> Non
 
 
 def test_tool_format_is_detected_from_the_template() -> None:
-    assert tool_format("auto", chat_support.HERMES) is HERMES
-    assert tool_format("auto", chat_support.LLAMA3) is LLAMA3
-    assert tool_format("auto", chat_support.MISTRAL) is None
+    assert find_tool_format("auto", chat_support.HERMES) is HERMES
+    assert find_tool_format("auto", chat_support.LLAMA3) is LLAMA3
+    assert find_tool_format("auto", chat_support.MISTRAL) is None
     # another format within the same mark
-    assert tool_format("auto", "<tool_call>\n<function=") is None
-    assert tool_format("llama3", chat_support.HERMES) is LLAMA3
+    assert find_tool_format("auto", "<tool_call>\n<function=") is None
+    assert find_tool_format("auto", "<tool_call>\n<arg_key>") is None
+    assert find_tool_format("llama3", chat_support.HERMES) is LLAMA3

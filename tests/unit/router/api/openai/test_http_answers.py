@@ -39,7 +39,8 @@ from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import BEGIN, EventId, Position
 from router.api.openai.transcript import Collected, NewOutput, Transcript, Usage
 from router.api.openai.writer import encode
-from router.chat.parsers.json_calls import Parser, PlainParser
+from router.chat.parsers.base import Parser
+from router.chat.parsers.plain import PlainParser
 from router.chat.tools import ToolUse
 from router.requests.request import Choice, Output
 from router.requests.tokenizer import ByteTokenizer, Tokenizer

@@ -19,7 +19,7 @@ from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import EventId
 from router.api.openai.transcript import Collected, Transcript, Usage
-from router.chat.parsers.json_calls import PlainParser
+from router.chat.parsers.plain import PlainParser
 from router.requests.request import Choice, Output
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.support.worker.vocabularies import ALL, BYTE_LEVEL, SENTENCEPIECE, SPACE, byte_ids

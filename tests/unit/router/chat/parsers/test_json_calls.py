@@ -5,8 +5,9 @@ from collections import deque
 import pytest
 
 from router.chat.deltas import Arguments, CallBegins, Content, call_id
-from router.chat.parsers.formats import HERMES, LLAMA3
-from router.chat.parsers.json_calls import CallParser
+from router.chat.parsers.hermes import HERMES
+from router.chat.parsers.json_calls import JsonCallParser
+from router.chat.parsers.llama3 import LLAMA3
 from router.chat.tools import ToolUse
 from tests.support.router.chat_support import TOOLS, USE, joined, plain, read
 
@@ -181,7 +182,7 @@ NESTED = '<tool_call>{"id":[' * 10 + "]" * 40
 )
 def test_parser_reads_each_character_a_bounded_number_of_times(text: str, at_most: int) -> None:
     parser = USE.parser(HERMES, "request", 0)
-    assert isinstance(parser, CallParser)
+    assert isinstance(parser, JsonCallParser)
     parser._unread = counted = Counted()
 
     assert plain(joined([*parser.feed(text), *parser.finish()])) == [text]

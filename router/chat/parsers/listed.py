@@ -1,0 +1,18 @@
+"""Calls that a grammar enforces because the output must be calls. Pure.
+
+[{"name": ..., "arguments": {...}}, ...]
+"""
+
+from __future__ import annotations
+
+from router.chat.parsers.base import CallableTools
+from router.chat.parsers.json_calls import JsonCallParser, JsonMarks
+
+_MARKS = JsonMarks(opens="[", closes="]", separators=",", is_enforced=True)
+
+
+class ListedCallParser(JsonCallParser):
+    """Parser of an output that is a JSON array of calls."""
+
+    def __init__(self, tools: CallableTools) -> None:
+        super().__init__(_MARKS, tools)

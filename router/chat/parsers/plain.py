@@ -1,0 +1,22 @@
+"""Parser of outputs without tools and reasoning. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.chat.deltas import Delta, Deltas
+
+
+class PlainParser:
+    """Parser of the output of a request without tools: the whole text is content."""
+
+    has_calls = False
+    reasoning_ranges: Sequence[range] = ()
+
+    def feed(self, text: str) -> list[Delta]:
+        deltas = Deltas()
+        deltas.content(text)
+        return deltas.drain()
+
+    def finish(self) -> list[Delta]:
+        return []
