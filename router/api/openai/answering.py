@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.explanation import server_timing
 from everlift.request_id import in_session
+from everlift.text import Vocabulary
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
@@ -71,7 +72,7 @@ class Answering:
             self._check_answer_size(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
-                self._model.tokenizer,
+                self._vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
                 echoes=await self._echoes(fields) if fields.echo else (),
             )
@@ -90,15 +91,24 @@ class Answering:
         with self._counting_rejections():
             conversation = await self._conversations.of(fields)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
+            is_constrained = message.sampling.HasField("grammar")
+            special_tokens = self._model.tokenizer.special_tokens.values()
+            message.keep_special_tokens = conversation.needs(special_tokens)
             name = self._set_session(call, name, fields, [message])
             self._check_answer_size(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
-            self._model.tokenizer,
-            lambda choice: conversation.parser(name, choice),
+            self._vocabulary(message),
+            lambda choice: conversation.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
+            has_reasoning=conversation.formats.reasoning is not None,
         )
         return await self._answer(call, name, fields, [message], [journal], answer)
+
+    def _vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:
+        """Return the vocabulary with which the text of a request's output is made."""
+        tokenizer = self._model.tokenizer
+        return tokenizer.with_special_tokens() if message.keep_special_tokens else tokenizer
 
     async def _answer(
         self,

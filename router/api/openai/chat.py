@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NotRequired
 
 from typing_extensions import TypedDict
@@ -13,8 +14,9 @@ from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so
 from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
-from router.chat.deltas import Arguments, CallBegins, Content, Delta
+from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser
+from router.chat.reasoning_tokens import ReasoningTokens
 
 
 class Function(TypedDict):
@@ -32,6 +34,7 @@ class Message(TypedDict):
     role: str
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -68,6 +71,7 @@ class CallDelta(TypedDict):
 class MessageDelta(TypedDict):
     role: NotRequired[str]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CallDelta]]
 
 
@@ -93,7 +97,9 @@ class ChatAnswer:
     """Writer of chat completions.
 
     ``parser`` is called with the index of a choice, and returns a parser that separates the
-    choice's text from its tool calls.
+    choice's text from its reasoning and tool calls. With ``has_reasoning`` the usage has the number
+    of reasoning tokens. After a reconnection, this number leaves out choices whose end the client
+    already had.
     """
 
     def __init__(
@@ -103,11 +109,15 @@ class ChatAnswer:
         parser: Callable[[int], Parser],
         *,
         has_logprobs: bool,
+        has_reasoning: bool = False,
     ) -> None:
         self._envelope = envelope
         self._vocabulary = vocabulary
         self._parser = parser
         self._has_logprobs = has_logprobs
+        self._has_reasoning = has_reasoning
+        #: counters of the choices that have begun, by index, if the model writes reasoning
+        self._counters: dict[int, ReasoningTokens] = {}
         #: parsers of the choices that have begun, by index
         self._parsers: dict[int, Parser] = {}
         self._alignments: dict[int, Alignment] = {}
@@ -139,20 +149,45 @@ class ChatAnswer:
 
     def _deltas(self, output: NewOutput) -> list[Delta]:
         """Parse the new text, and return the parts of the message that the client lacks."""
-        if (parser := self._parsers.get(output.choice)) is None:
-            parser = self._parsers[output.choice] = self._parser(output.choice)
+        parser = self._begun(output.choice, output.tokens)
         if output.known_text:
             parser.feed(output.known_text)
         deltas = parser.feed(output.text)
         return deltas + parser.finish() if output.finish_reason else deltas
 
+    def _begun(self, index: int, tokens: Sequence[int]) -> Parser:
+        """Return the parser of a choice, and count the next ``tokens`` of this choice."""
+        if (parser := self._parsers.get(index)) is None:
+            parser = self._parsers[index] = self._parser(index)
+        if self._has_reasoning:
+            if (counter := self._counters.get(index)) is None:
+                counter = self._counters[index] = ReasoningTokens(self._vocabulary)
+            counter.add(tokens)
+        return parser
+
+    def _usage_body(self, usage: Usage) -> UsageBody:
+        if not self._has_reasoning:
+            return usage_body(usage)
+        reasoning_tokens = sum(
+            counter.count(self._parsers[index].reasoning_ranges)
+            for index, counter in self._counters.items()
+        )
+        return usage_body(replace(usage, reasoning_tokens=reasoning_tokens))
+
     def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return self._chunk([], usage_body(usage))
+        return self._chunk([], self._usage_body(usage))
 
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield the JSON of a complete answer in parts, each of which is encoded quickly."""
+        """Yield the JSON of a complete answer in parts, each of which is encoded quickly.
+
+        The first parts are empty: each stands for the time in which a choice is parsed.
+        """
+        shown: list[ChatChoice] = []
+        for index, choice in enumerate(choices):
+            shown.append(self._choice(index, choice))
+            yield ""
         begin, end = around(self._completion(usage), "choices", [])
-        return array(begin, (self._written(*each) for each in enumerate(choices)), end)
+        yield from array(begin, map(self._written, shown, choices), end)
 
     def _completion(self, usage: Usage) -> ChatCompletion:
         return {
@@ -162,11 +197,10 @@ class ChatAnswer:
             "model": self._envelope.model,
             "system_fingerprint": self._envelope.fingerprint,
             "choices": [],
-            "usage": usage_body(usage),
+            "usage": self._usage_body(usage),
         }
 
-    def _written(self, index: int, choice: Collected) -> Iterator[str]:
-        shown = self._choice(index, choice)
+    def _written(self, shown: ChatChoice, choice: Collected) -> Iterator[str]:
         if not self._has_logprobs:
             return iter([encode(shown)])
         begin, end = around(shown, "logprobs", None)
@@ -174,7 +208,7 @@ class ChatAnswer:
 
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
         """Return a choice without its log probabilities."""
-        parser = self._parser(index)
+        parser = self._begun(index, choice.tokens)
         deltas = parser.feed(choice.text) + parser.finish()
         return {
             "index": index,
@@ -209,11 +243,14 @@ def _finish_reason(reason: str | None, parser: Parser) -> str | None:
 
 def _message(deltas: Sequence[Delta]) -> Message:
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     for delta in deltas:
         match delta:
             case Content(text):
                 texts.append(text)
+            case Reasoning(text):
+                thoughts.append(text)
             case CallBegins(_, call_id, name):
                 function: Function = {"name": name, "arguments": ""}
                 calls.append({"id": call_id, "type": "function", "function": function})
@@ -221,6 +258,8 @@ def _message(deltas: Sequence[Delta]) -> Message:
                 calls[index]["function"]["arguments"] += text
     content = "".join(texts)
     message: Message = {"role": "assistant", "content": content, "refusal": None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     return {**message, "content": content or None, "tool_calls": calls} if calls else message
 
 
@@ -235,6 +274,8 @@ def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
         match delta:
             case Content(text):
                 message["content"] = message.get("content", "") + text
+            case Reasoning(text):
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
             case CallBegins(index, call_id, name):
                 opening: FunctionDelta = {"name": name, "arguments": ""}
                 calls[index] = {

@@ -14,13 +14,21 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
 class UsageBody(TypedDict):
-    """Token counts; ``prompt_tokens_details`` is missing until the answer is complete."""
+    """Token counts; the details are missing until the answer is complete.
+
+    ``completion_tokens_details`` is also missing if the model writes no reasoning.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: NotRequired[PromptTokensDetails]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +42,14 @@ class Envelope:
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    """Return the token counts of a complete answer, including cached prompt tokens."""
-    return {
+    """Return the token counts of a complete answer, including cached and reasoning tokens."""
+    body: UsageBody = {
         **usage_so_far(usage),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
 
 
 def usage_so_far(usage: Usage) -> UsageBody:

@@ -40,12 +40,14 @@ class Usage:
 
     ``completion_tokens`` is the number of output tokens that were read so far. ``cached_tokens`` is
     the number of prompt tokens that were found in the prefix cache. It includes only requests whose
-    usage was already reported, in the last message of their streams.
+    usage was already reported, in the last message of their streams. ``reasoning_tokens`` is the
+    number of output tokens that belong to the reasoning; None if the model writes none.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 class Transcript:

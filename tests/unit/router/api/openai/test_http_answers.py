@@ -41,6 +41,7 @@ from router.api.openai.transcript import Collected, NewOutput, Transcript, Usage
 from router.api.openai.writer import encode
 from router.chat.parsers.base import Parser
 from router.chat.parsers.plain import PlainParser
+from router.chat.parsers.think import ThinkParser
 from router.chat.tools import ToolUse
 from router.requests.request import Choice, Output
 from router.requests.tokenizer import ByteTokenizer, Tokenizer
@@ -65,6 +66,11 @@ def parser_of_text(choice: int) -> Parser:
     return PlainParser()
 
 
+def parser_of_thoughts(choice: int) -> Parser:
+    """A parser of reasoning that begins in the prompt and ends with a dot."""
+    return ThinkParser(":", ".", PlainParser(), ":")
+
+
 ANSWERS: dict[str, Callable[[], Answer]] = {
     "completion": lambda: CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=False),
     "echo": lambda: CompletionAnswer(
@@ -73,6 +79,9 @@ ANSWERS: dict[str, Callable[[], Answer]] = {
     "scored completion": lambda: CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=True),
     "chat": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=False),
     "scored chat": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=True),
+    "thought": lambda: ChatAnswer(
+        ENVELOPE, TOKENIZER, parser_of_thoughts, has_logprobs=False, has_reasoning=True
+    ),
     "call": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_calls, has_logprobs=False),
 }
 
@@ -130,7 +139,15 @@ def test_answer_data_equals_the_encoded_chunk(text: str, choice: int) -> None:
 def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
     """What a client makes of them."""
     whole: list[dict[str, Any]] = [
-        {"text": "", "roles": [], "calls": {}, "logprobs": [], "offsets": [], "finish": []}
+        {
+            "text": "",
+            "thoughts": "",
+            "roles": [],
+            "calls": {},
+            "logprobs": [],
+            "offsets": [],
+            "finish": [],
+        }
         for _ in range(num_choices)
     ]
     for chunk in chunks:
@@ -138,6 +155,7 @@ def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
         into = whole[shown["index"]]
         delta = shown.get("delta", {})
         into["text"] += shown.get("text", "") + delta.get("content", "")
+        into["thoughts"] += delta.get("reasoning_content", "")
         into["roles"] += [delta["role"]] if "role" in delta else []
         calls = delta.get("tool_calls", [])
         # langchain takes a second entry of the same call for another call.
@@ -166,6 +184,7 @@ ENDS = st.lists(st.integers(0, 20))
 def test_answer_stream_resumes_exactly_where_it_broke(kind: str, data: st.DataObject) -> None:
     texts = data.draw(st.lists(OBJECTS, min_size=1, max_size=2) if kind == "call" else TEXTS)
     texts = texts[:2] if kind == "echo" else texts
+    texts = [f"{text}.{text}" for text in texts] if kind == "thought" else texts
     transcript = Transcript("r", 1, len(texts))
     events = stream(ANSWERS[kind](), transcript, interleaved(texts, data.draw(ENDS)))
     whole = joined([chunk for _, chunk in events], len(texts))
@@ -188,6 +207,7 @@ def test_answer_stream_resumes_exactly_where_it_broke(kind: str, data: st.DataOb
 def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
     texts = data.draw(st.lists(OBJECTS, min_size=1, max_size=2) if kind == "call" else TEXTS)
     texts = texts[:2] if kind == "echo" else texts
+    texts = [f"{text}.{text}" for text in texts] if kind == "thought" else texts
     read = interleaved(texts, data.draw(ENDS))
     events = stream(ANSWERS[kind](), Transcript("r", 1, len(texts)), read)
     streamed = joined([chunk for _, chunk in events], len(texts))
@@ -201,6 +221,7 @@ def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
         message = shown.get("message", shown)
         text = message["text"] if "text" in message else message["content"] or ""
         assert text == expected["text"]
+        assert message.get("reasoning_content", "") == expected["thoughts"]
         assert shown["finish_reason"] == expected["finish"][0]
         scores = shown["logprobs"] or {}
         assert expected["logprobs"] == scores.get("token_logprobs", []) + [
@@ -212,6 +233,30 @@ def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
         assert [call["id"] for call in message.get("tool_calls", [])] == [
             each for call in expected["calls"].values() for each in call["id"]
         ]
+
+
+@pytest.mark.parametrize("ends", [[], [1, 3, 4], range(20)])
+def test_usage_counts_the_tokens_of_the_reasoning(ends: Sequence[int]) -> None:
+    texts = ["\nü?\n.\nyes", ".no", "abc"]
+    read = interleaved(texts, ends)
+    answer, transcript = ANSWERS["thought"](), Transcript("r", 1, len(texts))
+    events = stream(answer, transcript, read)
+    message = joined([chunk for _, chunk in events], len(texts))
+    chunk: Any = answer.usage_chunk(transcript.usage)
+    again, choices = Transcript("r", 1, len(texts)), [Collected() for _ in texts]
+    for piece in read:
+        output = again.read(0, piece)
+        assert output is not None
+        choices[output.choice].add(output)
+    whole = json.loads("".join(ANSWERS["thought"]().encode_complete(choices, again.usage)))
+
+    assert [each["thoughts"] for each in message] == ["ü?", "", "abc"]
+    assert [each["text"] for each in message] == ["yes", "no", ""]
+    # The token of the dot and those behind it are not counted.
+    details = {"reasoning_tokens": len("\nü?\n".encode()) + 3}
+    assert chunk["usage"]["completion_tokens_details"] == details
+    assert whole["usage"] == chunk["usage"]
+    assert "reasoning_content" not in whole["choices"][1]["message"]
 
 
 def test_completion_log_probabilities_have_text_offsets() -> None:

@@ -354,3 +354,19 @@ def test_chunk_has_the_usage_so_far(make: Any) -> None:
         {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
         for count in (1, 3, 4)
     ]
+
+
+@pytest.mark.parametrize("make", ANSWERS)
+def test_log_probabilities_include_kept_special_tokens(make: Any) -> None:
+    begin, end = BYTE_LEVEL.encode("<s></s>")
+    tokens = [begin, *BYTE_LEVEL.encode("count"), begin, end]
+    shown: Any = BYTE_LEVEL.with_special_tokens()
+    answer = whole(make(shown), finished(shown, tokens, Stops(token_ids=frozenset([end]))))
+
+    assert text_of(answer) == "<s>count<s>"
+    assert "".join(_token(row) for row in rows(answer["logprobs"])) == "<s>count<s>"
+
+
+def _token(row: Entry) -> str:
+    token: str = row["token"] if "token" in row else row["tokens"]
+    return token

@@ -1,0 +1,102 @@
+"""A chat whose marks of reasoning are special tokens, from its fields to its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from everlift.messages import FinishReason, Submission
+from everlift.v1 import inference_pb2 as pb
+from router.api.openai import answering
+from router.api.openai.answering import Answering
+from router.api.openai.conversation import Conversation
+from router.api.openai.fields import ChatFields, parse
+from router.chat.parsers.base import ReasoningFormat
+from router.chat.parsers.registry import Formats
+from router.chat.parsers.think import ThinkParser
+from router.chat.tools import ToolUse
+from router.config import RouterConfig
+from router.requests.request import Choice, Output
+from router.requests.tokenizer import ServedModel
+from tests.support.worker.vocabularies import BYTE_LEVEL
+
+BEGIN, END = BYTE_LEVEL.encode("<s></s>")
+THOUGHT, ANSWER = BYTE_LEVEL.encode("one two"), BYTE_LEVEL.encode("ten")
+MODEL = ServedModel("m", BYTE_LEVEL, (), BYTE_LEVEL.vocab_size, 4096)
+MARKED = ReasoningFormat(
+    "marked",
+    ("<s>", "</s>"),
+    lambda inner, prompt: ThinkParser("<s>", "</s>", inner, prompt),
+    lambda template: True,
+)
+
+
+class Generated:
+    """Output of a request that a worker has generated."""
+
+    trace = None
+    prompt_tokens = 2
+
+    def __init__(self, message: pb.GenerateRequest, tokens: Sequence[int]) -> None:
+        request = MODEL.resolve(Submission.from_proto(message, "r", seed=1))
+        output = Output.of(request, BYTE_LEVEL)
+        output.extend(tokens)
+        self._choice = Choice("r", 0, output, FinishReason.STOP)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, pb.GenerateResponse]]:
+        yield 0, self._choice.piece(0)
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def answered(
+    monkeypatch: pytest.MonkeyPatch, formats: Formats, tokens: Sequence[int], **fields: Any
+) -> Any:
+    conversation = Conversation("hi", None, ToolUse.of(None, None, True), formats)
+
+    async def of(fields: ChatFields) -> Conversation:
+        return conversation
+
+    async def submit(inference: Any, caller: Any, messages: Any, *rest: Any) -> Generated:
+        return Generated(messages[0], tokens)
+
+    monkeypatch.setattr(answering.Generation, "submit", submit)
+    call: Any = SimpleNamespace(headers={}, response_headers={}, arrived_at=0.0, caller=None)
+    conversations: Any = SimpleNamespace(of=of)
+    inference: Any = SimpleNamespace(count_rejected=lambda error: None)
+    handler = Answering(RouterConfig(), inference, MODEL, conversations)
+    messages = [{"role": "user", "content": "hi"}]
+    read = parse(ChatFields, {"messages": messages, **fields})
+    response: Any = await handler._chat(call, "r", read)
+    return json.loads(response.body)
+
+
+async def test_chat_answers_with_its_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [BEGIN, *THOUGHT, END, *ANSWER]
+    body = await answered(monkeypatch, Formats(None, MARKED), tokens, logprobs=False)
+    message = body["choices"][0]["message"]
+
+    assert (message["reasoning_content"], message["content"]) == ("one two", "ten")
+    assert body["usage"]["completion_tokens"] == len(tokens)
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(THOUGHT)}
+
+
+async def test_chat_of_other_models_has_no_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = await answered(monkeypatch, Formats(), [BEGIN, *THOUGHT, END, *ANSWER])
+    message = body["choices"][0]["message"]
+
+    assert message == {"role": "assistant", "content": "one twoten", "refusal": None}
+    assert "completion_tokens_details" not in body["usage"]
+
+
+async def test_chat_with_a_grammar_has_no_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = {"type": "json_object"}
+    body = await answered(monkeypatch, Formats(None, MARKED), ANSWER, response_format=form)
+
+    assert body["choices"][0]["message"]["content"] == "ten"
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
