@@ -22,6 +22,7 @@ from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import event_loop
 from router.active import ActiveModel, Connections
+from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.handlers import service_name
 from router.api.grpc.health_server import HealthServer, ReflectionServer
@@ -30,7 +31,6 @@ from router.api.http2 import Limits, Server
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
-from router.api.openai.conversation import Conversations
 from router.api.openai.explaining import Explaining
 from router.api.openai.server import HttpServer
 from router.api.openai.texts import Texts
@@ -338,11 +338,11 @@ class Router:
 
     def _api(self) -> ASGIApp:
         config, model = self.config, self._model
-        conversations = Conversations(model, self._template)
+        renderer = ChatRenderer(model, self._template)
         api = Api(
             self._authenticator,
-            Answering(config, self._inference, model, conversations),
-            Texts(model, conversations),
+            Answering(config, self._inference, model, renderer),
+            Texts(model, renderer),
             Explaining(self._inference),
             model,
             self._requests,

@@ -1,4 +1,4 @@
-"""Conversion of a chat's messages from a client's form to a template's form. Pure.
+"""Messages of OpenAI's chat completions, and those that a chat template reads. Pure.
 
 Templates are written for the form that transformers gives them, which differs from what OpenAI's
 clients send. In the templates' form, content is a single text, the arguments of a call are an
@@ -8,95 +8,118 @@ object instead of JSON text, and members that are null are absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
 from router.chat.checks import check_depth, check_function_name, check_json
+from router.chat.conversation import Role, ToolCall, Turn, with_function_names
 
 Message = dict[str, Any]
 
 MAX_MESSAGES = 8192
 MAX_BYTES = 4 << 20
 
+_ROLES: tuple[Role, ...] = get_args(Role)
+#: Members of an assistant's message that hold its reasoning, in clients' and in templates' forms.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: Text members that a template receives besides the content, by role. Other members are ignored,
-#: because clients send answers back as they received them and add members of their own.
-_TEXTS: Mapping[str, tuple[str, ...]] = {
-    "system": ("name",),
-    "developer": ("name",),
-    "user": ("name",),
-    "assistant": ("name", *_REASONING),
-    "tool": ("name", "tool_call_id"),
-}
 #: Members that hold a part of the conversation which a template cannot receive.
 _UNSUPPORTED = ("audio", "function_call")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def shown_messages(raw: object) -> list[Message]:
-    """Return a request's messages in the form that a chat template reads.
+def chat_turns(raw: object) -> tuple[Turn, ...]:
+    """Return the turns of a chat completion's ``messages``.
 
-    Raises UnsupportedContent for content other than text, OutOfRange for too many or too large
-    messages, NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults. The error
-    names the faulty member.
+    Members that are unknown or null are ignored, because clients send answers back as they received
+    them and add members of their own. Raises UnsupportedContent for content other than text,
+    OutOfRange for too many or too large messages, NotUtf8 for an unpaired surrogate, and
+    InvalidRequest for anything else that is wrong. The error names the faulty member.
     """
     if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages must be a list of at least one message")
     if len(raw) > MAX_MESSAGES:
         raise OutOfRange(f"messages has {len(raw)} messages; at most {MAX_MESSAGES} are allowed")
     check_json("messages", raw, MAX_BYTES)
-    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(raw)]
-    _name_results(messages)
-    return messages
+    return tuple(_turn(f"messages[{i}]", message) for i, message in enumerate(raw))
 
 
-def _message(at: str, raw: object) -> Message:
+def _turn(at: str, raw: object) -> Turn:
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{at} must be an object")
     role = raw.get("role")
-    if not isinstance(role, str) or role not in _TEXTS:
-        raise InvalidRequest(f"{at}.role must be one of {', '.join(_TEXTS)}")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{at}.role must be one of {', '.join(_ROLES)}")
     message = {key: value for key, value in raw.items() if value is not None}
     for key in _UNSUPPORTED:
         if key in message:
             raise UnsupportedContent(f"{at}.{key} is not supported")
-    shown: Message = {"role": role, "content": _content(at, message)}
-    for key in _TEXTS[role]:
+    parts, name = _parts(at, message), text_of(f"{at}.name", message.get("name", ""))
+    if role == "assistant":
         # Clients of other APIs add reasoning that is not text, which is ignored.
-        if key in message and (isinstance(message[key], str) or key not in _REASONING):
-            shown[key] = _text(f"{at}.{key}", message[key])
-    if role == "assistant" and (calls := _tool_calls(at, message.get("tool_calls", []))):
-        shown["tool_calls"] = calls
-    if role == "tool" and "tool_call_id" not in shown:
-        raise InvalidRequest(f"{at}.tool_call_id is missing: a result needs the id of its call")
-    return shown
+        texts = (message[key] for key in _REASONING if isinstance(message.get(key), str))
+        calls = _tool_calls(at, message.get("tool_calls", []))
+        return Turn(role, parts, next(texts, ""), calls, name=name)
+    if role == "tool":
+        if "tool_call_id" not in message:
+            raise InvalidRequest(f"{at}.tool_call_id is missing: a result needs the id of its call")
+        call_id = text_of(f"{at}.tool_call_id", message["tool_call_id"])
+        return Turn(role, parts, call_id=call_id, name=name)
+    return Turn(role, parts, name=name)
 
 
-def _content(at: str, message: Message) -> str:
-    """Return a message's content as one text; errors name the message's position ``at``.
+def template_messages(turns: Sequence[Turn]) -> list[Message]:
+    """Return turns as the messages that a chat template reads."""
+    return [_template_message(turn) for turn in with_function_names(turns)]
 
-    An assistant's message may have no content; usually it then has tool calls or a refusal.
-    Templates read the content of every message, so the refusal or an empty text takes its place.
+
+def _template_message(turn: Turn) -> Message:
+    message: Message = {"role": turn.role, "content": turn.text}
+    if turn.name:
+        message["name"] = turn.name
+    if turn.call_id:
+        message["tool_call_id"] = turn.call_id
+    if turn.reasoning:
+        # Each template reads one of these names. That of gpt-oss rejects "thinking" beside a text
+        # and calls.
+        names = _REASONING[:2] if turn.calls and turn.text else _REASONING
+        message.update(dict.fromkeys(names, turn.reasoning))
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in turn.calls
+        ]
+    return message
+
+
+def _parts(at: str, message: Message) -> tuple[str, ...]:
+    """Return the texts of a message's content; errors name the message's position ``at``.
+
+    An assistant's message may have no content; usually it then has tool calls or a refusal, which
+    takes the place of the content.
     """
     content = message.get("content")
     if message["role"] == "assistant" and content in (None, []):
-        return _text(f"{at}.refusal", message.get("refusal", ""))
-    return _joined(f"{at}.content", content)
+        refusal = text_of(f"{at}.refusal", message.get("refusal", ""))
+        return (refusal,) if refusal else ()
+    return text_parts(f"{at}.content", content)
 
 
-def _joined(at: str, content: object) -> str:
-    """Return the text of a message's ``content``, a text or a list of parts.
+def text_parts(at: str, content: object) -> tuple[str, ...]:
+    """Return the texts of a message's ``content``, a text or a list of parts.
 
-    The texts of parts are joined by line breaks. Errors name the position ``at`` in the request.
-    Raises UnsupportedContent for a part other than text, and InvalidRequest for an empty list or
-    another type.
+    Errors name the position ``at`` in the request. Raises UnsupportedContent for a part other than
+    text, and InvalidRequest for an empty list or another type.
     """
     if isinstance(content, str):
-        return content
+        return (content,)
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{at} must be a text or a list of parts")
-    return "\n".join(_part(f"{at}[{i}]", part) for i, part in enumerate(content))
+    return tuple(_part(f"{at}[{i}]", part) for i, part in enumerate(content))
 
 
 def _part(at: str, part: object) -> str:
@@ -104,41 +127,39 @@ def _part(at: str, part: object) -> str:
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{at} must be an object with a type")
     if kind == "refusal":
-        return _text(f"{at}.refusal", part.get("refusal"))
+        return text_of(f"{at}.refusal", part.get("refusal"))
     if kind not in _TEXT_PARTS:
         raise UnsupportedContent(f"{at}: this model accepts only text, not {kind[:64]}")
-    return _text(f"{at}.text", part.get("text"))
+    return text_of(f"{at}.text", part.get("text"))
 
 
-def _text(at: str, value: object) -> str:
+def text_of(at: str, value: object) -> str:
+    """Return ``value`` if it is a text. Raises InvalidRequest otherwise, naming ``at``."""
     if not isinstance(value, str):
         raise InvalidRequest(f"{at} must be a text")
     return value
 
 
-def _tool_calls(at: str, raw: object) -> list[Message]:
+def _tool_calls(at: str, raw: object) -> tuple[ToolCall, ...]:
     if not isinstance(raw, list):
         raise InvalidRequest(f"{at}.tool_calls must be a list")
-    return [_tool_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(raw)]
+    return tuple(_tool_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(raw))
 
 
-def _tool_call(at: str, call: object) -> Message:
+def _tool_call(at: str, call: object) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise InvalidRequest(f"{at} must be an object with a function")
     if call.get("type") not in (None, "function"):
         raise InvalidRequest(f"{at}.type must be function")
-    return {
-        "id": _text(f"{at}.id", call.get("id")),
-        "type": "function",
-        "function": {
-            "name": check_function_name(f"{at}.function.name", function.get("name")),
-            "arguments": _arguments(f"{at}.function.arguments", function.get("arguments")),
-        },
-    }
+    return ToolCall(
+        text_of(f"{at}.id", call.get("id")),
+        check_function_name(f"{at}.function.name", function.get("name")),
+        call_arguments(f"{at}.function.arguments", function.get("arguments")),
+    )
 
 
-def _arguments(at: str, raw: object) -> object:
+def call_arguments(at: str, raw: object) -> object:
     """Return the arguments of a tool call as an object, or as text if they are not a JSON object.
 
     An invalid text is accepted, because the model may have written it, and clients send back what
@@ -147,7 +168,7 @@ def _arguments(at: str, raw: object) -> object:
     """
     if raw is None or isinstance(raw, dict):
         return raw or {}
-    text = _text(at, raw)
+    text = text_of(at, raw)
     try:
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except RecursionError:
@@ -169,13 +190,3 @@ def _is_encodable(value: object) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
-
-
-def _name_results(messages: list[Message]) -> None:
-    """Set the name of each tool's result to that of the called function, unless it has a name."""
-    called: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls", []):
-            called[call["id"]] = call["function"]["name"]
-        if message["role"] == "tool" and message["tool_call_id"] in called:
-            message.setdefault("name", called[message["tool_call_id"]])

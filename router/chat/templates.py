@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +13,9 @@ from everlift.chat_templates import Templates
 from everlift.errors import QueueFull
 from router.chat import frames
 from router.chat.checks import checked
+from router.chat.conversation import Turn, num_characters
 from router.chat.frames import Launch
-from router.chat.messages import Message, shown_messages
+from router.chat.messages import Message, template_messages
 from router.chat.parsers.registry import Formats
 from router.chat.process import RendererProcess
 from router.config import RouterConfig
@@ -25,8 +26,8 @@ _MAX_CHARACTERS = 1 << 24
 _MEMORY_MIB = 512
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 64 << 20
-#: Maximum characters of messages that are checked and serialised in the event loop; longer messages
-#: are processed in a thread.
+#: Maximum characters of a conversation that is serialised in the event loop; longer ones are
+#: serialised in a thread.
 _INLINE_CHARACTERS = 1 << 16
 _DEFAULTS = RouterConfig()
 _NO_VARIABLES: Mapping[str, object] = {}
@@ -82,13 +83,13 @@ class ChatTemplate:
 
     async def render(
         self,
-        messages: object,
+        turns: Sequence[Turn],
         tools: list[dict[str, Any]] | None,
         *,
         add_generation_prompt: bool = True,
         more: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
-        """Return the prompt that the template renders for a client's ``messages``.
+        """Return the prompt that the template renders for a conversation.
 
         ``tools`` are the tools that the template receives (``ToolUse.shown``), or None. ``more``
         is the request's chat_template_kwargs.
@@ -102,14 +103,14 @@ class ChatTemplate:
         def encode() -> bytes:
             return frames.encode(
                 {
-                    "messages": self._with_roles(shown_messages(messages)),
+                    "messages": self._with_roles(template_messages(turns)),
                     "tools": tools,
                     "add_generation_prompt": add_generation_prompt,
                     "variables": checked(more),
                 }
             )
 
-        is_long = _is_long(messages)
+        is_long = num_characters(turns) > _INLINE_CHARACTERS
         return await self._enqueue(await asyncio.to_thread(encode) if is_long else encode())
 
     async def close(self) -> None:
@@ -148,20 +149,6 @@ class ChatTemplate:
             self._waiting_bytes -= len(chat.request)
             if not chat.text.done():
                 await _render(process, chat)
-
-
-def _is_long(messages: object) -> bool:
-    """Return whether the texts in ``messages`` have more than _INLINE_CHARACTERS in total."""
-    values, num_characters = [messages], 0
-    while values and num_characters <= _INLINE_CHARACTERS:
-        value = values.pop()
-        if isinstance(value, str):
-            num_characters += len(value)
-        elif isinstance(value, list):
-            values += value
-        elif isinstance(value, dict):
-            values += value.values()
-    return num_characters > _INLINE_CHARACTERS
 
 
 async def _render(process: RendererProcess, chat: _Chat) -> None:

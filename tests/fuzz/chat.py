@@ -11,8 +11,9 @@ from typing import Any
 from everlift.errors import EverliftError, InvalidGrammar, QueueFull, SettingsError
 from everlift.sampling import Grammar, GrammarKind
 from everlift.text import Stops, TextState
+from router.api.chat_renderer import ChatRenderer
 from router.api.openai import body, fields, submissions
-from router.api.openai.conversation import Conversations
+from router.api.openai.chat_conversation import chat_conversation
 from router.auth import document, file_store, key
 from router.chat.parsers.hermes import HERMES
 from router.chat.parsers.llama3 import LLAMA3
@@ -33,11 +34,11 @@ _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 # chats, by each of the templates
 
 
-async def _conversed(conversations: Conversations, data: bytes) -> None:
+async def _conversed(renderer: ChatRenderer, data: bytes) -> None:
     read = fields.parse(fields.ChatFields, body.parse(data))
-    conversation = await conversations.of(read)
-    submissions.of_chat(read, conversation.prompt, conversation.grammar)
-    parser = conversation.parser("r", 0)
+    rendered = await renderer.render(await chat_conversation(read))
+    submissions.of_chat(read, rendered.prompt, rendered.grammar)
+    parser = rendered.parser("r", 0)
     parser.feed('<tool_call>{"name": "weather", "arguments": {}}</tool_call>')
     parser.finish()
 
@@ -47,7 +48,7 @@ def _chats() -> Iterator[Run]:
     texts = (chat_support.HERMES, chat_support.LLAMA3, chat_support.MISTRAL)
     with event_loop() as runs, ExitStack() as stack:
         templates = [stack.enter_context(template(text)) for text in texts]
-        all_ = [Conversations(ServedModel.load("fake"), each) for each in templates]
+        all_ = [ChatRenderer(ServedModel.load("fake"), each) for each in templates]
         yield lambda data: runs(_conversed(all_[len(data) % len(all_)], data))
         for each in templates:
             runs(each.close())

@@ -27,13 +27,13 @@ from everlift.messages import Request
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2
 from everlift.v1 import inference_pb2 as pb
+from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.health_server import ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
-from router.api.openai.conversation import Conversations
 from router.api.openai.explaining import Explaining
 from router.api.openai.texts import Texts
 from router.api.service import Inference
@@ -95,11 +95,11 @@ class Served:
 
     def _api(self, inference: Inference, template: ChatTemplate) -> ASGIApp:
         model = self.gateway.model
-        conversations = Conversations(model, template)
+        renderer = ChatRenderer(model, template)
         return Api(
             OPEN,
-            Answering(_CONFIG, inference, model, conversations),
-            Texts(model, conversations),
+            Answering(_CONFIG, inference, model, renderer),
+            Texts(model, renderer),
             Explaining(inference),
             model,
             self.gateway.requests,

@@ -18,10 +18,11 @@ from everlift.text import Vocabulary
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
+from router.api.chat_renderer import ChatRenderer
 from router.api.openai import submissions
 from router.api.openai.chat import ChatAnswer
+from router.api.openai.chat_conversation import chat_conversation
 from router.api.openai.completion import CompletionAnswer
-from router.api.openai.conversation import Conversations
 from router.api.openai.endpoint import Call, cancel_on_disconnect
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import EventId
@@ -56,12 +57,12 @@ class Answering:
         config: RouterConfig,
         inference: Inference,
         model: ServedModel,
-        conversations: Conversations,
+        renderer: ChatRenderer,
     ) -> None:
         self._config = config
         self._inference = inference
         self._model = model
-        self._conversations = conversations
+        self._renderer = renderer
 
     async def completions(self, call: Call) -> ASGIApp:
         with self._counting_rejections():
@@ -89,19 +90,19 @@ class Answering:
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
         with self._counting_rejections():
-            conversation = await self._conversations.of(fields)
-            message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
+            rendered = await self._renderer.render(await chat_conversation(fields))
+            message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
             is_constrained = message.sampling.HasField("grammar")
             special_tokens = self._model.tokenizer.special_tokens.values()
-            message.keep_special_tokens = conversation.needs(special_tokens)
+            message.keep_special_tokens = rendered.needs(special_tokens)
             name = self._set_session(call, name, fields, [message])
             self._check_answer_size(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
             self._vocabulary(message),
-            lambda choice: conversation.parser(name, choice, is_constrained=is_constrained),
+            lambda choice: rendered.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
-            has_reasoning=conversation.formats.reasoning is not None,
+            has_reasoning=rendered.formats.reasoning is not None,
         )
         return await self._answer(call, name, fields, [message], [journal], answer)
 

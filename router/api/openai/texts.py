@@ -5,18 +5,18 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from everlift.errors import InvalidRequest
-from router.api.openai.conversation import Conversations
+from router.api.chat_renderer import ChatRenderer
+from router.api.openai.chat_conversation import chat_conversation
 from router.api.openai.endpoint import Call, JsonResponse
 from router.api.openai.fields import DetokenizeFields, TokenizeFields
-from router.chat.tools import ToolUse
 from router.requests import tokenizer
 from router.requests.tokenizer import ServedModel
 
 
 class Texts:
-    def __init__(self, model: ServedModel, conversations: Conversations) -> None:
+    def __init__(self, model: ServedModel, renderer: ChatRenderer) -> None:
         self._model = model
-        self._conversations = conversations
+        self._renderer = renderer
 
     async def tokenize(self, call: Call) -> Response:
         fields = await call.fields(TokenizeFields)
@@ -41,8 +41,7 @@ class Texts:
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if fields.messages is not None:
-            tools = ToolUse.of(fields.tools, None, parallel=True)
-            return await self._conversations.prompt(fields, tools)
+            return await self._renderer.token_ids(await chat_conversation(fields))
         text, has_special = fields.prompt or "", fields.add_special_tokens is not False
         return await tokenizer.with_text(
             len(text), lambda: self._model.encode(text, add_special_tokens=has_special)

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +24,8 @@ from everlift.errors import (
 )
 from router.chat import process as renderers
 from router.chat import templates
+from router.chat.conversation import Turn
+from router.chat.messages import chat_turns
 from router.chat.parsers.hermes import HERMES
 from router.chat.parsers.llama3 import LLAMA3
 from router.chat.templates import ChatTemplate
@@ -79,29 +80,31 @@ async def serving(
         await template.close()
 
 
-def saying(content: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
+def saying(content: str) -> tuple[Turn, ...]:
+    return (Turn("user", (content,)),)
 
 
 async def test_hermes_template_renders_tools_and_tool_calls(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.HERMES) as template:
         text = await template.render(
-            [
-                {"role": "developer", "content": "be brief"},
-                *HELLO,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "id": "c1",
-                            "type": "function",
-                            "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-            ],
+            chat_turns(
+                [
+                    {"role": "developer", "content": "be brief"},
+                    *HELLO,
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [
+                            {
+                                "id": "c1",
+                                "type": "function",
+                                "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
+                            }
+                        ],
+                    },
+                    {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+                ]
+            ),
             USE.shown,
             more={"enable_thinking": False},
         )
@@ -116,7 +119,7 @@ async def test_hermes_template_renders_tools_and_tool_calls(tmp_path: Path) -> N
             "<|im_start|>assistant\n<think></think>\n"
         )
         assert '{"name": "search", "parameters": {' in text
-        assert await template.render(HELLO, None, add_generation_prompt=False) == (
+        assert await template.render(chat_turns(HELLO), None, add_generation_prompt=False) == (
             "<|im_start|>user\nhello<|im_end|>\n"
         )
 
@@ -124,7 +127,7 @@ async def test_hermes_template_renders_tools_and_tool_calls(tmp_path: Path) -> N
 async def test_llama3_template_renders_and_selects_tool_format(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.LLAMA3) as template:
         assert template.formats.tools is LLAMA3
-        assert await template.render(HELLO, None) == (
+        assert await template.render(chat_turns(HELLO), None) == (
             "<s><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n"
         )
@@ -134,15 +137,15 @@ async def test_mistral_template_rejects_invalid_conversations(tmp_path: Path) ->
     async with serving(tmp_path, chat_support.MISTRAL) as template:
         assert template.formats.tools is None
         answer = {"role": "assistant", "content": "hi"}
-        assert await template.render([*HELLO, answer, *HELLO], None) == (
+        assert await template.render(chat_turns([*HELLO, answer, *HELLO]), None) == (
             "<s>[INST] hello [/INST] hi</s>[INST] hello [/INST]"
         )
         with pytest.raises(TemplateFailed, match="user and assistant must take turns"):
-            await template.render([*HELLO, *HELLO], None)
+            await template.render(chat_turns([*HELLO, *HELLO]), None)
         with pytest.raises(InvalidRequest, match="system is no role here"):
-            await template.render([{"role": "system", "content": ""}], None)
+            await template.render((Turn("system", ("",)),), None)
         with pytest.raises(InvalidRequest, match="may not set chat_template"):
-            await template.render(HELLO, None, more={"chat_template": "mine"})
+            await template.render(chat_turns(HELLO), None, more={"chat_template": "mine"})
 
 
 async def test_hostile_template_fails_only_its_own_chat(
@@ -168,7 +171,7 @@ async def test_endless_template_times_out_only_its_own_chat(
     # However busy the machine is, it is the CPU time that ends a chat here.
     monkeypatch.setattr(renderers, "_ELAPSED_FACTOR", 60)
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=3.0)) as template:
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
         before = supervisor(template).pid
         for act in ("loop", "number"):
             with pytest.raises(TemplateTimeout, match="more than 3 s"):
@@ -194,14 +197,14 @@ async def test_uncompilable_template_rejects_every_chat(
     async with serving(tmp_path, text, RouterConfig(template_timeout=limit_s)) as template:
         for _ in range(2):
             with pytest.raises(error, match=words):
-                await template.render(HELLO, None)
+                await template.render(chat_turns(HELLO), None)
 
 
 @pytest.mark.long
 async def test_event_loop_runs_during_template_timeout(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:
-        await template.render(HELLO, None)
+        await template.render(chat_turns(HELLO), None)
         turns = 0
 
         async def tick() -> None:
@@ -225,41 +228,41 @@ async def test_prestarted_renderer_serves_first_chat(tmp_path: Path) -> None:
         template.start()
         await until(lambda: template._processes[0]._process)
         process = supervisor(template)
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
         assert supervisor(template) is process
 
 
 async def test_killed_renderer_is_restarted(tmp_path: Path) -> None:
     async with serving(tmp_path, HOSTILE) as template:
-        await template.render(HELLO, None)
+        await template.render(chat_turns(HELLO), None)
         process = supervisor(template)
 
         [child] = children(process.pid)
         os.kill(child, signal.SIGKILL)
         with pytest.raises(TemplateFailed, match="crashed the process"):
-            await template.render(HELLO, None)
-        assert await template.render(HELLO, None) == "hello is fine"
+            await template.render(chat_turns(HELLO), None)
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
         assert supervisor(template) is process
 
         process.kill()
         process.wait()
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
 
 
 async def test_frozen_renderer_is_terminated_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
-        await template.render(HELLO, None)
+        await template.render(chat_turns(HELLO), None)
         process = supervisor(template)
         for child in children(process.pid):
             os.kill(child, signal.SIGSTOP)
 
         with monkeypatch.context() as patch, pytest.raises(TemplateTimeout):
             patch.setattr(renderers, "_ELAPSED_FACTOR", 0.01)
-            await template.render(HELLO, None)
+            await template.render(chat_turns(HELLO), None)
         assert process.returncode is not None
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
 
 
 async def test_renderer_start_failure_is_server_error(
@@ -270,9 +273,9 @@ async def test_renderer_start_failure_is_server_error(
             patch.setattr(sys, "executable", "/bin/false")
             template.start()
             with pytest.raises(EverliftError, match="chat renderer did not start") as caught:
-                await template.render(HELLO, None)
+                await template.render(chat_turns(HELLO), None)
             assert not isinstance(caught.value, InvalidRequest)
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
 
 
 async def test_renderer_queue_serializes_chats_and_rejects_excess(
@@ -295,13 +298,13 @@ async def test_renderer_queue_serializes_chats_and_rejects_excess(
 async def test_cancelled_render_frees_renderer(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:
-        await template.render(HELLO, None)
+        await template.render(chat_turns(HELLO), None)
         gone = asyncio.create_task(template.render(saying("loop"), None))
         while not template._waiting.empty() or not gone.get_stack():
             await asyncio.sleep(0)
         gone.cancel()
 
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
 
 
 async def test_renderer_processes_run_in_parallel(tmp_path: Path) -> None:
@@ -309,7 +312,7 @@ async def test_renderer_processes_run_in_parallel(tmp_path: Path) -> None:
     async with serving(tmp_path, HOSTILE, config) as template:
         looping = asyncio.create_task(template.render(saying("loop"), None))
         # The one does not wait for the other.
-        assert await template.render(HELLO, None) == "hello is fine"
+        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
         assert not looping.done()
         await template.close()
         with pytest.raises(asyncio.CancelledError):
@@ -321,7 +324,7 @@ async def test_renderer_process_is_sandboxed(
 ) -> None:
     monkeypatch.setenv("EVERLIFT_SECRET", "hush")
     async with serving(tmp_path, HOSTILE) as template:
-        await template.render(HELLO, None)
+        await template.render(chat_turns(HELLO), None)
         process = supervisor(template)
         [child] = children(process.pid)
         for pid in (process.pid, child):
@@ -340,11 +343,11 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from router.config import RouterConfig
 from tests.support.router.chat_support import chat_template
-from tests.integration.router.test_chat_templates import HELLO, HOSTILE, saying
+from tests.integration.router.test_chat_templates import HOSTILE, saying
 
 async def main():
     template = chat_template(Path(sys.argv[1]), HOSTILE, RouterConfig(template_timeout=3.0))
-    await template.render(HELLO, None)
+    await template.render(saying("hello"), None)
     asyncio.create_task(template.render(saying("loop"), None))
     await asyncio.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)

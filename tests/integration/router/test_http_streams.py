@@ -17,11 +17,10 @@ from everlift.client.client import AsyncClient
 from everlift.errors import DataLoss, ForgottenRequest, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.api.chat_renderer import ChatRenderer
 from router.api.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
-from router.api.openai.conversation import Conversations
 from router.api.openai.event_id import BEGIN, EventId
-from router.api.openai.fields import ChatFields
-from router.chat.tools import ToolUse
+from router.chat.conversation import Conversation
 from router.router import Router
 from tests.support.in_process import ROUTER, WORKER, Cluster, Held, cluster, right_tokens, until
 from tests.support.router.http_client import JSON, Event, Stream, ask, streamed
@@ -305,10 +304,10 @@ async def test_stream_follows_its_request(
 
 
 async def test_chat_follows_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def text(self: Conversations, fields: ChatFields, tools: ToolUse) -> str:
+    async def text(self: ChatRenderer, conversation: Conversation) -> str:
         return "hi"
 
-    monkeypatch.setattr(Conversations, "_text", text)
+    monkeypatch.setattr(ChatRenderer, "_text", text)
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "stream": True}
         body |= {"max_tokens": 60}

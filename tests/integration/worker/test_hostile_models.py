@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from router.chat.conversation import Turn
 from router.chat.templates import ChatTemplate
 from router.requests.tokenizer import ServedModel
 from tests.support.worker.grammar_support import DEMO_MODEL
@@ -133,7 +134,7 @@ async def test_model_code_of_a_supported_architecture_is_not_run(
     assert ServedModel.load(str(directory)).encode("a")
     template = ChatTemplate.load(directory)
     assert template is not None
-    assert await template.render([{"role": "user", "content": "a"}], None)
+    assert await template.render((Turn("user", ("a",)),), None)
     await template.close()
     assert not marker.exists()
 

@@ -10,7 +10,7 @@ from transformers.utils import chat_template_utils
 
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, UnsupportedContent
 from router.chat.checks import checked
-from router.chat.messages import MAX_BYTES, MAX_MESSAGES, shown_messages
+from router.chat.messages import MAX_BYTES, MAX_MESSAGES, chat_turns, template_messages
 
 USER = {"role": "user", "content": "hello"}
 
@@ -21,7 +21,7 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
 
 
 def shown(*messages: Any) -> list[Any]:
-    return shown_messages(list(messages))
+    return template_messages(chat_turns(list(messages)))
 
 
 def test_content_parts_are_joined_into_one_text() -> None:
@@ -165,11 +165,25 @@ def test_reasoning_that_is_no_text_is_ignored(value: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_reasoning_is_shown(key: str) -> None:
-    message = {"role": "assistant", "content": "4", key: "2 and 2"}
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
-    assert shown(message) == [message]
+
+@pytest.mark.parametrize("key", REASONING)
+def test_reasoning_is_shown_under_each_name(key: str) -> None:
+    message = {"role": "assistant", "content": "4"}
+
+    assert shown({**message, key: "2 and 2"}) == [
+        {**message, **dict.fromkeys(REASONING, "2 and 2")}
+    ]
+
+
+def test_thinking_is_not_shown_beside_text_and_calls() -> None:
+    """The template of gpt-oss rejects a message with all three of them."""
+    message = {"role": "assistant", "reasoning": "2 and 2", "tool_calls": [call({})]}
+    [with_text, without] = shown({**message, "content": "4"}, message)
+
+    assert "thinking" not in with_text and with_text["reasoning_content"] == "2 and 2"
+    assert without["thinking"] == "2 and 2"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +239,7 @@ def test_malformed_messages_are_rejected_with_their_path(
     messages: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as caught:
-        shown_messages(messages)
+        chat_turns(messages)
 
     assert words in str(caught.value)
     assert type(caught.value) is error

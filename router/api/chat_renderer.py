@@ -1,4 +1,4 @@
-"""Conversion of chats and tools into prompts, and of outputs into tool calls."""
+"""Conversion of conversations into prompts, and of outputs into tool calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everlift.errors import NoChatTemplate
 from everlift.sampling import Grammar
-from router.api.openai.fields import Chat, ChatFields
+from router.chat.conversation import Conversation
 from router.chat.parsers.base import Parser
 from router.chat.parsers.registry import Formats
 from router.chat.templates import ChatTemplate
@@ -17,8 +17,8 @@ from router.requests.tokenizer import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """Prompt of a chat, and the tools that its output may call.
+class RenderedChat:
+    """Prompt of a conversation, and the tools that its output may call.
 
     ``prompt`` is a text with special tokens. ``grammar`` constrains the output, unless it is None.
     ``formats`` are those in which the model writes tool calls and reasoning.
@@ -55,41 +55,39 @@ class Conversation:
         return {*marks, *(reasoning.marks if reasoning is not None else ())}
 
 
-class Conversations:
-    """Renderer of chats with the model's template; without a template, all chats are rejected."""
+class ChatRenderer:
+    """Renderer of conversations with the model's template; without one, all are rejected."""
 
     def __init__(self, model: ServedModel, template: ChatTemplate | None) -> None:
         self._model = model
         self._template = template
 
-    async def of(self, fields: ChatFields) -> Conversation:
-        """Return the rendered prompt and the tools of a chat request.
+    async def render(self, conversation: Conversation) -> RenderedChat:
+        """Return the prompt of a conversation, and what its output may be.
 
-        Raises NoChatTemplate, InvalidRequest if messages or tools are invalid, QueueFull if too
-        many chats wait to be rendered, and EverliftError if no renderer process can be started.
+        Raises NoChatTemplate, InvalidRequest if the tools are invalid, QueueFull if too many chats
+        wait to be rendered, and EverliftError if no renderer process can be started.
         """
-        tools = ToolUse.of(
-            fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
-        )
-        prompt = await self._text(fields, tools)
+        prompt = await self._text(conversation)
         self._model.check_fits(prompt)
         formats = self._template.formats if self._template is not None else Formats()
-        return Conversation(prompt, tools.grammar(formats.tools), tools, formats)
+        tools = conversation.tools
+        return RenderedChat(prompt, tools.grammar(formats.tools), tools, formats)
 
-    async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
-        """Return the token ids of a chat's prompt. Raises the same errors as ``of``."""
-        text = await self._text(fields, tools)
+    async def token_ids(self, conversation: Conversation) -> tuple[int, ...]:
+        """Return the token ids of a conversation's prompt. Raises the same errors as ``render``."""
+        text = await self._text(conversation)
         # A template writes the special tokens itself.
         return await tokenizer.with_text(
             len(text), lambda: self._model.encode(text, add_special_tokens=False)
         )
 
-    async def _text(self, fields: Chat, tools: ToolUse) -> str:
+    async def _text(self, conversation: Conversation) -> str:
         if self._template is None:
             raise NoChatTemplate(f"the model {self._model.name!r} has no chat template")
         return await self._template.render(
-            fields.messages or [],
-            tools.shown,
-            add_generation_prompt=fields.add_generation_prompt,
-            more=fields.chat_template_kwargs or {},
+            conversation.turns,
+            conversation.tools.shown,
+            add_generation_prompt=conversation.add_generation_prompt,
+            more=conversation.template_variables,
         )
