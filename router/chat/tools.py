@@ -13,7 +13,7 @@ is no grammar, so the model can write anything.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -36,8 +36,6 @@ MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
 #: Maximum bytes of all tools together as JSON.
 MAX_BYTES = 512 << 10
-#: Members of a function that the template receives. Others, which clients add, are ignored.
-_SHOWN = ("name", "description", "parameters")
 _NO_PARAMETERS: Mapping[str, Json] = {
     "type": "object",
     "properties": {},
@@ -79,13 +77,16 @@ class ToolUse:
     """Tools of a request, and the calls that its tool_choice allows or requires.
 
     ``named`` is the function's name for Choice.NAMED, else empty. Unless ``is_parallel``, the
-    output has at most one call.
+    output has at most one call. ``allowed`` are the names of the functions that may be called; None
+    means all. The template shows the other functions as well, so that prompts with different
+    ``allowed`` share cached prefixes.
     """
 
     functions: tuple[Function, ...]
     choice: Choice
     named: str = ""
     is_parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, parallel: bool) -> Self:
@@ -95,16 +96,39 @@ class ToolUse:
         too large or too deeply nested tools, NotUtf8 for an unpaired surrogate, and InvalidRequest
         for other faults.
         """
-        functions = _functions(tools)
-        choice, named = _choice(tool_choice)
+        choice, named, allowed = _choice(tool_choice)
+        return cls.checked(_functions(tools), choice, named, parallel, allowed)
+
+    @classmethod
+    def checked(
+        cls,
+        functions: tuple[Function, ...],
+        choice: Choice,
+        named: str = "",
+        is_parallel: bool = True,
+        allowed: frozenset[str] | None = None,
+    ) -> Self:
+        """Create the tools of a request.
+
+        Raises InvalidRequest if a call is required without tools, or if ``named`` or ``allowed``
+        has the name of no function.
+        """
         names = [function.name for function in functions]
         if choice in (Choice.REQUIRED, Choice.NAMED) and not functions:
             raise InvalidRequest("tool_choice requires a call, but there are no tools")
-        if choice is Choice.NAMED and named not in names:
-            raise InvalidRequest(f"tool_choice names {named}, which is not in tools")
+        for name in {named} - {""} | (allowed or frozenset()):
+            if name not in names:
+                raise InvalidRequest(f"tool_choice names {name}, which is not in tools")
         if not functions:
             choice = Choice.NONE
-        return cls(functions, choice, named, parallel)
+        return cls(functions, choice, named, is_parallel, allowed)
+
+    @property
+    def callable(self) -> tuple[Function, ...]:
+        """Return the functions that the output may call."""
+        if self.allowed is None:
+            return self.functions
+        return tuple(function for function in self.functions if function.name in self.allowed)
 
     @property
     def shown(self) -> list[Json] | None:
@@ -156,7 +180,7 @@ class ToolUse:
 
     @property
     def _schemas(self) -> Mapping[str, Json]:
-        return {function.name: function.parameters for function in self.functions}
+        return {function.name: function.parameters for function in self.callable}
 
     def _function(self, name: str) -> Function:
         return next(function for function in self.functions if function.name == name)
@@ -171,8 +195,8 @@ class ToolUse:
         schema: Json = {
             "type": "array",
             "minItems": 1,
-            "items": {"anyOf": [_call_schema(arguments, one) for one in self.functions]},
-            "$defs": {one.name: _definition(one) for one in self.functions},
+            "items": {"anyOf": [_call_schema(arguments, one) for one in self.callable]},
+            "$defs": {one.name: _definition(one) for one in self.callable},
         }
         return schema if self.is_parallel else {**schema, "maxItems": 1}
 
@@ -226,31 +250,72 @@ def _rooted_value(key: str, value: Json, root: str, bases: Set[str]) -> Json:
     return value if key in _DATA else _rooted(value, root, bases)
 
 
-def _choice(raw: object) -> tuple[Choice, str]:
+def _choice(raw: object) -> tuple[Choice, str, frozenset[str] | None]:
     if raw is None:
-        return Choice.AUTO, ""
+        return Choice.AUTO, "", None
     if isinstance(raw, str) and raw in ("none", "auto", "required"):
-        return Choice(raw), ""
-    if not isinstance(raw, dict) or raw.get("type") != Choice.NAMED.value:
+        return Choice(raw), "", None
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or kind not in (Choice.NAMED.value, "allowed_tools"):
         raise InvalidRequest(
-            "tool_choice must be none, auto, required, or an object of type function"
+            "tool_choice must be none, auto, required, or an object of type function or "
+            "allowed_tools"
         )
-    function = raw.get("function")
+    if kind == "allowed_tools":
+        return allowed_tools("tool_choice.allowed_tools", raw.get("allowed_tools"), _called)
+    return Choice.NAMED, _called("tool_choice", raw), None
+
+
+def _called(at: str, tool: Mapping[str, object]) -> str:
+    function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    return Choice.NAMED, check_function_name("tool_choice.function.name", name)
+    return check_function_name(f"{at}.function.name", name)
+
+
+def allowed_tools(
+    at: str, raw: object, name_of: Callable[[str, Mapping[str, object]], str]
+) -> tuple[Choice, str, frozenset[str]]:
+    """Parse the choice of calls among a part of the tools; errors name its position ``at``.
+
+    ``name_of`` returns the function's name of a tool at a position. Raises InvalidRequest.
+    """
+    mode = raw.get("mode") if isinstance(raw, dict) else None
+    tools = raw.get("tools") if isinstance(raw, dict) else None
+    if mode not in ("auto", "required"):
+        raise InvalidRequest(f"{at}.mode must be auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequest(f"{at}.tools must be a list of at least one tool")
+    names = []
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise InvalidRequest(f"{at}.tools[{i}] must be an object of type function")
+        names.append(name_of(f"{at}.tools[{i}]", tool))
+    return Choice(mode), "", frozenset(names)
 
 
 def _functions(tools: object) -> tuple[Function, ...]:
+    if tools == []:
+        raise InvalidRequest("tools must have at least one tool, not []", field="tools")
+    return functions_of(tools, _function)
+
+
+def functions_of(
+    tools: object, function_of: Callable[[str, object], Function]
+) -> tuple[Function, ...]:
+    """Parse the list of a request's tools; None means none.
+
+    ``function_of`` returns the function of a tool at a position in the request. Raises OutOfRange
+    for too many, too large or too deeply nested tools, NotUtf8 for an unpaired surrogate, and
+    InvalidRequest for anything else that is wrong.
+    """
     if tools is None:
         return ()
     if not isinstance(tools, list):
         raise InvalidRequest("tools must be a list")
-    if not tools:
-        raise InvalidRequest("tools must have at least one tool, not []", field="tools")
     if len(tools) > MAX_TOOLS:
         raise OutOfRange(f"tools has {len(tools)} tools; at most {MAX_TOOLS} are allowed")
     check_json("tools", tools, MAX_BYTES)
-    functions = tuple(_read(f"tools[{i}]", tool) for i, tool in enumerate(tools))
+    functions = tuple(function_of(f"tools[{i}]", tool) for i, tool in enumerate(tools))
     names = [function.name for function in functions]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -258,20 +323,30 @@ def _functions(tools: object) -> tuple[Function, ...]:
     return functions
 
 
-def _read(at: str, tool: object) -> Function:
+def _function(at: str, tool: object) -> Function:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise InvalidRequest(f"{at} must be an object of type function")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{at}.function must be an object")
-    at = f"{at}.function"
+    return checked_function(f"{at}.function", function)
+
+
+def checked_function(at: str, function: Mapping[str, Json], schema: str = "parameters") -> Function:
+    """Return the function that an object defines; errors name the object's position ``at``.
+
+    ``schema`` is the name of the member with the JSON schema of the arguments. Raises the errors of
+    ``functions_of``.
+    """
     check_json(at, function, MAX_TOOL_BYTES)
     name = check_function_name(f"{at}.name", function.get("name"))
-    _check_types(at, function)
-    parameters = function.get("parameters") or _NO_PARAMETERS
+    _check_types(at, function, schema)
+    parameters = function.get(schema) or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
-        raise InvalidRequest(f"{at}.parameters must be the schema of an object")
-    shown = {key: function[key] for key in _SHOWN if function.get(key) is not None}
+        raise InvalidRequest(f"{at}.{schema} must be the schema of an object")
+    shown: dict[str, Json] = {"name": name}
+    if function.get("description") is not None:
+        shown["description"] = function["description"]
     return Function(
         name,
         {"type": "function", "function": {**shown, "parameters": parameters}},
@@ -279,10 +354,10 @@ def _read(at: str, tool: object) -> Function:
     )
 
 
-def _check_types(at: str, function: Json) -> None:
+def _check_types(at: str, function: Mapping[str, Json], schema: str) -> None:
     for key, kind, words in (
         ("description", str, "a text"),
-        ("parameters", dict, "a JSON schema"),
+        (schema, dict, "a JSON schema"),
         ("strict", bool, "true or false"),
     ):
         if function.get(key) is not None and not isinstance(function[key], kind):

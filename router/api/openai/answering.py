@@ -26,10 +26,11 @@ from router.api.openai.completion import CompletionAnswer
 from router.api.openai.endpoint import Call, cancel_on_disconnect
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import EventId
-from router.api.openai.event_stream import Events, EventStream, KeepAlive, StreamedAnswer
+from router.api.openai.event_stream import Events, EventStream, KeepAlive
 from router.api.openai.fields import ChatFields, CompletionFields
 from router.api.openai.fields import Generation as GenerationFields
 from router.api.openai.generation import Generation
+from router.api.openai.streaming import ChunkOptions, StreamedAnswer
 from router.api.openai.transcript import Collected, Transcript, Usage
 from router.api.service import Inference
 from router.config import RouterConfig
@@ -75,6 +76,7 @@ class Answering:
                 self._envelope(f"cmpl-{name}"),
                 self._vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
+                options=_chunk_options(fields),
                 echoes=await self._echoes(fields) if fields.echo else (),
             )
         journals = [Journal(call.arrived_at) for _ in messages]
@@ -103,6 +105,7 @@ class Answering:
             lambda choice: rendered.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
             has_reasoning=rendered.formats.reasoning is not None,
+            options=_chunk_options(fields),
         )
         return await self._answer(call, name, fields, [message], [journal], answer)
 
@@ -132,18 +135,7 @@ class Answering:
             if transcript.spans:
                 call.response_headers["server-timing"] = server_timing(transcript.spans)
             return Response(body, media_type="application/json")
-        options = fields.stream_options
-        has_usage = bool(options and options.include_usage)
-        explains = any(message.explain for message in messages)
-        events = Events(
-            generation,
-            transcript,
-            answer,
-            has_usage=has_usage,
-            has_continuous_usage=bool(options and options.has_continuous_usage),
-            explains=explains,
-            has_ids=_reads_events(call),
-        )
+        events = Events(generation, transcript, answer, has_ids=_reads_events(call))
         return await EventStream.await_first(events, call.params, self._keep_alive(call))
 
     def _keep_alive(self, call: Call) -> KeepAlive:
@@ -261,6 +253,14 @@ def _set_name(call: Call, name: str) -> str:
         headers[service.X_REQUEST_ID] = name
     headers[service.IDEMPOTENCY_KEY] = name
     return name
+
+
+def _chunk_options(fields: GenerationFields) -> ChunkOptions:
+    options = fields.stream_options
+    return ChunkOptions(
+        has_usage=bool(options and options.include_usage),
+        has_continuous_usage=bool(options and options.has_continuous_usage),
+    )
 
 
 def _reads_events(call: Call) -> bool:

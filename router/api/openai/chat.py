@@ -12,6 +12,7 @@ from everlift.text import Vocabulary
 from router.api.openai import logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, ChatLogprobs
+from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
@@ -93,7 +94,10 @@ class ChatChunk(TypedDict):
     usage: UsageBody | None
 
 
-class ChatAnswer:
+_NO_OPTIONS = ChunkOptions()
+
+
+class ChatAnswer(ChunkedAnswer):
     """Writer of chat completions.
 
     ``parser`` is called with the index of a choice, and returns a parser that separates the
@@ -110,7 +114,9 @@ class ChatAnswer:
         *,
         has_logprobs: bool,
         has_reasoning: bool = False,
+        options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
+        super().__init__(options)
         self._envelope = envelope
         self._vocabulary = vocabulary
         self._parser = parser

@@ -10,6 +10,7 @@ from everlift.text import Vocabulary
 from router.api.openai import logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, CompletionLogprobs
+from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 
@@ -34,7 +35,10 @@ class Completion(TypedDict):
     usage: UsageBody | None
 
 
-class CompletionAnswer:
+_NO_OPTIONS = ChunkOptions()
+
+
+class CompletionAnswer(ChunkedAnswer):
     """Writer of completions.
 
     ``echoes`` has a prompt text for each choice, which precedes the choice's output (OpenAI's
@@ -48,7 +52,9 @@ class CompletionAnswer:
         *,
         has_logprobs: bool,
         echoes: Sequence[str] = (),
+        options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
+        super().__init__(options)
         self._envelope = envelope
         self._vocabulary = vocabulary
         self._has_logprobs = has_logprobs

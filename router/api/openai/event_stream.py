@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Self
 
 from starlette.types import Receive, Scope, Send
 
 from everlift import logs
 from everlift.errors import EverliftError
-from everlift.explanation import spans_as_json
-from router.api.openai import errors
 from router.api.openai.endpoint import Disconnected, cancel_on_disconnect
 from router.api.openai.generation import Generation
-from router.api.openai.transcript import NewOutput, Transcript, Usage
-from router.api.openai.writer import Writer, encode
+from router.api.openai.streaming import Event, StreamedAnswer
+from router.api.openai.transcript import Transcript
+from router.api.openai.writer import Writer
 
 log = logs.get_logger(__name__)
 
@@ -36,19 +35,6 @@ _HEADERS = (
 )
 
 
-class StreamedAnswer(Protocol):
-    """Writer of the chunks of a streamed answer: a completion or a chat completion."""
-
-    def data(self, output: NewOutput, usage: Usage | None = None) -> str | None:
-        """Return the chunk with the new output as JSON; None if there is nothing to send.
-
-        The chunk has the token counts so far if ``usage`` is given.
-        """
-        ...
-
-    def usage_chunk(self, usage: Usage) -> Mapping[str, Any]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
     """Settings that keep an idle stream's connection open; an interval of 0 seconds disables them.
@@ -64,11 +50,9 @@ class KeepAlive:
 class Events:
     """Server-sent events of one answer, which are polled; the creator must close the object.
 
-    With ``has_usage`` or ``explains``, a last chunk has the token counts and, if it is known, the
-    time breakdown of the request that ended last. With ``has_continuous_usage`` each chunk has the
-    token counts so far. With ``has_ids`` each event has an id line, which states the position in
-    the stream. It is optional, because clients that only know ``data`` lines would mistake the id
-    line for the beginning of their JSON.
+    With ``has_ids`` each event has an id line, which states the position up to which the client has
+    the output. Of several events for the same output only the last one has the position after it.
+    Clients that only know ``data`` lines would take the id line for the beginning of their JSON.
     """
 
     def __init__(
@@ -77,26 +61,15 @@ class Events:
         transcript: Transcript,
         answer: StreamedAnswer,
         *,
-        has_usage: bool,
-        has_continuous_usage: bool = False,
-        explains: bool = False,
         has_ids: bool = False,
     ) -> None:
         self._generation = generation
         self._transcript = transcript
         self._answer = answer
         self._has_ids = has_ids
-        #: token counts to add to each chunk, if any
-        self._usage = transcript.usage if has_continuous_usage else None
-        #: functions that write the events after the last piece, in reverse order
-        self._last: list[Callable[[], str]] = [lambda: "[DONE]"]
-        if has_usage or explains:
-            self._last.append(lambda: encode(self._usage_chunk()))
-
-    def _usage_chunk(self) -> Mapping[str, Any]:
-        chunk = self._answer.usage_chunk(self._transcript.usage)
-        spans = self._transcript.spans
-        return {**chunk, "timing": spans_as_json(spans)} if spans else chunk
+        #: events that are sent before any output
+        self._first = () if transcript.had_output else answer.first_events(transcript.usage)
+        self._is_over = False
 
     def listen(self, on_more: Callable[[], None]) -> None:
         """Set ``on_more`` as the function to call when there may be another event."""
@@ -104,26 +77,49 @@ class Events:
 
     @property
     def is_over(self) -> bool:
-        return not self._last
+        return self._is_over
 
     def poll(self) -> bytes | None:
-        """Return the next event; None if there is none yet.
+        """Return the next events; None if there are none yet.
 
         Raises the error of a failed request.
         """
+        if self._first:
+            events, self._first = self._first, ()
+            return self._written(events)
+        transcript = self._transcript
         while (numbered := self._generation.poll()) is not None:
-            output = self._transcript.read(*numbered)
-            if output is not None and (data := self._answer.data(output, self._usage)) is not None:
-                self._transcript.mark_read(output.choice)
-                return self.event(data)
-        if self._generation.is_over and self._last:
-            return self.event(self._last.pop()())
+            output = transcript.read(*numbered)
+            if output is not None and (events := self._answer.events(output, transcript.usage)):
+                before = self._id if len(events) > 1 else ""
+                transcript.mark_read(output.choice)
+                return self._written(events, before)
+        if self._generation.is_over and not self._is_over:
+            self._is_over = True
+            return self._written(self._answer.last_events(transcript.usage, transcript.spans))
         return None
 
-    def event(self, data: str) -> bytes:
-        """Return an event with ``data`` and, if enabled, an id with the current position."""
-        where = f"id: {self._transcript.event_id}\n" if self._has_ids else ""
-        return f"{where}data: {data}\n\n".encode()
+    def failed(self, error: EverliftError, params: Mapping[str, str]) -> bytes:
+        """Return the events that end the stream because of ``error``.
+
+        ``params`` maps names of fields in everlift.messages to the client's names.
+        """
+        return self._written(self._answer.error_events(error, params, self.resume_headers))
+
+    @property
+    def _id(self) -> str:
+        return f"id: {self._transcript.event_id}\n" if self._has_ids else ""
+
+    def _written(self, events: Sequence[Event], before: str | None = None) -> bytes:
+        """Return events as they are sent; all but the last one have the id line ``before``."""
+        after = self._id
+        ids = [after if before is None else before] * (len(events) - 1) + [after]
+        return "".join(
+            f"{line}event: {event.name}\ndata: {event.data}\n\n"
+            if event.name
+            else f"{line}data: {event.data}\n\n"
+            for line, event in zip(ids, events, strict=True)
+        ).encode()
 
     @property
     def resume_headers(self) -> Mapping[str, str]:
@@ -201,8 +197,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _fail(self, writer: Writer, error: EverliftError) -> None:
-        body = errors.streamed(error, self._params, self._events.resume_headers)
-        writer.write(self._events.event(encode(body)))
+        writer.write(self._events.failed(error, self._params))
 
 
 class _EventWriter:

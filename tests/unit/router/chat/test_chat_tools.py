@@ -222,3 +222,47 @@ def test_tool_format_is_detected_from_the_template() -> None:
     assert find_tool_format("auto", "<tool_call>\n<function=") is None
     assert find_tool_format("auto", "<tool_call>\n<arg_key>") is None
     assert find_tool_format("llama3", chat_support.HERMES) is LLAMA3
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_limit_calls_but_not_the_prompt(mode: str) -> None:
+    [first, second] = [tool(name="f"), tool(name="g")]
+    use = ToolUse.of([first, second], allowed(mode, "g"), True)
+
+    assert use.shown == ToolUse.of([first, second], None, True).shown
+    assert [function.name for function in use.callable] == ["g"]
+    grammar = use.grammar(HERMES)
+    if mode == "auto":
+        assert grammar is None
+        parser = use.parser(HERMES, "request", 0)
+        deltas = parser.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+        assert not parser.has_calls and deltas
+    else:
+        assert grammar is not None
+        [schema] = grammar.texts
+        assert '"const": "g"' in schema and '"const": "f"' not in schema
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (allowed("auto", "h"), "names h, which is not in tools"),
+        (allowed("auto"), "tools must be a list of at least one"),
+        (allowed("none", "f"), "mode must be auto or required"),
+        ({"type": "allowed_tools"}, "mode must be"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "f"}]}},
+            "tools[0] must be an object of type function",
+        ),
+    ],
+)
+def test_malformed_allowed_tools_are_rejected(raw: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ToolUse.of([tool(name="f")], raw, True)
+
+    assert words in str(caught.value)

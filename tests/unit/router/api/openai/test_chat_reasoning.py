@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from router.api.openai.conversation import Conversation
 
 from everlift.messages import FinishReason, Submission
 from everlift.v1 import inference_pb2 as pb
 from router.api.openai import answering
 from router.api.openai.answering import Answering
-from router.api.openai.conversation import Conversation
 from router.api.openai.fields import ChatFields, parse
 from router.chat.parsers.base import ReasoningFormat
 from router.chat.parsers.registry import Formats

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from router.api.openai.conversation import Conversation
+
 from router.chat.deltas import Reasoning
 from router.chat.parsers.registry import Formats
 from router.chat.tools import ToolUse

@@ -1,0 +1,103 @@
+"""Events of streamed answers, and those that completions and chat completions have in common.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from everlift.errors import EverliftError
+from everlift.explanation import spans_as_json
+from everlift.v1 import inference_pb2 as pb
+from router.api.openai import errors
+from router.api.openai.transcript import NewOutput, Usage
+from router.api.openai.writer import encode
+
+
+class Event(NamedTuple):
+    """Server-sent event: its data, and its name; an empty name is not sent."""
+
+    data: str
+    name: str = ""
+
+
+class StreamedAnswer(Protocol):
+    """Writer of a streamed answer.
+
+    ``usage`` has the token counts so far. Events are returned in their order.
+    """
+
+    def first_events(self, usage: Usage) -> Sequence[Event]:
+        """Return the events before any output. They are not sent when a client resumes a stream."""
+        ...
+
+    def events(self, output: NewOutput, usage: Usage) -> Sequence[Event]:
+        """Return the events of new output; empty if there is nothing to send."""
+        ...
+
+    def last_events(self, usage: Usage, spans: Sequence[pb.Span]) -> Sequence[Event]:
+        """Return the events after all output; ``spans`` are the time breakdown, if requested."""
+        ...
+
+    def error_events(
+        self, error: EverliftError, params: Mapping[str, str], resume: Mapping[str, str]
+    ) -> Sequence[Event]:
+        """Return the events that end a stream that failed with ``error``.
+
+        ``params`` maps names of fields in everlift.messages to the client's names. ``resume`` has
+        the headers with which the same POST continues the stream.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOptions:
+    """Token counts that a stream of chunks includes.
+
+    With ``has_usage``, a last chunk has the token counts. With ``has_continuous_usage``, every
+    chunk has those so far.
+    """
+
+    has_usage: bool = False
+    has_continuous_usage: bool = False
+
+
+class ChunkedAnswer:
+    """Base of completions and chat completions, whose events are chunks without a name."""
+
+    def __init__(self, options: ChunkOptions) -> None:
+        self._options = options
+
+    def data(self, output: NewOutput, usage: Usage | None = None) -> str | None:
+        """Return the chunk with the new output as JSON; None if there is nothing to send.
+
+        The chunk has the token counts so far if ``usage`` is given.
+        """
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: Usage) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def first_events(self, usage: Usage) -> Sequence[Event]:
+        return ()
+
+    def events(self, output: NewOutput, usage: Usage) -> Sequence[Event]:
+        data = self.data(output, usage if self._options.has_continuous_usage else None)
+        return () if data is None else (Event(data),)
+
+    def last_events(self, usage: Usage, spans: Sequence[pb.Span]) -> Sequence[Event]:
+        end = Event("[DONE]")
+        if not (self._options.has_usage or spans):
+            return (end,)
+        chunk = self.usage_chunk(usage)
+        if spans:
+            chunk = {**chunk, "timing": spans_as_json(spans)}
+        return Event(encode(chunk)), end
+
+    def error_events(
+        self, error: EverliftError, params: Mapping[str, str], resume: Mapping[str, str]
+    ) -> Sequence[Event]:
+        return (Event(encode(errors.streamed(error, params, resume))),)
