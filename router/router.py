@@ -22,6 +22,7 @@ from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import event_loop
 from router.active import ActiveModel, Connections
+from router.api.anthropic.messages import Messages
 from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.handlers import service_name
@@ -339,9 +340,11 @@ class Router:
     def _api(self) -> ASGIApp:
         config, model = self.config, self._model
         renderer = ChatRenderer(model, self._template)
+        answering = Answering(config, self._inference, model, renderer)
         api = Api(
             self._authenticator,
-            Answering(config, self._inference, model, renderer),
+            answering,
+            Messages(answering, renderer, model),
             Texts(model, renderer),
             Explaining(self._inference),
             model,

@@ -89,5 +89,6 @@ class ChatRenderer:
             conversation.turns,
             conversation.tools.shown,
             add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
             more=conversation.template_variables,
         )

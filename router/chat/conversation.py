@@ -56,12 +56,14 @@ class Conversation:
     """Turns of a chat, the tools that its next turn may call, and variables of the chat template.
 
     Without ``add_generation_prompt``, the prompt ends with the last turn instead of the beginning
-    of the assistant's next one.
+    of the assistant's next one. With ``continue_final_message``, it ends with the text of the last
+    turn, which the output continues.
     """
 
     turns: tuple[Turn, ...]
     tools: ToolUse
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     template_variables: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -9,7 +9,8 @@ kernel kills the child when a chat takes too much CPU time, and on Linux it also
 memory. The next child is ready 10 ms later. When the socket is closed, the child ends, and then
 this process ends too.
 
-    from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
+    from the router   a Launch; then {messages, tools, add_generation_prompt,
+                      continue_final_message, variables}
     to the router     {"ready": signal that ended the child before, or ""} from each new child;
                       then an answer to each chat: a text, {too_long: characters} or {error: cause}
 """
@@ -96,6 +97,7 @@ def _rendered(request: Frame, launch: Launch) -> str:
         tools=request["tools"],
         chat_template=template,
         add_generation_prompt=request["add_generation_prompt"],
+        continue_final_message=request["continue_final_message"],
         **{**launch.special_tokens, **request["variables"]},
     )
     return str(rendered[0][0])

@@ -87,12 +87,13 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         more: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
         """Return the prompt that the template renders for a conversation.
 
         ``tools`` are the tools that the template receives (``ToolUse.shown``), or None. ``more``
-        is the request's chat_template_kwargs.
+        is the request's chat_template_kwargs. See ``Conversation`` for the other arguments.
 
         Raises InvalidRequest, or one of its subclasses UnsupportedContent, OutOfRange, NotUtf8,
         TemplateFailed (the template rejects the messages or crashes), TemplateTimeout and
@@ -106,6 +107,7 @@ class ChatTemplate:
                     "messages": self._with_roles(template_messages(turns)),
                     "tools": tools,
                     "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continue_final_message,
                     "variables": checked(more),
                 }
             )

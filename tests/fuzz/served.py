@@ -27,6 +27,7 @@ from everlift.messages import Request
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2
 from everlift.v1 import inference_pb2 as pb
+from router.api.anthropic.messages import Messages
 from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.health_server import ReflectionServer
@@ -96,9 +97,11 @@ class Served:
     def _api(self, inference: Inference, template: ChatTemplate) -> ASGIApp:
         model = self.gateway.model
         renderer = ChatRenderer(model, template)
+        answering = Answering(_CONFIG, inference, model, renderer)
         return Api(
             OPEN,
-            Answering(_CONFIG, inference, model, renderer),
+            answering,
+            Messages(answering, renderer, model),
             Texts(model, renderer),
             Explaining(inference),
             model,

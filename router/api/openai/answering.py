@@ -18,7 +18,7 @@ from everlift.text import Vocabulary
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
-from router.api.chat_renderer import ChatRenderer
+from router.api.chat_renderer import ChatRenderer, RenderedChat
 from router.api.openai import submissions
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.chat_conversation import chat_conversation
@@ -66,55 +66,67 @@ class Answering:
         self._renderer = renderer
 
     async def completions(self, call: Call) -> ASGIApp:
-        with self._counting_rejections():
-            name = _choose_name(call)
+        with self.counting_rejections():
+            name = self.name_call(call)
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
-            name = self._set_session(call, name, fields, messages)
+            name = self.set_session(call, name, fields, messages)
             self._check_answer_size(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
-                self._vocabulary(messages[0]),
+                self.vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
                 options=_chunk_options(fields),
                 echoes=await self._echoes(fields) if fields.echo else (),
             )
         journals = [Journal(call.arrived_at) for _ in messages]
-        answering = self._answer(call, name, fields, messages, journals, answer)
+        answering = self.answer(call, name, fields, messages, journals, answer)
         return await cancel_on_disconnect(call.request.receive, answering)
 
     async def chat(self, call: Call) -> ASGIApp:
-        with self._counting_rejections():
-            name = _choose_name(call)
+        with self.counting_rejections():
+            name = self.name_call(call)
             fields = await call.fields(ChatFields)
         return await cancel_on_disconnect(call.request.receive, self._chat(call, name, fields))
 
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
-        with self._counting_rejections():
+        with self.counting_rejections():
             rendered = await self._renderer.render(await chat_conversation(fields))
-            message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
+            message = self.chat_message(fields, rendered)
             is_constrained = message.sampling.HasField("grammar")
-            special_tokens = self._model.tokenizer.special_tokens.values()
-            message.keep_special_tokens = rendered.needs(special_tokens)
-            name = self._set_session(call, name, fields, [message])
+            name = self.set_session(call, name, fields, [message])
             self._check_answer_size(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
-            self._vocabulary(message),
+            self.vocabulary(message),
             lambda choice: rendered.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
             has_reasoning=rendered.formats.reasoning is not None,
             options=_chunk_options(fields),
         )
-        return await self._answer(call, name, fields, [message], [journal], answer)
+        return await self.answer(call, name, fields, [message], [journal], answer)
 
-    def _vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:
+    def name_call(self, call: Call) -> str:
+        """Return the request id of a call: the one that the client sent, or else a new one.
+
+        It is also sent in the answer's headers.
+        """
+        return _set_name(call, _sent_name(call) or new_request_id())
+
+    def chat_message(self, fields: GenerationFields, rendered: RenderedChat) -> pb.GenerateRequest:
+        """Return the request for a rendered conversation. Raises InvalidRequest."""
+        message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
+        special_tokens = self._model.tokenizer.special_tokens.values()
+        message.keep_special_tokens = rendered.needs(special_tokens)
+        return message
+
+    def vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:
         """Return the vocabulary with which the text of a request's output is made."""
         tokenizer = self._model.tokenizer
         return tokenizer.with_special_tokens() if message.keep_special_tokens else tokenizer
 
-    async def _answer(
+    async def answer(
         self,
         call: Call,
         name: str,
@@ -123,6 +135,10 @@ class Answering:
         journals: Sequence[Journal],
         answer: Answer,
     ) -> ASGIApp:
+        """Submit the requests of a call, and return the response with their output.
+
+        Raises the errors of ``Inference.generate``.
+        """
         for message, request_id in zip(messages, _request_ids(name, len(messages)), strict=True):
             message.request_id = request_id
         transcript = _transcript(call, name, fields, messages)
@@ -157,21 +173,22 @@ class Answering:
             self._inference, call.caller, messages, had_output=transcript.had_output
         )
 
-    def _set_session(
+    def set_session(
         self,
         call: Call,
         name: str,
         fields: GenerationFields,
         messages: Sequence[pb.GenerateRequest],
+        default: str = "",
     ) -> str:
-        """Set the session of the messages, and return the call's request id.
+        """Set the session of the messages, and return ``name``, which may get the session's tag.
 
-        The id is ``name``, with the tag of the session unless the client sent the id.
+        ``default`` is the session if the client names none; empty for no session.
         """
         # The header takes precedence; it is applied when the messages are submitted.
         session_id = call.headers.get(service.SESSION_ID, "")
         if not session_id:
-            session_id = submissions.session_id(fields, self._config.session_from)
+            session_id = submissions.session_id(fields, self._config.session_from) or default
             for message in messages:
                 message.session_id = session_id
         # The id of a resumed stream has the tag already.
@@ -200,7 +217,7 @@ class Answering:
         return [text for text in texts for _ in range(fields.n or 1)]
 
     @contextmanager
-    def _counting_rejections(self) -> Iterator[None]:
+    def counting_rejections(self) -> Iterator[None]:
         """Context manager that counts an error as a rejected submission, and raises it again.
 
         The context must contain only code that runs before a request is submitted.
@@ -227,14 +244,6 @@ async def _collect_answer(generation: Generation, transcript: Transcript, answer
         parts.append(part.encode())
         await asyncio.sleep(0)
     return b"".join(parts)
-
-
-def _choose_name(call: Call) -> str:
-    """Return the call's request id, which is the client's or else a new one; send it in headers.
-
-    If the call has several requests, their indices are appended to this id.
-    """
-    return _set_name(call, _sent_name(call) or new_request_id())
 
 
 def _sent_name(call: Call) -> str:

@@ -1,4 +1,4 @@
-"""Paths of the HTTP server: the text part of OpenAI's API, and vLLM's additions."""
+"""Paths of the HTTP server: OpenAI's and Anthropic's APIs for text, and vLLM's additions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from everlift.errors import RouterStopping, UnknownPath
+from router.api.anthropic import errors as anthropic_errors
+from router.api.anthropic.messages import Messages
 from router.api.openai import openapi
 from router.api.openai.answering import Answering
 from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
@@ -37,6 +39,7 @@ class Api:
         self,
         authenticator: Authenticator,
         answering: Answering,
+        messages: Messages,
         texts: Texts,
         explaining: Explaining,
         model: ServedModel,
@@ -48,6 +51,7 @@ class Api:
         """Create the API; ``more`` are additional paths, for example those of the console."""
         self._authenticator = authenticator
         self._answering = answering
+        self._messages = messages
         self._texts = texts
         self._explaining = explaining
         self._model = model
@@ -63,6 +67,8 @@ class Api:
             [
                 self._route("POST", "/v1/completions", self._answering.completions, INFER),
                 self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
+                self._messages_route("/v1/messages", self._messages.create),
+                self._messages_route("/v1/messages/count_tokens", self._messages.count_tokens),
                 self._route("GET", "/v1/models", self._models, INFER),
                 self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
                 self._route("GET", _EXPLANATION, self._explaining.explain, INFER, ADMIN),
@@ -95,6 +101,11 @@ class Api:
 
     def _route(self, method: str, path: str, handler: Handler, *scopes: caller.Scope) -> Route:
         return Route(path, self._endpoint(method, handler, *scopes))
+
+    def _messages_route(self, path: str, handler: Handler) -> Route:
+        limit, describe = self._max_body_bytes, anthropic_errors.described
+        endpoint = Endpoint(self._authenticator, "POST", handler, (INFER,), limit, describe)
+        return Route(path, endpoint)
 
     def _endpoint(self, method: str, handler: Handler, *scopes: caller.Scope) -> Endpoint:
         return Endpoint(self._authenticator, method, handler, scopes, self._max_body_bytes)

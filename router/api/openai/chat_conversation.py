@@ -21,5 +21,8 @@ async def chat_conversation(fields: Chat) -> Conversation:
     messages = fields.messages
     turns = await tokenizer.with_text(num_text_characters(messages), lambda: chat_turns(messages))
     return Conversation(
-        turns, tools, fields.add_generation_prompt, fields.chat_template_kwargs or {}
+        turns,
+        tools,
+        fields.add_generation_prompt,
+        template_variables=fields.chat_template_kwargs or {},
     )

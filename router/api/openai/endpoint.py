@@ -110,6 +110,8 @@ class Call:
 
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]
+#: Returns the body of an error response; see ``errors.described`` for the arguments.
+DescribeError = Callable[[EverliftError, Mapping[str, str]], Mapping[str, Any]]
 ANY_METHOD = "*"
 
 
@@ -127,12 +129,14 @@ class Endpoint:
         handler: Handler,
         scopes: tuple[callers.Scope, ...],
         max_body_bytes: int,
+        describe: DescribeError = errors.described,
     ) -> None:
         self._authenticator = authenticator
         self._method = method
         self._handler = handler
         self._scopes = scopes
         self._max_body_bytes = max_body_bytes
+        self._describe = describe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at, request = now(), Request(scope, receive)
@@ -153,11 +157,15 @@ class Endpoint:
         except (Disconnected, ClientDisconnect):
             return None
         except EverliftError as error:
-            return refusal(error, call.params)
+            return self._refusal(error, call)
         except Exception:
             log.exception("unexpected error in an HTTP request", path=call.request.url.path)
             unknown = EverliftError("internal error; see the router's log")
-            return refusal(unknown, call.params)
+            return self._refusal(unknown, call)
+
+    def _refusal(self, error: EverliftError, call: Call) -> JsonResponse:
+        body = self._describe(error, call.params)
+        return JsonResponse(body, error.http_status, errors.headers(error))
 
     def _check_method(self, call: Call) -> None:
         if self._method == ANY_METHOD:
@@ -196,10 +204,6 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def refusal(error: EverliftError, params: Mapping[str, str]) -> JsonResponse:
-    return JsonResponse(errors.described(error, params), error.http_status, errors.headers(error))
 
 
 def _with_headers(headers: Mapping[str, str], send: Send) -> Send:

@@ -65,19 +65,20 @@ def _prompted(message: pb.GenerateRequest, prompt: str | list[int]) -> pb.Genera
     return prompted
 
 
-def of_chat(fields: ChatFields, prompt: str, tools: Grammar | None) -> pb.GenerateRequest:
+def of_chat(fields: Generation, prompt: str, tools: Grammar | None) -> pb.GenerateRequest:
     """Return the request for a chat whose rendered conversation is ``prompt``.
 
     ``tools`` is the grammar of tool calls if the output must be a tool call, else None. This
     grammar replaces that of response_format. Raises InvalidRequest if a field is invalid.
     """
     message = _message(fields)
-    if fields.max_completion_tokens is not None:
-        message.max_tokens = fields.max_completion_tokens
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
-    if fields.logprobs:
-        message.sampling.logprobs = fields.top_logprobs or 0
+    if isinstance(fields, ChatFields):
+        if fields.max_completion_tokens is not None:
+            message.max_tokens = fields.max_completion_tokens
+        if fields.top_logprobs is not None and not fields.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        if fields.logprobs:
+            message.sampling.logprobs = fields.top_logprobs or 0
     if tools is not None:
         if fields.structured_outputs is not None:
             raise InvalidRequest(

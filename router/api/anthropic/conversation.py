@@ -1,0 +1,181 @@
+"""Conversion between Anthropic's messages and the internal form of a conversation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
+from router.api.anthropic.fields import CountTokensFields
+from router.chat.checks import check_function_name, check_json
+from router.chat.conversation import Conversation, ToolCall, Turn
+from router.chat.messages import MAX_BYTES, MAX_MESSAGES, text_of
+from router.chat.tools import Choice, Function, ToolUse, checked_function, functions_of
+
+Block = dict[str, Any]
+
+#: Blocks of an assistant that a client sends back, and of which nothing reaches the prompt.
+_IGNORED = ("redacted_thinking",)
+_CHOICES = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "none": Choice.NONE}
+
+
+def conversation_of(fields: CountTokensFields) -> Conversation:
+    """Return the conversation of a request.
+
+    If the last message is the assistant's, the answer continues it. The template variable
+    ``enable_thinking`` states whether ``thinking`` was requested. Raises UnsupportedContent for
+    content other than text, OutOfRange for too many or too large messages or tools, NotUtf8 for
+    an unpaired surrogate, and InvalidRequest for other faults.
+    """
+    if len(fields.messages) > MAX_MESSAGES:
+        raise OutOfRange(f"at most {MAX_MESSAGES} messages, not {len(fields.messages)}")
+    check_json("messages", fields.messages, MAX_BYTES)
+    turns = [
+        *_system(fields.system),
+        *(
+            turn
+            for i, message in enumerate(fields.messages)
+            for turn in _turns(f"messages[{i}]", message)
+        ),
+    ]
+    continues = turns[-1].role == "assistant"
+    is_thinking = fields.thinking is not None and fields.thinking.type != "disabled"
+    return Conversation(
+        tuple(turns),
+        _tools(fields),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        template_variables={"enable_thinking": is_thinking},
+    )
+
+
+def _system(system: str | Sequence[object] | None) -> Iterator[Turn]:
+    if system:
+        check_json("system", system, MAX_BYTES)
+        yield Turn("system", _texts("system", system))
+
+
+def _texts(at: str, content: object) -> tuple[str, ...]:
+    return tuple(_text(where, block) for where, block in _blocks(at, content))
+
+
+def _text(at: str, block: Block) -> str:
+    if block["type"] != "text":
+        raise UnsupportedContent(f"{at}: this model accepts only text, not {block['type'][:64]}")
+    return text_of(f"{at}.text", block.get("text"))
+
+
+def _blocks(at: str, content: object) -> list[tuple[str, Block]]:
+    """Return the blocks of a content, each with its position in the request."""
+    if isinstance(content, str):
+        return [(at, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{at} must be a text or a list of blocks")
+    for i, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise InvalidRequest(f"{at}[{i}] must be an object with a type")
+    return [(f"{at}[{i}]", block) for i, block in enumerate(content)]
+
+
+def _turns(at: str, message: Mapping[str, object]) -> list[Turn]:
+    role, content = message.get("role"), message.get("content")
+    if role == "system":
+        return [Turn("system", _texts(f"{at}.content", content))]
+    if role not in ("user", "assistant"):
+        raise InvalidRequest(f"{at}.role must be user, assistant or system")
+    blocks = _blocks(f"{at}.content", content)
+    return [_assistant(blocks)] if role == "assistant" else _user(at, blocks)
+
+
+def _user(at: str, blocks: Sequence[tuple[str, Block]]) -> list[Turn]:
+    """Return a turn for each tool result, and one for each sequence of texts."""
+    turns: list[Turn] = []
+    texts: list[str] = []
+    for where, block in blocks:
+        if block["type"] != "tool_result":
+            texts.append(_text(where, block))
+            continue
+        if texts:
+            turns.append(Turn("user", tuple(texts)))
+            texts = []
+        call_id = text_of(f"{where}.tool_use_id", block.get("tool_use_id"))
+        result = _texts(f"{where}.content", block.get("content") or "")
+        turns.append(Turn("tool", result, call_id=call_id))
+    if texts:
+        turns.append(Turn("user", tuple(texts)))
+    if not turns:
+        raise InvalidRequest(f"{at}.content must not be empty")
+    return turns
+
+
+def _assistant(blocks: Sequence[tuple[str, Block]]) -> Turn:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for where, block in blocks:
+        match block["type"]:
+            case "thinking":
+                reasoning.append(text_of(f"{where}.thinking", block.get("thinking")))
+            case "tool_use":
+                calls.append(_call(where, block))
+            case kind if kind not in _IGNORED:
+                texts.append(_text(where, block))
+    return Turn("assistant", tuple(texts), "".join(reasoning), tuple(calls))
+
+
+def _call(at: str, block: Block) -> ToolCall:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{at}.input must be an object")
+    name = check_function_name(f"{at}.name", block.get("name"))
+    return ToolCall(text_of(f"{at}.id", block.get("id")), name, arguments)
+
+
+def _tools(fields: CountTokensFields) -> ToolUse:
+    raw = fields.tool_choice or {"type": "auto"}
+    kind = raw.get("type")
+    is_parallel = raw.get("disable_parallel_tool_use") is not True
+    functions = functions_of(fields.tools, _function)
+    if kind == "tool":
+        named = check_function_name("tool_choice.name", raw.get("name"))
+        return ToolUse.checked(functions, Choice.NAMED, named, is_parallel)
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidRequest("tool_choice.type must be auto, any, none or tool")
+    return ToolUse.checked(functions, _CHOICES[kind], is_parallel=is_parallel)
+
+
+def _function(at: str, tool: object) -> Function:
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"{at} must be an object")
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(f"{at}.type must be custom: the server runs no tools itself")
+    return checked_function(at, tool, "input_schema")
+
+
+def messages_of(turns: Sequence[Turn]) -> tuple[str, list[Block]]:
+    """Return the system prompt and the messages of turns: the inverse of ``conversation_of``.
+
+    Turns of the user and tool results that follow each other become one message.
+    """
+    system = "\n".join(turn.text for turn in turns if turn.role in ("system", "developer"))
+    messages: list[Block] = []
+    for turn in turns:
+        if turn.role in ("system", "developer"):
+            continue
+        role = "assistant" if turn.role == "assistant" else "user"
+        if role == "assistant" or not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": []})
+        messages[-1]["content"] += _blocks_of(turn)
+    return system, messages
+
+
+def _blocks_of(turn: Turn) -> list[Block]:
+    texts = [{"type": "text", "text": part} for part in turn.parts]
+    if turn.role == "tool":
+        return [{"type": "tool_result", "tool_use_id": turn.call_id, "content": texts}]
+    thinking = {"type": "thinking", "thinking": turn.reasoning, "signature": ""}
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        for call in turn.calls
+    ]
+    return [*([thinking] if turn.reasoning else []), *texts, *calls]

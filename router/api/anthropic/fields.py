@@ -1,0 +1,124 @@
+"""Fields of ``/v1/messages`` and ``/v1/messages/count_tokens``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from router.api.openai.fields import (
+    Fields,
+    Generation,
+    InRange,
+    JsonSchema,
+    List,
+    Object,
+    ResponseFormat,
+)
+
+
+class Thinking(Fields):
+    """Choice whether the model reasons before it answers, if its chat template has this choice."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+    # Accepted, but without effect.
+    budget_tokens: int | None = None
+    display: Any = None
+
+
+class Metadata(Fields):
+    user_id: str | None = None
+
+
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = None
+
+    # Accepted, but without effect.
+    effort: Any = None
+
+
+class CountTokensFields(Fields):
+    """Fields that make up the prompt."""
+
+    model: str
+    messages: List[Object] = Field(min_length=1)
+    system: str | List[Object] | None = None
+    tools: List[Object] | None = None
+    tool_choice: Object | None = None
+    thinking: Thinking | None = None
+
+    #: like one in the last block
+    cache_control: Object | None = None
+    output_config: OutputConfig | None = None
+
+    # Accepted, but without effect.
+    speed: Any = None
+    user_profile_id: Any = None
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "container": "there is no code execution",
+        "context_management": "the client has to shorten the conversation",
+        "mcp_servers": "the server calls no tools itself",
+    }
+
+
+class MessagesFields(CountTokensFields):
+    max_tokens: Annotated[int, InRange("max_tokens")]
+    metadata: Metadata | None = None
+    stop_sequences: List[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, InRange("temperature")] | None = None
+    top_k: Annotated[int, InRange("top_k")] | None = None
+    top_p: Annotated[float, InRange("top_p")] | None = None
+
+    # Everlift's additions, as in the other APIs.
+    priority: Annotated[int, InRange("priority")] | None = None
+    seed: Annotated[int, InRange("seed")] | None = None
+    timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
+    ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
+    cache_salt: str | None = None
+    on_disconnect: Literal["cancel", "grace", "continue"] | None = None
+
+    # Accepted, but without effect.
+    diagnostics: Any = None
+    inference_geo: Any = None
+    service_tier: Any = None
+
+    PARAMS: ClassVar[Mapping[str, str]] = {
+        "request_id": "idempotency-key",
+        "stop": "stop_sequences",
+        **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
+    }
+
+    @property
+    def generation(self) -> Generation:
+        """Return the parameters of the generation in the form that all APIs share."""
+        form = self.output_config.format if self.output_config else None
+        return Generation(
+            model=self.model,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+            stream=self.stream,
+            seed=self.seed,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            timeout_ms=self.timeout_ms,
+            ttft_target_ms=self.ttft_target_ms,
+            on_disconnect=self.on_disconnect,
+            response_format=_response_format(form) if form else None,
+            user=self.metadata.user_id if self.metadata else None,
+        )
+
+
+def _response_format(form: OutputFormat) -> ResponseFormat:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_))
