@@ -6,6 +6,7 @@ from cluster.demo.load import Task
 from everlift import model_files
 from everlift.errors import NoChatTemplate
 from everlift.v1 import inference_pb2 as pb
+from router.chat.conversation import Turn
 from router.chat.templates import ChatTemplate
 from router.requests.tokenizer import ServedModel
 
@@ -76,8 +77,7 @@ async def chat_tasks(model: str, count: int) -> list[Task]:
 
 async def _task(served: ServedModel, template: ChatTemplate, number: int) -> Task:
     question = _question(number)
-    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
-    text = await template.render(messages, None)
+    text = await template.render([Turn("system", (_SYSTEM,)), Turn("user", (question,))], None)
     tokens = served.tokenizer.encode(text, add_special_tokens=False)
     return Task(
         shown=f"{question}\n",

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from router.api.openai.conversation import Conversation
 
 from everlift.messages import FinishReason, Submission
 from everlift.v1 import inference_pb2 as pb
+from router.api.chat_renderer import RenderedChat
 from router.api.openai import answering
 from router.api.openai.answering import Answering
 from router.api.openai.fields import ChatFields, parse
+from router.chat.conversation import Conversation
 from router.chat.parsers.base import ReasoningFormat
 from router.chat.parsers.registry import Formats
 from router.chat.parsers.think import ThinkParser
@@ -57,19 +58,19 @@ class Generated:
 async def answered(
     monkeypatch: pytest.MonkeyPatch, formats: Formats, tokens: Sequence[int], **fields: Any
 ) -> Any:
-    conversation = Conversation("hi", None, ToolUse.of(None, None, True), formats)
+    rendered = RenderedChat("hi", None, ToolUse.of(None, None, True), formats)
 
-    async def of(fields: ChatFields) -> Conversation:
-        return conversation
+    async def render(conversation: Conversation) -> RenderedChat:
+        return rendered
 
     async def submit(inference: Any, caller: Any, messages: Any, *rest: Any) -> Generated:
         return Generated(messages[0], tokens)
 
     monkeypatch.setattr(answering.Generation, "submit", submit)
     call: Any = SimpleNamespace(headers={}, response_headers={}, arrived_at=0.0, caller=None)
-    conversations: Any = SimpleNamespace(of=of)
+    renderer: Any = SimpleNamespace(render=render)
     inference: Any = SimpleNamespace(count_rejected=lambda error: None)
-    handler = Answering(RouterConfig(), inference, MODEL, conversations)
+    handler = Answering(RouterConfig(), inference, MODEL, renderer)
     messages = [{"role": "user", "content": "hi"}]
     read = parse(ChatFields, {"messages": messages, **fields})
     response: Any = await handler._chat(call, "r", read)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router.api.openai.conversation import Conversation
 
+from router.api.chat_renderer import RenderedChat
 from router.chat.deltas import Reasoning
 from router.chat.parsers.registry import Formats
 from router.chat.tools import ToolUse
@@ -21,10 +21,10 @@ CHANNELS = (
 
 def conversation(
     tool_format: str, reasoning: str, *, choice: Any = None, tools: Any = TOOLS, prompt: str = "hi"
-) -> Conversation:
+) -> RenderedChat:
     formats = Formats.of(tool_format, reasoning, "")
     use = ToolUse.of(tools, choice, True)
-    return Conversation(prompt, use.grammar(formats.tools), use, formats)
+    return RenderedChat(prompt, use.grammar(formats.tools), use, formats)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def conversation(
     ],
 )
 def test_conversation_parser_separates_reasoning(
-    chat: Conversation, text: str, expected: Any
+    chat: RenderedChat, text: str, expected: Any
 ) -> None:
     assert plain(told(chat.parser("r", 0), [text])) == expected
 
@@ -67,7 +67,7 @@ def test_conversation_parser_separates_reasoning(
         ),
     ],
 )
-def test_constrained_output_has_no_reasoning(chat: Conversation, text: str, expected: Any) -> None:
+def test_constrained_output_has_no_reasoning(chat: RenderedChat, text: str, expected: Any) -> None:
     assert plain(told(chat.parser("r", 0, is_constrained=True), [text])) == expected
 
 
@@ -86,6 +86,6 @@ def test_constrained_output_has_no_reasoning(chat: Conversation, text: str, expe
     ],
 )
 def test_conversation_needs_special_tokens_that_are_marks(
-    chat: Conversation, special_tokens: list[str], expected: bool
+    chat: RenderedChat, special_tokens: list[str], expected: bool
 ) -> None:
     assert chat.needs(special_tokens) is expected
