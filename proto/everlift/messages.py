@@ -39,6 +39,7 @@ MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
 #: Maximum length of session_id, fairness_id and application.
 MAX_LABEL_BYTES = 128
+MAX_ATTACHMENT_BYTES = 4 << 20
 #: Number of token ids that are copied at once; between two copies, other threads can run.
 _IDS_PER_COPY = 1 << 14
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
@@ -103,7 +104,8 @@ class Submission:
     conversation. ``fairness_id`` is a label that is only recorded in traces. ``application`` names
     the purpose of the request, from which the length of the output is predicted. With
     ``add_special_tokens``, the tokenizer adds its special tokens to a text. With
-    ``keep_special_tokens``, the text of the output includes special tokens.
+    ``keep_special_tokens``, the text of the output includes special tokens. ``attachment`` is data
+    of an API that the ledger stores with the request.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -132,6 +134,7 @@ class Submission:
     clamp_max_tokens: bool = False
     add_special_tokens: bool = True
     keep_special_tokens: bool = False
+    attachment: bytes = b""
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -154,6 +157,10 @@ class Submission:
         _check_bytes("session_id", self.session_id, MAX_LABEL_BYTES)
         _check_bytes("fairness_id", self.fairness_id, MAX_LABEL_BYTES)
         _check_bytes("application", self.application, MAX_LABEL_BYTES)
+        if len(self.attachment) > MAX_ATTACHMENT_BYTES:
+            raise OutOfRange(
+                f"attachment is longer than {MAX_ATTACHMENT_BYTES} bytes", field="attachment"
+            )
 
     @property
     def salt(self) -> bytes:
@@ -210,6 +217,7 @@ class Submission:
                 message.add_special_tokens if message.HasField("add_special_tokens") else True
             ),
             keep_special_tokens=message.keep_special_tokens,
+            attachment=message.attachment,
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -271,7 +279,7 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
     """Return the SHA-256 of the fields in which two submissions of a request must agree.
 
     These are all fields of ``message`` except request_id, timeout_ms, on_disconnect, priority,
-    ttft_target_ms, explain, session_id, fairness_id and application.
+    ttft_target_ms, explain, session_id, fairness_id, application and attachment.
     """
     body = pb.GenerateRequest()
     body.CopyFrom(message)
@@ -280,7 +288,7 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
     for name in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
         body.ClearField(name)
     body.ClearField("explain")  # it affects only the answer of one call
-    for label in ("session_id", "fairness_id", "application"):
+    for label in ("session_id", "fairness_id", "application", "attachment"):
         body.ClearField(label)
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
 
@@ -328,6 +336,7 @@ class Request:
     clamp_max_tokens: bool = False
     eos_token_ids: tuple[int, ...] = ()
     keep_special_tokens: bool = False
+    attachment: bytes = b""
     turn: bytes = b""
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
@@ -365,6 +374,7 @@ class Request:
             clamp_max_tokens=self.clamp_max_tokens,
             eos_token_ids=self.eos_token_ids,
             keep_special_tokens=self.keep_special_tokens,
+            attachment=self.attachment,
             turn=self.turn,
         ).SerializeToString()
 
@@ -397,5 +407,6 @@ class Request:
             clamp_max_tokens=stored.clamp_max_tokens,
             eos_token_ids=tuple(stored.eos_token_ids),
             keep_special_tokens=stored.keep_special_tokens,
+            attachment=stored.attachment,
             turn=stored.turn,
         )

@@ -411,6 +411,7 @@ class ServedModel:
             application=submission.application,
             clamp_max_tokens=is_clamped or submission.max_tokens is None,
             keep_special_tokens=submission.keep_special_tokens,
+            attachment=submission.attachment,
             chunks=self._chunks(submission, hashes),
             chunk_hashes=tuple(hashes),
             turn=turn,

@@ -418,6 +418,7 @@ class GenerateRequest(google.protobuf.message.Message):
     CLAMP_MAX_TOKENS_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    ATTACHMENT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -480,6 +481,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """The text of the output includes special tokens, such as the marks of tool calls. The stop token
     that ends the output is left out, unless include_stop is set.
     """
+    attachment: builtins.bytes
+    """Data of an API that is stored with the request, at most 4 MiB. The cluster does not interpret
+    it. Routers use it for responses that clients retrieve later.
+    """
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -517,9 +522,10 @@ class GenerateRequest(google.protobuf.message.Message):
         clamp_max_tokens: builtins.bool = ...,
         add_special_tokens: builtins.bool | None = ...,
         keep_special_tokens: builtins.bool = ...,
+        attachment: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
     @typing.overload

@@ -91,6 +91,7 @@ def make_request(
         n=n,
         include_stop=True,
         keep_special_tokens=True,
+        attachment=b"\x00{}",
         session_id=session_id,
         turn=turn,
     )
