@@ -33,6 +33,7 @@ from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
 from router.api.openai.explaining import Explaining
+from router.api.openai.responses.responses import Responses
 from router.api.openai.server import HttpServer
 from router.api.openai.texts import Texts
 from router.api.service import Inference
@@ -345,6 +346,7 @@ class Router:
             self._authenticator,
             answering,
             Messages(answering, renderer, model),
+            Responses(answering, self._inference, renderer, model),
             Texts(model, renderer),
             Explaining(self._inference),
             model,

@@ -70,8 +70,11 @@ class ChatRenderer:
         """
         prompt = await self._text(conversation)
         self._model.check_fits(prompt)
+        return self.rendered(prompt, conversation.tools)
+
+    def rendered(self, prompt: str, tools: ToolUse) -> RenderedChat:
+        """Return a prompt that was rendered before, or its end, with its tools."""
         formats = self._template.formats if self._template is not None else Formats()
-        tools = conversation.tools
         return RenderedChat(prompt, tools.grammar(formats.tools), tools, formats)
 
     async def token_ids(self, conversation: Conversation) -> tuple[int, ...]:

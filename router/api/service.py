@@ -411,6 +411,13 @@ class Inference:
         response.events.extend(map(_event, events))
         return response
 
+    async def read(self, caller: Caller, request_id: str) -> LiveRequest:
+        """Return a request with the output that the ledger has of it.
+
+        Raises UnknownRequest and LedgerUnavailable.
+        """
+        return await self._requests.read(caller.qualify(request_id))
+
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
         """Return how much time a request spent in which phase.
 

@@ -49,7 +49,7 @@ from router.requests.delivery_reports import Deliveries
 from router.requests.explanation import stored_explanation
 from router.requests.ledger_client import LedgerClient, LedgerHealth
 from router.requests.observer import NO_OBSERVER, Observer
-from router.requests.recovery import Resync, Takeover
+from router.requests.recovery import Resync, Takeover, restored_request
 from router.requests.registry import RecentRequests, RequestRegistry
 from router.requests.request import LiveRequest, Phase
 from router.requests.session_turns import SessionTurns
@@ -312,6 +312,13 @@ class Requests:
         entry = await self._ledger.get(request_id)
         stored = await self._ledger.read(request_id, entry.num_tokens)
         return stored, await self._ledger.events(request_id)
+
+    async def read(self, request_id: str) -> LiveRequest:
+        """Return a request with the output that the ledger has of it, whichever router owns it.
+
+        Raises UnknownRequest and LedgerUnavailable.
+        """
+        return await restored_request(await self._ledger.read(request_id), self._model.tokenizer)
 
     async def explain(self, request_id: str) -> pb.Explanation:
         """Return a request's time breakdown up to its end, or up to now if it has not ended.

@@ -36,6 +36,7 @@ from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
 from router.api.openai.explaining import Explaining
+from router.api.openai.responses.responses import Responses
 from router.api.openai.texts import Texts
 from router.api.service import Inference
 from router.auth.caller import OPEN, Caller
@@ -102,6 +103,7 @@ class Served:
             OPEN,
             answering,
             Messages(answering, renderer, model),
+            Responses(answering, inference, renderer, model),
             Texts(model, renderer),
             Explaining(inference),
             model,

@@ -152,9 +152,10 @@ class Answering:
                 call.response_headers["server-timing"] = server_timing(transcript.spans)
             return Response(body, media_type="application/json")
         events = Events(generation, transcript, answer, has_ids=_reads_events(call))
-        return await EventStream.await_first(events, call.params, self._keep_alive(call))
+        return await EventStream.await_first(events, call.params, self.keep_alive(call))
 
-    def _keep_alive(self, call: Call) -> KeepAlive:
+    def keep_alive(self, call: Call) -> KeepAlive:
+        """Return how to keep the connection of a streamed answer open."""
         has_comments = self._config.keep_alive_comments == "always" or _reads_events(call)
         return KeepAlive(self._config.keep_alive, has_comments)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +18,7 @@ from router.api.openai import openapi
 from router.api.openai.answering import Answering
 from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.api.openai.explaining import Explaining
+from router.api.openai.responses.responses import Responses
 from router.api.openai.texts import Texts
 from router.auth import caller
 from router.auth.caller import Authenticator
@@ -40,6 +41,7 @@ class Api:
         authenticator: Authenticator,
         answering: Answering,
         messages: Messages,
+        responses: Responses,
         texts: Texts,
         explaining: Explaining,
         model: ServedModel,
@@ -52,6 +54,7 @@ class Api:
         self._authenticator = authenticator
         self._answering = answering
         self._messages = messages
+        self._responses = responses
         self._texts = texts
         self._explaining = explaining
         self._model = model
@@ -67,6 +70,7 @@ class Api:
             [
                 self._route("POST", "/v1/completions", self._answering.completions, INFER),
                 self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
+                *self._response_routes(),
                 self._messages_route("/v1/messages", self._messages.create),
                 self._messages_route("/v1/messages/count_tokens", self._messages.count_tokens),
                 self._route("GET", "/v1/models", self._models, INFER),
@@ -87,7 +91,7 @@ class Api:
             app = CORSMiddleware(
                 app,
                 allow_origins=cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=(
                     "idempotency-key",
@@ -102,13 +106,26 @@ class Api:
     def _route(self, method: str, path: str, handler: Handler, *scopes: caller.Scope) -> Route:
         return Route(path, self._endpoint(method, handler, *scopes))
 
+    def _response_routes(self) -> Iterator[Route]:
+        responses, one = self._responses, "/v1/responses/{response_id}"
+        handlers: Mapping[str, Mapping[str, Handler]] = {
+            "/v1/responses": {"POST": responses.create},
+            "/v1/responses/input_tokens": {"POST": responses.input_tokens},
+            one: {"GET": responses.retrieve, "DELETE": responses.delete},
+            f"{one}/cancel": {"POST": responses.cancel},
+            f"{one}/input_items": {"GET": responses.input_items},
+        }
+        for path, by_method in handlers.items():
+            limit = self._max_body_bytes
+            yield Route(path, Endpoint(self._authenticator, by_method, (INFER,), limit))
+
     def _messages_route(self, path: str, handler: Handler) -> Route:
         limit, describe = self._max_body_bytes, anthropic_errors.described
-        endpoint = Endpoint(self._authenticator, "POST", handler, (INFER,), limit, describe)
+        endpoint = Endpoint(self._authenticator, {"POST": handler}, (INFER,), limit, describe)
         return Route(path, endpoint)
 
     def _endpoint(self, method: str, handler: Handler, *scopes: caller.Scope) -> Endpoint:
-        return Endpoint(self._authenticator, method, handler, scopes, self._max_body_bytes)
+        return Endpoint(self._authenticator, {method: handler}, scopes, self._max_body_bytes)
 
     async def _models(self, call: Call) -> Response:
         return JsonResponse({"object": "list", "data": [self._described()]})

@@ -116,24 +116,22 @@ ANY_METHOD = "*"
 
 
 class Endpoint:
-    """ASGI application for requests with the HTTP method ``method``, which may be ANY_METHOD.
+    """ASGI application for one path, with the handlers of its HTTP methods.
 
-    GET includes HEAD. The caller's key must have one of the ``scopes``; if there are none, no key
-    is required.
+    GET includes HEAD, and the method ANY_METHOD all methods. The caller's key must have one of the
+    ``scopes``; if there are none, no key is required.
     """
 
     def __init__(
         self,
         authenticator: Authenticator,
-        method: str,
-        handler: Handler,
+        handlers: Mapping[str, Handler],
         scopes: tuple[callers.Scope, ...],
         max_body_bytes: int,
         describe: DescribeError = errors.described,
     ) -> None:
         self._authenticator = authenticator
-        self._method = method
-        self._handler = handler
+        self._handlers = handlers
         self._scopes = scopes
         self._max_body_bytes = max_body_bytes
         self._describe = describe
@@ -149,11 +147,11 @@ class Endpoint:
 
     async def _answer(self, call: Call) -> ASGIApp | None:
         try:
-            self._check_method(call)
+            handler = self._handler(call)
             if self._scopes:
                 call.caller = self._authenticator.admit(call.headers)
                 call.caller.check(*self._scopes)
-            return await self._handler(call)
+            return await handler(call)
         except (Disconnected, ClientDisconnect):
             return None
         except EverliftError as error:
@@ -167,13 +165,16 @@ class Endpoint:
         body = self._describe(error, call.params)
         return JsonResponse(body, error.http_status, errors.headers(error))
 
-    def _check_method(self, call: Call) -> None:
-        if self._method == ANY_METHOD:
-            return
-        allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
-        if call.request.method not in allowed:
-            call.response_headers["allow"] = ", ".join(allowed)
-            raise MethodNotAllowed(f"this path supports only the method {self._method}")
+    def _handler(self, call: Call) -> Handler:
+        """Return the handler of the call's method. Raises MethodNotAllowed."""
+        method = call.request.method
+        for name in (method, "GET" if method == "HEAD" else method, ANY_METHOD):
+            if name in self._handlers:
+                return self._handlers[name]
+        methods = [*self._handlers]
+        allowed = [*methods, "HEAD"] if "GET" in methods else methods
+        call.response_headers["allow"] = ", ".join(allowed)
+        raise MethodNotAllowed(f"this path needs the method {' or '.join(methods)}")
 
 
 class Disconnected(Exception):

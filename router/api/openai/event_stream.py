@@ -112,14 +112,14 @@ class Events:
 
     def _written(self, events: Sequence[Event], before: str | None = None) -> bytes:
         """Return events as they are sent; all but the last one have the id line ``before``."""
-        after = self._id
-        ids = [after if before is None else before] * (len(events) - 1) + [after]
-        return "".join(
-            f"{line}event: {event.name}\ndata: {event.data}\n\n"
-            if event.name
-            else f"{line}data: {event.data}\n\n"
-            for line, event in zip(ids, events, strict=True)
-        ).encode()
+        last = self._id
+        lines: list[str] = []
+        for number, event in enumerate(events, 1):
+            lines.append(last if before is None or number == len(events) else before)
+            if event.name:
+                lines.append(f"event: {event.name}\n")
+            lines.append(f"data: {event.data}\n\n")
+        return "".join(lines).encode()
 
     @property
     def resume_headers(self) -> Mapping[str, str]:

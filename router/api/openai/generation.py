@@ -99,6 +99,15 @@ class Generation:
         return await cls._open(openings, partial(_forget, inference, caller))
 
     @classmethod
+    async def read(cls, inference: Inference, caller: Caller, request_id: str) -> Self:
+        """Open the output of one existing request, from its first token.
+
+        Raises the errors of Inference.attach.
+        """
+        opening = inference.attach(caller, pb.AttachRequest(request_id=request_id))
+        return await cls._open([opening], partial(_forget, inference, caller))
+
+    @classmethod
     async def _open(cls, openings: Sequence[_Opening], forget: _Forget) -> Self:
         opened: list[Opened] = []
         prompt_tokens = 0

@@ -96,6 +96,12 @@ async def test_openai_client_receives_tool_calls(tmp_path: Path, form: str) -> N
         await check(parts.routers[0].http_address, "tool_checks.py", **names)
 
 
+async def test_openai_client_uses_responses(tmp_path: Path) -> None:
+    async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
+        address = parts.routers[0].http_address
+        await check(address, "responses_checks.py", EVERLIFT_MODEL="caller")
+
+
 async def test_openai_client_retries_after_a_full_queue() -> None:
     async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
         address = parts.routers[0].http_address

@@ -1,0 +1,197 @@
+"""Conversion between the items of Responses and the internal form of a conversation. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, cast
+
+from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
+from router.api.openai.responses.fields import InputTokensFields, Reasoning
+from router.chat.checks import check_function_name, check_json
+from router.chat.conversation import Role, ToolCall, Turn
+from router.chat.messages import MAX_BYTES, MAX_MESSAGES, call_arguments, text_of, text_parts
+from router.chat.tools import (
+    Choice,
+    Function,
+    ToolUse,
+    allowed_tools,
+    checked_function,
+    functions_of,
+)
+
+Item = dict[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def input_turns(raw: str | Sequence[Item]) -> list[Turn]:
+    """Return the turns of a request's ``input``.
+
+    Reasoning, text and calls that follow each other are one turn of the assistant. Raises
+    UnsupportedContent for content other than text, OutOfRange for too many or too large items,
+    NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults. The error names the
+    faulty member.
+    """
+    if isinstance(raw, str):
+        return [Turn("user", (raw,))]
+    if not raw:
+        raise InvalidRequest("input must be a text or a list of at least one item", field="input")
+    if len(raw) > MAX_MESSAGES:
+        raise OutOfRange(f"input has {len(raw)} items; at most {MAX_MESSAGES} are allowed")
+    check_json("input", raw, MAX_BYTES)
+    turns: list[Turn] = []
+    for i, item in enumerate(raw):
+        turn = _turn(f"input[{i}]", item)
+        joined = _joined(turns[-1], turn) if turns else None
+        if joined is None:
+            turns.append(turn)
+        else:
+            turns[-1] = joined
+    return turns
+
+
+def _joined(before: Turn, turn: Turn) -> Turn | None:
+    """Return one turn of the assistant with the parts of both; None if they are separate turns."""
+    if before.role != "assistant" or turn.role != "assistant":
+        return None
+    if turn.calls:
+        return Turn("assistant", before.parts, before.reasoning, before.calls + turn.calls)
+    if before.parts or before.calls or turn.reasoning:
+        return None
+    return Turn("assistant", turn.parts, before.reasoning)
+
+
+def _turn(at: str, item: Item) -> Turn:
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            return _message(at, item)
+        case "function_call":
+            return Turn("assistant", calls=(_call(at, item),))
+        case "function_call_output":
+            call_id = text_of(f"{at}.call_id", item.get("call_id"))
+            return Turn("tool", text_parts(f"{at}.output", item.get("output")), call_id=call_id)
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            return Turn("assistant", reasoning=_reasoning_text(at, parts))
+    raise UnsupportedContent(f"{at}: items of the type {str(kind)[:64]} are not supported")
+
+
+def _message(at: str, item: Item) -> Turn:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{at}.role must be one of {', '.join(_ROLES)}")
+    content = item.get("content")
+    if role == "assistant" and content == []:
+        return Turn("assistant")
+    return Turn(cast(Role, role), text_parts(f"{at}.content", content))
+
+
+def _call(at: str, item: Item) -> ToolCall:
+    return ToolCall(
+        text_of(f"{at}.call_id", item.get("call_id")),
+        check_function_name(f"{at}.name", item.get("name")),
+        call_arguments(f"{at}.arguments", item.get("arguments")),
+    )
+
+
+def _reasoning_text(at: str, parts: object) -> str:
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise InvalidRequest(f"{at}.content must be a list of parts")
+    return "\n".join(text_of(f"{at}.content[{i}].text", p.get("text")) for i, p in enumerate(parts))
+
+
+def items_of(turns: Sequence[Turn]) -> list[Item]:
+    """Return the input items of turns: the inverse of ``input_turns``."""
+    return [item for turn in turns for item in _items_of(turn)]
+
+
+def _items_of(turn: Turn) -> list[Item]:
+    if turn.role == "tool":
+        output = [{"type": "input_text", "text": part} for part in turn.parts]
+        return [{"type": "function_call_output", "call_id": turn.call_id, "output": output}]
+    kind = "output_text" if turn.role == "assistant" else "input_text"
+    content = [{"type": kind, "text": part} for part in turn.parts]
+    items: list[Item] = []
+    if turn.reasoning:
+        text = {"type": "reasoning_text", "text": turn.reasoning}
+        items.append({"type": "reasoning", "summary": [], "content": [text]})
+    if content or not (turn.calls or turn.reasoning):
+        items.append({"type": "message", "role": turn.role, "content": content})
+    items += [
+        {
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": _arguments_text(call.arguments),
+        }
+        for call in turn.calls
+    ]
+    return items
+
+
+def _arguments_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def with_ids(items: Sequence[Item], name: str) -> list[Item]:
+    """Return items, each of which has an id; new ones are derived from ``name`` and the index."""
+    return [
+        {"id": item_id("item", name, index), **item, "type": item.get("type", "message")}
+        for index, item in enumerate(items)
+    ]
+
+
+def item_id(prefix: str, name: str, index: int) -> str:
+    """Return the id of item number ``index`` of the response ``name``.
+
+    It depends only on the arguments, because a response that is read again must have the same ids.
+    """
+    return f"{prefix}_{blake2b(f'{name} {index}'.encode(), digest_size=16).hexdigest()}"
+
+
+def tool_use(fields: InputTokensFields) -> ToolUse:
+    """Return the tools of a request. Raises the same errors as ``ToolUse.of``."""
+    functions = functions_of(fields.tools, _function)
+    is_parallel = fields.parallel_tool_calls is not False
+    choice, named, allowed = _choice(fields.tool_choice)
+    return ToolUse.checked(functions, choice, named, is_parallel, allowed)
+
+
+def _function(at: str, tool: object) -> Function:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or not isinstance(kind, str):
+        raise InvalidRequest(f"{at} must be an object with a type")
+    if kind != "function":
+        raise InvalidRequest(f"{at}: only functions are supported, not the tool {kind[:64]}")
+    return checked_function(at, tool)
+
+
+def _choice(raw: str | Item | None) -> tuple[Choice, str, frozenset[str] | None]:
+    if raw is None:
+        return Choice.AUTO, "", None
+    if raw in ("none", "auto", "required"):
+        return Choice(raw), "", None
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if isinstance(raw, dict) and kind == "function":
+        return Choice.NAMED, _name("tool_choice", raw), None
+    if kind == "allowed_tools":
+        return allowed_tools("tool_choice", raw, _name)
+    raise InvalidRequest(
+        "tool_choice must be none, auto, required, or an object of type function or allowed_tools"
+    )
+
+
+def _name(at: str, tool: Mapping[str, object]) -> str:
+    return check_function_name(f"{at}.name", tool.get("name"))
+
+
+def template_variables(reasoning: Reasoning | None) -> dict[str, object]:
+    """Return the variables that the chat template receives for the requested reasoning."""
+    if reasoning is None or reasoning.effort is None:
+        return {}
+    if reasoning.effort == "none":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": reasoning.effort}

@@ -1,0 +1,76 @@
+"""Data of a response that is stored with its request. Pure."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from router.api.openai.responses.fields import InputTokensFields, ResponseFields
+
+#: First byte of the stored form, which distinguishes it from attachments of other APIs.
+_MARK = b"R"
+#: Members of a response that repeat the request, and their values if the request lacks them.
+_ECHOED: Mapping[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Request of a response as the client sent it, and its place among other responses.
+
+    ``created_at`` is in seconds since 1970. ``ancestors`` are the names of the earlier responses
+    that it continues, the first one first.
+    """
+
+    body: Mapping[str, Any]
+    created_at: int
+    ancestors: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, fields: ResponseFields, created_at: int, ancestors: Sequence[str]) -> Self:
+        body = fields.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return cls(body, created_at, tuple(ancestors))
+
+    @property
+    def echoed(self) -> dict[str, Any]:
+        """Return the members of the response that repeat the request."""
+        return {name: self.body.get(name, default) for name, default in _ECHOED.items()}
+
+    @property
+    def prompt_fields(self) -> InputTokensFields:
+        """Return the fields that made up the prompt."""
+        names = InputTokensFields.names()
+        return InputTokensFields.model_validate(
+            {name: value for name, value in self.body.items() if name in names}
+        )
+
+    def to_bytes(self) -> bytes:
+        return _MARK + zlib.compress(json.dumps(asdict(self), separators=(",", ":")).encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self | None:
+        """Return the record that ``to_bytes`` wrote; None if ``data`` is none."""
+        if data[:1] != _MARK:
+            return None
+        return cls(**json.loads(zlib.decompress(data[1:])))

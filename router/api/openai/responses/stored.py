@@ -1,0 +1,141 @@
+"""Stored responses: their requests in the ledger, read as responses and as turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from everlift.errors import InvalidRequest, UnknownRequest
+from everlift.request_id import strip_tenant
+from everlift.text import Vocabulary
+from router.api.chat_renderer import ChatRenderer
+from router.api.openai.responses.answer import FROM_START, ResponseAnswer
+from router.api.openai.responses.items import Item, input_turns, tool_use
+from router.api.openai.responses.record import Record
+from router.api.openai.transcript import Usage
+from router.api.service import Inference
+from router.auth.caller import Caller
+from router.chat.conversation import Turn
+from router.ledger.entry import State
+from router.requests.request import LiveRequest
+from router.requests.tokenizer import ServedModel
+
+PREFIX = "resp_"
+#: Maximum number of earlier responses that a response continues.
+_MAX_ANCESTORS = 1024
+#: Maximum number of earlier responses that are read from the ledger at the same time.
+_READS_AT_ONCE = 8
+#: Last tokens of a prompt that the parser of the output needs.
+_PROMPT_TAIL = 64
+_STATUSES = {
+    State.QUEUED: "queued",
+    State.RUNNING: "in_progress",
+    State.FAILED: "failed",
+    State.EXPIRED: "failed",
+    State.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """Response in the ledger, with the output that the ledger had when it was read."""
+
+    name: str
+    record: Record
+    live: LiveRequest
+    answer: ResponseAnswer
+
+    @property
+    def usage(self) -> Usage:
+        request, entry = self.live.request, self.live.entry
+        return Usage(len(request.prompt_ids), sum(entry.num_tokens), entry.tally.cached_tokens)
+
+    @property
+    def body(self) -> dict[str, object]:
+        """Return the response as JSON; with ``usage`` once it has ended."""
+        entry = self.live.entry
+        status = _STATUSES.get(entry.state) or self.answer.status
+        response = self.answer.response(status, self.usage if entry.state.is_final else None)
+        if status == "failed":
+            response["error"] = {"code": entry.error_slug, "message": entry.error_message}
+        return response
+
+    @property
+    def input_items(self) -> list[Item]:
+        body = self.record.body["input"]
+        if isinstance(body, str):
+            content = [{"type": "input_text", "text": body}]
+            return [{"type": "message", "role": "user", "content": content}]
+        return list(body)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the turns of its input and output. Raises InvalidRequest if it has no output."""
+        if self.live.entry.state is not State.FINISHED:
+            status = self.body["status"]
+            raise InvalidRequest(
+                f"the response {PREFIX}{self.name} is {status} and cannot be continued",
+                field="previous_response_id",
+            )
+        items = self.body["output"]
+        assert isinstance(items, list)
+        return input_turns(self.record.body["input"]) + (input_turns(items) if items else [])
+
+
+class StoredResponses:
+    """Reader of stored responses."""
+
+    def __init__(self, inference: Inference, renderer: ChatRenderer, model: ServedModel) -> None:
+        self._inference = inference
+        self._renderer = renderer
+        self._model = model
+
+    async def get(self, caller: Caller, response_id: str) -> StoredResponse:
+        """Return a response. Raises UnknownRequest if there is none, and LedgerUnavailable."""
+        name = response_id.removeprefix(PREFIX)
+        live = await self._inference.read(caller, name)
+        record = Record.from_bytes(live.request.attachment)
+        if record is None or not response_id.startswith(PREFIX):
+            raise UnknownRequest(f"there is no stored response {response_id}")
+        answer = self.answer(live, record)
+        choice = live.choices[0]
+        reason = choice.finish_reason
+        answer.read(
+            choice.output.whole_text,
+            choice.output.tokens,
+            None if reason is None else reason.name.lower(),
+        )
+        return StoredResponse(strip_tenant(live.request.request_id), record, live, answer)
+
+    def answer(self, live: LiveRequest, record: Record, after: int = FROM_START) -> ResponseAnswer:
+        """Return a writer of a stored response whose events begin after the number ``after``."""
+        request, name = live.request, strip_tenant(live.request.request_id)
+        shown = self._model.tokenizer.with_special_tokens()
+        tail = shown.decode(request.prompt_ids[-_PROMPT_TAIL:])
+        rendered = self._renderer.rendered(tail, tool_use(record.prompt_fields))
+        is_constrained = request.sampling.grammar is not None
+        parser = rendered.parser(name, 0, is_constrained=is_constrained)
+        vocabulary: Vocabulary = shown if request.keep_special_tokens else self._model.tokenizer
+        return ResponseAnswer(name, request.model, record, parser, vocabulary, after)
+
+    async def chain(self, caller: Caller, response_id: str) -> list[StoredResponse]:
+        """Return a response and all those that it continues, the first one first.
+
+        Raises UnknownRequest if one of them is missing, and InvalidRequest if they are too many.
+        """
+        last = await self.get(caller, response_id)
+        names = last.record.ancestors
+        if len(names) >= _MAX_ANCESTORS:
+            raise InvalidRequest(
+                f"a response continues at most {_MAX_ANCESTORS} responses",
+                field="previous_response_id",
+            )
+        return [*await self._get_all(caller, names), last]
+
+    async def _get_all(self, caller: Caller, names: Sequence[str]) -> list[StoredResponse]:
+        stored: list[StoredResponse] = []
+        for start in range(0, len(names), _READS_AT_ONCE):
+            part = names[start : start + _READS_AT_ONCE]
+            stored += await asyncio.gather(*(self.get(caller, PREFIX + name) for name in part))
+        return stored
