@@ -37,9 +37,9 @@ SLOW = FakeModel(step_time=0.01)
 class Server:
     """A Valkey server that a test may kill, and start again with what it knew earlier."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, settings: LedgerConfig | None = None) -> None:
         self._home = home
-        self._server = EmbeddedLedger()
+        self._server = EmbeddedLedger(settings or LedgerConfig())
         self.url = self._server.start(home)
 
     @property

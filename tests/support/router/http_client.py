@@ -86,7 +86,7 @@ class Stream:
                     self.num_comments += 1
                     continue
                 fields = dict(line.split(": ", 1) for line in event.split("\n"))
-                yield Event(fields["id"], fields["data"])
+                yield Event(fields.get("id", ""), fields["data"])
         assert not rest
 
     def hang_up(self) -> None:

@@ -1,0 +1,129 @@
+"""Events of a response: the same for every division of its output into pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.errors import AttemptsExhausted
+from router.api.openai.fields import parse
+from router.api.openai.responses.answer import FROM_START, ResponseAnswer
+from router.api.openai.responses.fields import ResponseFields
+from router.api.openai.responses.record import Record
+from router.api.openai.streaming import Event
+from router.api.openai.transcript import Collected, NewOutput, Usage
+from router.chat.parsers.base import CallableTools
+from router.chat.parsers.hermes import HERMES
+from router.chat.parsers.think import THINK
+from tests.support.worker.vocabularies import BYTE_LEVEL
+
+USAGE = Usage(5, 7, 3)
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "b\\"{"}}</tool_call>'
+TEXTS = (
+    "Hello.",
+    f"Look: {CALL}",
+    CALL + CALL,
+    f"<think>two and two</think>\n\nfour {CALL} and text",
+    "<think>unfinished",
+    '<tool_call>{"name": "f", "arg',
+    "",
+)
+
+
+def answer(after: int = FROM_START) -> ResponseAnswer:
+    record = Record.of(parse(ResponseFields, {"input": "a", "metadata": {"k": "v"}}), 99, [])
+    tools = CallableTools({"f": {}}, lambda index: f"call{index}", True)
+    parser = THINK.wrapped(HERMES.parser(tools), "prompt")
+    return ResponseAnswer("name", "model", record, parser, BYTE_LEVEL, after)
+
+
+def streamed(
+    text: str, cuts: list[int], after: int = FROM_START, reason: str = "stop"
+) -> list[dict[str, Any]]:
+    writer = answer(after)
+    events: list[Event] = list(writer.first_events(USAGE))
+    places = [0, *sorted(cuts), len(text)]
+    for number, (start, end) in enumerate(itertools.pairwise(places), 1):
+        is_last = number == len(places) - 1
+        output = NewOutput(0, text[start:end], (), (), reason if is_last else None)
+        events += writer.events(output, USAGE)
+    events += writer.last_events(USAGE, ())
+    loaded = [json.loads(event.data) for event in events]
+    assert [event.name for event in events] == [event["type"] for event in loaded]
+    return loaded
+
+
+def units(events: list[dict[str, Any]]) -> list[Any]:
+    """Split deltas into characters, each with the sequence number that it counts for."""
+    found: list[Any] = []
+    for event in events:
+        if event["type"].endswith(".delta"):
+            first = event["sequence_number"] - len(event["delta"]) + 1
+            rest = {k: v for k, v in event.items() if k not in ("delta", "sequence_number")}
+            found += [(first + i, char, rest) for i, char in enumerate(event["delta"])]
+        else:
+            found.append((event["sequence_number"], event))
+    return found
+
+
+@given(st.sampled_from(TEXTS), st.data())
+def test_events_do_not_depend_on_the_pieces(text: str, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
+
+    assert units(streamed(text, cuts)) == units(streamed(text, []))
+
+
+@given(st.sampled_from(TEXTS), st.data())
+def test_stream_begins_after_any_number(text: str, data: st.DataObject) -> None:
+    whole = units(streamed(text, []))
+    assert [unit[0] for unit in whole] == list(range(len(whole)))
+    after = data.draw(st.integers(FROM_START, len(whole)))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=3))
+
+    assert units(streamed(text, cuts, after)) == whole[after + 1 :]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_last_event_has_the_whole_answer(text: str, reason: str) -> None:
+    events = streamed(text, [], reason=reason)
+    [whole] = answer().encode_complete([Collected([text], [], [], reason)], USAGE)
+
+    assert events[-1]["response"] == json.loads(whole)
+    assert events[-1]["type"] == f"response.{json.loads(whole)['status']}"
+    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert done == json.loads(whole)["output"]
+
+
+def test_output_has_reasoning_text_and_calls() -> None:
+    reasoning, message, call, rest = streamed(TEXTS[3], [])[-1]["response"]["output"]
+
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "two and two"}]
+    assert message["content"][0]["text"].strip() == "four"
+    assert (call["name"], json.loads(call["arguments"])) == ("f", {"a": 'b"{'})
+    assert rest["content"][0]["text"].strip() == "and text"
+
+
+def test_resumed_stream_counts_what_the_client_has() -> None:
+    writer = answer()
+    output = NewOutput(0, "lo.", (), (), "stop", known_text="Hel", num_known=0)
+    events = writer.events(output, USAGE) + writer.last_events(USAGE, ())
+    whole = units(streamed("Hello.", []))
+
+    assert units([json.loads(event.data) for event in events]) == whole[-len(events) - 2 :]
+
+
+def test_failed_stream_ends_with_the_error() -> None:
+    writer = answer()
+    writer.first_events(USAGE)
+    [event] = writer.error_events(AttemptsExhausted("three losses"), {}, {})
+    response = json.loads(event.data)["response"]
+
+    assert event.name == "response.failed"
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "attempts_exhausted", "message": "three losses"}

@@ -1,0 +1,134 @@
+"""Translation between the items of Responses and the internal form of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from everlift.errors import EverliftError, InvalidRequest, UnsupportedContent
+from router.api.openai.fields import parse
+from router.api.openai.responses.fields import InputTokensFields, ResponseFields
+from router.api.openai.responses.items import (
+    input_turns,
+    items_of,
+    template_variables,
+    tool_use,
+    with_ids,
+)
+from router.api.openai.responses.record import Record
+from router.chat.conversation import ToolCall, Turn
+from router.chat.tools import Choice
+from tests.support.router.conversations import turns
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+
+
+@given(turns())
+def test_turns_survive_the_way_through_items(given: tuple[Turn, ...]) -> None:
+    assert tuple(input_turns(items_of(given))) == given
+    assert tuple(input_turns(with_ids(items_of(given), "r"))) == given
+
+
+def test_items_of_the_assistant_become_one_turn() -> None:
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "2 and 2"}]}
+    message = {"role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
+
+    assert input_turns([reasoning, message, CALL, CALL]) == [
+        Turn("assistant", ("4",), "2 and 2", (ToolCall("c", "f", {"a": 1}),) * 2)
+    ]
+    assert len(input_turns([message, message, reasoning])) == 3
+    assert len(input_turns([CALL, message])) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "callable_names"),
+    [
+        (None, Choice.AUTO, ["f", "g"]),
+        ("none", Choice.NONE, ["f", "g"]),
+        ({"type": "function", "name": "g"}, Choice.NAMED, ["f", "g"]),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+            Choice.AUTO,
+            ["g"],
+        ),
+    ],
+)
+def test_tool_choice_is_translated(choice: Any, expected: Choice, callable_names: Any) -> None:
+    tools = [TOOL, {**TOOL, "name": "g"}]
+    fields = parse(InputTokensFields, {"input": "a", "tools": tools, "tool_choice": choice})
+    use = tool_use(fields)
+
+    assert use.choice is expected
+    assert [function.name for function in use.callable] == callable_names
+
+
+@pytest.mark.parametrize(
+    ("effort", "expected"),
+    [
+        (None, {}),
+        ("none", {"enable_thinking": False}),
+        ("low", {"enable_thinking": True, "reasoning_effort": "low"}),
+    ],
+)
+def test_reasoning_effort_is_a_template_variable(effort: Any, expected: Any) -> None:
+    fields = parse(InputTokensFields, {"input": "a", "reasoning": {"effort": effort}})
+
+    assert template_variables(fields.reasoning) == expected
+    assert template_variables(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"input": []}, InvalidRequest, "at least one item"),
+        ({"input": [{"role": "tool"}]}, InvalidRequest, "input[0].role"),
+        ({"input": [{"role": "user"}]}, InvalidRequest, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, UnsupportedContent, "input[0]"),
+        ({"input": [{"type": 3}]}, UnsupportedContent, "input[0]"),
+        ({"input": [{**CALL, "name": "a b"}]}, InvalidRequest, "input[0].name"),
+        ({"input": [{**CALL, "call_id": None}]}, InvalidRequest, "input[0].call_id"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c"}]},
+            InvalidRequest,
+            "input[0].output",
+        ),
+        ({"input": [{"type": "reasoning", "content": 1}]}, InvalidRequest, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            UnsupportedContent,
+            "only text",
+        ),
+        ({"tools": [{"type": "web_search"}]}, InvalidRequest, "tools[0]: only functions"),
+        ({"tools": [{"type": "function"}]}, InvalidRequest, "tools[0].name"),
+        ({"tool_choice": {"type": "web_search"}}, InvalidRequest, "tool_choice must be"),
+        ({"tool_choice": "all"}, InvalidRequest, "tool_choice must be"),
+        ({"tool_choice": "required"}, InvalidRequest, "there are no tools"),
+        ({"conversation": "c"}, EverliftError, "previous_response_id"),
+    ],
+)
+def test_malformed_fields_are_rejected_with_their_path(
+    fields: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        parsed = parse(InputTokensFields, {"input": "a", **fields})
+        input_turns(parsed.input)
+        tool_use(parsed)
+
+    assert words in str(caught.value)
+
+
+def test_record_survives_storage() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    body = {"input": [CALL], "tools": [TOOL], "text": {"format": form}, "metadata": {"a": "b"}}
+    record = Record.of(parse(ResponseFields, body), 1234, ["first", "second"])
+    again = Record.from_bytes(record.to_bytes())
+
+    assert again is not None
+    assert (again.body, again.created_at, [*again.ancestors]) == (body, 1234, ["first", "second"])
+    assert again.prompt_fields == parse(
+        InputTokensFields, {key: body[key] for key in ("input", "tools", "text")}
+    )
+    assert Record.from_bytes(b"") is None and Record.from_bytes(b"other") is None
