@@ -44,6 +44,10 @@ class MessageBody(TypedDict):
     usage: MessagesUsage
 
 
+class TokenCount(TypedDict):
+    input_tokens: int
+
+
 class MessagesAnswer:
     """Writer of a message.
 

@@ -13,11 +13,21 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 from typing_extensions import TypedDict
 
+from router.api.anthropic.answer import MessageBody, TokenCount
+from router.api.anthropic.errors import AnthropicErrorBody
+from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.openai.chat import ChatChunk, ChatCompletion
 from router.api.openai.completion import Completion
 from router.api.openai.errors import ErrorBody
 from router.api.openai.explaining import ExplanationBody
 from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from router.api.openai.responses.answer import (
+    DeletedResponse,
+    InputTokenCount,
+    ItemPage,
+    ResponseBody,
+)
+from router.api.openai.responses.fields import InputTokensFields, ResponseFields
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
@@ -62,22 +72,40 @@ class _Path:
     #: descriptions of the query's parameters, by name
     query: Mapping[str, str] = field(default_factory=dict)
     is_open: bool = False
+    #: name of the body of errors
+    error: str = "ErrorBody"
 
 
 _JSON = "application/json"
 _ANSWERS = (
+    AnthropicErrorBody,
     ChatChunk,
     ChatCompletion,
     Completion,
     Condition,
+    DeletedResponse,
     DetokenizedText,
     ErrorBody,
     ExplanationBody,
+    InputTokenCount,
+    ItemPage,
+    MessageBody,
     Model,
     ModelList,
+    ResponseBody,
+    TokenCount,
     Tokens,
 )
-_BODIES = (ChatFields, CompletionFields, DetokenizeFields, TokenizeFields)
+_BODIES = (
+    ChatFields,
+    CompletionFields,
+    CountTokensFields,
+    DetokenizeFields,
+    InputTokensFields,
+    MessagesFields,
+    ResponseFields,
+    TokenizeFields,
+)
 _EVENTS = "text/event-stream"
 _NAMES = re.compile(r"{(\w+)}")
 _PATHS = (
@@ -94,6 +122,62 @@ _PATHS = (
         "The next message of a chat. With stream true, events are ChatChunks.",
         {_JSON: "ChatCompletion", _EVENTS: ""},
         "ChatFields",
+    ),
+    _Path(
+        "post",
+        "/v1/responses",
+        "A response. With stream true, events have names and sequence numbers.",
+        {_JSON: "ResponseBody", _EVENTS: ""},
+        "ResponseFields",
+    ),
+    _Path(
+        "post",
+        "/v1/responses/input_tokens",
+        "Number of tokens of a response's prompt",
+        {_JSON: "InputTokenCount"},
+        "InputTokensFields",
+    ),
+    _Path(
+        "get",
+        "/v1/responses/{response_id}",
+        "A stored response; with stream true its events, again",
+        {_JSON: "ResponseBody", _EVENTS: ""},
+        query={"stream": "true or false", "starting_after": "sequence number of the last event"},
+    ),
+    _Path(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Erase a stored response",
+        {_JSON: "DeletedResponse"},
+    ),
+    _Path(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "Cancel a response in the background",
+        {_JSON: "ResponseBody"},
+    ),
+    _Path(
+        "get",
+        "/v1/responses/{response_id}/input_items",
+        "Input items of a stored response",
+        {_JSON: "ItemPage"},
+        query={"order": "asc or desc", "after": "id of an item", "limit": "1 to 100"},
+    ),
+    _Path(
+        "post",
+        "/v1/messages",
+        "The next message of a conversation, in Anthropic's form",
+        {_JSON: "MessageBody", _EVENTS: ""},
+        "MessagesFields",
+        error="AnthropicErrorBody",
+    ),
+    _Path(
+        "post",
+        "/v1/messages/count_tokens",
+        "Number of tokens of a message's prompt",
+        {_JSON: "TokenCount"},
+        "CountTokensFields",
+        error="AnthropicErrorBody",
     ),
     _Path("get", "/v1/models", "The served model", {_JSON: "ModelList"}),
     _Path("get", "/v1/models/{model}", "A served model", {_JSON: "Model"}),
@@ -139,7 +223,7 @@ def _operation(path: _Path) -> Json:
             },
             "default": {
                 "description": "Error; its code names the cause.",
-                "content": {_JSON: _media("ErrorBody")},
+                "content": {_JSON: _media(path.error)},
             },
         },
         # The empty alternative: clusters without API keys need no credential.

@@ -9,7 +9,9 @@ number of its own, and a stream can be read again from any number on, at any rou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from everlift.errors import EverliftError
 from everlift.text import Tokenizer
@@ -23,6 +25,66 @@ from router.api.openai.writer import encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser
 from router.chat.reasoning_tokens import ReasoningTokens
+
+
+class ResponseError(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: str
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseBody(TypedDict):
+    """Response; the other members repeat the request, with its defaults."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[Item]
+    usage: ResponseUsage | None
+
+
+class InputTokenCount(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemPage(TypedDict):
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
 
 #: Sequence number before that of the first event.
 FROM_START = -1
@@ -233,7 +295,7 @@ class ResponseAnswer:
         self._finish_reason = reason
         return events + self._output.close(self.status)
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
+    def _usage(self, usage: Usage) -> ResponseUsage:
         reasoning = self._reasoning_tokens.count(self._parser.reasoning_ranges)
         return {
             "input_tokens": usage.prompt_tokens,
