@@ -92,6 +92,8 @@ class Conversation:
     async def answer(self, text: str) -> None:
         """Send the message ``text``, and write the answer to standard output as it is generated.
 
+        The model's reasoning is written to standard error.
+
         If the request fails, the message is removed from the conversation and EverliftError is
         raised. Cancelling this call cancels the request; the message and the answer so far stay in
         the conversation.
@@ -112,10 +114,17 @@ class Conversation:
         first = [{"role": "system", "content": self.system}] if self.system else []
         body = {**self.options, "messages": [*first, *self.messages], "stream": True}
         reason = None
+        is_reasoning = False
         async with aclosing(self.api.stream("v1/chat/completions", body)) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     text = choice["delta"].get("content") or ""
+                    if thought := choice["delta"].get("reasoning_content"):
+                        is_reasoning = True
+                        typer.secho(thought, nl=False, err=True, dim=True)
+                    elif is_reasoning and text:
+                        is_reasoning = False
+                        typer.echo(err=True)
                     reason = choice.get("finish_reason") or reason
                     pieces.append(text)
                     typer.echo(text, nl=False)

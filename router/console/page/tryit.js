@@ -96,13 +96,14 @@ export class TryIt {
       if (told.error) throw Object.assign(new Error(told.error.message), { slug: told.error.code });
       usage = told.usage ?? usage;
       reason = told.choices?.[0]?.finish_reason ?? reason;
-      const text = textOf(told);
-      if (!text) continue;
+      const [thought, text] = textsOf(told);
+      if (!thought && !text) continue;
       if (first === null) {
         first = (performance.now() - began) / 1000;
         say($("try-status"), `streaming; first token after ${seconds(first)}`);
       }
-      answer.append(text);
+      if (thought) answer.think(thought);
+      if (text) answer.append(text);
     }
     return summarised((performance.now() - began) / 1000, first, usage, reason);
   }
@@ -124,18 +125,21 @@ export class TryIt {
 function turn(side, speaker, text = "") {
   const words = el("div", { class: "words" }, text);
   const notes = el("p", { class: "quiet" });
-  const bubble = el("article", { class: `turn ${side}`, "aria-label": speaker }, words, notes);
+  const thoughts = el("div", { class: "thoughts quiet", hidden: true });
+  const bubble = el("article", { class: `turn ${side}`, "aria-label": speaker }, thoughts, words, notes);
   $("chat").append(bubble);
   $("chat").scrollTop = $("chat").scrollHeight;
   $("chat-hint").hidden = true;
   return {
     text,
     append(more) {
-      const box = $("chat");
-      const isFollowed = box.scrollHeight - box.scrollTop - box.clientHeight < FOLLOWED_PX;
       this.text += more;
-      words.append(more);
-      if (isFollowed) box.scrollTop = box.scrollHeight;
+      extend(words, more);
+    },
+    // Shows more of the model's reasoning, which is not sent back with the conversation.
+    think(more) {
+      thoughts.hidden = false;
+      extend(thoughts, more);
     },
     note(why, isProblem, ...more) {
       notes.classList.toggle("problem", isProblem);
@@ -143,6 +147,14 @@ function turn(side, speaker, text = "") {
       $("chat").scrollTop = $("chat").scrollHeight;
     },
   };
+}
+
+// Adds text to an element of the conversation; stays at its end if the end is in view.
+function extend(element, more) {
+  const box = $("chat");
+  const isFollowed = box.scrollHeight - box.scrollTop - box.clientHeight < FOLLOWED_PX;
+  element.append(more);
+  if (isFollowed) box.scrollTop = box.scrollHeight;
 }
 
 // Adjusts the height of the input to its lines, up to its maximum height.
@@ -177,8 +189,9 @@ function asked(turns) {
   return ["../v1/chat/completions", { ...body, messages }];
 }
 
-function textOf({ choices: [choice] = [] }) {
-  return choice?.text ?? choice?.delta?.content ?? "";
+// Returns the reasoning and the text of a chunk.
+function textsOf({ choices: [choice] = [] }) {
+  return [choice?.delta?.reasoning_content ?? "", choice?.text ?? choice?.delta?.content ?? ""];
 }
 
 function summarised(all, first, usage, reason) {

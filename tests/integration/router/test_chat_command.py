@@ -9,11 +9,12 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from router.ledger.entry import State
 from tests.support import in_process
-from tests.support.in_process import Cluster
+from tests.support.in_process import ROUTER, Cluster
 from tests.support.scripted import SAY, scripted_cluster
 
 TEMPLATE = """\
@@ -57,6 +58,18 @@ async def test_cli_chat_sends_piped_lines_as_one_conversation(tmp_path: Path) ->
         assert prompt.startswith("<|im_start|>system\nbe brief<|im_end|>")
     assert second.startswith(first) and "four" in second
     assert "five" not in third
+
+
+async def test_cli_chat_separates_reasoning(tmp_path: Path) -> None:
+    reasoning = replace(ROUTER, reasoning_format="think")
+    async with scripted_cluster(tmp_path / "m", TEMPLATE, router_config=reasoning) as parts:
+        process = await chat(parts, "--temperature", "0")
+        lines = f"{SAY}<think>two and two</think>four\n{SAY}five\n"
+        out, err = await process.communicate(lines.encode())
+        assert (process.returncode, out.decode()) == (0, "four\nfive\n")
+        assert "two and two\n" in err.decode()
+        _, second = await prompts(parts)
+    assert "four<|im_end|>" in second and second.count("two and two") == 1
 
 
 async def test_cli_chat_reports_missing_chat_template() -> None:

@@ -295,6 +295,24 @@ async def test_page_chat_keeps_history_and_system_prompt(chromium: Browser, tmp_
         assert [message["role"] for message in sent[-1]["messages"]] == ["user"]
 
 
+async def test_page_chat_shows_reasoning(chromium: Browser, tmp_path: Path) -> None:
+    reasoning = replace(ROUTER, reasoning_format="think")
+    started = scripted_cluster(tmp_path / "m", HERMES, router_config=reasoning)
+    async with started as parts, opened(chromium, url_of(parts)) as page:
+        await expect(page.locator("#connection")).to_have_text("live")
+        sent: list[dict[str, Any]] = []
+        page.on("request", lambda request: _note_body(request, sent))
+        await page.fill("#prompt", "say:<think>two and two</think>four")
+        await page.press("#prompt", "Enter")
+        await expect(page.locator(".turn.model .words")).to_have_text("four")
+        await expect(page.locator(".turn.model .thoughts")).to_have_text("two and two")
+        await page.fill("#prompt", "say:five")
+        await page.press("#prompt", "Enter")
+        await expect(page.locator(".turn.model .words").last).to_have_text("five")
+        await expect(page.locator(".turn.model .thoughts").last).to_be_hidden()
+        assert [it["content"] for it in sent[-1]["messages"]][1] == "four"
+
+
 def _note_body(request: Request, sent: list[dict[str, Any]]) -> None:
     if request.url.endswith("/v1/chat/completions"):
         sent.append(request.post_data_json)
