@@ -19,9 +19,14 @@ from everlift.trace_context import TraceContext
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
+from router.api.anthropic.conversation import conversation_of
+from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.openai import body, fields, submissions
 from router.api.openai.connection import Connection
 from router.api.openai.event_id import EventId
+from router.api.openai.responses.fields import InputTokensFields, ResponseFields
+from router.api.openai.responses.items import input_turns, tool_use
+from router.api.openai.responses.record import Record
 from router.auth.access import Table
 from router.auth.caller import Scope
 from router.auth.document import Document
@@ -101,10 +106,66 @@ TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True}
 TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
 DETOKENIZED = {"tokens": [1, 255, 1023]}
 
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+_PERSON = {"type": "json_schema", "schema": {"type": "object"}}
+RESPONSE = {
+    "model": "fake",
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+    ],
+    "tools": [{"type": "function", "name": "weather", "parameters": _SCHEMA, "strict": True}],
+    "tool_choice": {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "weather"}],
+    },
+    "text": {"format": {**_PERSON, "name": "n"}},
+    "reasoning": {"effort": "low"},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "max_output_tokens": 5,
+    "truncation": "auto",
+    "background": True,
+}
+MESSAGE = {
+    "model": "fake",
+    "max_tokens": 5,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "Hello"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "a", "signature": ""},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Ulm"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}]},
+    ],
+    "tools": [{"name": "weather", "input_schema": _SCHEMA}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 9},
+    "output_config": {"format": _PERSON},
+    "stop_sequences": ["end"],
+    "metadata": {"user_id": "u"},
+    "stream": True,
+}
+COUNTED = {name: MESSAGE[name] for name in ("model", "messages", "tools")}
+
 #: By path, bodies that clients send there.
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/completions": (COMPLETION, TOKENS, {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": (CHAT, PLAIN_CHAT),
+    "/v1/responses": (RESPONSE, {"input": "a", "store": False, "previous_response_id": "resp_a"}),
+    "/v1/responses/input_tokens": ({"input": "a"},),
+    "/v1/messages": (MESSAGE,),
+    "/v1/messages/count_tokens": (COUNTED,),
     "/tokenize": (TOKENIZED, {"messages": PLAIN_CHAT["messages"]}),
     "/detokenize": (DETOKENIZED,),
 }
@@ -115,6 +176,10 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
 _KINDS: dict[str, type[fields.Fields]] = {
     "/v1/completions": fields.CompletionFields,
     "/v1/chat/completions": fields.ChatFields,
+    "/v1/responses": ResponseFields,
+    "/v1/responses/input_tokens": InputTokensFields,
+    "/v1/messages": MessagesFields,
+    "/v1/messages/count_tokens": CountTokensFields,
     "/tokenize": fields.TokenizeFields,
     "/detokenize": fields.DetokenizeFields,
 }
@@ -129,6 +194,18 @@ def _body(data: bytes) -> None:
             message.SerializeToString()
     elif isinstance(read, fields.ChatFields):
         submissions.of_chat(read, "hi", None).SerializeToString()
+    if isinstance(read, CountTokensFields):
+        conversation_of(read)
+    if isinstance(read, InputTokensFields):
+        input_turns(read.input)
+        tool_use(read)
+    if isinstance(read, ResponseFields):
+        record = Record.of(read, 1, ["a"])
+        again = Record.from_bytes(record.to_bytes())
+        if again is None or again.body != record.body:
+            raise Finding("a stored response differs")
+    if isinstance(read, MessagesFields | ResponseFields):
+        submissions.of_chat(read.generation, "hi", None).SerializeToString()
 
 
 def _body_reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
