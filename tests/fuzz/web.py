@@ -401,7 +401,7 @@ def _submission(text: str) -> None:
     given = dict(line.partition(": ")[::2] for line in text.split("\n"))
     message = pb.GenerateRequest()
     service.apply_headers(message, given)
-    service.apply_headers(pb.GenerateRequest(), given, place=3)
+    service.apply_headers(pb.GenerateRequest(), given, index=3)
     message.SerializeToString()
 
 

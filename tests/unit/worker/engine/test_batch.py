@@ -78,7 +78,7 @@ def test_batch_line_accepts_openai_format(tmp_path: Path) -> None:
         ({"id": "i", "prompt": "x", "max_token": 1}, "did you mean 'max_tokens'?"),
         ({"id": "i", "prompt": "x", "max_tokens": "1"}, "wrong type"),
         ({"id": "i", "prompt": "x", "on_disconnect": "cancel"}, "no option 'on_disconnect'"),
-        ({"id": "i", "prompt": "x", "logit_bias": {"a": 1}}, "no token id"),
+        ({"id": "i", "prompt": "x", "logit_bias": {"a": 1}}, "not a token id"),
         ({"id": "i", "prompt": "x", "logit_bias": [1]}, "must be an object"),
         ({"id": "i", "prompt": "x", "regex": "a", "ebnf": "b"}, "only one of"),
         ({"id": "i", "prompt": "x", "request_id": "no id"}, "request_id"),
@@ -90,7 +90,7 @@ def test_batch_line_accepts_openai_format(tmp_path: Path) -> None:
             {"custom_id": "i", "url": "/v1/chat/completions", "body": {"stream": True}},
             "no option 'stream'",
         ),
-        ({"custom_id": "i", "prompt": "x", "body": {}}, "'prompt' beside it"),
+        ({"custom_id": "i", "prompt": "x", "body": {}}, "must not have the field 'prompt'"),
         ({"id": 3, "prompt": "x"}, "the id must be text"),
     ],
 )
