@@ -105,11 +105,11 @@ async def test_bench_reports_an_unusable_endpoint_before_the_load(tmp_path: Path
     "arguments, said",
     [
         (("--url", f"http://user:{KEY}@127.0.0.1/v1"), "must not contain credentials"),
-        (("--url", "ftp://127.0.0.1"), "must be as"),
+        (("--url", "ftp://127.0.0.1"), "must be a URL such as"),
         (("--chat",), "need --url"),
         (("--extra-body", "[]", "--url", "http://127.0.0.1:1"), "must be a JSON object"),
         (("--percentiles", "101"), "from 0 to 100"),
-        (("--ramp", "4:1", "--duration", "1"), "the lower first"),
+        (("--ramp", "4:1", "--duration", "1"), "the lower one first"),
         (("--ramp", "1:4"), "needs --duration"),
         (("--goodput", "itl:5"), "must be ttft"),
         (("--trace", "nowhere.csv", "--url", "http://127.0.0.1:1", "--model", "m"), "nowhere.csv"),
