@@ -103,10 +103,14 @@ class ChoiceReader:
     def next(self) -> pb.GenerateResponse | None:
         """Return the next piece (message) that can be read now, or None; the choices take turns.
 
-        The last piece of the last choice contains usage and timing. Raises DataLoss if tokens
-        before an offset do not match their digest, or if a choice has ended with fewer tokens than
-        its offset.
+        If the prompt's log probabilities are requested, the first choice is read first, because
+        its first piece contains them. The last piece of the last choice contains usage and timing.
+        Raises DataLoss if tokens before an offset do not match their digest, or if a choice has
+        ended with fewer tokens than its offset.
         """
+        if self._lacks_prompt_logprobs:
+            first = self._open[0]
+            return self._read(first) if self._may_read(first) else None
         for _ in range(len(self._open)):
             self._next_index %= len(self._open)
             choice = self._open[self._next_index]
@@ -114,6 +118,13 @@ class ChoiceReader:
                 return self._read(choice)
             self._next_index += 1
         return None
+
+    @property
+    def _lacks_prompt_logprobs(self) -> bool:
+        """Return whether the client still has to receive the prompt's log probabilities."""
+        is_requested = self._live.request.sampling.prompt_logprobs is not None
+        is_first_open = bool(self._open) and self._open[0].index == 0
+        return is_requested and is_first_open and not self._offsets[0]
 
     def _read(self, choice: Choice) -> pb.GenerateResponse:
         piece = self._live.piece(choice, self._offsets[choice.index])

@@ -807,7 +807,7 @@ class GenerateResponse(google.protobuf.message.Message):
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """Log probabilities of the prompt's tokens from the second one on, if requested. All of them are
-        sent with the tokens at offset 0 of choice 0.
+        sent with the tokens at offset 0 of choice 0, before the tokens of other choices.
         """
 
     def __init__(

@@ -23,6 +23,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Append, Appended, State
 from router.ledger.memory.memory import MemoryLedger
+from router.requests.stream import ChoiceReader
 from tests.support.ledger.ledgers import scored
 from tests.support.router.gateway_support import TERM, Gateway, texts, until
 
@@ -459,6 +460,32 @@ async def test_prompt_logprobs_are_computed_once_across_attempts(gateway: Gatewa
         [piece] = [p for p in pieces if p.prompt_logprobs]
         assert tuple(map(TokenLogprobs.from_proto, piece.prompt_logprobs)) == all_of_them
         assert not [p for p in await gateway.read(again, 1) if p.prompt_logprobs]
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+async def test_prompt_logprobs_precede_other_choices(gateway: Gateway, is_scored: bool) -> None:
+    sampling = pb.Sampling(prompt_logprobs=0) if is_scored else None
+    live = await gateway.submit(n=3, text="ab", sampling=sampling)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "x", choice=1)
+    gateway.make(epoch, 0, "y", EOS, choice=2)
+    await until(lambda: live.choices[1].readable and live.choices[2].is_complete)
+    reader = ChoiceReader(live)
+    others = [] if is_scored else [1, 2]
+    assert choices_read(reader) == others
+    told = {"prompt_offset": 1, "prompt_logprobs": wire(scored(-1.0))} if is_scored else {}
+    gateway.make(epoch, 0, "z", **told)
+    await until(lambda: live.choices[0].readable)
+    assert choices_read(reader) == ([0, 1, 2] if is_scored else [0])
+    # A client that has the first choice's beginning has them already.
+    assert choices_read(ChoiceReader(live, (1, 0, 0))) == [1, 2]
+
+
+def choices_read(reader: ChoiceReader) -> list[int]:
+    read = []
+    while (piece := reader.next()) is not None:
+        read.append(piece.choice)
+    return sorted(read) if 0 not in read else [read[0], *sorted(read[1:])]
 
 
 @pytest.mark.parametrize(("offset", "count", "text"), [(2, 1, ""), (1, 2, "a")])
