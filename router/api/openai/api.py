@@ -78,6 +78,7 @@ class Api:
                 self._route("GET", _EXPLANATION, self._explaining.explain, INFER, ADMIN),
                 self._route("POST", "/tokenize", self._texts.tokenize, INFER),
                 self._route("POST", "/detokenize", self._texts.detokenize, INFER),
+                self._route("GET", "/tokenizer_info", self._texts.tokenizer_info, INFER),
                 self._route("GET", "/metrics", self._exposed, METRICS),
                 self._route("GET", "/health", self._health),
                 self._route("GET", "/ready", self._ready),

@@ -58,6 +58,13 @@ class DetokenizedText(TypedDict):
     prompt: str
 
 
+class TokenizerInfo(TypedDict):
+    """Tokenizer's configuration; it has more fields, which depend on the model."""
+
+    tokenizer_class: str
+    chat_template: str | None
+
+
 class Condition(TypedDict):
     status: str
 
@@ -94,6 +101,7 @@ _ANSWERS = (
     ModelList,
     ResponseBody,
     TokenCount,
+    TokenizerInfo,
     Tokens,
 )
 _BODIES = (
@@ -191,6 +199,7 @@ _PATHS = (
     _Path(
         "post", "/detokenize", "Token ids to text", {_JSON: "DetokenizedText"}, "DetokenizeFields"
     ),
+    _Path("get", "/tokenizer_info", "Tokenizer's configuration", {_JSON: "TokenizerInfo"}),
     _Path("get", "/metrics", "Metrics for Prometheus", {"text/plain": ""}),
     _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
     _Path("get", "/ready", "This router accepts requests", {_JSON: "Condition"}, is_open=True),

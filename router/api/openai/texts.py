@@ -1,9 +1,14 @@
-"""Handlers of ``/tokenize`` and ``/detokenize``, compatible with vLLM."""
+"""Handlers of ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, compatible with vLLM."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import Any
+
 from starlette.responses import Response
 
+from everlift.chat_templates import Templates, read_object, special_tokens
 from everlift.errors import InvalidRequest
 from router.api.chat_renderer import ChatRenderer
 from router.api.openai.chat_conversation import chat_conversation
@@ -12,11 +17,16 @@ from router.api.openai.fields import DetokenizeFields, TokenizeFields
 from router.requests import tokenizer
 from router.requests.tokenizer import ServedModel
 
+#: Fields of tokenizer_config.json that are paths of files.
+_PATHS = ("name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file", "merges_file")
+
 
 class Texts:
     def __init__(self, model: ServedModel, renderer: ChatRenderer) -> None:
         self._model = model
         self._renderer = renderer
+        #: answer of ``tokenizer_info``, once it was requested
+        self._info: dict[str, Any] | None = None
 
     async def tokenize(self, call: Call) -> Response:
         fields = await call.fields(TokenizeFields)
@@ -53,3 +63,28 @@ class Texts:
         ids = fields.tokens
         text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
         return JsonResponse({"prompt": text})
+
+    async def tokenizer_info(self, call: Call) -> Response:
+        """Return the tokenizer's configuration: the content of tokenizer_config.json without paths.
+
+        The texts of special tokens and the chat template are included, whichever files have them.
+        """
+        if self._info is None:
+            self._info = await asyncio.to_thread(_tokenizer_info, self._model.directory)
+        return JsonResponse(self._info)
+
+
+def _tokenizer_info(directory: Path | None) -> dict[str, Any]:
+    """Return the configuration of the tokenizer in ``directory``; None stands for the fake model.
+
+    Raises UnknownModel for a malformed file.
+    """
+    if directory is None:
+        return {"tokenizer_class": "ByteTokenizer", "chat_template": None}
+    config, templates = read_object(directory / "tokenizer_config.json"), Templates.read(directory)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: value for name, value in config.items() if name not in _PATHS},
+        **special_tokens(directory),
+        "chat_template": None if templates is None else templates.default,
+    }
