@@ -69,6 +69,7 @@ CHAT = {
     "parallel_tool_calls": False,
     "chat_template_kwargs": {"enable_thinking": False},
     "max_completion_tokens": 5,
+    "prompt_logprobs": 1,
     "logprobs": True,
     "top_logprobs": 2,
     "stream": True,
@@ -103,6 +104,13 @@ COMPLETION = {
     "structured_outputs": {"choice": ["a", "b"]},
 }
 TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True}
+SCORED = {
+    "prompt": ["Hello", "world"],
+    "echo": True,
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+    "max_tokens": 0,
+}
 TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
 DETOKENIZED = {"tokens": [1, 255, 1023]}
 
@@ -160,7 +168,7 @@ COUNTED = {name: MESSAGE[name] for name in ("model", "messages", "tools")}
 
 #: By path, bodies that clients send there.
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "/v1/completions": (COMPLETION, TOKENS, {"prompt": "a", "max_tokens": 1}),
+    "/v1/completions": (COMPLETION, TOKENS, SCORED, {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": (CHAT, PLAIN_CHAT),
     "/v1/responses": (RESPONSE, {"input": "a", "store": False, "previous_response_id": "resp_a"}),
     "/v1/responses/input_tokens": ({"input": "a"},),

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Protocol
 
 from starlette.responses import Response
@@ -30,6 +31,8 @@ from router.api.openai.event_stream import Events, EventStream, KeepAlive
 from router.api.openai.fields import ChatFields, CompletionFields
 from router.api.openai.fields import Generation as GenerationFields
 from router.api.openai.generation import Generation
+from router.api.openai.logprobs import Echo
+from router.api.openai.prompt_logprobs import ScoredPrompt
 from router.api.openai.streaming import ChunkOptions, StreamedAnswer
 from router.api.openai.transcript import Collected, Transcript, Usage
 from router.api.service import Inference
@@ -71,13 +74,15 @@ class Answering:
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
             name = self.set_session(call, name, fields, messages)
+            await self._tokenize_scored(messages)
             self._check_answer_size(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
                 self.vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
                 options=_chunk_options(fields),
-                echoes=await self._echoes(fields) if fields.echo else (),
+                echoes=await self._echoes(fields, messages) if fields.echo else (),
+                prompts=_scored_prompts(fields, messages),
             )
         journals = [Journal(call.arrived_at) for _ in messages]
         answering = self.answer(call, name, fields, messages, journals, answer)
@@ -96,6 +101,7 @@ class Answering:
             message = self.chat_message(fields, rendered)
             is_constrained = message.sampling.HasField("grammar")
             name = self.set_session(call, name, fields, [message])
+            await self._tokenize_scored([message])
             self._check_answer_size(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
@@ -103,6 +109,7 @@ class Answering:
             lambda choice: rendered.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
             has_reasoning=rendered.formats.reasoning is not None,
+            prompt=next(iter(_scored_prompts(fields, [message])), None),
             options=_chunk_options(fields),
         )
         return await self.answer(call, name, fields, [message], [journal], answer)
@@ -198,7 +205,9 @@ class Answering:
     def _check_answer_size(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
     ) -> None:
-        if not fields.stream:
+        if fields.stream:
+            submissions.check_streamed_size(messages)
+        else:
             submissions.check_unstreamed_size(messages, self._model.longest_sequence)
 
     def _envelope(self, answer_id: str) -> Envelope:
@@ -206,7 +215,24 @@ class Answering:
             answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
         )
 
-    async def _echoes(self, fields: CompletionFields) -> list[str]:
+    async def _tokenize_scored(self, messages: Sequence[pb.GenerateRequest]) -> None:
+        """Replace the texts of prompts whose log probabilities are requested by their token ids.
+
+        The answer names these tokens. Tokens of earlier turns of a session are not reused. Raises
+        PromptTooLong if a text is far longer than the context.
+        """
+        for message in messages:
+            if message.sampling.HasField("prompt_logprobs") and message.text:
+                encode = partial(self._encode, message)
+                message.tokens.ids.extend(await tokenizer.with_text(len(message.text), encode))
+
+    def _encode(self, message: pb.GenerateRequest) -> Sequence[int]:
+        has_added = message.add_special_tokens or not message.HasField("add_special_tokens")
+        return self._model.encode_prompt(message.text, add_special_tokens=has_added)
+
+    async def _echoes(
+        self, fields: CompletionFields, messages: Sequence[pb.GenerateRequest]
+    ) -> list[str | Echo]:
         prompts, decode = fields.prompts, self._model.tokenizer.decode
         for prompt in prompts:
             self._model.check_prompt(prompt)
@@ -215,7 +241,12 @@ class Answering:
             num_ids,
             lambda: [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts],
         )
-        return [text for text in texts for _ in range(fields.n or 1)]
+        num_top = fields.logprobs
+        echoes: Sequence[str | Echo] = texts
+        if num_top is not None:
+            pairs = zip(texts, messages, strict=True)
+            echoes = [Echo(text, message.tokens.ids, num_top) for text, message in pairs]
+        return [echo for echo in echoes for _ in range(fields.n or 1)]
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
@@ -273,6 +304,17 @@ def _chunk_options(fields: GenerationFields) -> ChunkOptions:
     )
 
 
+def _scored_prompts(
+    fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
+) -> list[ScoredPrompt]:
+    """Return, for each choice, the prompt whose log probabilities the answer has."""
+    num_top = fields.prompt_logprobs
+    if num_top is None:
+        return []
+    prompts = [ScoredPrompt(message.tokens.ids, num_top) for message in messages]
+    return [prompt for prompt in prompts for _ in range(fields.n or 1)]
+
+
 def _reads_events(call: Call) -> bool:
     """Return whether the client parses all fields of server-sent events, not only ``data``.
 
@@ -288,8 +330,8 @@ def _request_ids(name: str, count: int) -> list[str]:
 def _transcript(
     call: Call, name: str, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
 ) -> Transcript:
-    choices_each = messages[0].n
-    transcript = Transcript(name, len(messages), choices_each)
+    choices_each, hides_output = messages[0].n, fields.max_tokens == 0
+    transcript = Transcript(name, len(messages), choices_each, hides_output=hides_output)
     if (last := call.headers.get(_LAST_EVENT_ID)) is None:
         return transcript
     event = EventId.parse(last)
@@ -297,4 +339,4 @@ def _transcript(
         raise InvalidRequest("last-event-id needs stream to be true", field=_LAST_EVENT_ID)
     if len(event.positions) != transcript.num_choices:
         raise InvalidRequest("last-event-id belongs to another request", field=_LAST_EVENT_ID)
-    return Transcript(name, len(messages), choices_each, event.positions)
+    return Transcript(name, len(messages), choices_each, event.positions, hides_output=hides_output)

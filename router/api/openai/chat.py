@@ -9,9 +9,10 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
-from router.api.openai import logprobs
+from router.api.openai import logprobs, prompt_logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, ChatLogprobs
+from router.api.openai.prompt_logprobs import PromptLogprobs, ScoredPrompt
 from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
@@ -55,6 +56,7 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class FunctionDelta(TypedDict):
@@ -92,6 +94,7 @@ class ChatChunk(TypedDict):
     system_fingerprint: str | None
     choices: list[ChunkChoice]
     usage: UsageBody | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 _NO_OPTIONS = ChunkOptions()
@@ -103,7 +106,8 @@ class ChatAnswer(ChunkedAnswer):
     ``parser`` is called with the index of a choice, and returns a parser that separates the
     choice's text from its reasoning and tool calls. With ``has_reasoning`` the usage has the number
     of reasoning tokens. After a reconnection, this number leaves out choices whose end the client
-    already had.
+    already had. ``prompt`` is the prompt whose log probabilities are returned (vLLM's
+    ``prompt_logprobs``), or None. A stream has them in the first chunk of the first choice.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class ChatAnswer(ChunkedAnswer):
         *,
         has_logprobs: bool,
         has_reasoning: bool = False,
+        prompt: ScoredPrompt | None = None,
         options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
         super().__init__(options)
@@ -122,6 +127,7 @@ class ChatAnswer(ChunkedAnswer):
         self._parser = parser
         self._has_logprobs = has_logprobs
         self._has_reasoning = has_reasoning
+        self._prompt = prompt
         #: counters of the choices that have begun, by index, if the model writes reasoning
         self._counters: dict[int, ReasoningTokens] = {}
         #: parsers of the choices that have begun, by index
@@ -140,7 +146,8 @@ class ChatAnswer(ChunkedAnswer):
         """
         delta = _message_delta(self._deltas(output))
         logprobs = self._logprobs(output)
-        if not (delta or output.finish_reason or (logprobs and logprobs["content"])):
+        prompt = self._prompt if output.is_first and output.choice == 0 else None
+        if not (delta or output.finish_reason or (logprobs and logprobs["content"]) or prompt):
             return None
         if output.is_first:
             delta = {"role": "assistant", "content": "", **delta}
@@ -151,7 +158,12 @@ class ChatAnswer(ChunkedAnswer):
             "finish_reason": _finish_reason(output.finish_reason, self._parsers[output.choice]),
             "stop_reason": output.stop_reason,
         }
-        return self._chunk([choice], None if usage is None else usage_so_far(usage))
+        chunk = self._chunk([choice], None if usage is None else usage_so_far(usage))
+        if prompt is not None:
+            chunk["prompt_logprobs"] = prompt_logprobs.of_prompt(
+                self._vocabulary, prompt, output.prompt_logprobs
+            )
+        return chunk
 
     def _deltas(self, output: NewOutput) -> list[Delta]:
         """Parse the new text, and return the parts of the message that the client lacks."""
@@ -193,7 +205,15 @@ class ChatAnswer(ChunkedAnswer):
             shown.append(self._choice(index, choice))
             yield ""
         begin, end = around(self._completion(usage), "choices", [])
-        yield from array(begin, map(self._written, shown, choices), end)
+        written = map(self._written, shown, choices)
+        if self._prompt is None:
+            yield from array(begin, written, end)
+            return
+        yield from array(begin, written, end.removesuffix("}"))
+        scores, before = choices[0].prompt_logprobs, ',"prompt_logprobs":'
+        yield from prompt_logprobs.written_of_prompt(
+            self._vocabulary, self._prompt, scores, before, "}"
+        )
 
     def _completion(self, usage: Usage) -> ChatCompletion:
         return {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NotRequired
 
 from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
-from router.api.openai import logprobs
+from router.api.openai import logprobs, prompt_logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
-from router.api.openai.logprobs import Alignment, CompletionLogprobs
+from router.api.openai.logprobs import Alignment, CompletionLogprobs, Echo
+from router.api.openai.prompt_logprobs import PromptLogprobs, ScoredPrompt
 from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
@@ -21,6 +24,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class Completion(TypedDict):
@@ -41,8 +45,10 @@ _NO_OPTIONS = ChunkOptions()
 class CompletionAnswer(ChunkedAnswer):
     """Writer of completions.
 
-    ``echoes`` has a prompt text for each choice, which precedes the choice's output (OpenAI's
-    ``echo``). It is empty if prompts are not returned.
+    ``echoes`` has a prompt for each choice, which precedes the choice's output (OpenAI's ``echo``):
+    a text, or an Echo if the log probabilities of its tokens precede those of the output. It is
+    empty if prompts are not returned. ``prompts`` has a prompt for each choice whose log
+    probabilities are returned in vLLM's ``prompt_logprobs``; it is empty if they are not requested.
     """
 
     def __init__(
@@ -51,7 +57,8 @@ class CompletionAnswer(ChunkedAnswer):
         vocabulary: Vocabulary,
         *,
         has_logprobs: bool,
-        echoes: Sequence[str] = (),
+        echoes: Sequence[str | Echo] = (),
+        prompts: Sequence[ScoredPrompt] = (),
         options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
         super().__init__(options)
@@ -59,6 +66,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._vocabulary = vocabulary
         self._has_logprobs = has_logprobs
         self._echoes = echoes
+        self._prompts = prompts
         self._alignments: dict[int, Alignment] = {}
         #: by choice, the JSON before and after the text of a chunk that has only text
         self._around: dict[int, tuple[str, str]] = {}
@@ -68,7 +76,8 @@ class CompletionAnswer(ChunkedAnswer):
 
         Most chunks of a choice differ only in their text, so the JSON around it is encoded once.
         """
-        if self._has_logprobs or self._echoes or output.finish_reason or usage is not None:
+        has_more = self._has_logprobs or self._echoes or self._prompts
+        if has_more or output.finish_reason or usage is not None:
             chunk = self.chunk(output, usage)
             return None if chunk is None else encode(chunk)
         if not output.text:
@@ -88,9 +97,15 @@ class CompletionAnswer(ChunkedAnswer):
         """
         logprobs = self._logprobs(output)
         text = self._echo(output.choice) + output.text if output.is_first else output.text
-        if not (text or output.finish_reason or (logprobs and logprobs["tokens"])):
+        is_scored = output.is_first and bool(self._prompts)
+        if not (text or output.finish_reason or (logprobs and logprobs["tokens"]) or is_scored):
             return None
         choice = _choice(output.choice, text, logprobs, output.finish_reason, output.stop_reason)
+        if is_scored:
+            prompt = self._prompts[output.choice]
+            choice["prompt_logprobs"] = prompt_logprobs.of_prompt(
+                self._vocabulary, prompt, output.prompt_logprobs
+            )
         return self._completion([choice], None if usage is None else usage_so_far(usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
@@ -104,20 +119,46 @@ class CompletionAnswer(ChunkedAnswer):
     def _written(self, index: int, choice: Collected) -> Iterator[str]:
         text = self._echo(index) + choice.text
         shown = _choice(index, text, None, choice.finish_reason, choice.stop_reason)
-        if not self._has_logprobs:
+        if not (self._has_logprobs or self._prompts):
             return iter([encode(shown)])
         begin, end = around(shown, "logprobs", None)
-        return logprobs.written_of_completion(self._vocabulary, choice, begin, end)
+        if self._has_logprobs:
+            echo = self._scored_echo(index)
+            scored = logprobs.written_of_completion(self._vocabulary, choice, begin, "", echo)
+        else:
+            scored = iter([f"{begin}null"])
+        if not self._prompts:
+            return chain(scored, [end])
+        before = f'{end.removesuffix("}")},"prompt_logprobs":'
+        prompt, scores = self._prompts[index], choice.prompt_logprobs
+        return chain(
+            scored,
+            prompt_logprobs.written_of_prompt(self._vocabulary, prompt, scores, before, "}"),
+        )
 
     def _logprobs(self, output: NewOutput) -> CompletionLogprobs | None:
         if not self._has_logprobs:
             return None
+        echo = self._scored_echo(output.choice)
         if (alignment := self._alignments.get(output.choice)) is None:
-            alignment = self._alignments[output.choice] = Alignment(self._vocabulary)
-        return logprobs.of_completion(self._vocabulary, logprobs.placed(alignment, output))
+            alignment = Alignment(self._vocabulary, lists_all=echo is not None)
+            self._alignments[output.choice] = alignment
+        placed = logprobs.placed(alignment, output)
+        shown = logprobs.of_completion(self._vocabulary, placed, echo)
+        if echo is None or not output.is_first:
+            return shown
+        echoed = logprobs.of_echo(self._vocabulary, echo, output.prompt_logprobs)
+        return logprobs.joined((*echoed, shown))
 
     def _echo(self, choice: int) -> str:
-        return self._echoes[choice] if self._echoes else ""
+        if not self._echoes:
+            return ""
+        echo = self._echoes[choice]
+        return echo.text if isinstance(echo, Echo) else echo
+
+    def _scored_echo(self, choice: int) -> Echo | None:
+        echo = self._echoes[choice] if self._echoes else None
+        return echo if isinstance(echo, Echo) else None
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageBody | None) -> Completion:
         return {

@@ -8,7 +8,7 @@ each error and a body may have millions of errors. An error response names one f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import ErrorDetails, core_schema
 
+from everlift.checks import Range
 from everlift.errors import InvalidRequest, LogitBiasTooLarge, UnknownField, Unsupported
 from everlift.messages import RANGES, check_field
 from everlift.sampling import MAX_LOGIT_BIAS
@@ -45,9 +46,13 @@ MAX_PROMPTS = 128
 
 @dataclass(frozen=True, slots=True)
 class InRange:
-    """Annotation that limits a number to the range that everlift.messages has for ``field``."""
+    """Annotation that limits a number to the range that everlift.messages has for ``field``.
+
+    ``low`` replaces the lower limit of this range, unless it is None.
+    """
 
     field: str
+    low: int | None = None
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -57,13 +62,22 @@ class InRange:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        valid = RANGES[self.field]
+        valid = self._range
         least = "exclusiveMinimum" if valid.exclusive_low else "minimum"
         return {**handler(schema), least: valid.low, "maximum": valid.high}
 
     def _check(self, value: N, info: ValidationInfo) -> N:
-        check_field(self.field, value, info.field_name or "")
+        name = info.field_name or ""
+        if self.low is None:
+            check_field(self.field, value, name)
+        else:
+            self._range.check(name, value)
         return value
+
+    @property
+    def _range(self) -> Range:
+        valid = RANGES[self.field]
+        return valid if self.low is None else replace(valid, low=self.low)
 
 
 class Fields(BaseModel):
@@ -181,6 +195,7 @@ class Generation(Fields):
     min_tokens: Annotated[int, InRange("min_tokens")] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: List[Annotated[int, InRange("stop_token_ids")]] | None = None
+    prompt_logprobs: Annotated[int, InRange("prompt_logprobs")] | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, InRange("priority")] | None = Field(
@@ -217,10 +232,19 @@ class CompletionFields(Generation):
     prompt: str | Ids | List[str] | List[Ids] = Field(
         description=f"a text, token ids, or up to {MAX_PROMPTS} of either"
     )
+    max_tokens: Annotated[int, InRange("max_tokens", low=0)] | None = Field(
+        None, description="0: the prompt is computed, and the completion has no tokens"
+    )
     logprobs: Annotated[int, InRange("logprobs")] | None = None
     echo: bool | None = None
     best_of: Annotated[int, InRange("best_of")] | None = None
     suffix: str | None = None
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        if self.prompt_logprobs is None:
+            return {**self.PARAMS, "prompt_logprobs": "logprobs"}
+        return self.PARAMS
 
     @property
     def prompts(self) -> list[str | Ids]:

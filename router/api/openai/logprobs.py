@@ -4,12 +4,17 @@ An answer lists the log probabilities of the sampled tokens, in order. Tokens th
 the text are not listed: special tokens, and tokens after the position at which a stop string or a
 stop token cut the text. The bytes of all listed tokens together are the text in UTF-8, except that
 invalid byte sequences, which are U+FFFD in the text, are unchanged.
+
+After an echoed prompt all tokens are listed, those of the prompt and those of the output, because
+evaluators find the scores of a continuation by the number of tokens before and after it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 from typing_extensions import TypedDict
@@ -22,7 +27,7 @@ from router.api.openai.writer import around, array, encode
 #: Value of negative infinity, which JSON does not have, as in OpenAI's API.
 _LEAST = -9999.0
 #: Log probabilities, including alternatives, that are encoded as one part; this takes 5 to 10 ms.
-_LOGPROBS_PER_PART = 1024
+LOGPROBS_PER_PART = 1024
 
 
 class TopLogprob(TypedDict):
@@ -41,9 +46,11 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
+    """Log probabilities of a completion; the first token of an echoed prompt has none."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -65,16 +72,34 @@ class Placed(NamedTuple):
     is_first: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Prompt that is returned with the log probabilities of its tokens.
+
+    ``num_top`` is the number of alternatives that are listed besides each token.
+    """
+
+    text: str
+    tokens: Sequence[int]
+    num_top: int
+
+
+#: Scores of a prompt's first token, which no token precedes.
+NO_SCORES = pb.TokenLogprobs()
+
+
 class Alignment:
     """Alignment of one choice's tokens with its text, while both are received.
 
     A token is held back until the text up to its end is known, because a stop string may still cut
     it. The tokens that are returned therefore depend only on how many tokens and characters are
-    known.
+    known. With ``lists_all``, tokens that add nothing to the text are returned as well, without
+    bytes.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, lists_all: bool = False) -> None:
         self._vocabulary = vocabulary
+        self._lists_all = lists_all
         self._pending: deque[Placed] = deque()
         self._num_known = 0
         #: number of complete characters of all tokens so far, and the bytes of an incomplete one
@@ -97,7 +122,8 @@ class Alignment:
         while self._pending and self._pending[0].end <= self._num_known:
             placed.append(self._pending.popleft())
         if is_end:
-            placed += [each for each in map(self._cut, self._pending) if each.data]
+            rest = map(self._cut, self._pending)
+            placed += [each for each in rest if each.data or self._lists_all]
             self._pending.clear()
         return placed
 
@@ -105,6 +131,8 @@ class Alignment:
         is_first, begin, before = self._is_first, self._num_characters, self._incomplete
         data = self._vocabulary.token_bytes(token, is_first=is_first)
         if data is None:
+            if self._lists_all:
+                self._pending.append(Placed(token, scores, b"", b"", begin, begin, is_first))
             return
         self._is_first = False
         text, self._incomplete = decode_utf8(before + data)
@@ -121,7 +149,8 @@ class Alignment:
         length = sum(
             _num_started(placed.before + placed.data[:each]) <= num_characters for each in lengths
         )
-        return placed._replace(data=placed.data[:length])
+        offset = min(placed.offset, self._num_known)
+        return placed._replace(data=placed.data[:length], offset=offset)
 
 
 def _num_started(data: bytes) -> int:
@@ -154,7 +183,7 @@ def of_chat(vocabulary: Vocabulary, placed: Iterable[Placed]) -> ChatLogprobs:
             **_top(vocabulary, each.token, each.scores.logprob, each.is_first),
             "bytes": list(each.data),
             "top_logprobs": [
-                _top(vocabulary, *top, each.is_first) for top in _alternatives(each.scores)
+                _top(vocabulary, *top, each.is_first) for top in alternatives(each.scores)
             ],
         }
         for each in placed
@@ -173,47 +202,113 @@ def written_of_chat(
     written = (
         [text]
         for part in _parts(vocabulary, choice)
-        if (text := _members(of_chat(vocabulary, part)["content"]))
+        if (text := members(of_chat(vocabulary, part)["content"]))
     )
     return array(begin + before, written, behind + end)
 
 
-def of_completion(vocabulary: Vocabulary, placed: Iterable[Placed]) -> CompletionLogprobs:
-    shown: CompletionLogprobs = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
+def of_completion(
+    vocabulary: Vocabulary, placed: Iterable[Placed], echo: Echo | None = None
+) -> CompletionLogprobs:
+    """Return the log probabilities of output tokens, whose text follows ``echo``."""
+    shown = _no_logprobs()
+    begin = 0 if echo is None else len(echo.text)
     for each in placed:
         shown["tokens"].append(_key(vocabulary, each.token, each.is_first))
-        shown["token_logprobs"].append(_finite(each.scores.logprob))
+        shown["token_logprobs"].append(finite(each.scores.logprob))
         shown["top_logprobs"].append(_by_key(vocabulary, each))
-        shown["text_offset"].append(each.offset)
+        shown["text_offset"].append(begin + each.offset)
     return shown
 
 
+def of_echo(
+    vocabulary: Vocabulary, echo: Echo, scores: Sequence[pb.TokenLogprobs]
+) -> Iterator[CompletionLogprobs]:
+    """Yield the log probabilities of an echoed prompt's tokens, in parts of limited size.
+
+    ``scores`` are those of the tokens from the second one on.
+    """
+    step = max(1, LOGPROBS_PER_PART // (1 + echo.num_top))
+    shown = _no_logprobs()
+    for each in placed_in_prompt(vocabulary, echo.tokens, scores, echo.text):
+        is_scored = each.scores is not NO_SCORES
+        shown["tokens"].append(_key(vocabulary, each.token, each.is_first))
+        shown["token_logprobs"].append(finite(each.scores.logprob) if is_scored else None)
+        tops = _by_key(vocabulary, each, echo.num_top) if is_scored else None
+        shown["top_logprobs"].append(tops)
+        shown["text_offset"].append(each.offset)
+        if len(shown["tokens"]) == step:
+            yield shown
+            shown = _no_logprobs()
+    yield shown
+
+
+def placed_in_prompt(
+    vocabulary: Vocabulary, tokens: Iterable[int], scores: Iterable[pb.TokenLogprobs], text: str
+) -> Iterator[Placed]:
+    """Yield all tokens of a prompt with their positions in its text.
+
+    ``scores`` are those of the tokens from the second one on; the first one gets ``NO_SCORES``. A
+    special token that ``text`` does not contain gets the position of the next token. If the
+    tokenizer changed the text, for example by normalising it, the positions are approximate.
+    """
+    offset, incomplete, is_first = 0, b"", True
+    for token, its_scores in zip(tokens, chain((NO_SCORES,), scores), strict=True):
+        data = vocabulary.token_bytes(token, is_first=is_first)
+        begin, before, was_first = offset, incomplete, is_first
+        if data is None:
+            string = vocabulary.token_string(token) or ""
+            offset += len(string) if text.startswith(string, offset) else 0
+        else:
+            is_first = False
+            characters, incomplete = decode_utf8(before + data)
+            offset += len(characters)
+            if before and not _continues(before, data):
+                before, begin = b"", begin + 1
+        begin = min(begin, len(text))
+        yield Placed(token, its_scores, data or b"", before, begin, offset, was_first)
+
+
+def joined(parts: Iterable[CompletionLogprobs]) -> CompletionLogprobs:
+    shown = _no_logprobs()
+    for part in parts:
+        shown["tokens"] += part["tokens"]
+        shown["token_logprobs"] += part["token_logprobs"]
+        shown["top_logprobs"] += part["top_logprobs"]
+        shown["text_offset"] += part["text_offset"]
+    return shown
+
+
+def _no_logprobs() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
 def written_of_completion(
-    vocabulary: Vocabulary, choice: Collected, begin: str, end: str
+    vocabulary: Vocabulary, choice: Collected, begin: str, end: str, echo: Echo | None = None
 ) -> Iterator[str]:
     """Yield, in parts, ``begin``, then a choice's log probabilities as JSON, then ``end``.
 
-    The choice must be complete. The JSON has the form that ``of_completion`` returns.
+    The choice must be complete. The JSON has the form that ``of_completion`` returns. The log
+    probabilities of ``echo`` come first.
     """
+    echoed = () if echo is None else of_echo(vocabulary, echo, choice.prompt_logprobs)
+    output = (
+        of_completion(vocabulary, part, echo)
+        for part in _parts(vocabulary, choice, lists_all=echo is not None)
+    )
     scores: list[str] = []
     tops: list[str] = []
     offsets: list[str] = []
 
     def tokens() -> Iterator[list[str]]:
         """Yield the strings of tokens as JSON; add to ``scores``, ``tops`` and ``offsets``."""
-        for part in _parts(vocabulary, choice):
-            shown = of_completion(vocabulary, part)
+        for shown in chain(echoed, output):
             if not shown["tokens"]:
                 continue
-            scores.append(_members(shown["token_logprobs"]))
-            tops.append(_members(shown["top_logprobs"]))
-            offsets.append(_members(shown["text_offset"]))
-            yield [_members(shown["tokens"])]
+            scores.append(members(shown["token_logprobs"]))
+            tops.append(members(shown["top_logprobs"]))
+            offsets.append(members(shown["text_offset"]))
+            yield [members(shown["tokens"])]
 
     yield from array(f'{begin}{{"tokens":', tokens(), "")
     yield f',"token_logprobs":[{",".join(scores)}]'
@@ -221,12 +316,17 @@ def written_of_completion(
     yield f',"text_offset":[{",".join(offsets)}]}}{end}'
 
 
-def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
-    """Yield the tokens of a complete choice with their positions, in lists of limited size."""
-    alignment = Alignment(vocabulary)
+def _parts(
+    vocabulary: Vocabulary, choice: Collected, *, lists_all: bool = False
+) -> Iterator[list[Placed]]:
+    """Yield the tokens of a complete choice with their positions, in lists of limited size.
+
+    With ``lists_all``, tokens that add nothing to the text are included.
+    """
+    alignment = Alignment(vocabulary, lists_all=lists_all)
     tokens, scores = choice.tokens, choice.logprobs
     # All tokens of a request have the same number of alternatives.
-    step = max(1, _LOGPROBS_PER_PART // (1 + len(scores[0].top_ids))) if scores else 1
+    step = max(1, LOGPROBS_PER_PART // (1 + len(scores[0].top_ids))) if scores else 1
     text = choice.text
     for start in range(0, len(tokens), step):
         part = slice(start, start + step)
@@ -234,29 +334,30 @@ def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
         text = ""
 
 
-def _members(values: Sequence[object]) -> str:
+def members(values: Sequence[object]) -> str:
     """Return ``values`` as a JSON array without its brackets."""
     return encode(values)[1:-1]
 
 
-def _alternatives(scores: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
+def alternatives(scores: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
     return zip(scores.top_ids, scores.top_logprobs, strict=True)
 
 
-def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
+def _by_key(vocabulary: Vocabulary, placed: Placed, num_top: int | None = None) -> dict[str, float]:
     """Map the strings of a position's alternative and sampled tokens to log probabilities.
 
-    The sampled token is last if it is not an alternative. A token with the same string as another
-    one has the key ``token_id:ID``.
+    Only the ``num_top`` most probable alternatives are included, unless it is None. The sampled
+    token is last if it is not an alternative. A token with the same string as another one has the
+    key ``token_id:ID``.
     """
     shown: dict[str, float] = {}
     sampled = _key(vocabulary, placed.token, placed.is_first)
-    for token, logprob in _alternatives(placed.scores):
+    for token, logprob in islice(alternatives(placed.scores), num_top):
         key = _key(vocabulary, token, placed.is_first)
         if key in shown or (key == sampled and token != placed.token):
             key = _name(token)
-        shown[key] = _finite(logprob)
-    shown.setdefault(sampled, _finite(placed.scores.logprob))
+        shown[key] = finite(logprob)
+    shown.setdefault(sampled, finite(placed.scores.logprob))
     return shown
 
 
@@ -289,15 +390,15 @@ def _top(vocabulary: Vocabulary, token: int, logprob: float, is_first: bool) -> 
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         string = vocabulary.token_string(token) or _name(token)
-        return {"token": string, "logprob": _finite(logprob), "bytes": None}
+        return {"token": string, "logprob": finite(logprob), "bytes": None}
     string = data.decode(errors="replace")
-    return {"token": string, "logprob": _finite(logprob), "bytes": list(data)}
+    return {"token": string, "logprob": finite(logprob), "bytes": list(data)}
 
 
 def _name(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Return ``logprob``, but at least ``_LEAST``, which also replaces NaN."""
     return logprob if logprob > _LEAST else _LEAST

@@ -26,12 +26,16 @@ _COMPLETION_TOKENS = 16
 #: The router holds the whole answer in memory: in a chat, each log probability takes 60 bytes of
 #: JSON in addition to the value itself.
 _MAX_UNSTREAMED_LOGPROBS = 1 << 20
+#: Maximum number of log probabilities of one prompt, including alternatives, in a stream. One event
+#: has all of them, which delays all other streams while it is encoded.
+_MAX_STREAMED_PROMPT_LOGPROBS = 1 << 15
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
     """Return a request for each prompt.
 
-    Raises InvalidRequest, OutOfRange or Unsupported if a field is invalid.
+    A request has at least one output token, which a client that asks for none does not receive
+    (``Transcript``). Raises InvalidRequest, OutOfRange or Unsupported if a field is invalid.
     """
     prompts = fields.prompts
     if len(prompts) > MAX_PROMPTS:
@@ -44,14 +48,20 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
             "suffix is not supported: models are not trained to fill in the middle",
             field="suffix",
         )
-    if fields.echo and fields.logprobs is not None:
-        raise Unsupported("echo cannot be combined with logprobs", field="echo")
     message = _message(fields)
+    if fields.max_tokens == 0:
+        if fields.min_tokens:
+            raise OutOfRange("min_tokens must be 0 if max_tokens is 0", field="min_tokens")
+        message.max_tokens = 1
     if fields.max_tokens is None:
         message.max_tokens, message.clamp_max_tokens = _COMPLETION_TOKENS, True
     message.best_of = fields.best_of or 0
     if fields.logprobs is not None:
-        message.sampling.logprobs = fields.logprobs
+        if fields.max_tokens != 0:
+            message.sampling.logprobs = fields.logprobs
+        if fields.echo:
+            num_top = max(fields.logprobs, fields.prompt_logprobs or 0)
+            message.sampling.prompt_logprobs = num_top
     return [_prompted(message, prompt) for prompt in prompts]
 
 
@@ -105,30 +115,58 @@ def session_id(fields: Generation, names: Sequence[SessionField]) -> str:
     return ""
 
 
+def check_streamed_size(messages: Sequence[pb.GenerateRequest]) -> None:
+    """Check that no event of a streamed answer becomes too large.
+
+    The prompts whose log probabilities are requested must be given as token ids. Raises OutOfRange
+    if one of them has too many log probabilities.
+    """
+    for message in messages:
+        num_logprobs = _num_prompt_logprobs(message)
+        if num_logprobs > _MAX_STREAMED_PROMPT_LOGPROBS:
+            raise OutOfRange(
+                f"a stream has at most {_MAX_STREAMED_PROMPT_LOGPROBS} log probabilities of a "
+                f"prompt, including alternatives, and this prompt has {num_logprobs}: set stream "
+                "to false, or request fewer alternatives",
+                field="prompt_logprobs",
+            )
+
+
 def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) -> None:
     """Check that an answer that is not streamed does not become too large.
 
-    Raises OutOfRange if the answer could contain too many log probabilities. ``context`` is the
-    maximum length of a sequence in tokens.
+    The prompts whose log probabilities are requested must be given as token ids. Raises OutOfRange
+    if the answer could contain too many log probabilities. ``context`` is the maximum length of a
+    sequence in tokens.
     """
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
     if num_logprobs > _MAX_UNSTREAMED_LOGPROBS:
+        has_output = any(message.sampling.HasField("logprobs") for message in messages)
+        field = "logprobs" if has_output else "prompt_logprobs"
         raise OutOfRange(
             f"an answer that is not streamed has at most {_MAX_UNSTREAMED_LOGPROBS} log "
             f"probabilities, including alternatives; this one could have {num_logprobs}: "
-            "set stream to true, or reduce max_tokens",
-            field="logprobs",
+            "set stream to true, send fewer prompts, or reduce max_tokens or n",
+            field=field,
         )
 
 
-def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
-    if not message.sampling.HasField("logprobs"):
+def _num_prompt_logprobs(message: pb.GenerateRequest) -> int:
+    if not message.sampling.HasField("prompt_logprobs"):
         return 0
+    return len(message.tokens.ids) * (1 + message.sampling.prompt_logprobs)
+
+
+def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
+    """Return the maximum number of log probabilities in the answer, including alternatives."""
+    num_logprobs = message.n * _num_prompt_logprobs(message)
+    if not message.sampling.HasField("logprobs"):
+        return num_logprobs
     max_output = max(0, context - len(message.tokens.ids))
     num_tokens = (
         min(max_output, message.max_tokens) if message.HasField("max_tokens") else max_output
     )
-    return message.n * num_tokens * (1 + message.sampling.logprobs)
+    return num_logprobs + message.n * num_tokens * (1 + message.sampling.logprobs)
 
 
 def _message(fields: Generation) -> pb.GenerateRequest:
@@ -164,6 +202,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
         frequency_penalty=fields.frequency_penalty,
         logit_bias=_logit_bias(fields.logit_bias or {}),
         min_tokens=fields.min_tokens or 0,
+        prompt_logprobs=fields.prompt_logprobs,
         grammar=_grammar(fields),
     )
 

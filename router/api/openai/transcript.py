@@ -20,7 +20,7 @@ class NewOutput(NamedTuple):
 
     After a reconnection, ``known_text`` and the first ``num_known`` of ``tokens`` are output that
     the client had before; ``text`` is new. ``is_first``: the client has no output of the choice
-    yet.
+    yet. ``prompt_logprobs`` are those of the prompt's tokens from the second one on, if requested.
     """
 
     choice: int
@@ -32,6 +32,7 @@ class NewOutput(NamedTuple):
     known_text: str = ""
     num_known: int = 0
     is_first: bool = False
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
 
 @dataclass(slots=True)
@@ -55,10 +56,23 @@ class Transcript:
 
     Choices are numbered over all requests; those of the first request come first. ``resumed`` has
     the position in each choice up to which the client has the output; empty means the beginning.
+
+    With ``hides_output``, each choice is shown to the client as ended by its length, without any
+    token: OpenAI's ``max_tokens`` of 0. The request has one output token per choice, which only the
+    client does not receive. The last step of a prefill samples it from logits that the prompt's
+    last token has anyway, so it costs no step of its own, and the worker, the ledger and recovery
+    have no second kind of end. The ledger, metrics and quotas count this token, and the context
+    must have room for it.
     """
 
     def __init__(
-        self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
+        self,
+        name: str,
+        num_requests: int,
+        choices_each: int,
+        resumed: Sequence[Position] = (),
+        *,
+        hides_output: bool = False,
     ) -> None:
         """Create the record; ``name`` is the request's name, which is written into event ids."""
         self.usage = Usage()
@@ -67,6 +81,9 @@ class Transcript:
         self.num_choices = num_choices = num_requests * choices_each
         self._name = name
         self._choices_each = choices_each
+        self._hides_output = hides_output
+        #: log probabilities of the prompts, by the index of the request
+        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}
         self._read = [BEGIN] * num_choices
         self._digests = [TokenDigest() for _ in range(num_choices)]
         #: client's position in each choice
@@ -108,7 +125,10 @@ class Transcript:
         has, or an end before the last token of the choice.
         """
         choice = request * self._choices_each + piece.choice
-        self.usage.completion_tokens += len(piece.token_ids)
+        if not self._hides_output:
+            self.usage.completion_tokens += len(piece.token_ids)
+        if piece.prompt_logprobs:
+            self._prompt_logprobs[request] = piece.prompt_logprobs
         if piece.HasField("usage"):
             self.usage.cached_tokens += piece.usage.cached_tokens
             self.spans = piece.timing.spans
@@ -120,6 +140,13 @@ class Transcript:
             raise _data_loss(choice, resumed, "it did not end there")
         if resumed.is_end:
             return None
+        prompt_logprobs = self._prompt_logprobs.get(request, ())
+        is_first = self._sent[choice] == BEGIN
+        if self._hides_output:
+            reason = "length" if after.is_end else None
+            return NewOutput(
+                choice, "", (), (), reason, is_first=is_first, prompt_logprobs=prompt_logprobs
+            )
         known = max(0, resumed.characters - before.characters)
         return NewOutput(
             choice,
@@ -130,7 +157,8 @@ class Transcript:
             _stop_reason(piece),
             piece.text[:known],
             min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
-            is_first=self._sent[choice] == BEGIN,
+            is_first=is_first,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _after(self, choice: int, before: Position, piece: pb.GenerateResponse) -> Position:
@@ -183,6 +211,7 @@ class Collected:
     parts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -194,5 +223,6 @@ class Collected:
         self.parts.append(output.text)
         self.tokens.extend(output.tokens)
         self.logprobs.extend(output.logprobs)
+        self.prompt_logprobs = output.prompt_logprobs
         if output.finish_reason:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason

@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
     ),
     "long prompt": ({"prompt": [1] * 4096}, 400, "prompt_too_long", "prompt"),
     "best_of above n": ({"prompt": "a", "best_of": 2}, 400, "out_of_range", "best_of"),
-    "no tokens": ({"prompt": "a", "max_tokens": 0}, 400, "out_of_range", "max_tokens"),
+    "few tokens": ({"prompt": "a", "max_tokens": -1}, 400, "out_of_range", "max_tokens"),
     "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "out_of_range", "logprobs"),
     "timeout": ({"prompt": "a", "timeout_ms": 0}, 400, "out_of_range", "timeout_ms"),
 }

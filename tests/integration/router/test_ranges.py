@@ -20,8 +20,9 @@ LACKS = {
     # Its ids are checked against the vocabulary: no message holds others.
     "native": {"stop_token_ids"},
     "KServe": {"priority", "timeout_ms", "ttft_target_ms", "prompt_logprobs"},
-    "HTTP": {"prompt_logprobs"},
-    "chat": {"prompt_logprobs", "best_of"},
+    # The max_tokens of a completion may be 0.
+    "HTTP": {"max_tokens"},
+    "chat": {"best_of"},
     "options": {"best_of", "timeout_ms", "ttft_target_ms"},
 }
 

@@ -37,6 +37,8 @@ from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import BEGIN, EventId, Position
+from router.api.openai.logprobs import Echo
+from router.api.openai.prompt_logprobs import ScoredPrompt
 from router.api.openai.transcript import Collected, NewOutput, Transcript, Usage
 from router.api.openai.writer import encode
 from router.chat.parsers.base import Parser
@@ -58,6 +60,13 @@ CALL = ToolUse.of(
 Answer = CompletionAnswer | ChatAnswer
 
 
+PROMPT = list("aské".encode())
+PROMPT_SCORES = [
+    pb.TokenLogprobs(logprob=-token / 256, rank=2, top_ids=[97], top_logprobs=[-0.25])
+    for token in PROMPT[1:]
+]
+
+
 def parser_of_calls(choice: int) -> Parser:
     return CALL.parser(None, "r", choice)
 
@@ -75,6 +84,15 @@ ANSWERS: dict[str, Callable[[], Answer]] = {
     "completion": lambda: CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=False),
     "echo": lambda: CompletionAnswer(
         ENVELOPE, TOKENIZER, has_logprobs=False, echoes=["ask:", "ask:"]
+    ),
+    "scored echo": lambda: CompletionAnswer(
+        ENVELOPE, TOKENIZER, has_logprobs=True, echoes=[Echo("aské", PROMPT, 1)] * 3
+    ),
+    "scored prompt": lambda: CompletionAnswer(
+        ENVELOPE, TOKENIZER, has_logprobs=False, prompts=[ScoredPrompt(PROMPT, 1)] * 3
+    ),
+    "scored prompt of a chat": lambda: ChatAnswer(
+        ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=False, prompt=ScoredPrompt(PROMPT, 1)
     ),
     "scored completion": lambda: CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=True),
     "chat": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=False),
@@ -107,6 +125,7 @@ def pieces(choice: Choice, ends: Sequence[int]) -> Iterator[pb.GenerateResponse]
 
 def interleaved(texts: Sequence[str], ends: Sequence[int]) -> list[pb.GenerateResponse]:
     streams = [list(pieces(finished(text, i), ends)) for i, text in enumerate(texts)]
+    streams[0][0].prompt_logprobs.extend(PROMPT_SCORES)
     longest = max(map(len, streams))
     return [stream[k] for k in range(longest) for stream in streams if k < len(stream)]
 
@@ -136,6 +155,10 @@ def test_answer_data_equals_the_encoded_chunk(text: str, choice: int) -> None:
             assert answer.data(output) == (None if chunk is None else encode(chunk))
 
 
+def scores_of(shown: dict[str, Any]) -> Any:
+    return shown.get("prompt_logprobs")
+
+
 def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
     """What a client makes of them."""
     whole: list[dict[str, Any]] = [
@@ -147,6 +170,7 @@ def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
             "logprobs": [],
             "offsets": [],
             "finish": [],
+            "prompts": [],
         }
         for _ in range(num_choices)
     ]
@@ -168,6 +192,7 @@ def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
         into["logprobs"] += logprobs.get("token_logprobs", [])
         into["logprobs"] += [each["logprob"] for each in logprobs.get("content", [])]
         into["offsets"] += logprobs.get("text_offset", [])
+        into["prompts"] += [it["prompt_logprobs"] for it in (shown, chunk) if scores_of(it)]
         into["finish"] += [shown["finish_reason"]] if shown["finish_reason"] else []
     return whole
 
@@ -228,11 +253,76 @@ def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
             each["logprob"] for each in scores.get("content", [])
         ]
         assert scores.get("text_offset", []) == expected["offsets"]
+        prompts = [scores_of(it) for it in (shown, answer) if scores_of(it)]
+        assert expected["prompts"] == (prompts if "text" in message or not shown["index"] else [])
         calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
         assert calls == [call["arguments"] for call in expected["calls"].values()]
         assert [call["id"] for call in message.get("tool_calls", [])] == [
             each for call in expected["calls"].values() for each in call["id"]
         ]
+
+
+def test_echoed_tokens_precede_those_of_the_output() -> None:
+    answer = ANSWERS["scored echo"]()
+    events = stream(answer, Transcript("r", 1, 1), interleaved(["bc"], [1]))
+    first, second = [chunk["choices"][0] for _, chunk in events]
+    assert (first["text"], second["text"]) == ("askéb", "c")
+    half = [-token / 256 for token in PROMPT[-2:]]
+    assert first["logprobs"] == {
+        "tokens": ["a", "s", "k", r"bytes:\xc3", r"bytes:\xa9", "b"],
+        "token_logprobs": [None, -115 / 256, -107 / 256, *half, -98 / 256],
+        "top_logprobs": [
+            None,
+            {"a": -0.25, "s": -115 / 256},
+            {"a": -0.25, "k": -107 / 256},
+            {"a": -0.25, r"bytes:\xc3": half[0]},
+            {"a": -0.25, r"bytes:\xa9": half[1]},
+            {"b": -0.5},
+        ],
+        "text_offset": [0, 1, 2, 3, 3, 4],
+    }
+    assert second["logprobs"]["text_offset"] == [5]
+
+
+def test_prompt_logprobs_have_the_form_of_vllm() -> None:
+    answer = ANSWERS["scored prompt"]()
+    events = stream(answer, Transcript("r", 1, 1), interleaved(["bc"], [1]))
+    first, second = [chunk["choices"][0] for _, chunk in events]
+    top = {"logprob": -0.25, "rank": 1, "decoded_token": "a"}
+    none, after_a, *_, last = first["prompt_logprobs"]
+    assert none is None and len(first["prompt_logprobs"]) == len(PROMPT)
+    assert after_a == {
+        "115": {"logprob": -115 / 256, "rank": 2, "decoded_token": "s"},
+        "97": top,
+    }
+    assert last["169"]["decoded_token"] == "\N{REPLACEMENT CHARACTER}"
+    assert "prompt_logprobs" not in second
+
+
+@pytest.mark.parametrize("kind", ["completion", "echo", "scored echo", "scored prompt"])
+def test_hidden_output_leaves_only_the_prompt(kind: str) -> None:
+    read = interleaved(["xy", "z"], [1])
+    transcript = Transcript("r", 1, 2, hides_output=True)
+    events = stream(ANSWERS[kind](), transcript, read)
+    streamed = joined([chunk for _, chunk in events], 2)
+    again, choices = Transcript("r", 1, 2, hides_output=True), [Collected(), Collected()]
+    for piece in read:
+        output = again.read(0, piece)
+        assert output is not None
+        choices[output.choice].add(output)
+    answer = json.loads("".join(ANSWERS[kind]().encode_complete(choices, again.usage)))
+    prompt = {"completion": "", "echo": "ask:", "scored echo": "aské", "scored prompt": ""}[kind]
+    assert (
+        [it["text"] for it in answer["choices"]] == [it["text"] for it in streamed] == [prompt] * 2
+    )
+    assert [it["finish_reason"] for it in answer["choices"]] == ["length"] * 2
+    assert [it["finish"] for it in streamed] == [["length"]] * 2
+    assert again.usage.completion_tokens == transcript.usage.completion_tokens == 0
+    num_listed = len(PROMPT) if kind == "scored echo" else 0
+    assert [len(it["logprobs"]) for it in streamed] == [num_listed] * 2
+    # A client that lost its connection at the end has nothing left to receive.
+    resumed = Transcript("r", 1, 2, EventId.parse(events[-1][0]).positions, hides_output=True)
+    assert stream(ANSWERS[kind](), resumed, read) == []
 
 
 @pytest.mark.parametrize("ends", [[], [1, 3, 4], range(20)])
@@ -336,7 +426,7 @@ def scored_answers(tokenizer: Tokenizer) -> list[Answer]:
 def test_whole_answer_parts_have_few_log_probabilities(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_LOGPROBS_PER_PART", 10 * (1 + NUM_TOP))
+    monkeypatch.setattr(logprobs, "LOGPROBS_PER_PART", 10 * (1 + NUM_TOP))
     tokenizer = Counting()
     most = before = 0
     for _ in scored_answers(tokenizer)[index].encode_complete([scored(95), scored(20)], Usage()):
@@ -351,7 +441,7 @@ def test_whole_answer_parts_have_few_log_probabilities(
 def test_whole_answer_parts_join_to_its_json(
     num_tokens: int, num_top: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_LOGPROBS_PER_PART", 10 * (1 + num_top))
+    monkeypatch.setattr(logprobs, "LOGPROBS_PER_PART", 10 * (1 + num_top))
     choice, tokenizer = scored(num_tokens, num_top), Silent()
     placed = logprobs.Alignment(tokenizer).add(
         choice.tokens, choice.logprobs, choice.text, is_end=True
@@ -384,7 +474,7 @@ class Read:
 async def test_whole_answer_yields_to_other_tasks(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_LOGPROBS_PER_PART", 4)
+    monkeypatch.setattr(logprobs, "LOGPROBS_PER_PART", 4)
     choice = finished("a" * 100, 0)
     turns, is_over = 0, False
 

@@ -363,9 +363,61 @@ def test_null_required_field_is_missing(kind: type[Fields], name: str) -> None:
 
 
 def test_unsupported_completion_features_are_rejected() -> None:
-    for asked in ({"suffix": "x"}, {"echo": True, "logprobs": 1}):
-        with pytest.raises(Unsupported):
-            completion(**asked)
+    with pytest.raises(Unsupported):
+        completion(suffix="x")
+
+
+@pytest.mark.parametrize(
+    ("asked", "logprobs", "prompt_logprobs"),
+    [
+        ({"logprobs": 2}, 2, None),
+        ({"echo": True}, None, None),
+        ({"echo": True, "logprobs": 2}, 2, 2),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 3}, 2, 3),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 1}, 2, 2),
+        ({"prompt_logprobs": 0}, None, 0),
+        ({"echo": True, "logprobs": 2, "max_tokens": 0}, None, 2),
+    ],
+)
+def test_echo_and_prompt_logprobs_score_the_prompt(
+    asked: dict[str, Any], logprobs: int | None, prompt_logprobs: int | None
+) -> None:
+    [message] = completion(**asked)
+    expected = pb.Sampling(min_tokens=0, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    assert message.sampling == expected
+
+
+def test_chat_passes_prompt_logprobs() -> None:
+    assert chat(prompt_logprobs=3).sampling.prompt_logprobs == 3
+    assert not chat().sampling.HasField("prompt_logprobs")
+
+
+def test_zero_max_tokens_computes_one_token() -> None:
+    [message] = completion(max_tokens=0)
+    assert message.max_tokens == 1
+    with pytest.raises(OutOfRange, match="min_tokens must be 0 if max_tokens is 0") as caught:
+        completion(max_tokens=0, min_tokens=1)
+    assert caught.value.field == "min_tokens"
+    with pytest.raises(OutOfRange, match="max_tokens must be from 0 to 1073741824, not -1"):
+        completion(max_tokens=-1)
+    with pytest.raises(OutOfRange, match="max_tokens must be from 1 to"):
+        chat(max_tokens=0)
+
+
+def test_prompt_logprobs_errors_name_the_clients_field() -> None:
+    asked = {"prompt": "a", "echo": True, "logprobs": 1}
+    assert parse(CompletionFields, asked).params["prompt_logprobs"] == "logprobs"
+    both = parse(CompletionFields, {**asked, "prompt_logprobs": 1})
+    assert "prompt_logprobs" not in both.params
+
+
+def test_streamed_prompt_logprobs_are_limited() -> None:
+    fits = completion(prompt=[[1] * 8192, [2]], n=4, prompt_logprobs=3)
+    submissions.check_streamed_size(fits)
+    for prompt in ([1] * 8193, [[2], [1] * 8193]):
+        with pytest.raises(OutOfRange, match="32772: set stream to false") as caught:
+            submissions.check_streamed_size(completion(prompt=prompt, prompt_logprobs=3))
+        assert caught.value.field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
@@ -377,16 +429,24 @@ def test_unsupported_completion_features_are_rejected() -> None:
         (completion(prompt=[1] * 10, n=128, max_tokens=9000, logprobs=0), 8202),
         ([chat(n=128, logprobs=True)], 8192),
         (completion(max_tokens=2**30), 2**30),
+        (completion(prompt=[[1] * 8192] * 32, n=4, prompt_logprobs=0), 9000),
+        (completion(prompt=[1] * 7168, n=128, max_tokens=1024, echo=True, logprobs=0), 9000),
     ],
 )
 def test_whole_answer_log_probabilities_are_limited(
     messages: list[pb.GenerateRequest], context: int
 ) -> None:
     submissions.check_unstreamed_size(messages, context)
-    if messages[0].sampling.HasField("logprobs"):
-        messages[0].sampling.logprobs += 1
-        with pytest.raises(OutOfRange, match="at most 1048576 log probabilities"):
-            submissions.check_unstreamed_size(messages, context)
+    for name in ("logprobs", "prompt_logprobs"):
+        larger = pb.GenerateRequest()
+        larger.CopyFrom(messages[0])
+        if not larger.sampling.HasField(name):
+            continue
+        setattr(larger.sampling, name, getattr(larger.sampling, name) + 1)
+        with pytest.raises(OutOfRange, match="at most 1048576 log probabilities") as caught:
+            submissions.check_unstreamed_size([larger, *messages[1:]], context)
+        has_output = larger.sampling.HasField("logprobs")
+        assert caught.value.field == ("logprobs" if has_output else "prompt_logprobs")
 
 
 def test_negative_top_k_and_seed_are_converted() -> None:

@@ -18,6 +18,7 @@ from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import EventId
+from router.api.openai.logprobs import Echo, placed_in_prompt
 from router.api.openai.transcript import Collected, Transcript, Usage
 from router.chat.parsers.plain import PlainParser
 from router.requests.request import Choice, Output
@@ -354,6 +355,39 @@ def test_chunk_has_the_usage_so_far(make: Any) -> None:
         {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
         for count in (1, 3, 4)
     ]
+
+
+def test_echo_lists_every_token_of_the_output() -> None:
+    """A special token at the end, and a token that a stop string cut."""
+    tokens = [*BYTE_LEVEL.encode("aaaa"), 1]
+    echo = Echo("b", BYTE_LEVEL.encode("b"), 0)
+
+    def scores(stops: Stops) -> Entry:
+        answer = CompletionAnswer(ENVELOPE, BYTE_LEVEL, has_logprobs=True, echoes=[echo])
+        choice = finished(BYTE_LEVEL, tokens, stops)
+        shown: Entry = whole(answer, choice)["logprobs"]
+        assert len(shown["tokens"]) == 1 + len(choice.output.tokens)
+        return shown
+
+    ended = scores(Stops(token_ids=frozenset([1])))
+    assert (ended["tokens"][-1], ended["text_offset"][-1]) == ("</s>", 5)
+    assert set(scores(Stops(("aa",)))["text_offset"]) == {0, 1}
+
+
+@given(text=st.text("ab é\N{GRINNING FACE}<s>", max_size=20), has_begin=st.booleans())
+def test_prompt_offsets_index_its_text(text: str, has_begin: bool) -> None:
+    begin, end = BYTE_LEVEL.encode("<s></s>")
+    text = f"{text}</s>{text}"
+    tokens = [begin] * has_begin + BYTE_LEVEL.encode(text)
+    scores = [pb.TokenLogprobs()] * (len(tokens) - 1)
+    placed = [*placed_in_prompt(BYTE_LEVEL, tokens, scores, text)]
+    assert [each.token for each in placed] == tokens
+    special = {begin: "<s>", end: "</s>"}
+    for each in placed[has_begin:]:
+        string = special.get(each.token) or each.data.decode(errors="replace")
+        assert text.startswith(string, each.offset) or "\N{REPLACEMENT CHARACTER}" in string
+    assert not has_begin or placed[0].offset == 0
+    assert [each.offset for each in placed] == sorted(each.offset for each in placed)
 
 
 @pytest.mark.parametrize("make", ANSWERS)

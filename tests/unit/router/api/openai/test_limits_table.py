@@ -96,6 +96,10 @@ def table() -> list[list[str]]:
             "log probabilities of an answer that is not streamed",
             f"{submissions._MAX_UNSTREAMED_LOGPROBS} for all its prompts",
         ),
+        (
+            "log probabilities of a prompt in a stream",
+            f"{submissions._MAX_STREAMED_PROMPT_LOGPROBS}, with alternatives",
+        ),
         ("messages of a chat", f"{messages.MAX_MESSAGES}, of {messages.MAX_BYTES} bytes"),
         ("tools", f"{tools.MAX_TOOLS}, of {tools.MAX_TOOL_BYTES} bytes each"),
         ("tools", f"{tools.MAX_BYTES} together"),
