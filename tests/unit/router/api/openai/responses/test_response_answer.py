@@ -92,7 +92,7 @@ def test_stream_begins_after_any_number(text: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_last_event_has_the_whole_answer(text: str, reason: str) -> None:
     events = streamed(text, [], reason=reason)
-    [whole] = answer().encode_complete([Collected([text], [], [], reason)], USAGE)
+    [whole] = answer().encode_complete([Collected([text], finish_reason=reason)], USAGE)
 
     assert events[-1]["response"] == json.loads(whole)
     assert events[-1]["type"] == f"response.{json.loads(whole)['status']}"
