@@ -77,12 +77,16 @@ class ChatRenderer:
         formats = self._template.formats if self._template is not None else Formats()
         return RenderedChat(prompt, tools.grammar(formats.tools), tools, formats)
 
-    async def token_ids(self, conversation: Conversation) -> tuple[int, ...]:
-        """Return the token ids of a conversation's prompt. Raises the same errors as ``render``."""
+    async def token_ids(
+        self, conversation: Conversation, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of a conversation's prompt. Raises the same errors as ``render``.
+
+        ``add_special_tokens``: add those of the tokenizer to those that the template writes.
+        """
         text = await self._text(conversation)
-        # A template writes the special tokens itself.
         return await tokenizer.with_text(
-            len(text), lambda: self._model.encode(text, add_special_tokens=False)
+            len(text), lambda: self._model.encode(text, add_special_tokens=add_special_tokens)
         )
 
     async def _text(self, conversation: Conversation) -> str:
@@ -94,4 +98,5 @@ class ChatRenderer:
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             more=conversation.template_variables,
+            documents=conversation.documents,
         )

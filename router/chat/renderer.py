@@ -10,7 +10,7 @@ memory. The next child is ready 10 ms later. When the socket is closed, the chil
 this process ends too.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt,
-                      continue_final_message, variables}
+                      continue_final_message, variables, documents}
     to the router     {"ready": signal that ended the child before, or ""} from each new child;
                       then an answer to each chat: a text, {too_long: characters} or {error: cause}
 """
@@ -95,6 +95,7 @@ def _rendered(request: Frame, launch: Launch) -> str:
     rendered = render_jinja_template(
         conversations=[request["messages"]],
         tools=request["tools"],
+        documents=request["documents"],
         chat_template=template,
         add_generation_prompt=request["add_generation_prompt"],
         continue_final_message=request["continue_final_message"],

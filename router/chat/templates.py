@@ -13,7 +13,7 @@ from everlift.chat_templates import Templates
 from everlift.errors import QueueFull
 from router.chat import frames
 from router.chat.checks import checked
-from router.chat.conversation import Turn, num_characters
+from router.chat.conversation import Turn, num_characters, num_text_characters
 from router.chat.frames import Launch
 from router.chat.messages import Message, template_messages
 from router.chat.parsers.registry import Formats
@@ -89,6 +89,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         more: Mapping[str, object] = _NO_VARIABLES,
+        documents: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """Return the prompt that the template renders for a conversation.
 
@@ -109,10 +110,12 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                     "continue_final_message": continue_final_message,
                     "variables": checked(more),
+                    "documents": documents,
                 }
             )
 
-        is_long = num_characters(turns) > _INLINE_CHARACTERS
+        size = num_characters(turns) + num_text_characters(documents)
+        is_long = size > _INLINE_CHARACTERS
         return await self._enqueue(await asyncio.to_thread(encode) if is_long else encode())
 
     async def close(self) -> None:

@@ -78,6 +78,11 @@ PLAIN_CHAT = {
     "messages": [{"role": "user", "content": "Hello"}],
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
     "seed": 7,
+    "documents": [{"title": "a", "text": "b"}],
+    "reasoning_effort": "none",
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "skip_special_tokens": False,
 }
 COMPLETION = {
     "prompt": ["Hello", "world"],
@@ -102,7 +107,7 @@ COMPLETION = {
     "cache_salt": "s",
     "structured_outputs": {"choice": ["a", "b"]},
 }
-TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True}
+TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "regex": "a+"}
 TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
 DETOKENIZED = {"tokens": [1, 255, 1023]}
 
@@ -160,7 +165,12 @@ COUNTED = {name: MESSAGE[name] for name in ("model", "messages", "tools")}
 
 #: By path, bodies that clients send there.
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "/v1/completions": (COMPLETION, TOKENS, {"prompt": "a", "max_tokens": 1}),
+    "/v1/completions": (
+        COMPLETION,
+        TOKENS,
+        {"prompt": "a", "max_tokens": 1, "json_schema": {"type": "object"}},
+        {"prompt": "a", "ebnf": "root ::= x", "add_special_tokens": False},
+    ),
     "/v1/chat/completions": (CHAT, PLAIN_CHAT),
     "/v1/responses": (RESPONSE, {"input": "a", "store": False, "previous_response_id": "resp_a"}),
     "/v1/responses/input_tokens": ({"input": "a"},),

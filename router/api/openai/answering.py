@@ -77,7 +77,7 @@ class Answering:
                 self.vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
                 options=_chunk_options(fields),
-                echoes=await self._echoes(fields) if fields.echo else (),
+                echoes=await self._echoes(fields, messages[0]) if fields.echo else (),
             )
         journals = [Journal(call.arrived_at) for _ in messages]
         answering = self.answer(call, name, fields, messages, journals, answer)
@@ -118,7 +118,7 @@ class Answering:
         """Return the request for a rendered conversation. Raises InvalidRequest."""
         message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
         special_tokens = self._model.tokenizer.special_tokens.values()
-        message.keep_special_tokens = rendered.needs(special_tokens)
+        message.keep_special_tokens |= rendered.needs(special_tokens)
         return message
 
     def vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:
@@ -206,8 +206,8 @@ class Answering:
             answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
         )
 
-    async def _echoes(self, fields: CompletionFields) -> list[str]:
-        prompts, decode = fields.prompts, self._model.tokenizer.decode
+    async def _echoes(self, fields: CompletionFields, message: pb.GenerateRequest) -> list[str]:
+        prompts, decode = fields.prompts, self.vocabulary(message).decode
         for prompt in prompts:
             self._model.check_prompt(prompt)
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))

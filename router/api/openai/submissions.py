@@ -80,15 +80,17 @@ def of_chat(fields: Generation, prompt: str, tools: Grammar | None) -> pb.Genera
         if fields.logprobs:
             message.sampling.logprobs = fields.top_logprobs or 0
     if tools is not None:
-        if fields.structured_outputs is not None:
-            raise InvalidRequest(
-                "structured_outputs cannot be combined with a tool_choice that requires a call",
-                field="structured_outputs",
-            )
+        # Clients of OpenAI's API combine response_format with required calls.
+        for name in fields.forms:
+            if name != "response_format":
+                raise InvalidRequest(
+                    f"{name} cannot be combined with a tool_choice that requires a call",
+                    field=name,
+                )
         message.sampling.grammar.CopyFrom(tools.to_proto())
     message.text = prompt
     # A template writes the special tokens itself.
-    message.add_special_tokens = False
+    message.add_special_tokens = fields.add_special_tokens is True
     return message
 
 
@@ -144,6 +146,8 @@ def _message(fields: Generation) -> pb.GenerateRequest:
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos or False,
         include_stop=fields.include_stop_str_in_output or False,
+        keep_special_tokens=fields.skip_special_tokens is False,
+        add_special_tokens=fields.add_special_tokens,
         cache_salt=fields.cache_salt or "",
         priority=fields.priority or 0,
         timeout_ms=fields.timeout_ms,
@@ -177,17 +181,20 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _grammar(fields: Generation) -> pb.Grammar | None:
-    forms = [
-        _format(fields.response_format) if fields.response_format else None,
-        _structured(fields.structured_outputs) if fields.structured_outputs else None,
-    ]
-    given = [form for form in forms if form is not None]
+    forms = {
+        "response_format": _format(fields.response_format) if fields.response_format else None,
+        "structured_outputs": (
+            _structured(fields.structured_outputs) if fields.structured_outputs else None
+        ),
+        "json_schema": None if fields.json_schema is None else _schema(fields.json_schema),
+        "regex": None if fields.regex is None else pb.Grammar(regex=fields.regex),
+        "ebnf": None if fields.ebnf is None else pb.Grammar(ebnf=fields.ebnf),
+    }
+    given = {name: form for name, form in forms.items() if form is not None}
     if len(given) > 1:
-        raise InvalidRequest(
-            "response_format and structured_outputs cannot be combined",
-            field="structured_outputs",
-        )
-    return given[0] if given else None
+        first, second, *_ = given
+        raise InvalidRequest(f"{first} and {second} cannot be combined", field=second)
+    return next(iter(given.values()), None)
 
 
 def _format(form: ResponseFormat) -> pb.Grammar | None:
@@ -218,5 +225,9 @@ def _structured(form: StructuredOutputs) -> pb.Grammar:
         return pb.Grammar(ebnf=form.grammar)
     if form.choice is not None:
         return pb.Grammar(choice=pb.Choices(texts=form.choice))
-    schema = form.json_
+    assert form.json_ is not None
+    return _schema(form.json_)
+
+
+def _schema(schema: dict[str, Any] | str) -> pb.Grammar:
     return pb.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))

@@ -133,6 +133,21 @@ async def test_llama3_template_renders_and_selects_tool_format(tmp_path: Path) -
         )
 
 
+async def test_template_receives_documents_and_variables(tmp_path: Path) -> None:
+    text = (
+        "{% for it in documents or [] %}{{ it.title }}: {{ it.text }}; {% endfor %}"
+        "{{ reasoning_effort }} {{ enable_thinking }}"
+    )
+    async with serving(tmp_path, text) as template:
+        documents = [{"title": "a", "text": "b"}, {"title": "c", "text": "d"}]
+        variables = {"reasoning_effort": "none", "enable_thinking": False}
+        assert (
+            await template.render(chat_turns(HELLO), None, more=variables, documents=documents)
+            == "a: b; c: d; none False"
+        )
+        assert await template.render(chat_turns(HELLO), None) == " "
+
+
 async def test_mistral_template_rejects_invalid_conversations(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.MISTRAL) as template:
         assert template.formats.tools is None

@@ -58,7 +58,7 @@ def schema(row: str, content: Any, code: str = "invalid_grammar") -> Case:
 
 
 CASES = [
-    chat("any field that is not listed", "unknown_field", allowed_token_ids=[1]),
+    chat("any field that is not listed", "unknown_field", typical_p=1),
     replace(chat("`model` other", "unknown_model", model="other"), status=404),
     chat("`audio`, `modalities`", "unsupported", audio={"voice": "a"}),
     chat("`audio`, `modalities`", "invalid_request", modalities=["text", "audio"]),
@@ -66,6 +66,7 @@ CASES = [
     chat("`functions`, `function_call`", "unsupported", function_call="auto"),
     chat("`web_search_options`, `moderation`", "unsupported", web_search_options={}),
     chat("`web_search_options`, `moderation`", "unsupported", moderation={}),
+    chat("`guided_json`", "unsupported", guided_json={}),
     completion("`suffix`", "unsupported", suffix="x"),
     completion("`best_of` above `n`", "out_of_range", best_of=2),
     completion("`echo` with `logprobs`", "unsupported", echo=True, logprobs=1),
@@ -76,17 +77,23 @@ CASES = [
     chat("`tools[i].type`", "invalid_request", tools=[{"type": "custom"}]),
     chat("`tool_choice` `required`", "invalid_request", tool_choice="required"),
     chat(
-        "`structured_outputs` with",
+        "two forms",
         "invalid_request",
         tools=[TOOL],
         tool_choice="required",
         structured_outputs={"regex": "a"},
     ),
     chat(
-        "`structured_outputs` with",
+        "two forms",
         "invalid_request",
         response_format={"type": "json_object"},
         structured_outputs={"regex": "a"},
+    ),
+    chat(
+        "`continue_final_message` with",
+        "invalid_request",
+        continue_final_message=True,
+        add_generation_prompt=True,
     ),
     message("`messages[i].role`", "invalid_request", role="function", name="f", content="x"),
     message("`messages[i].content` null", "invalid_request", content=None),
