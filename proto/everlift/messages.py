@@ -55,6 +55,8 @@ RANGES: Mapping[str, Range] = {
     "timeout_ms": Range(1, round(MAX_TIMEOUT_S * 1e3)),
     "ttft_target_ms": Range(1, round(MAX_TIMEOUT_S * 1e3)),
     "stop_token_ids": Range(0, (1 << 32) - 1),
+    # -1 means what the context leaves; 0 is refused as well.
+    "truncate_prompt_tokens": Range(-1, 1 << 30),
 }
 
 
@@ -105,7 +107,9 @@ class Submission:
     the purpose of the request, from which the length of the output is predicted. With
     ``add_special_tokens``, the tokenizer adds its special tokens to a text. With
     ``keep_special_tokens``, the text of the output includes special tokens. ``attachment`` is data
-    of an API that the ledger stores with the request.
+    of an API that the ledger stores with the request. Only the last ``truncate_prompt_tokens``
+    tokens of the prompt are used; None means all, and -1 as many as the context leaves beside the
+    output.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -135,6 +139,7 @@ class Submission:
     add_special_tokens: bool = True
     keep_special_tokens: bool = False
     attachment: bytes = b""
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -148,6 +153,8 @@ class Submission:
             check_field("timeout_ms", round(self.timeout_s * 1e3))
         if self.ttft_target_s is not None:
             check_field("ttft_target_ms", round(self.ttft_target_s * 1e3))
+        if self.truncate_prompt_tokens is not None:
+            _check_truncation(self.truncate_prompt_tokens)
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise TooManyStops(
@@ -218,6 +225,11 @@ class Submission:
             ),
             keep_special_tokens=message.keep_special_tokens,
             attachment=message.attachment,
+            truncate_prompt_tokens=(
+                message.truncate_prompt_tokens
+                if message.HasField("truncate_prompt_tokens")
+                else None
+            ),
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -226,6 +238,15 @@ class Submission:
 
 def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
     return getattr(message, field) / 1e3 if message.HasField(field) else None  # type: ignore[arg-type]
+
+
+def _check_truncation(num_tokens: int) -> None:
+    check_field("truncate_prompt_tokens", num_tokens)
+    if num_tokens == 0:
+        raise OutOfRange(
+            "truncate_prompt_tokens must be -1 or at least 1, not 0",
+            field="truncate_prompt_tokens",
+        )
 
 
 def _check_best_of(message: pb.GenerateRequest) -> None:

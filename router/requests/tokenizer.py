@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -438,24 +439,36 @@ class ServedModel:
         """Return a prompt's token ids, its PromptMark as bytes, and hashes of its first chunks.
 
         The mark and the hashes are empty unless the prompt is a text that belongs to a session.
-        Raises the errors of ``resolve`` for an invalid or too long prompt.
+        A prompt is truncated if the submission says so. Raises the errors of ``resolve`` for an
+        invalid or too long prompt.
         """
         prompt, has_added = submission.prompt, submission.add_special_tokens
+        limit = self._truncated_length(submission)
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
-            return prompt, b"", []
+            return prompt[-limit:], b"", []
         self.check_fits(prompt)
         turn, hashes = b"", list[bytes]()
+        # A text that will be truncated may have more tokens than the context.
+        encode = self.encode_prompt if submission.truncate_prompt_tokens is None else self.encode
         if not submission.session_id or (has_added and self.tokenizer.adds_end):
-            ids = self.encode_prompt(prompt, add_special_tokens=has_added)
+            ids = encode(prompt, add_special_tokens=has_added)
         else:
-            spliced = splicing.splice(
-                prompt, turns, self.tokenizer, self.encode_prompt, has_added=has_added
-            )
+            spliced = splicing.splice(prompt, turns, self.tokenizer, encode, has_added=has_added)
             ids, turn, hashes = spliced.ids, spliced.mark.to_bytes(), [*spliced.chunk_hashes]
         if not ids:
             raise EmptyPrompt("the prompt has no tokens", field="prompt")
-        return ids, turn, hashes
+        return (ids, turn, hashes) if len(ids) <= limit else (ids[-limit:], b"", [])
+
+    def _truncated_length(self, submission: Submission) -> int:
+        """Return the number of tokens to which the submission's prompt is truncated."""
+        match submission.truncate_prompt_tokens:
+            case None:
+                return sys.maxsize
+            case -1:
+                return max(1, self.longest_sequence - (submission.max_tokens or 1))
+            case num_tokens:
+                return num_tokens
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
         """Check a prompt before it is tokenised.

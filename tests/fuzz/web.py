@@ -106,6 +106,8 @@ COMPLETION = {
     "on_disconnect": "grace",
     "cache_salt": "s",
     "structured_outputs": {"choice": ["a", "b"]},
+    "return_token_ids": True,
+    "truncate_prompt_tokens": -1,
 }
 TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "regex": "a+"}
 TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}

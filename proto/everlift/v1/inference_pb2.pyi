@@ -419,6 +419,7 @@ class GenerateRequest(google.protobuf.message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     ATTACHMENT_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -485,6 +486,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """Data of an API that is stored with the request, at most 4 MiB. The cluster does not interpret
     it. Routers use it for responses that clients retrieve later.
     """
+    truncate_prompt_tokens: builtins.int
+    """Use only the last tokens of the prompt, at most this number. -1: as many as max_tokens leaves in
+    the context, or all but one of the context if max_tokens is unset. Unset: use all.
+    """
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -523,9 +528,10 @@ class GenerateRequest(google.protobuf.message.Message):
         add_special_tokens: builtins.bool | None = ...,
         keep_special_tokens: builtins.bool = ...,
         attachment: builtins.bytes = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
     @typing.overload
@@ -534,6 +540,8 @@ class GenerateRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_timeout_ms", b"_timeout_ms"]) -> typing.Literal["timeout_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]) -> typing.Literal["truncate_prompt_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_target_ms", b"_ttft_target_ms"]) -> typing.Literal["ttft_target_ms"] | None: ...
     @typing.overload

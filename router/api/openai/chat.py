@@ -13,6 +13,7 @@ from router.api.openai import logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
+from router.api.openai.token_ids import TokenIds
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
@@ -45,6 +46,8 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    #: with return_token_ids
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -55,6 +58,8 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: UsageBody
+    #: with return_token_ids
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class FunctionDelta(TypedDict):
@@ -82,6 +87,8 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    #: with return_token_ids
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
@@ -92,6 +99,8 @@ class ChatChunk(TypedDict):
     system_fingerprint: str | None
     choices: list[ChunkChoice]
     usage: UsageBody | None
+    #: with return_token_ids, in the first chunk of each choice
+    prompt_token_ids: NotRequired[list[int]]
 
 
 _NO_OPTIONS = ChunkOptions()
@@ -103,7 +112,7 @@ class ChatAnswer(ChunkedAnswer):
     ``parser`` is called with the index of a choice, and returns a parser that separates the
     choice's text from its reasoning and tool calls. With ``has_reasoning`` the usage has the number
     of reasoning tokens. After a reconnection, this number leaves out choices whose end the client
-    already had.
+    already had. ``token_ids`` is None if no token ids are returned.
     """
 
     def __init__(
@@ -114,6 +123,7 @@ class ChatAnswer(ChunkedAnswer):
         *,
         has_logprobs: bool,
         has_reasoning: bool = False,
+        token_ids: TokenIds | None = None,
         options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
         super().__init__(options)
@@ -122,6 +132,7 @@ class ChatAnswer(ChunkedAnswer):
         self._parser = parser
         self._has_logprobs = has_logprobs
         self._has_reasoning = has_reasoning
+        self._token_ids = token_ids
         #: counters of the choices that have begun, by index, if the model writes reasoning
         self._counters: dict[int, ReasoningTokens] = {}
         #: parsers of the choices that have begun, by index
@@ -140,7 +151,8 @@ class ChatAnswer(ChunkedAnswer):
         """
         delta = _message_delta(self._deltas(output))
         logprobs = self._logprobs(output)
-        if not (delta or output.finish_reason or (logprobs and logprobs["content"])):
+        ids = self._token_ids.new(output) if self._token_ids else []
+        if not (delta or output.finish_reason or ids or (logprobs and logprobs["content"])):
             return None
         if output.is_first:
             delta = {"role": "assistant", "content": "", **delta}
@@ -151,7 +163,12 @@ class ChatAnswer(ChunkedAnswer):
             "finish_reason": _finish_reason(output.finish_reason, self._parsers[output.choice]),
             "stop_reason": output.stop_reason,
         }
-        return self._chunk([choice], None if usage is None else usage_so_far(usage))
+        chunk = self._chunk([choice], None if usage is None else usage_so_far(usage))
+        if self._token_ids:
+            choice["token_ids"] = ids
+            if output.is_first:
+                chunk["prompt_token_ids"] = self._token_ids.prompt(output.choice)
+        return chunk
 
     def _deltas(self, output: NewOutput) -> list[Delta]:
         """Parse the new text, and return the parts of the message that the client lacks."""
@@ -196,7 +213,7 @@ class ChatAnswer(ChunkedAnswer):
         yield from array(begin, map(self._written, shown, choices), end)
 
     def _completion(self, usage: Usage) -> ChatCompletion:
-        return {
+        completion: ChatCompletion = {
             "id": self._envelope.id,
             "object": "chat.completion",
             "created": self._envelope.created,
@@ -205,6 +222,9 @@ class ChatAnswer(ChunkedAnswer):
             "choices": [],
             "usage": self._usage_body(usage),
         }
+        if self._token_ids:
+            completion["prompt_token_ids"] = self._token_ids.prompt(0)
+        return completion
 
     def _written(self, shown: ChatChoice, choice: Collected) -> Iterator[str]:
         if not self._has_logprobs:
@@ -216,13 +236,16 @@ class ChatAnswer(ChunkedAnswer):
         """Return a choice without its log probabilities."""
         parser = self._begun(index, choice.tokens)
         deltas = parser.feed(choice.text) + parser.finish()
-        return {
+        shown: ChatChoice = {
             "index": index,
             "message": _message(deltas),
             "logprobs": None,
             "finish_reason": _finish_reason(choice.finish_reason, parser),
             "stop_reason": choice.stop_reason,
         }
+        if self._token_ids:
+            shown["token_ids"] = choice.tokens
+        return shown
 
     def _logprobs(self, output: NewOutput) -> ChatLogprobs | None:
         if not self._has_logprobs:

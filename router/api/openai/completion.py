@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NotRequired
 
 from typing_extensions import TypedDict
 
@@ -11,6 +12,7 @@ from router.api.openai import logprobs
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, CompletionLogprobs
 from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
+from router.api.openai.token_ids import TokenIds
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 
@@ -21,6 +23,9 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    #: with return_token_ids; in a stream, the first chunk of the choice has those of the prompt
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -42,7 +47,8 @@ class CompletionAnswer(ChunkedAnswer):
     """Writer of completions.
 
     ``echoes`` has a prompt text for each choice, which precedes the choice's output (OpenAI's
-    ``echo``). It is empty if prompts are not returned.
+    ``echo``). It is empty if prompts are not returned. ``token_ids`` is None if no token ids are
+    returned.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class CompletionAnswer(ChunkedAnswer):
         *,
         has_logprobs: bool,
         echoes: Sequence[str] = (),
+        token_ids: TokenIds | None = None,
         options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
         super().__init__(options)
@@ -59,6 +66,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._vocabulary = vocabulary
         self._has_logprobs = has_logprobs
         self._echoes = echoes
+        self._token_ids = token_ids
         self._alignments: dict[int, Alignment] = {}
         #: by choice, the JSON before and after the text of a chunk that has only text
         self._around: dict[int, tuple[str, str]] = {}
@@ -68,7 +76,8 @@ class CompletionAnswer(ChunkedAnswer):
 
         Most chunks of a choice differ only in their text, so the JSON around it is encoded once.
         """
-        if self._has_logprobs or self._echoes or output.finish_reason or usage is not None:
+        has_more = self._has_logprobs or self._echoes or self._token_ids is not None
+        if has_more or output.finish_reason or usage is not None:
             chunk = self.chunk(output, usage)
             return None if chunk is None else encode(chunk)
         if not output.text:
@@ -88,9 +97,14 @@ class CompletionAnswer(ChunkedAnswer):
         """
         logprobs = self._logprobs(output)
         text = self._echo(output.choice) + output.text if output.is_first else output.text
-        if not (text or output.finish_reason or (logprobs and logprobs["tokens"])):
+        ids = self._token_ids.new(output) if self._token_ids else []
+        if not (text or output.finish_reason or ids or (logprobs and logprobs["tokens"])):
             return None
         choice = _choice(output.choice, text, logprobs, output.finish_reason, output.stop_reason)
+        if self._token_ids:
+            choice["token_ids"] = ids
+            if output.is_first:
+                choice["prompt_token_ids"] = self._token_ids.prompt(output.choice)
         return self._completion([choice], None if usage is None else usage_so_far(usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
@@ -104,6 +118,9 @@ class CompletionAnswer(ChunkedAnswer):
     def _written(self, index: int, choice: Collected) -> Iterator[str]:
         text = self._echo(index) + choice.text
         shown = _choice(index, text, None, choice.finish_reason, choice.stop_reason)
+        if self._token_ids:
+            shown["token_ids"] = choice.tokens
+            shown["prompt_token_ids"] = self._token_ids.prompt(index)
         if not self._has_logprobs:
             return iter([encode(shown)])
         begin, end = around(shown, "logprobs", None)

@@ -194,6 +194,12 @@ class Generation(Fields):
         bool | None,
         Field(description="add special tokens to a text; default: true, for a chat false"),
     ] = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        InRange("truncate_prompt_tokens"),
+        Field(description="use the last tokens of the prompt; -1: what the context leaves"),
+    ] = None
     priority: Annotated[int, InRange("priority")] | None = Field(
         None, description="a higher class leaves the queue first"
     )

@@ -26,6 +26,9 @@ _COMPLETION_TOKENS = 16
 #: The router holds the whole answer in memory: in a chat, each log probability takes 60 bytes of
 #: JSON in addition to the value itself.
 _MAX_UNSTREAMED_LOGPROBS = 1 << 20
+#: Maximum number of token ids of prompts in an answer with several choices, each of which has its
+#: prompt's ids.
+_MAX_RETURNED_IDS = 1 << 22
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
@@ -46,6 +49,8 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
         )
     if fields.echo and fields.logprobs is not None:
         raise Unsupported("echo cannot be combined with logprobs", field="echo")
+    if fields.echo and fields.truncate_prompt_tokens is not None:
+        raise Unsupported("echo cannot be combined with truncate_prompt_tokens", field="echo")
     message = _message(fields)
     if fields.max_tokens is None:
         message.max_tokens, message.clamp_max_tokens = _COMPLETION_TOKENS, True
@@ -123,10 +128,30 @@ def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) 
         )
 
 
+def check_returned_ids(messages: Sequence[pb.GenerateRequest]) -> None:
+    """Check that the prompts' token ids do not make the answer too large.
+
+    Raises OutOfRange. Each choice has the ids of its prompt, and a text has at most as many tokens
+    as bytes.
+    """
+    num_ids = sum(
+        message.n * max(len(message.tokens.ids), len(message.text.encode()))
+        for message in messages
+        if message.n > 1
+    )
+    if num_ids > _MAX_RETURNED_IDS:
+        raise OutOfRange(
+            f"the token ids of the prompts of all choices could be {num_ids}; at most "
+            f"{_MAX_RETURNED_IDS} are returned: reduce n",
+            field="return_token_ids",
+        )
+
+
 def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
     if not message.sampling.HasField("logprobs"):
         return 0
-    max_output = max(0, context - len(message.tokens.ids))
+    is_truncated = message.HasField("truncate_prompt_tokens")
+    max_output = context if is_truncated else max(0, context - len(message.tokens.ids))
     num_tokens = (
         min(max_output, message.max_tokens) if message.HasField("max_tokens") else max_output
     )
@@ -148,6 +173,7 @@ def _message(fields: Generation) -> pb.GenerateRequest:
         include_stop=fields.include_stop_str_in_output or False,
         keep_special_tokens=fields.skip_special_tokens is False,
         add_special_tokens=fields.add_special_tokens,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
         cache_salt=fields.cache_salt or "",
         priority=fields.priority or 0,
         timeout_ms=fields.timeout_ms,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.in_process import Cluster
+import pytest
+
+from tests.support.in_process import Cluster, cluster
 from tests.support.router.chat_support import HERMES
-from tests.support.router.http_client import ask
+from tests.support.router.http_client import JSON, ask, streamed
 from tests.support.scripted import SAY, scripted_cluster
 
 USER = {"role": "user", "content": "count"}
@@ -30,6 +33,19 @@ async def complete(parts: Cluster, **body: Any) -> Any:
     answer = await ask(parts.routers[0].http_address, path, body)
     assert answer.status == 200, answer.json
     return answer.json
+
+
+async def chunks_of(
+    parts: Cluster, path: str, body: Any, headers: Mapping[str, str] = JSON
+) -> list[Any]:
+    body = {**body, "stream": True}
+    async with streamed(parts.routers[0].http_address, path, body, headers) as stream:
+        assert stream.status == 200
+        return [event.json async for event in stream.events() if event.data != "[DONE]"]
+
+
+def ids_of(chunk: Any) -> list[int]:
+    return [token for choice in chunk["choices"] for token in choice["token_ids"]]
 
 
 async def test_continued_message_is_the_end_of_the_prompt(tmp_path: Path) -> None:
@@ -78,3 +94,132 @@ async def test_special_tokens_are_in_the_text_on_request(tmp_path: Path) -> None
         )["choices"]
     assert texts == ["four", "four", "four<|endoftext|>"]
     assert choice["message"]["content"] == "four<|endoftext|>"
+
+
+@pytest.mark.parametrize("prompt", ["count", [5, 6, 7], ["count", "say"]])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_completion_returns_its_token_ids(prompt: Any, n: int) -> None:
+    body = {"prompt": prompt, "n": n, "max_tokens": 20, "seed": 1, "return_token_ids": True}
+    async with cluster(workers=1) as parts:
+        choices = (await complete(parts, **body))["choices"]
+        chunks = await chunks_of(parts, "/v1/completions", body)
+        plain = await complete(parts, **{**body, "return_token_ids": False})
+        decode = parts.routers[0]._model.tokenizer.decode
+    prompts = prompt if isinstance(prompt[0], str) and isinstance(prompt, list) else [prompt]
+    ids = [[*each.encode()] if isinstance(each, str) else each for each in prompts]
+    for choice in choices:
+        assert choice["prompt_token_ids"] == ids[choice["index"] // n]
+        assert len(choice["token_ids"]) == 20 and decode(choice["token_ids"]) == choice["text"]
+        own = [it for chunk in chunks for it in chunk["choices"] if it["index"] == choice["index"]]
+        assert [it.get("prompt_token_ids") for it in own] == [
+            choice["prompt_token_ids"],
+            *[None] * (len(own) - 1),
+        ]
+        assert [token for it in own for token in it["token_ids"]] == choice["token_ids"]
+        assert all(it["token_ids"] or it["finish_reason"] for it in own)
+    assert not any("token_ids" in it or "prompt_token_ids" in it for it in plain["choices"])
+
+
+async def test_chat_returns_its_token_ids(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": f"{SAY}größer als 日本"}]
+    body = {"messages": messages, "n": 2, "return_token_ids": True}
+    async with scripted_cluster(tmp_path / "m", HERMES) as parts:
+        answer = await complete(parts, **body)
+        chunks = await chunks_of(parts, "/v1/chat/completions", body)
+        prompt = await tokens(parts, messages=messages)
+        plain = await complete(parts, messages=messages)
+        decode = parts.routers[0]._model.tokenizer.decode
+    assert answer["prompt_token_ids"] == prompt
+    assert [it.get("prompt_token_ids") for it in chunks if "prompt_token_ids" in it] == [prompt] * 2
+    for choice in answer["choices"]:
+        assert decode(choice["token_ids"]) == choice["message"]["content"] == "größer als 日本"
+        own = [it for chunk in chunks for it in chunk["choices"] if it["index"] == choice["index"]]
+        assert [token for it in own for token in it["token_ids"]] == choice["token_ids"]
+    assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
+async def test_token_ids_continue_after_a_reconnection() -> None:
+    body = {"prompt": [5, 6], "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+    async with cluster(workers=1) as parts:
+        address = parts.routers[0].http_address
+        whole = (await complete(parts, **body))["choices"][0]
+        headers = {**JSON, "idempotency-key": "a"}
+        async with streamed(address, "/v1/completions", {**body, "stream": True}, headers) as it:
+            *events, _ = [event async for event in it.events()]
+        for cut in (0, len(events) // 2, len(events) - 2):
+            before = [token for it in events[: cut + 1] for token in ids_of(it.json)]
+            resumed = {**headers, "last-event-id": events[cut].id}
+            chunks = await chunks_of(parts, "/v1/completions", body, resumed)
+            assert before + [token for it in chunks for token in ids_of(it)] == whole["token_ids"]
+            assert not any("prompt_token_ids" in it["choices"][0] for it in chunks)
+
+
+async def test_prompt_ids_of_many_choices_are_limited() -> None:
+    async with cluster(workers=1) as parts:
+        body = {"prompt": [5] * 4000, "n": 128, "return_token_ids": True, "max_tokens": 1}
+        prompts = {**body, "prompt": [body["prompt"]] * 9}
+        answer = await ask(parts.routers[0].http_address, "/v1/completions", prompts)
+        assert (answer.status, answer.error) == (400, ("out_of_range", "return_token_ids"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 2}, 2),
+        ({"truncate_prompt_tokens": 5000}, 3000),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 96}, 3000),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 2096}, 2000),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 5000}, None),
+        ({"truncate_prompt_tokens": 3000, "max_tokens": 2000}, None),
+    ],
+)
+@pytest.mark.parametrize("is_text", [True, False])
+async def test_prompt_is_truncated_to_its_end(
+    fields: dict[str, int], kept: int | None, is_text: bool
+) -> None:
+    ids = [65 + i % 26 for i in range(3000)]
+    prompt = bytes(ids).decode() if is_text else ids
+    body = {"max_tokens": 1, "return_token_ids": True, "prompt": prompt, **fields}
+    async with cluster(workers=1) as parts:
+        assert parts.routers[0]._model.longest_sequence == 4096
+        answer = await ask(parts.routers[0].http_address, "/v1/completions", body)
+    if kept is None:
+        assert (answer.status, answer.error) == (400, ("context_length_exceeded", "max_tokens"))
+        return
+    assert answer.json["choices"][0]["prompt_token_ids"] == ids[-kept:]
+    assert answer.json["usage"]["prompt_tokens"] == kept
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+async def test_truncated_prompt_may_exceed_the_context(is_text: bool) -> None:
+    ids = [65 + i % 26 for i in range(50_000)]
+    prompt = bytes(ids).decode() if is_text else ids
+    body = {"prompt": prompt, "return_token_ids": True, "truncate_prompt_tokens": -1}
+    async with cluster(workers=1) as parts:
+        answer = await complete(parts, **body, max_tokens=1)
+        assert answer["choices"][0]["prompt_token_ids"] == ids[-4095:]
+
+
+@pytest.mark.parametrize("count", [0, -2, 2**31])
+async def test_invalid_truncation_is_refused_by_name(count: int) -> None:
+    async with cluster(workers=0) as parts:
+        body = {"prompt": "a", "truncate_prompt_tokens": count}
+        answer = await ask(parts.routers[0].http_address, "/v1/completions", body)
+        assert (answer.status, answer.error) == (400, ("out_of_range", "truncate_prompt_tokens"))
+
+
+async def test_truncated_chat_of_a_session_has_its_last_tokens(tmp_path: Path) -> None:
+    turns = [USER, ASSISTANT, {"role": "user", "content": "on to 30 and then stop"}]
+    async with scripted_cluster(tmp_path / "m", HERMES) as parts:
+        for messages in (turns[:1], turns):
+            whole = await tokens(parts, messages=messages)
+            for length in (4, len(whole)):
+                answer = await complete(
+                    parts,
+                    messages=messages,
+                    max_tokens=1,
+                    truncate_prompt_tokens=length,
+                    prompt_cache_key="s",
+                    return_token_ids=True,
+                )
+                assert answer["prompt_token_ids"] == whole[-length:]

@@ -74,6 +74,7 @@ def test_completion_passes_every_parameter() -> None:
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         add_special_tokens=False,
+        truncate_prompt_tokens=-1,
         priority=-3,
         cache_salt="s",
         timeout_ms=1000,
@@ -92,6 +93,7 @@ def test_completion_passes_every_parameter() -> None:
         include_stop=True,
         keep_special_tokens=True,
         add_special_tokens=False,
+        truncate_prompt_tokens=-1,
         priority=-3,
         cache_salt="s",
         timeout_ms=1000,
@@ -434,7 +436,11 @@ def test_null_required_field_is_missing(kind: type[Fields], name: str) -> None:
 
 
 def test_unsupported_completion_features_are_rejected() -> None:
-    for asked in ({"suffix": "x"}, {"echo": True, "logprobs": 1}):
+    for asked in (
+        {"suffix": "x"},
+        {"echo": True, "logprobs": 1},
+        {"echo": True, "truncate_prompt_tokens": 5},
+    ):
         with pytest.raises(Unsupported):
             completion(**asked)
 
