@@ -141,6 +141,7 @@ class Router:
         )
         model.clamps_max_tokens = config.clamp_max_tokens
         model.computes_chunks = config.locality
+        model.aliases = config.served_model_names
         model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
             model.assume_limit(last)

@@ -467,11 +467,12 @@ class Inference:
         return pb.ListModelsResponse(
             models=[
                 pb.Model(
-                    name=model.name,
+                    name=name,
                     max_model_len=model.max_model_len or 0,
                     vocab_size=model.vocab_size,
                     sampling_defaults=sampling_defaults.as_proto(model.sampling_defaults),
                 )
+                for name in model.names
             ]
         )
 

@@ -221,7 +221,8 @@ class ServedModel:
     hold, or None until a worker has announced its limit. ``fingerprint`` identifies the weights and
     settings with which the workers run the model; it is empty until a worker has announced it.
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
-    request does not set. With ``clamps_max_tokens``, the max_tokens of every request is lowered to
+    request does not set. ``aliases`` are further names that clients may use. With
+    ``clamps_max_tokens``, the max_tokens of every request is lowered to
     the part of the context that the prompt leaves free. With ``computes_chunks``, requests have the
     ids of their prompts' chunks.
     """
@@ -235,6 +236,7 @@ class ServedModel:
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     clamps_max_tokens: bool = False
     computes_chunks: bool = False
+    aliases: tuple[str, ...] = ()
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
     #: whether clients are directed to this model and not to that of another cluster (router.active)
@@ -334,14 +336,20 @@ class ServedModel:
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is no longer served")
 
+    @property
+    def names(self) -> list[str]:
+        """Return all names of the model that clients may use, its own one first."""
+        return [*dict.fromkeys((self.name, *self.aliases))]
+
     def check_requested(self, name: str) -> None:
-        """Check that ``name``, the model that a request asks for, is this model's name or empty.
+        """Check that ``name``, the model that a request asks for, is one of ``names`` or empty.
 
         Raises UnknownModel, or RouterStopping while models are being switched (``is_switching``).
         """
-        if name in ("", self.name):
+        if name in ("", *self.names):
             return
-        cause = f"the model {name!r} is not served; the served model is {self.name!r}"
+        served = " or ".join(map(repr, self.names))
+        cause = f"the model {name!r} is not served; the served model is {served}"
         if self.is_switching:
             raise RouterStopping(f"{cause}, and one model is replacing another: try again")
         raise UnknownModel(cause, field="model")

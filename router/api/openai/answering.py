@@ -75,7 +75,7 @@ class Answering:
             self._check_answer_size(fields, messages)
             token_ids = _token_ids(fields, messages)
             answer = CompletionAnswer(
-                self._envelope(f"cmpl-{name}"),
+                self._envelope(f"cmpl-{name}", fields),
                 self.vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
                 options=_chunk_options(fields),
@@ -102,7 +102,7 @@ class Answering:
             self._check_answer_size(fields, [message])
             token_ids = _token_ids(fields, [message])
         answer = ChatAnswer(
-            self._envelope(f"chatcmpl-{name}"),
+            self._envelope(f"chatcmpl-{name}", fields),
             self.vocabulary(message),
             lambda choice: rendered.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
@@ -221,10 +221,10 @@ class Answering:
         if not fields.stream:
             submissions.check_unstreamed_size(messages, self._model.longest_sequence)
 
-    def _envelope(self, answer_id: str) -> Envelope:
-        return Envelope(
-            answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
-        )
+    def _envelope(self, answer_id: str, fields: GenerationFields) -> Envelope:
+        # Answers have the name that the client used.
+        name, fingerprint = fields.model or self._model.name, self._model.fingerprint
+        return Envelope(answer_id, int(time.time()), name, fingerprint or None)
 
     async def _echoes(self, fields: CompletionFields, message: pb.GenerateRequest) -> list[str]:
         prompts, decode = fields.prompts, self.vocabulary(message).decode

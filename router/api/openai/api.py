@@ -128,18 +128,19 @@ class Api:
         return Endpoint(self._authenticator, {method: handler}, scopes, self._max_body_bytes)
 
     async def _models(self, call: Call) -> Response:
-        return JsonResponse({"object": "list", "data": [self._described()]})
+        described = [self._described(name) for name in self._model.names]
+        return JsonResponse({"object": "list", "data": described})
 
     async def _one_model(self, call: Call) -> Response:
         requested = call.request.path_params["model"]
         if not requested:
             raise UnknownPath("no such path")
         self._model.check_requested(requested)
-        return JsonResponse(self._described())
+        return JsonResponse(self._described(requested))
 
-    def _described(self) -> openapi.Model:
+    def _described(self, name: str) -> openapi.Model:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "everlift",

@@ -179,7 +179,7 @@ _PATHS = (
         "CountTokensFields",
         error="AnthropicErrorBody",
     ),
-    _Path("get", "/v1/models", "The served model", {_JSON: "ModelList"}),
+    _Path("get", "/v1/models", "The served model, by each name", {_JSON: "ModelList"}),
     _Path("get", "/v1/models/{model}", "A served model", {_JSON: "Model"}),
     _Path(
         "get",
