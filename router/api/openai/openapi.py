@@ -62,6 +62,14 @@ class Condition(TypedDict):
     status: str
 
 
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Path:
     method: str
@@ -89,12 +97,14 @@ _ANSWERS = (
     ExplanationBody,
     InputTokenCount,
     ItemPage,
+    Load,
     MessageBody,
     Model,
     ModelList,
     ResponseBody,
     TokenCount,
     Tokens,
+    Version,
 )
 _BODIES = (
     ChatFields,
@@ -194,6 +204,10 @@ _PATHS = (
     _Path("get", "/metrics", "Metrics for Prometheus", {"text/plain": ""}),
     _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
     _Path("get", "/ready", "This router accepts requests", {_JSON: "Condition"}, is_open=True),
+    _Path("get", "/ping", "The same as /health", {_JSON: "Condition"}, is_open=True),
+    _Path("post", "/ping", "The same as /health", {_JSON: "Condition"}, is_open=True),
+    _Path("get", "/version", "Version of Everlift", {_JSON: "Version"}, is_open=True),
+    _Path("get", "/load", "Number of this router's unfinished requests", {_JSON: "Load"}),
 )
 
 
