@@ -317,7 +317,7 @@ class Router:
 
     def _open_console(self, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
-        has_template = self._template is not None
+        has_template = self._template is not None and self._template.is_models
         identity = Identity(
             self.router_id, self._model.name, config.chaos, has_access, has_template
         )
@@ -341,7 +341,7 @@ class Router:
 
     def _api(self) -> ASGIApp:
         config, model = self.config, self._model
-        renderer = ChatRenderer(model, self._template)
+        renderer = ChatRenderer(model, self._template, accepts_templates=config.allow_chat_template)
         answering = Answering(config, self._inference, model, renderer)
         api = Api(
             self._authenticator,

@@ -36,6 +36,7 @@ async def chat_conversation(fields: Chat) -> Conversation:
         continues,
         template_variables=_variables(fields),
         documents=documents,
+        chat_template=fields.chat_template,
     )
 
 

@@ -285,6 +285,9 @@ class Chat(Fields):
     messages: List[Object] | None
     tools: List[Object] | None = None
     documents: List[Object] | None = None
+    chat_template: Annotated[
+        str | None, Field(description="needs the setting router.allow_chat_template")
+    ] = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = Field(
         None, description="default: true, unless continue_final_message is"

@@ -111,6 +111,7 @@ CASES = [
         message("content parts", "unsupported_content", content=[{"type": kind, kind: {}}])
         for kind in ("image_url", "input_audio", "file")
     ),
+    chat("`chat_template`, unless", "unsupported", chat_template="a"),
     chat("prompt and `max_tokens`", "context_length_exceeded", max_tokens=100_000),
     completion("a prompt of `max_model_len`", "prompt_too_long", prompt=[5] * 100_000),
     completion("a prompt of more than 128", "prompt_text_too_long", prompt="a " * 500_000),

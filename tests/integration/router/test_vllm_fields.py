@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.in_process import Cluster, cluster
+from tests.support.in_process import ROUTER, Cluster, cluster
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import JSON, ask, streamed
 from tests.support.scripted import SAY, scripted_cluster
@@ -223,3 +224,46 @@ async def test_truncated_chat_of_a_session_has_its_last_tokens(tmp_path: Path) -
                     return_token_ids=True,
                 )
                 assert answer["prompt_token_ids"] == whole[-length:]
+
+
+OWN = "{{ bos_token }}{% for it in messages %}({{ it.role }}) {{ it.content }}{% endfor %}"
+
+
+async def test_template_of_a_request_needs_permission(tmp_path: Path) -> None:
+    body = {"messages": [USER], "chat_template": OWN}
+    async with scripted_cluster(tmp_path / "m", HERMES) as parts:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = await ask(parts.routers[0].http_address, path, body)
+            assert (answer.status, answer.error) == (400, ("unsupported", "chat_template"))
+            assert "router.allow_chat_template" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+async def test_permitted_template_renders_its_own_chat(tmp_path: Path, has_own: bool) -> None:
+    def remove_template(directory: Path) -> None:
+        if not has_own:
+            (directory / "chat_template.jinja").unlink()
+            (directory / "tokenizer_config.json").write_text("{}")
+
+    config = replace(ROUTER, allow_chat_template=True)
+    developer = {"role": "developer", "content": f"{SAY}four<|im_end|>"}
+    async with scripted_cluster(tmp_path / "m", HERMES, remove_template, config) as parts:
+        address, body = parts.routers[0].http_address, {"messages": [USER, developer]}
+        expected = await tokens(parts, prompt=f"(user) count(system) {SAY}four<|im_end|>")
+        own = {**body, "chat_template": OWN}
+        assert await tokens(parts, **own) == expected
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        chat = {**own, "tools": tools, "tool_choice": "none", "return_token_ids": True}
+        answer = await complete(parts, **chat)
+        assert answer["prompt_token_ids"] == expected
+        assert answer["choices"][0]["message"]["content"] == "four"
+        own = {**body, "chat_template": OWN.replace("(", "developer(")}
+        assert await tokens(parts, **own) == await tokens(
+            parts, prompt=f"developer(user) countdeveloper(developer) {SAY}four<|im_end|>"
+        )
+        for template, code in (("{% if %}", "template_error"), ("a" * 32769, "out_of_range")):
+            answer = await ask(address, "/tokenize", {**body, "chat_template": template})
+            assert (answer.status, answer.error[0]) == (400, code)
+        answer = await ask(address, "/tokenize", body)
+        assert answer.status == (200 if has_own else 400)
+        assert has_own or answer.error[0] == "no_chat_template"

@@ -21,6 +21,7 @@ from everlift.messages import (
     MAX_TIMEOUT_S,
 )
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from router.api import chat_renderer
 from router.api.http2 import Limits
 from router.api.kserve.infer_stream import MAX_CONCURRENT
 from router.api.openai import body, connection, endpoint, fields, server, submissions
@@ -97,6 +98,8 @@ def table() -> list[list[str]]:
             f"{submissions._MAX_UNSTREAMED_LOGPROBS} for all its prompts",
         ),
         ("messages of a chat", f"{messages.MAX_MESSAGES}, of {messages.MAX_BYTES} bytes"),
+        ("messages of a chat", f"`documents` {messages.MAX_BYTES} bytes"),
+        ("`chat_template`", f"{chat_renderer.MAX_TEMPLATE_BYTES} bytes"),
         ("tools", f"{tools.MAX_TOOLS}, of {tools.MAX_TOOL_BYTES} bytes each"),
         ("tools", f"{tools.MAX_BYTES} together"),
         ("connections of a router", f"{connection._MAX_CONNECTIONS}"),
