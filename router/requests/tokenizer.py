@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -19,6 +19,7 @@ from everlift.end_tokens import end_token_ids
 from everlift.errors import (
     ContextLengthExceeded,
     EmptyPrompt,
+    InvalidRequest,
     OutOfRange,
     PromptTextTooLong,
     PromptTooLong,
@@ -389,9 +390,11 @@ class ServedModel:
             _check_total(len(prompt_ids), submission.max_tokens, self.longest_sequence)
         max_tokens = min(max_output, submission.max_tokens or max_output)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
-        self._check_sampling(submission.sampling, max_tokens)
+        sampling = self._with_bad_words(submission)
+        self._check_sampling(sampling, max_tokens)
         _check_amount(submission, len(prompt_ids), max_tokens)
         eos_ids = () if submission.ignore_eos else self.eos_ids
+        _check_tokens_remain(sampling, {*submission.stop_token_ids, *eos_ids}, self.vocab_size)
         hashes += chunk_hashes(
             prompt_ids[len(hashes) * CHUNK_SIZE :], hashes[-1] if hashes else submission.salt
         )
@@ -401,7 +404,7 @@ class ServedModel:
             fingerprint=self.fingerprint,
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
-            sampling=submission.sampling,
+            sampling=sampling,
             stop=submission.stop,
             stop_token_ids=tuple(dict.fromkeys(submission.stop_token_ids + eos_ids)),
             eos_token_ids=eos_ids,
@@ -565,8 +568,29 @@ class ServedModel:
         self._check_ids("token_ids", ids)
         return self.tokenizer.decode(ids)
 
+    def _with_bad_words(self, submission: Submission) -> SamplingParams:
+        """Return the sampling parameters with the token sequences of the submission's bad words.
+
+        Raises InvalidRequest for a word without tokens.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in submission.bad_words:
+            bare = word.lstrip(" ") or word
+            for text in (bare, f" {bare}"):
+                sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+            if () in sequences:
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens", field="bad_words")
+        sampling = submission.sampling
+        if not sequences:
+            return sampling
+        banned = dict.fromkeys((*sampling.banned_sequences, *sequences))
+        return replace(sampling, banned_sequences=tuple(banned))
+
     def _check_sampling(self, sampling: SamplingParams, max_tokens: int) -> None:
         self._check_ids("logit_bias", tuple(token for token, _ in sampling.logit_bias))
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        for sequence in sampling.banned_sequences:
+            self._check_ids("banned_sequences", sequence)
         check_range("min_tokens", sampling.min_tokens, 0, max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             check_range(name, getattr(sampling, name) or 0, 0, self.vocab_size)
@@ -579,6 +603,23 @@ class ServedModel:
                 f"{self.vocab_size} tokens",
                 field=name,
             )
+
+
+def _check_tokens_remain(sampling: SamplingParams, stops: Set[int], vocab_size: int) -> None:
+    """Raise InvalidRequest if it is possible that no token may be sampled at some position."""
+    if not sampling.has_restrictions:
+        return
+    banned = {sequence[-1] for sequence in sampling.banned_sequences}
+    if sampling.min_tokens:
+        banned |= stops
+    allowed = sampling.allowed_token_ids
+    num_left = len({*allowed} - banned) if allowed else vocab_size - len(banned)
+    if num_left <= 0:
+        raise InvalidRequest(
+            f"{'allowed_token_ids' if allowed else 'bad_words'} may leave no token to sample: each "
+            "allowed token is the last one of a bad word, or a stop token before min_tokens",
+            field="allowed_token_ids" if allowed else "bad_words",
+        )
 
 
 def _as_field(ids: Sequence[int]) -> Sequence[int]:

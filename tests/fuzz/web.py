@@ -172,6 +172,7 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
         TOKENS,
         {"prompt": "a", "max_tokens": 1, "json_schema": {"type": "object"}},
         {"prompt": "a", "ebnf": "root ::= x", "add_special_tokens": False},
+        {"prompt": "a", "allowed_token_ids": [1, 2], "bad_words": ["a b"], "min_tokens": 1},
     ),
     "/v1/chat/completions": (CHAT, PLAIN_CHAT),
     "/v1/responses": (RESPONSE, {"input": "a", "store": False, "previous_response_id": "resp_a"}),

@@ -194,6 +194,8 @@ class Generation(Fields):
         bool | None,
         Field(description="add special tokens to a text; default: true, for a chat false"),
     ] = None
+    allowed_token_ids: Annotated[Ids | None, Field(min_length=1)] = None
+    bad_words: List[str] | None = None
     return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[
         int | None,
@@ -238,6 +240,7 @@ class Generation(Fields):
     PARAMS: ClassVar[Mapping[str, str]] = {
         "request_id": "idempotency-key",
         "grammar": "response_format",
+        "banned_sequences": "bad_words",
         "text": "prompt",
         "tokens": "prompt",
     }

@@ -170,6 +170,7 @@ def _message(fields: Generation) -> pb.GenerateRequest:
         stop=stop,
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos or False,
+        bad_words=fields.bad_words,
         include_stop=fields.include_stop_str_in_output or False,
         keep_special_tokens=fields.skip_special_tokens is False,
         add_special_tokens=fields.add_special_tokens,
@@ -193,6 +194,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         logit_bias=_logit_bias(fields.logit_bias or {}),
+        allowed_token_ids=fields.allowed_token_ids,
         min_tokens=fields.min_tokens or 0,
         grammar=_grammar(fields),
     )

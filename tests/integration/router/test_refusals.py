@@ -98,6 +98,22 @@ CASES = [
         structured_outputs={"regex": "a"},
     ),
     chat(
+        "`allowed_token_ids` or",
+        "invalid_request",
+        bad_words=["a"],
+        structured_outputs={"regex": "a"},
+    ),
+    chat(
+        "`allowed_token_ids` and",
+        "invalid_request",
+        allowed_token_ids=[0],
+        stop_token_ids=[0],
+        min_tokens=1,
+    ),
+    chat("more than 16,384", "out_of_range", allowed_token_ids=[1] * 16385),
+    chat("more than 16,384", "out_of_range", bad_words=["a" * 129]),
+    chat("more than 16,384", "out_of_range", bad_words=["a"] * 65),
+    chat(
         "`continue_final_message` with",
         "invalid_request",
         continue_final_message=True,

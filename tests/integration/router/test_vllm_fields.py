@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from everlift.messages import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS
+from everlift.sampling import MAX_ALLOWED_TOKENS
 from tests.support.in_process import ROUTER, Cluster, cluster
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import JSON, ask, streamed
@@ -267,3 +269,74 @@ async def test_permitted_template_renders_its_own_chat(tmp_path: Path, has_own: 
         answer = await ask(address, "/tokenize", body)
         assert answer.status == (200 if has_own else 400)
         assert has_own or answer.error[0] == "no_chat_template"
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_output_has_only_allowed_tokens_and_no_bad_words(temperature: int) -> None:
+    body = {
+        "prompt": "a",
+        "max_tokens": 200,
+        "temperature": temperature,
+        "seed": 3,
+        "allowed_token_ids": [*b" <xz"],
+        "bad_words": ["x ", " <"],
+        "n": 2,
+        "return_token_ids": True,
+    }
+    async with cluster(workers=1) as parts:
+        free = await complete(parts, **body | {"bad_words": None})
+        answer = await complete(parts, **body)
+    for choice in answer["choices"]:
+        assert {*choice["token_ids"]} <= {*b" xz"} and "x" in choice["text"]
+        assert "x " not in choice["text"]
+    assert all("x " in choice["text"] and "<" in choice["text"] for choice in free["choices"])
+
+
+async def test_model_obeys_allowed_tokens_and_bad_words(tmp_path: Path) -> None:
+    body = {"prompt": "count from 17 to 30:", "temperature": 0, "max_tokens": 24}
+    async with scripted_cluster(tmp_path / "m", HERMES) as parts:
+        text = (await complete(parts, **body))["choices"][0]["text"]
+        word = text.split()[2]
+        answer = await complete(parts, **body, bad_words=[word], return_token_ids=True)
+        sequences = [await tokens(parts, prompt=each) for each in (word, f" {word}")]
+        ids = answer["choices"][0]["token_ids"]
+        for sequence in sequences:
+            found = [ids[i : i + len(sequence)] for i in range(len(ids))]
+            assert sequence not in found
+        assert answer["choices"][0]["text"] != text
+        allowed = await tokens(parts, prompt="1 2 3")
+        answer = await complete(parts, **body, allowed_token_ids=allowed, return_token_ids=True)
+        assert {*answer["choices"][0]["token_ids"]} <= {*allowed}
+        assert len(answer["choices"][0]["token_ids"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
+        ({"allowed_token_ids": [5000]}, "out_of_range", "allowed_token_ids"),
+        ({"allowed_token_ids": [5] * (MAX_ALLOWED_TOKENS + 1)}, "out_of_range", None),
+        ({"allowed_token_ids": [97], "bad_words": ["ba"]}, "invalid_request", "allowed_token_ids"),
+        (
+            {"allowed_token_ids": [97], "stop_token_ids": [97], "min_tokens": 1},
+            "invalid_request",
+            "allowed_token_ids",
+        ),
+        ({"allowed_token_ids": [97], "regex": "a"}, "invalid_request", "allowed_token_ids"),
+        ({"bad_words": ["a"], "json_schema": {}}, "invalid_request", "bad_words"),
+        ({"bad_words": [""]}, "invalid_request", "bad_words"),
+        ({"bad_words": ["a" * (MAX_BAD_WORD_BYTES + 1)]}, "out_of_range", "bad_words"),
+        ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "out_of_range", "bad_words"),
+        ({"bad_words": [1]}, "invalid_request", "bad_words[0]"),
+    ],
+)
+async def test_restriction_without_tokens_is_refused_by_name(
+    fields: dict[str, Any], code: str, param: str | None
+) -> None:
+    body = {"prompt": "a", "max_tokens": 2, **fields}
+    async with cluster(workers=1) as parts:
+        answer = await ask(parts.routers[0].http_address, "/v1/completions", body)
+        assert (answer.status, answer.error) == (400, (code, param or "allowed_token_ids"))
+        left = {"allowed_token_ids": [97, 98], "bad_words": ["ba"], "stop_token_ids": [97]}
+        answer = await complete(parts, prompt="a", max_tokens=2, min_tokens=2, **left)
+        assert answer["choices"][0]["text"] == "bb"
