@@ -61,6 +61,22 @@ OPTIONS: Mapping[str, Any] = {
         float, "Subtract this from a token's logit for each occurrence in the output; default 0."
     ),
     "logit_bias": _texts("Add VALUE to the logit of token ID.", _SAMPLING, metavar="ID=VALUE"),
+    "allowed_token_ids": Annotated[
+        list[int] | None,
+        typer.Option(
+            "--allowed-token-id",
+            help="Sample only this token. Repeatable.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ],
+    "bad_words": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bad-word",
+            help="Do not generate the tokens of this text. Repeatable.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ],
     "min_tokens": _number(int, "Minimum number of tokens before a stop condition takes effect."),
     "logprobs": _number(int, "Show log probabilities with this many alternatives.", _FORM),
     "prompt_logprobs": _number(

@@ -62,6 +62,8 @@ class RouterConfig:
     model: str = ""
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
+    #: further names of the model, which clients may send as model
+    served_model_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     #: address of the clients' gRPC port
     host: str = "127.0.0.1"
     port: Port = 50051
@@ -230,6 +232,9 @@ class RouterConfig:
     #: format of the model's reasoning, which answers separate from the content; auto: detected from
     #: its chat template
     reasoning_format: Literal["auto", "none", "think", "mistral_think", "gpt_oss"] = "auto"
+    #: accept the chat_template of a request, which renders only this request's chat, in the same
+    #: processes and within the same limits as the model's template
+    allow_chat_template: bool = False
     #: limit of the CPU time for rendering one chat with the model's chat template; a process that
     #: exceeds it is killed
     template_timeout: Positive = 2.0

@@ -141,6 +141,7 @@ class Router:
         )
         model.clamps_max_tokens = config.clamp_max_tokens
         model.computes_chunks = config.locality
+        model.aliases = config.served_model_names
         model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
             model.assume_limit(last)
@@ -316,7 +317,7 @@ class Router:
 
     def _open_console(self, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
-        has_template = self._template is not None
+        has_template = self._template is not None and self._template.is_models
         identity = Identity(
             self.router_id, self._model.name, config.chaos, has_access, has_template
         )
@@ -340,7 +341,7 @@ class Router:
 
     def _api(self) -> ASGIApp:
         config, model = self.config, self._model
-        renderer = ChatRenderer(model, self._template)
+        renderer = ChatRenderer(model, self._template, accepts_templates=config.allow_chat_template)
         answering = Answering(config, self._inference, model, renderer)
         api = Api(
             self._authenticator,

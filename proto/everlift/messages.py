@@ -35,6 +35,8 @@ MAX_REQUESTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 128
 MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
 #: Maximum length of session_id, fairness_id and application.
@@ -55,6 +57,8 @@ RANGES: Mapping[str, Range] = {
     "timeout_ms": Range(1, round(MAX_TIMEOUT_S * 1e3)),
     "ttft_target_ms": Range(1, round(MAX_TIMEOUT_S * 1e3)),
     "stop_token_ids": Range(0, (1 << 32) - 1),
+    # -1 means what the context leaves; 0 is refused as well.
+    "truncate_prompt_tokens": Range(-1, 1 << 30),
 }
 
 
@@ -105,7 +109,9 @@ class Submission:
     the purpose of the request, from which the length of the output is predicted. With
     ``add_special_tokens``, the tokenizer adds its special tokens to a text. With
     ``keep_special_tokens``, the text of the output includes special tokens. ``attachment`` is data
-    of an API that the ledger stores with the request.
+    of an API that the ledger stores with the request. Only the last ``truncate_prompt_tokens``
+    tokens of the prompt are used; None means all, and -1 as many as the context leaves beside the
+    output. ``bad_words`` are texts whose token sequences the output must not contain.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -135,6 +141,8 @@ class Submission:
     add_special_tokens: bool = True
     keep_special_tokens: bool = False
     attachment: bytes = b""
+    truncate_prompt_tokens: int | None = None
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -148,6 +156,9 @@ class Submission:
             check_field("timeout_ms", round(self.timeout_s * 1e3))
         if self.ttft_target_s is not None:
             check_field("ttft_target_ms", round(self.ttft_target_s * 1e3))
+        if self.truncate_prompt_tokens is not None:
+            _check_truncation(self.truncate_prompt_tokens)
+        self._check_restrictions()
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise TooManyStops(
@@ -160,6 +171,27 @@ class Submission:
         if len(self.attachment) > MAX_ATTACHMENT_BYTES:
             raise OutOfRange(
                 f"attachment is longer than {MAX_ATTACHMENT_BYTES} bytes", field="attachment"
+            )
+
+    def _check_restrictions(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise OutOfRange(f"bad_words has more than {MAX_BAD_WORDS} words", field="bad_words")
+        for word in self.bad_words:
+            if not word:
+                raise InvalidRequest("a word of bad_words is empty", field="bad_words")
+            if len(word.encode()) > MAX_BAD_WORD_BYTES:
+                raise OutOfRange(
+                    f"a word of bad_words is longer than {MAX_BAD_WORD_BYTES} bytes",
+                    field="bad_words",
+                )
+        sampling = self.sampling
+        if sampling.grammar is not None and (sampling.has_restrictions or self.bad_words):
+            # Together they could leave no token in the middle of the output.
+            name = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
+            raise InvalidRequest(
+                f"{name} cannot be combined with a required form of the output (a grammar or a "
+                "required tool call)",
+                field=name,
             )
 
     @property
@@ -218,6 +250,12 @@ class Submission:
             ),
             keep_special_tokens=message.keep_special_tokens,
             attachment=message.attachment,
+            truncate_prompt_tokens=(
+                message.truncate_prompt_tokens
+                if message.HasField("truncate_prompt_tokens")
+                else None
+            ),
+            bad_words=limit_plus_one(message.bad_words, MAX_BAD_WORDS),
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -226,6 +264,15 @@ class Submission:
 
 def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
     return getattr(message, field) / 1e3 if message.HasField(field) else None  # type: ignore[arg-type]
+
+
+def _check_truncation(num_tokens: int) -> None:
+    check_field("truncate_prompt_tokens", num_tokens)
+    if num_tokens == 0:
+        raise OutOfRange(
+            "truncate_prompt_tokens must be -1 or at least 1, not 0",
+            field="truncate_prompt_tokens",
+        )
 
 
 def _check_best_of(message: pb.GenerateRequest) -> None:

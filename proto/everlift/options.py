@@ -53,6 +53,10 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | None
     #: numbers that are added to the logits of tokens, by token id
     logit_bias: Mapping[int, float] | None
+    #: the only tokens that are sampled; default: all
+    allowed_token_ids: Sequence[int] | None
+    #: texts whose tokens the output does not contain, with and without a space before them
+    bad_words: str | Sequence[str] | None
     #: number of tokens before which stop tokens and stop strings have no effect; default 0
     min_tokens: int | None
     #: report each token's log probability, and this number of most likely tokens at its position
@@ -148,6 +152,7 @@ def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:
         stop=_as_list(stop),
         stop_token_ids=options.get("stop_token_ids", ()),
         ignore_eos=options.get("ignore_eos", False),
+        bad_words=_as_list(options.get("bad_words") or ()),
         on_disconnect=on_disconnect.value,
         timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
         priority=options.get("priority", 0),
@@ -172,6 +177,7 @@ def _sampling(options: GenerateOptions) -> pb.Sampling:
         presence_penalty=options.get("presence_penalty"),
         frequency_penalty=options.get("frequency_penalty"),
         logit_bias=options.get("logit_bias"),
+        allowed_token_ids=options.get("allowed_token_ids"),
         min_tokens=options.get("min_tokens") or 0,
         logprobs=options.get("logprobs"),
         prompt_logprobs=options.get("prompt_logprobs"),

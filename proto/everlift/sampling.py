@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Literal, Self, get_args
 
 from everlift.checks import Range, limit_plus_one
-from everlift.errors import GrammarTooLarge, InvalidRequest, LogitBiasTooLarge
+from everlift.errors import GrammarTooLarge, InvalidRequest, LogitBiasTooLarge, OutOfRange
 from everlift.v1 import inference_pb2 as pb
 
 MAX_TOP_K = 1 << 20
@@ -35,6 +35,9 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
+MAX_ALLOWED_TOKENS = 1 << 14
+MAX_BANNED_SEQUENCES = 128
+MAX_BANNED_SEQUENCE_TOKENS = 256
 
 #: Valid ranges of the numeric sampling fields. They are the same in every API.
 RANGES: Mapping[str, Range] = {
@@ -118,7 +121,9 @@ class SamplingParams:
     """Sampling parameters of a request.
 
     ``temperature`` 0 selects greedy decoding, and ``top_k`` 0 or -1 sets no limit. ``logit_bias``
-    contains pairs of a token id and a bias, each token id at most once. ``logprobs`` and
+    contains pairs of a token id and a bias, each token id at most once. Only
+    ``allowed_token_ids`` are sampled; empty means all. The output contains none of
+    ``banned_sequences``, which are sequences of token ids. ``logprobs`` and
     ``prompt_logprobs`` are the numbers of alternative tokens that are reported besides each
     token's own log probability; None disables the report. The constructor raises OutOfRange if a
     value is out of its range.
@@ -137,6 +142,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, valid in RANGES.items():
@@ -145,6 +152,31 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(0, self.top_k))
         object.__setattr__(self, "seed", unsigned_seed(self.seed))
         self._check_bias()
+        self._check_restrictions()
+
+    def _check_restrictions(self) -> None:
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise OutOfRange(
+                f"allowed_token_ids has more than {MAX_ALLOWED_TOKENS} tokens",
+                field="allowed_token_ids",
+            )
+        for token in self.allowed_token_ids:
+            _TOKEN_IDS.check("a token of allowed_token_ids", token, field="allowed_token_ids")
+        sequences, most = self.banned_sequences, MAX_BANNED_SEQUENCE_TOKENS
+        if len(sequences) > MAX_BANNED_SEQUENCES or any(len(each) > most for each in sequences):
+            raise OutOfRange(
+                f"banned_sequences may have {MAX_BANNED_SEQUENCES} sequences of {most} tokens",
+                field="banned_sequences",
+            )
+        if not all(sequences):
+            raise InvalidRequest(
+                "a sequence of banned_sequences is empty", field="banned_sequences"
+            )
+
+    @property
+    def has_restrictions(self) -> bool:
+        """Return whether some tokens are not sampled, regardless of the grammar and min_tokens."""
+        return bool(self.allowed_token_ids or self.banned_sequences)
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -178,6 +210,11 @@ class SamplingParams:
             logit_bias=tuple(sorted(limit_plus_one(message.logit_bias.items(), MAX_LOGIT_BIAS))),
             min_tokens=message.min_tokens,
             grammar=Grammar.from_proto(message.grammar) if message.HasField("grammar") else None,
+            allowed_token_ids=limit_plus_one(message.allowed_token_ids, MAX_ALLOWED_TOKENS),
+            banned_sequences=tuple(
+                limit_plus_one(sequence.ids, MAX_BANNED_SEQUENCE_TOKENS)
+                for sequence in limit_plus_one(message.banned_sequences, MAX_BANNED_SEQUENCES)
+            ),
         )
 
     def to_proto(self) -> pb.Sampling:
@@ -187,6 +224,8 @@ class SamplingParams:
             logit_bias=dict(self.logit_bias),
             min_tokens=self.min_tokens,
             grammar=self.grammar.to_proto() if self.grammar is not None else None,
+            allowed_token_ids=self.allowed_token_ids,
+            banned_sequences=[pb.TokenIds(ids=sequence) for sequence in self.banned_sequences],
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 
-from everlift.errors import NoChatTemplate
+from everlift.errors import NoChatTemplate, OutOfRange, Unsupported
 from everlift.sampling import Grammar
 from router.chat.conversation import Conversation
 from router.chat.parsers.base import Parser
@@ -14,6 +14,10 @@ from router.chat.templates import ChatTemplate
 from router.chat.tools import Choice, ToolUse
 from router.requests import tokenizer
 from router.requests.tokenizer import ServedModel
+
+#: Maximum bytes of a request's chat_template. A renderer process keeps the last 128 templates in
+#: compiled form, which takes 1.5 MiB for each one of this length.
+MAX_TEMPLATE_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,23 @@ class RenderedChat:
 
 
 class ChatRenderer:
-    """Renderer of conversations with the model's template; without one, all are rejected."""
+    """Renderer of conversations with the model's template; without one, all are rejected.
 
-    def __init__(self, model: ServedModel, template: ChatTemplate | None) -> None:
+    With ``accepts_templates`` a conversation may have a template of its own.
+    """
+
+    def __init__(
+        self, model: ServedModel, template: ChatTemplate | None, *, accepts_templates: bool = False
+    ) -> None:
         self._model = model
         self._template = template
+        self._accepts_templates = accepts_templates
 
     async def render(self, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation, and what its output may be.
 
-        Raises NoChatTemplate, InvalidRequest if the tools are invalid, QueueFull if too many chats
+        Raises NoChatTemplate, Unsupported or OutOfRange for a template of the conversation,
+        InvalidRequest if the tools are invalid, QueueFull if too many chats
         wait to be rendered, and EverliftError if no renderer process can be started.
         """
         prompt = await self._text(conversation)
@@ -77,16 +88,23 @@ class ChatRenderer:
         formats = self._template.formats if self._template is not None else Formats()
         return RenderedChat(prompt, tools.grammar(formats.tools), tools, formats)
 
-    async def token_ids(self, conversation: Conversation) -> tuple[int, ...]:
-        """Return the token ids of a conversation's prompt. Raises the same errors as ``render``."""
+    async def token_ids(
+        self, conversation: Conversation, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of a conversation's prompt. Raises the same errors as ``render``.
+
+        ``add_special_tokens``: add those of the tokenizer to those that the template writes.
+        """
         text = await self._text(conversation)
-        # A template writes the special tokens itself.
         return await tokenizer.with_text(
-            len(text), lambda: self._model.encode(text, add_special_tokens=False)
+            len(text), lambda: self._model.encode(text, add_special_tokens=add_special_tokens)
         )
 
     async def _text(self, conversation: Conversation) -> str:
-        if self._template is None:
+        own = conversation.chat_template
+        if own is not None:
+            self._check_template(own)
+        if self._template is None or not (self._template.is_models or own is not None):
             raise NoChatTemplate(f"the model {self._model.name!r} has no chat template")
         return await self._template.render(
             conversation.turns,
@@ -94,4 +112,19 @@ class ChatRenderer:
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             more=conversation.template_variables,
+            documents=conversation.documents,
+            chat_template=own,
         )
+
+    def _check_template(self, template: str) -> None:
+        """Check the template of a request. Raises Unsupported and OutOfRange."""
+        if not self._accepts_templates:
+            raise Unsupported(
+                "this router accepts no chat_template of a request: set "
+                "router.allow_chat_template to true, or leave it out",
+                field="chat_template",
+            )
+        if len(template.encode()) > MAX_TEMPLATE_BYTES:
+            raise OutOfRange(
+                f"chat_template has more than {MAX_TEMPLATE_BYTES} bytes", field="chat_template"
+            )

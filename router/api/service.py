@@ -235,7 +235,8 @@ class Inference:
         with self._recording_rejections(trace, journal.called_at, x_request_id):
             request_id = caller.qualify(message.request_id)
             prompt = message.text or message.tokens.ids
-            self._model.check_fits(prompt)
+            if message.text or not message.HasField("truncate_prompt_tokens"):
+                self._model.check_fits(prompt)
             submission = await tokenizer.with_text(
                 len(prompt),
                 lambda: caller.limits.fitted(
@@ -418,6 +419,13 @@ class Inference:
         """
         return await self._requests.read(caller.qualify(request_id))
 
+    async def prompt_ids(self, caller: Caller, request_id: str) -> tuple[int, ...]:
+        """Return the token ids of a request's prompt.
+
+        Raises UnknownRequest and LedgerUnavailable.
+        """
+        return await self._requests.prompt_ids(caller.qualify(request_id))
+
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
         """Return how much time a request spent in which phase.
 
@@ -459,11 +467,12 @@ class Inference:
         return pb.ListModelsResponse(
             models=[
                 pb.Model(
-                    name=model.name,
+                    name=name,
                     max_model_len=model.max_model_len or 0,
                     vocab_size=model.vocab_size,
                     sampling_defaults=sampling_defaults.as_proto(model.sampling_defaults),
                 )
+                for name in model.names
             ]
         )
 

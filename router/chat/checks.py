@@ -97,7 +97,10 @@ def checked(raw: object) -> Variables:
     if not isinstance(raw, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")
     if len(raw) > MAX_VARIABLES:
-        raise InvalidRequest(f"chat_template_kwargs has more than {MAX_VARIABLES} names")
+        raise InvalidRequest(
+            f"chat_template_kwargs has more than {MAX_VARIABLES} names, including those that "
+            "reasoning_effort sets"
+        )
     check_json("chat_template_kwargs", raw, MAX_BYTES)
     for name, value in raw.items():
         _check(name, value)

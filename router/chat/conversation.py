@@ -57,7 +57,8 @@ class Conversation:
 
     Without ``add_generation_prompt``, the prompt ends with the last turn instead of the beginning
     of the assistant's next one. With ``continue_final_message``, it ends with the text of the last
-    turn, which the output continues.
+    turn, which the output continues. ``documents`` are objects for the template, or None.
+    ``chat_template`` is used instead of the model's template, unless it is None.
     """
 
     turns: tuple[Turn, ...]
@@ -65,6 +66,8 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, object] = field(default_factory=dict)
+    documents: Sequence[Mapping[str, object]] | None = None
+    chat_template: str | None = None
 
 
 def with_function_names(turns: Iterable[Turn]) -> list[Turn]:

@@ -10,7 +10,8 @@ memory. The next child is ready 10 ms later. When the socket is closed, the chil
 this process ends too.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt,
-                      continue_final_message, variables}
+                      continue_final_message, variables, documents,
+                      chat_template: that of the request, or null}
     to the router     {"ready": signal that ended the child before, or ""} from each new child;
                       then an answer to each chat: a text, {too_long: characters} or {error: cause}
 """
@@ -92,10 +93,12 @@ def _answer(request: Frame, launch: Launch) -> bytes:
 
 def _rendered(request: Frame, launch: Launch) -> str:
     template = launch.default if request["tools"] is None else launch.tool_use
+    own = request["chat_template"]
     rendered = render_jinja_template(
         conversations=[request["messages"]],
         tools=request["tools"],
-        chat_template=template,
+        documents=request["documents"],
+        chat_template=template if own is None else own,
         add_generation_prompt=request["add_generation_prompt"],
         continue_final_message=request["continue_final_message"],
         **{**launch.special_tokens, **request["variables"]},

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from everlift.chat_templates import Templates
+from everlift.chat_templates import Templates, special_tokens
 from everlift.errors import QueueFull
 from router.chat import frames
 from router.chat.checks import checked
-from router.chat.conversation import Turn, num_characters
+from router.chat.conversation import Turn, num_characters, num_text_characters
 from router.chat.frames import Launch
 from router.chat.messages import Message, template_messages
 from router.chat.parsers.registry import Formats
@@ -70,11 +70,19 @@ class ChatTemplate:
     ) -> Self | None:
         """Load the template of the model in ``directory``; return None if it has none.
 
+        If it has none but requests may have templates, return an instance for these.
         ``max_characters`` limits the length of a rendered chat. Raises UnknownModel for invalid
         files.
         """
         templates = Templates.read(directory)
+        if templates is None and config.allow_chat_template:
+            templates = Templates("", "", special_tokens(directory))
         return cls(templates, config, max_characters) if templates is not None else None
+
+    @property
+    def is_models(self) -> bool:
+        """Return whether the model has a template, so that requests need none."""
+        return bool(self._templates.default)
 
     def start(self) -> None:
         """Start the renderer processes in the background."""
@@ -89,6 +97,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         more: Mapping[str, object] = _NO_VARIABLES,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None,
     ) -> str:
         """Return the prompt that the template renders for a conversation.
 
@@ -104,15 +114,18 @@ class ChatTemplate:
         def encode() -> bytes:
             return frames.encode(
                 {
-                    "messages": self._with_roles(template_messages(turns)),
+                    "messages": self._with_roles(template_messages(turns), chat_template),
                     "tools": tools,
                     "add_generation_prompt": add_generation_prompt,
                     "continue_final_message": continue_final_message,
                     "variables": checked(more),
+                    "documents": documents,
+                    "chat_template": chat_template,
                 }
             )
 
-        is_long = num_characters(turns) > _INLINE_CHARACTERS
+        size = num_characters(turns) + num_text_characters(documents)
+        is_long = size > _INLINE_CHARACTERS
         return await self._enqueue(await asyncio.to_thread(encode) if is_long else encode())
 
     async def close(self) -> None:
@@ -125,8 +138,8 @@ class ChatTemplate:
         for process in self._processes:
             process.end()
 
-    def _with_roles(self, messages: list[Message]) -> list[Message]:
-        if "developer" in self._templates.default + self._templates.tool_use:
+    def _with_roles(self, messages: list[Message], template: str | None) -> list[Message]:
+        if "developer" in (template or self._templates.default + self._templates.tool_use):
             return messages
         return [
             {**message, "role": "system"} if message["role"] == "developer" else message

@@ -320,6 +320,16 @@ class Requests:
         """
         return await restored_request(await self._ledger.read(request_id), self._model.tokenizer)
 
+    async def prompt_ids(self, request_id: str) -> tuple[int, ...]:
+        """Return the token ids of a request's prompt, whichever router owns the request.
+
+        Raises UnknownRequest and LedgerUnavailable.
+        """
+        if (live := self._registry.known(request_id)) is not None:
+            return live.request.prompt_ids
+        entry = await self._ledger.get(request_id)
+        return (await self._ledger.read(request_id, entry.num_tokens)).request.prompt_ids
+
     async def explain(self, request_id: str) -> pb.Explanation:
         """Return a request's time breakdown up to its end, or up to now if it has not ended.
 

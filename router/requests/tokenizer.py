@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -18,6 +19,7 @@ from everlift.end_tokens import end_token_ids
 from everlift.errors import (
     ContextLengthExceeded,
     EmptyPrompt,
+    InvalidRequest,
     OutOfRange,
     PromptTextTooLong,
     PromptTooLong,
@@ -220,7 +222,8 @@ class ServedModel:
     hold, or None until a worker has announced its limit. ``fingerprint`` identifies the weights and
     settings with which the workers run the model; it is empty until a worker has announced it.
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
-    request does not set. With ``clamps_max_tokens``, the max_tokens of every request is lowered to
+    request does not set. ``aliases`` are further names that clients may use. With
+    ``clamps_max_tokens``, the max_tokens of every request is lowered to
     the part of the context that the prompt leaves free. With ``computes_chunks``, requests have the
     ids of their prompts' chunks.
     """
@@ -234,6 +237,7 @@ class ServedModel:
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     clamps_max_tokens: bool = False
     computes_chunks: bool = False
+    aliases: tuple[str, ...] = ()
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
     #: whether clients are directed to this model and not to that of another cluster (router.active)
@@ -333,14 +337,20 @@ class ServedModel:
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is no longer served")
 
+    @property
+    def names(self) -> list[str]:
+        """Return all names of the model that clients may use, its own one first."""
+        return [*dict.fromkeys((self.name, *self.aliases))]
+
     def check_requested(self, name: str) -> None:
-        """Check that ``name``, the model that a request asks for, is this model's name or empty.
+        """Check that ``name``, the model that a request asks for, is one of ``names`` or empty.
 
         Raises UnknownModel, or RouterStopping while models are being switched (``is_switching``).
         """
-        if name in ("", self.name):
+        if name in ("", *self.names):
             return
-        cause = f"the model {name!r} is not served; the served model is {self.name!r}"
+        served = " or ".join(map(repr, self.names))
+        cause = f"the model {name!r} is not served; the served model is {served}"
         if self.is_switching:
             raise RouterStopping(f"{cause}, and one model is replacing another: try again")
         raise UnknownModel(cause, field="model")
@@ -380,9 +390,11 @@ class ServedModel:
             _check_total(len(prompt_ids), submission.max_tokens, self.longest_sequence)
         max_tokens = min(max_output, submission.max_tokens or max_output)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
-        self._check_sampling(submission.sampling, max_tokens)
+        sampling = self._with_bad_words(submission)
+        self._check_sampling(sampling, max_tokens)
         _check_amount(submission, len(prompt_ids), max_tokens)
         eos_ids = () if submission.ignore_eos else self.eos_ids
+        _check_tokens_remain(sampling, {*submission.stop_token_ids, *eos_ids}, self.vocab_size)
         hashes += chunk_hashes(
             prompt_ids[len(hashes) * CHUNK_SIZE :], hashes[-1] if hashes else submission.salt
         )
@@ -392,7 +404,7 @@ class ServedModel:
             fingerprint=self.fingerprint,
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
-            sampling=submission.sampling,
+            sampling=sampling,
             stop=submission.stop,
             stop_token_ids=tuple(dict.fromkeys(submission.stop_token_ids + eos_ids)),
             eos_token_ids=eos_ids,
@@ -438,24 +450,36 @@ class ServedModel:
         """Return a prompt's token ids, its PromptMark as bytes, and hashes of its first chunks.
 
         The mark and the hashes are empty unless the prompt is a text that belongs to a session.
-        Raises the errors of ``resolve`` for an invalid or too long prompt.
+        A prompt is truncated if the submission says so. Raises the errors of ``resolve`` for an
+        invalid or too long prompt.
         """
         prompt, has_added = submission.prompt, submission.add_special_tokens
+        limit = self._truncated_length(submission)
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
-            return prompt, b"", []
+            return prompt[-limit:], b"", []
         self.check_fits(prompt)
         turn, hashes = b"", list[bytes]()
+        # A text that will be truncated may have more tokens than the context.
+        encode = self.encode_prompt if submission.truncate_prompt_tokens is None else self.encode
         if not submission.session_id or (has_added and self.tokenizer.adds_end):
-            ids = self.encode_prompt(prompt, add_special_tokens=has_added)
+            ids = encode(prompt, add_special_tokens=has_added)
         else:
-            spliced = splicing.splice(
-                prompt, turns, self.tokenizer, self.encode_prompt, has_added=has_added
-            )
+            spliced = splicing.splice(prompt, turns, self.tokenizer, encode, has_added=has_added)
             ids, turn, hashes = spliced.ids, spliced.mark.to_bytes(), [*spliced.chunk_hashes]
         if not ids:
             raise EmptyPrompt("the prompt has no tokens", field="prompt")
-        return ids, turn, hashes
+        return (ids, turn, hashes) if len(ids) <= limit else (ids[-limit:], b"", [])
+
+    def _truncated_length(self, submission: Submission) -> int:
+        """Return the number of tokens to which the submission's prompt is truncated."""
+        match submission.truncate_prompt_tokens:
+            case None:
+                return sys.maxsize
+            case -1:
+                return max(1, self.longest_sequence - (submission.max_tokens or 1))
+            case num_tokens:
+                return num_tokens
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
         """Check a prompt before it is tokenised.
@@ -544,8 +568,29 @@ class ServedModel:
         self._check_ids("token_ids", ids)
         return self.tokenizer.decode(ids)
 
+    def _with_bad_words(self, submission: Submission) -> SamplingParams:
+        """Return the sampling parameters with the token sequences of the submission's bad words.
+
+        Raises InvalidRequest for a word without tokens.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in submission.bad_words:
+            bare = word.lstrip(" ") or word
+            for text in (bare, f" {bare}"):
+                sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+            if () in sequences:
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens", field="bad_words")
+        sampling = submission.sampling
+        if not sequences:
+            return sampling
+        banned = dict.fromkeys((*sampling.banned_sequences, *sequences))
+        return replace(sampling, banned_sequences=tuple(banned))
+
     def _check_sampling(self, sampling: SamplingParams, max_tokens: int) -> None:
         self._check_ids("logit_bias", tuple(token for token, _ in sampling.logit_bias))
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        for sequence in sampling.banned_sequences:
+            self._check_ids("banned_sequences", sequence)
         check_range("min_tokens", sampling.min_tokens, 0, max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             check_range(name, getattr(sampling, name) or 0, 0, self.vocab_size)
@@ -558,6 +603,23 @@ class ServedModel:
                 f"{self.vocab_size} tokens",
                 field=name,
             )
+
+
+def _check_tokens_remain(sampling: SamplingParams, stops: Set[int], vocab_size: int) -> None:
+    """Raise InvalidRequest if it is possible that no token may be sampled at some position."""
+    if not sampling.has_restrictions:
+        return
+    banned = {sequence[-1] for sequence in sampling.banned_sequences}
+    if sampling.min_tokens:
+        banned |= stops
+    allowed = sampling.allowed_token_ids
+    num_left = len({*allowed} - banned) if allowed else vocab_size - len(banned)
+    if num_left <= 0:
+        raise InvalidRequest(
+            f"{'allowed_token_ids' if allowed else 'bad_words'} may leave no token to sample: each "
+            "allowed token is the last one of a bad word, or a stop token before min_tokens",
+            field="allowed_token_ids" if allowed else "bad_words",
+        )
 
 
 def _as_field(ids: Sequence[int]) -> Sequence[int]:

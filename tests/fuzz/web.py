@@ -79,6 +79,11 @@ PLAIN_CHAT = {
     "messages": [{"role": "user", "content": "Hello"}],
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
     "seed": 7,
+    "documents": [{"title": "a", "text": "b"}],
+    "reasoning_effort": "none",
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "skip_special_tokens": False,
 }
 COMPLETION = {
     "prompt": ["Hello", "world"],
@@ -102,8 +107,10 @@ COMPLETION = {
     "on_disconnect": "grace",
     "cache_salt": "s",
     "structured_outputs": {"choice": ["a", "b"]},
+    "return_token_ids": True,
+    "truncate_prompt_tokens": -1,
 }
-TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True}
+TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "regex": "a+"}
 SCORED = {
     "prompt": ["Hello", "world"],
     "echo": True,
@@ -168,7 +175,14 @@ COUNTED = {name: MESSAGE[name] for name in ("model", "messages", "tools")}
 
 #: By path, bodies that clients send there.
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "/v1/completions": (COMPLETION, TOKENS, SCORED, {"prompt": "a", "max_tokens": 1}),
+    "/v1/completions": (
+        COMPLETION,
+        TOKENS,
+        SCORED,
+        {"prompt": "a", "max_tokens": 1, "json_schema": {"type": "object"}},
+        {"prompt": "a", "ebnf": "root ::= x", "add_special_tokens": False},
+        {"prompt": "a", "allowed_token_ids": [1, 2], "bad_words": ["a b"], "min_tokens": 1},
+    ),
     "/v1/chat/completions": (CHAT, PLAIN_CHAT),
     "/v1/responses": (RESPONSE, {"input": "a", "store": False, "previous_response_id": "resp_a"}),
     "/v1/responses/input_tokens": ({"input": "a"},),

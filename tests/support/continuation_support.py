@@ -40,6 +40,9 @@ def kinds() -> dict[str, Asked]:
         "frequency": Asked.of(_PROMPT, temperature=0, max_tokens=24, frequency_penalty=0.3),
         "repetition": Asked.of(_PROMPT, **sampled, repetition_penalty=1.3),
         "bias": Asked.of(_PROMPT, temperature=0, max_tokens=16, logit_bias={5: 2.0}),
+        "allowed tokens and bad words": Asked.of(
+            _PROMPT, **sampled, allowed_token_ids=(40, 41, 42), bad_words=("()", "*)", "(((")
+        ),
         "eos": Asked.of(range(10, 27), temperature=0, max_tokens=200, stop_token_ids=(0,)),
         "min_tokens": Asked.of(
             range(3, 20), temperature=0, max_tokens=40, stop_token_ids=(0,), min_tokens=38

@@ -27,6 +27,7 @@ from worker.config import FakeModel
 from worker.device.device_kind import DeviceKind
 from worker.engine.limits import blocks_for
 from worker.engine.plan import UNKNOWN, Admission, Launch, LaunchedStep, Plan, Row, RowResult
+from worker.runner.banned_tokens import BannedTokens
 
 _ENTRY = 2  # uint32: token, position
 _ENTRY_BYTES = _ENTRY * array("I").itemsize
@@ -256,11 +257,15 @@ class _Slot:
         if self.grammar is not None:
             follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
             return follow[token % len(follow)]
-        if position >= self.sampling.min_tokens:
+        vocab_size, sampling = self.model.vocab_size, self.sampling
+        if position >= sampling.min_tokens and not sampling.has_restrictions:
             return token
-        ids = range(token, token + self.model.vocab_size)
-        allowed = (i % self.model.vocab_size for i in ids)
-        return next((i for i in allowed if i not in self.stop_token_ids), token)
+        banned = BannedTokens(sampling.banned_sequences, _tokens(cache)[len(self.prompt) :]).after()
+        if position < sampling.min_tokens:
+            banned |= {*self.stop_token_ids}
+        allowed = sampling.allowed_token_ids or range(vocab_size)
+        following = (i % vocab_size for i in range(token, token + vocab_size))
+        return next((i for i in following if i in allowed and i not in banned), token)
 
     def _preferred_token(self, cache: bytes, position: int) -> int:
         model = self.model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -12,6 +12,7 @@ from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.engine.plan import RowResult
 from worker.native.argmax import NOTHING_LEFT
+from worker.runner.banned_tokens import BannedTokens
 from worker.runner.token_mask import TokenMask
 
 NOT_FINITE_CAUSE = "the model's logits are not finite numbers"
@@ -23,7 +24,8 @@ class SampledSlot:
 
     ``bias`` has token ids and the values to add to their logits. ``stop_ids`` are the stop tokens
     that may not be sampled while the output has fewer than min_tokens. ``mask`` is the sequence's
-    state in its grammar. With an ``error`` nothing can be sampled.
+    state in its grammar. Only ``allowed_ids`` may be sampled, unless it is None, and none of the
+    ``banned`` tokens. With an ``error`` nothing can be sampled.
     """
 
     number: int
@@ -33,17 +35,20 @@ class SampledSlot:
     stop_ids: Tensor | None
     mask: TokenMask | None
     error: EverliftError | None
+    allowed_ids: Tensor | None = None
+    banned: BannedTokens | None = None
 
     @property
     def is_plain(self) -> bool:
         """Return whether only temperature and filters affect sampling, and only tokens are needed.
 
-        It is False with penalties, bias, a grammar, banned stop tokens, requested log probabilities
-        or an error.
+        It is False with penalties, bias, a grammar, allowed or banned tokens, requested log
+        probabilities or an error.
         """
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         reported = self.sampling.logprobs is not None or self.error is not None
-        return not (edited or reported or self.sampling.has_penalties)
+        sampling = self.sampling
+        return not (edited or reported or sampling.has_penalties or sampling.has_restrictions)
 
 
 @dataclass(slots=True)
@@ -79,9 +84,16 @@ class SampledRow:
     @property
     def needs_logits_processing(self) -> bool:
         """Return whether this row's logits are changed before temperature and filters."""
-        slot = self.slot
-        edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
-        return edited or bool(self.banned_sites)
+        slot, sampling = self.slot, self.slot.sampling
+        edited = slot.bias is not None or slot.mask is not None or bool(self.banned_sites)
+        return edited or sampling.has_penalties or sampling.has_restrictions
+
+    def banned_tokens(self) -> Iterator[tuple[int, int]]:
+        """Yield the sites of this row, with each token that must not be sampled there."""
+        if self.slot.banned is not None:
+            for index, site in enumerate(self.sites):
+                for token in self.slot.banned.after(self.drafts[:index]):
+                    yield site, token
 
     def fill_mask(self, into: Tensor, waiting_since: float) -> None:
         """Write the grammar's masks to ``into``, and store the number of drafts as ``num_allowed``.
@@ -96,7 +108,7 @@ class SampledRow:
             self.error = error
 
     def conclude(self, sampled: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
-        """Return the row's result, and advance its grammar by the tokens that it keeps.
+        """Return the row's result, and advance its grammar and bans by the tokens that it keeps.
 
         ``sampled`` has the sampled token of every row of the step's logits. ``logprobs`` has the
         log probabilities to report, by index of the row of logits. The result is an error if this
@@ -110,12 +122,16 @@ class SampledRow:
             return RowResult(error=self._cause(own[0]))
         if self.slot.mask is not None:
             self.slot.mask.accept(tokens)
+        if self.slot.banned is not None:
+            self.slot.banned.accept(tokens)
         reported = [logprobs[site] for site in self.sites[: len(tokens)] if site in logprobs]
         return RowResult(tuple(tokens), tuple(reported))
 
     def _cause(self, mark: int) -> EverliftError:
         in_force = ["the grammar"] if self.slot.mask is not None else []
         in_force += ["min_tokens"] if self.banned_sites else []
+        in_force += ["allowed_token_ids"] if self.slot.allowed_ids is not None else []
+        in_force += ["bad_words"] if self.slot.banned is not None else []
         if mark == NOTHING_LEFT and in_force:
             return EngineFailed(f"no token is left to sample: excluded by {' and '.join(in_force)}")
         return EngineFailed(NOT_FINITE_CAUSE)

@@ -3,6 +3,8 @@
     log probabilities   of the model's unchanged logits         worker.runner.logprobs
     logit_bias          is added
     grammar             -inf for every token that it forbids    worker.runner.token_mask
+    allowed_token_ids   -inf for all other tokens
+    banned_sequences    -inf for tokens that complete one       worker.runner.banned_tokens
     min_tokens          -inf for stop tokens while the output is shorter
     penalties           repetition, frequency, presence         worker.runner.history
     temperature, top_k, top_p, min_p, one uniform number        worker.runner.sampling_backend
@@ -36,6 +38,7 @@ from worker.device.upload import Parcel, upload
 from worker.engine.plan import Admission, Ints, RowResult
 from worker.native.argmax import NOT_FINITE
 from worker.parallel.agreement import FAILED
+from worker.runner.banned_tokens import BannedTokens
 from worker.runner.history import Histories, PenalisedRow
 from worker.runner.logprobs import CopiedLogits
 from worker.runner.sampled_row import SampledRow, SampledSlot
@@ -121,6 +124,8 @@ class Sampler:
             stop_ids=self._stop_ids(admission),
             mask=mask,
             error=error,
+            allowed_ids=self._allowed_ids(admission.sampling),
+            banned=_banned_tokens(admission),
         )
         if slot.is_plain:
             self._plain.add(admission.slot)
@@ -201,7 +206,7 @@ class Sampler:
     # changes of the logits before the temperature
 
     def _process_logits(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
-        """Apply bias, grammar masks, min_tokens and penalties to the logits of ``rows``, in place.
+        """Apply bias, masks, min_tokens and penalties to the logits of ``rows``, in place.
 
         ``logits`` are [n, vocab]. Returns bool [n], or None if ``rows`` is empty. It is True for
         each row of logits of ``rows`` whose largest logit was not finite before: it had a NaN or
@@ -214,6 +219,8 @@ class Sampler:
         broken[sites] = ~logits[sites].amax(dim=-1).isfinite()
         self._add_bias(logits, rows)
         self._apply_masks(logits, [row for row in rows if row.slot.mask is not None])
+        self._keep_allowed(logits, [row for row in rows if row.slot.allowed_ids is not None])
+        self._ban_tokens(logits, [pair for row in rows for pair in row.banned_tokens()])
         self._ban_stops(logits, rows)
         self._penalise(logits, [row for row in rows if row.slot.sampling.has_penalties])
         return broken
@@ -239,6 +246,25 @@ class Sampler:
             sites = self._upload(_sites(rows))
             barred = forbidden(upload(bits, self._device, bits.dtype), self._vocab_size)
             logits[sites] = logits[sites].masked_fill_(barred, -torch.inf)
+
+    def _keep_allowed(self, logits: Tensor, rows: Sequence[SampledRow]) -> None:
+        cells = [
+            (site, row.slot.allowed_ids)
+            for row in rows
+            if row.slot.allowed_ids is not None
+            for site in row.sites
+        ]
+        if cells:
+            kept = self._cells(cells)
+            values = logits[kept]
+            logits[self._upload(_sites(rows))] = -torch.inf
+            logits[kept] = values
+
+    def _ban_tokens(self, logits: Tensor, banned: Sequence[tuple[int, int]]) -> None:
+        pairs = [(site, token) for site, token in banned if token < self._vocab_size]
+        if pairs:
+            sites, tokens = zip(*pairs, strict=True)
+            logits[self._upload(sites), self._upload(tokens)] = -torch.inf
 
     def _ban_stops(self, logits: Tensor, rows: Iterable[SampledRow]) -> None:
         cells = [
@@ -281,6 +307,10 @@ class Sampler:
         ids, values = zip(*bias, strict=True)
         return self._upload(ids), upload(values, self._device, torch.float32)
 
+    def _allowed_ids(self, sampling: SamplingParams) -> Tensor | None:
+        ids = [token for token in sampling.allowed_token_ids if token < self._vocab_size]
+        return self._upload(ids) if sampling.allowed_token_ids else None
+
     def _stop_ids(self, admission: Admission) -> Tensor | None:
         ids = [token for token in admission.stop_token_ids if token < self._vocab_size]
         return self._upload(ids) if ids and admission.sampling.min_tokens else None
@@ -300,6 +330,12 @@ def _token_mask(admission: Admission) -> tuple[TokenMask | None, EverliftError |
         return grammar.matcher(admission.stop_token_ids, output), None
     except EverliftError as error:
         return None, error
+
+
+def _banned_tokens(admission: Admission) -> BannedTokens | None:
+    sequences = admission.sampling.banned_sequences
+    output = admission.tokens[admission.num_prompt :]
+    return BannedTokens(sequences, output) if sequences else None
 
 
 def _sites(rows: Iterable[SampledRow]) -> list[int]:

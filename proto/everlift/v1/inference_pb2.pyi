@@ -218,6 +218,8 @@ class Sampling(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BANNED_SEQUENCES_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -253,6 +255,16 @@ class Sampling(google.protobuf.message.Message):
     def grammar(self) -> Global___Grammar:
         """required form of the output; unset: any form"""
 
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """only these tokens are sampled; empty: all tokens"""
+
+    @property
+    def banned_sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Sequences of tokens that the output does not contain. Routers add those of
+        GenerateRequest.bad_words.
+        """
+
     def __init__(
         self,
         *,
@@ -269,9 +281,11 @@ class Sampling(google.protobuf.message.Message):
         logprobs: builtins.int | None = ...,
         prompt_logprobs: builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        banned_sequences: collections.abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_sequences", b"banned_sequences", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -419,6 +433,8 @@ class GenerateRequest(google.protobuf.message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     ATTACHMENT_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -485,6 +501,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """Data of an API that is stored with the request, at most 4 MiB. The cluster does not interpret
     it. Routers use it for responses that clients retrieve later.
     """
+    truncate_prompt_tokens: builtins.int
+    """Use only the last tokens of the prompt, at most this number. -1: as many as max_tokens leaves in
+    the context, or all but one of the context if max_tokens is unset. Unset: use all.
+    """
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -495,6 +515,12 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts that the output does not contain, as the token sequences of each text with and without a
+        space before it. Other tokens may still yield the same text.
+        """
+
     def __init__(
         self,
         *,
@@ -523,9 +549,11 @@ class GenerateRequest(google.protobuf.message.Message):
         add_special_tokens: builtins.bool | None = ...,
         keep_special_tokens: builtins.bool = ...,
         attachment: builtins.bytes = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        bad_words: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "bad_words", b"bad_words", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
     @typing.overload
@@ -534,6 +562,8 @@ class GenerateRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_timeout_ms", b"_timeout_ms"]) -> typing.Literal["timeout_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]) -> typing.Literal["truncate_prompt_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_target_ms", b"_ttft_target_ms"]) -> typing.Literal["ttft_target_ms"] | None: ...
     @typing.overload

@@ -41,7 +41,7 @@ class Messages:
             message = self._answering.chat_message(generation, rendered)
             message.clamp_max_tokens = True
             name = self._answering.set_session(call, name, generation, [message], _session(fields))
-        answer = MessagesAnswer(name, self._model.name, rendered.parser(name, 0), fields.max_tokens)
+        answer = MessagesAnswer(name, fields.model, rendered.parser(name, 0), fields.max_tokens)
         return await self._answering.answer(call, name, generation, [message], [journal], answer)
 
     async def count_tokens(self, call: Call) -> Response:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -46,14 +45,6 @@ _NOT_SERVED = {
     "TraceSetting": _SETTINGS,
     "LogSettings": _SETTINGS,
 }
-
-
-class _ModelRef(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def version(self) -> str: ...
 
 
 class KserveServer:
@@ -112,7 +103,7 @@ class KserveServer:
         try:
             request = parse(pb.ModelInferRequest, data)
             head.id = request.id
-            self._check_model(request.model_name, request.model_version)
+            head.model_name = self._checked_name(request.model_name, request.model_version)
             return infer_request.read(request)
         except EverliftError as error:
             self._inference.count_rejected(error)
@@ -143,7 +134,7 @@ class KserveServer:
         """Return whether the named model is ready; False for another model, as in Triton."""
         message = parse(pb.ModelReadyRequest, data)
         with suppress(UnknownModel):
-            self._check_named_model(message)
+            self._checked_name(message.name, message.version)
             return pb.ModelReadyResponse(ready=self._requests.accepts_requests)
         return pb.ModelReadyResponse(ready=False)
 
@@ -154,19 +145,21 @@ class KserveServer:
         )
 
     async def model_metadata(self, data: bytes, call: Call) -> pb.ModelMetadataResponse:
-        self._check_named_model(parse(pb.ModelMetadataRequest, data))
-        return description.metadata(self._model.name)
+        message = parse(pb.ModelMetadataRequest, data)
+        return description.metadata(self._checked_name(message.name, message.version))
 
     async def model_config(self, data: bytes, call: Call) -> pb.ModelConfigResponse:
-        self._check_named_model(parse(pb.ModelConfigRequest, data))
-        return pb.ModelConfigResponse(config=description.config(self._model.name))
+        message = parse(pb.ModelConfigRequest, data)
+        name = self._checked_name(message.name, message.version)
+        return pb.ModelConfigResponse(config=description.config(name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
         """Return how many of this router's requests completed and failed since its start.
 
         Times are not included; the router's metrics have them.
         """
-        self._check_named_model(parse(pb.ModelStatisticsRequest, data))
+        message = parse(pb.ModelStatisticsRequest, data)
+        name = self._checked_name(message.name, message.version)
         counters = self._requests.counters
         stats = pb.InferStatistics(
             success=pb.StatisticDuration(count=counters.completed),
@@ -175,7 +168,7 @@ class KserveServer:
         return pb.ModelStatisticsResponse(
             model_stats=[
                 pb.ModelStatistics(
-                    name=self._model.name,
+                    name=name,
                     version=description.VERSION,
                     inference_count=counters.completed,
                     inference_stats=stats,
@@ -187,19 +180,22 @@ class KserveServer:
         message, ready = parse(pb.RepositoryIndexRequest, data), self._requests.accepts_requests
         index = pb.RepositoryIndexResponse()
         if ready or not message.ready:
-            index.models.add(
-                name=self._model.name,
-                version=description.VERSION,
-                state="READY" if ready else "UNAVAILABLE",
-            )
+            for name in self._model.names:
+                index.models.add(
+                    name=name,
+                    version=description.VERSION,
+                    state="READY" if ready else "UNAVAILABLE",
+                )
         return index
 
-    def _check_named_model(self, message: _ModelRef) -> None:
-        self._check_model(message.name, message.version)
+    def _checked_name(self, name: str, version: str) -> str:
+        """Return the name under which a client asks for the model.
 
-    def _check_model(self, name: str, version: str) -> None:
+        Raises UnknownModel for another model, and the errors of ``check_version``.
+        """
         self._model.check_requested(name)
         description.check_version(self._model.name, version)
+        return name or self._model.name
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
         """Return the handlers to add to a gRPC server."""

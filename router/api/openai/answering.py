@@ -34,6 +34,7 @@ from router.api.openai.generation import Generation
 from router.api.openai.logprobs import Echo
 from router.api.openai.prompt_logprobs import ScoredPrompt
 from router.api.openai.streaming import ChunkOptions, StreamedAnswer
+from router.api.openai.token_ids import TokenIds
 from router.api.openai.transcript import Collected, Transcript, Usage
 from router.api.service import Inference
 from router.config import RouterConfig
@@ -76,16 +77,18 @@ class Answering:
             name = self.set_session(call, name, fields, messages)
             await self._tokenize_scored(messages)
             self._check_answer_size(fields, messages)
+            token_ids = _token_ids(fields, messages)
             answer = CompletionAnswer(
-                self._envelope(f"cmpl-{name}"),
+                self._envelope(f"cmpl-{name}", fields),
                 self.vocabulary(messages[0]),
                 has_logprobs=fields.logprobs is not None,
                 options=_chunk_options(fields),
                 echoes=await self._echoes(fields, messages) if fields.echo else (),
                 prompts=_scored_prompts(fields, messages),
+                token_ids=token_ids,
             )
         journals = [Journal(call.arrived_at) for _ in messages]
-        answering = self.answer(call, name, fields, messages, journals, answer)
+        answering = self.answer(call, name, fields, messages, journals, answer, token_ids)
         return await cancel_on_disconnect(call.request.receive, answering)
 
     async def chat(self, call: Call) -> ASGIApp:
@@ -103,16 +106,18 @@ class Answering:
             name = self.set_session(call, name, fields, [message])
             await self._tokenize_scored([message])
             self._check_answer_size(fields, [message])
+            token_ids = _token_ids(fields, [message])
         answer = ChatAnswer(
-            self._envelope(f"chatcmpl-{name}"),
+            self._envelope(f"chatcmpl-{name}", fields),
             self.vocabulary(message),
             lambda choice: rendered.parser(name, choice, is_constrained=is_constrained),
             has_logprobs=bool(fields.logprobs),
             has_reasoning=rendered.formats.reasoning is not None,
             prompt=next(iter(_scored_prompts(fields, [message])), None),
+            token_ids=token_ids,
             options=_chunk_options(fields),
         )
-        return await self.answer(call, name, fields, [message], [journal], answer)
+        return await self.answer(call, name, fields, [message], [journal], answer, token_ids)
 
     def name_call(self, call: Call) -> str:
         """Return the request id of a call: the one that the client sent, or else a new one.
@@ -125,7 +130,7 @@ class Answering:
         """Return the request for a rendered conversation. Raises InvalidRequest."""
         message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
         special_tokens = self._model.tokenizer.special_tokens.values()
-        message.keep_special_tokens = rendered.needs(special_tokens)
+        message.keep_special_tokens |= rendered.needs(special_tokens)
         return message
 
     def vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:
@@ -141,15 +146,19 @@ class Answering:
         messages: Sequence[pb.GenerateRequest],
         journals: Sequence[Journal],
         answer: Answer,
+        token_ids: TokenIds | None = None,
     ) -> ASGIApp:
         """Submit the requests of a call, and return the response with their output.
 
-        Raises the errors of ``Inference.generate``.
+        The prompts' token ids are written to ``token_ids``, unless it is None. Raises the errors of
+        ``Inference.generate``.
         """
         for message, request_id in zip(messages, _request_ids(name, len(messages)), strict=True):
             message.request_id = request_id
         transcript = _transcript(call, name, fields, messages)
         generation = await self._open(call, messages, journals, transcript)
+        if token_ids is not None:
+            token_ids.prompts = await self._prompt_ids(call, generation, messages)
         transcript.usage.prompt_tokens = generation.prompt_tokens
         if generation.trace is not None:
             call.response_headers[TRACERESPONSE] = str(generation.trace)
@@ -160,6 +169,17 @@ class Answering:
             return Response(body, media_type="application/json")
         events = Events(generation, transcript, answer, has_ids=_reads_events(call))
         return await EventStream.await_first(events, call.params, self.keep_alive(call))
+
+    async def _prompt_ids(
+        self, call: Call, generation: Generation, messages: Sequence[pb.GenerateRequest]
+    ) -> list[Sequence[int]]:
+        """Return the token ids of the prompts. On an error, close ``generation`` and raise it."""
+        try:
+            names = [message.request_id for message in messages]
+            return [await self._inference.prompt_ids(call.caller, name) for name in names]
+        except BaseException:
+            await generation.aclose()
+            raise
 
     def keep_alive(self, call: Call) -> KeepAlive:
         """Return how to keep the connection of a streamed answer open."""
@@ -210,10 +230,10 @@ class Answering:
         else:
             submissions.check_unstreamed_size(messages, self._model.longest_sequence)
 
-    def _envelope(self, answer_id: str) -> Envelope:
-        return Envelope(
-            answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
-        )
+    def _envelope(self, answer_id: str, fields: GenerationFields) -> Envelope:
+        # Answers have the name that the client used.
+        name, fingerprint = fields.model or self._model.name, self._model.fingerprint
+        return Envelope(answer_id, int(time.time()), name, fingerprint or None)
 
     async def _tokenize_scored(self, messages: Sequence[pb.GenerateRequest]) -> None:
         """Replace the texts of prompts whose log probabilities are requested by their token ids.
@@ -233,7 +253,7 @@ class Answering:
     async def _echoes(
         self, fields: CompletionFields, messages: Sequence[pb.GenerateRequest]
     ) -> list[str | Echo]:
-        prompts, decode = fields.prompts, self._model.tokenizer.decode
+        prompts, decode = fields.prompts, self.vocabulary(messages[0]).decode
         for prompt in prompts:
             self._model.check_prompt(prompt)
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
@@ -294,6 +314,14 @@ def _set_name(call: Call, name: str) -> str:
         headers[service.X_REQUEST_ID] = name
     headers[service.IDEMPOTENCY_KEY] = name
     return name
+
+
+def _token_ids(fields: GenerationFields, messages: Sequence[pb.GenerateRequest]) -> TokenIds | None:
+    """Return a holder of the answer's token ids, or None. Raises OutOfRange."""
+    if not fields.return_token_ids:
+        return None
+    submissions.check_returned_ids(messages)
+    return TokenIds(messages[0].n)
 
 
 def _chunk_options(fields: GenerationFields) -> ChunkOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import TypeAlias
 
 from starlette.middleware.cors import CORSMiddleware
@@ -45,7 +46,7 @@ class Api:
         texts: Texts,
         explaining: Explaining,
         model: ServedModel,
-        readiness: Requests,
+        requests: Requests,
         metrics: MetricsServer,
         max_body_bytes: int,
         more: Iterable[Path] = (),
@@ -58,7 +59,7 @@ class Api:
         self._texts = texts
         self._explaining = explaining
         self._model = model
-        self._readiness = readiness
+        self._requests = requests
         self._metrics = metrics
         self._started = int(time.time())
         self._max_body_bytes = max_body_bytes
@@ -82,6 +83,9 @@ class Api:
                 self._route("GET", "/metrics", self._exposed, METRICS),
                 self._route("GET", "/health", self._health),
                 self._route("GET", "/ready", self._ready),
+                Route("/ping", self._ping()),
+                self._route("GET", "/version", self._version),
+                self._route("GET", "/load", self._load, METRICS),
                 self._route("GET", "/openapi.json", self._document),
                 *(self._route(*path) for path in self._more),
             ],
@@ -129,18 +133,19 @@ class Api:
         return Endpoint(self._authenticator, {method: handler}, scopes, self._max_body_bytes)
 
     async def _models(self, call: Call) -> Response:
-        return JsonResponse({"object": "list", "data": [self._described()]})
+        described = [self._described(name) for name in self._model.names]
+        return JsonResponse({"object": "list", "data": described})
 
     async def _one_model(self, call: Call) -> Response:
         requested = call.request.path_params["model"]
         if not requested:
             raise UnknownPath("no such path")
         self._model.check_requested(requested)
-        return JsonResponse(self._described())
+        return JsonResponse(self._described(requested))
 
-    def _described(self) -> openapi.Model:
+    def _described(self, name: str) -> openapi.Model:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "everlift",
@@ -156,9 +161,24 @@ class Api:
         return JsonResponse({"status": "ok"})
 
     async def _ready(self, call: Call) -> Response:
-        if not self._readiness.accepts_requests:
+        if not self._requests.accepts_requests:
             raise RouterStopping("this router accepts no new requests now")
         return JsonResponse({"status": "ready"})
+
+    def _ping(self) -> Endpoint:
+        handlers = {"GET": self._health, "POST": self._health}
+        return Endpoint(self._authenticator, handlers, (), self._max_body_bytes)
+
+    async def _version(self, call: Call) -> Response:
+        return JsonResponse({"version": version("everlift")})
+
+    async def _load(self, call: Call) -> Response:
+        """Return the number of unfinished requests that this router owns, as vLLM's ``/load``.
+
+        Each prompt of a body is a request. Queued and running requests of every protocol are
+        counted, including those whose clients have disconnected.
+        """
+        return JsonResponse({"server_load": len(self._requests)})
 
     async def _document(self, call: Call) -> Response:
         return JsonResponse(openapi.document())

@@ -14,6 +14,7 @@ from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so
 from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.prompt_logprobs import PromptLogprobs, ScoredPrompt
 from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
+from router.api.openai.token_ids import TokenIds
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
@@ -46,6 +47,8 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    #: with return_token_ids
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -57,6 +60,8 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_logprobs: NotRequired[PromptLogprobs]
+    #: with return_token_ids
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class FunctionDelta(TypedDict):
@@ -84,6 +89,8 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    #: with return_token_ids
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
@@ -95,6 +102,8 @@ class ChatChunk(TypedDict):
     choices: list[ChunkChoice]
     usage: UsageBody | None
     prompt_logprobs: NotRequired[PromptLogprobs]
+    #: with return_token_ids, in the first chunk of each choice
+    prompt_token_ids: NotRequired[list[int]]
 
 
 _NO_OPTIONS = ChunkOptions()
@@ -108,6 +117,7 @@ class ChatAnswer(ChunkedAnswer):
     of reasoning tokens. After a reconnection, this number leaves out choices whose end the client
     already had. ``prompt`` is the prompt whose log probabilities are returned (vLLM's
     ``prompt_logprobs``), or None. A stream has them in the first chunk of the first choice.
+    ``token_ids`` is None if no token ids are returned.
     """
 
     def __init__(
@@ -119,6 +129,7 @@ class ChatAnswer(ChunkedAnswer):
         has_logprobs: bool,
         has_reasoning: bool = False,
         prompt: ScoredPrompt | None = None,
+        token_ids: TokenIds | None = None,
         options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
         super().__init__(options)
@@ -128,6 +139,7 @@ class ChatAnswer(ChunkedAnswer):
         self._has_logprobs = has_logprobs
         self._has_reasoning = has_reasoning
         self._prompt = prompt
+        self._token_ids = token_ids
         #: counters of the choices that have begun, by index, if the model writes reasoning
         self._counters: dict[int, ReasoningTokens] = {}
         #: parsers of the choices that have begun, by index
@@ -147,7 +159,9 @@ class ChatAnswer(ChunkedAnswer):
         delta = _message_delta(self._deltas(output))
         logprobs = self._logprobs(output)
         prompt = self._prompt if output.is_first and output.choice == 0 else None
-        if not (delta or output.finish_reason or (logprobs and logprobs["content"]) or prompt):
+        ids = self._token_ids.new(output) if self._token_ids else []
+        has_more = bool(ids or prompt or (logprobs and logprobs["content"]))
+        if not (delta or output.finish_reason or has_more):
             return None
         if output.is_first:
             delta = {"role": "assistant", "content": "", **delta}
@@ -163,6 +177,10 @@ class ChatAnswer(ChunkedAnswer):
             chunk["prompt_logprobs"] = prompt_logprobs.of_prompt(
                 self._vocabulary, prompt, output.prompt_logprobs
             )
+        if self._token_ids:
+            choice["token_ids"] = ids
+            if output.is_first:
+                chunk["prompt_token_ids"] = self._token_ids.prompt(output.choice)
         return chunk
 
     def _deltas(self, output: NewOutput) -> list[Delta]:
@@ -216,7 +234,7 @@ class ChatAnswer(ChunkedAnswer):
         )
 
     def _completion(self, usage: Usage) -> ChatCompletion:
-        return {
+        completion: ChatCompletion = {
             "id": self._envelope.id,
             "object": "chat.completion",
             "created": self._envelope.created,
@@ -225,6 +243,9 @@ class ChatAnswer(ChunkedAnswer):
             "choices": [],
             "usage": self._usage_body(usage),
         }
+        if self._token_ids:
+            completion["prompt_token_ids"] = self._token_ids.prompt(0)
+        return completion
 
     def _written(self, shown: ChatChoice, choice: Collected) -> Iterator[str]:
         if not self._has_logprobs:
@@ -236,13 +257,16 @@ class ChatAnswer(ChunkedAnswer):
         """Return a choice without its log probabilities."""
         parser = self._begun(index, choice.tokens)
         deltas = parser.feed(choice.text) + parser.finish()
-        return {
+        shown: ChatChoice = {
             "index": index,
             "message": _message(deltas),
             "logprobs": None,
             "finish_reason": _finish_reason(choice.finish_reason, parser),
             "stop_reason": choice.stop_reason,
         }
+        if self._token_ids:
+            shown["token_ids"] = choice.tokens
+        return shown
 
     def _logprobs(self, output: NewOutput) -> ChatLogprobs | None:
         if not self._has_logprobs:

@@ -14,6 +14,7 @@ from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so
 from router.api.openai.logprobs import Alignment, CompletionLogprobs, Echo
 from router.api.openai.prompt_logprobs import PromptLogprobs, ScoredPrompt
 from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
+from router.api.openai.token_ids import TokenIds
 from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.api.openai.writer import around, array, encode
 
@@ -25,6 +26,9 @@ class CompletionChoice(TypedDict):
     finish_reason: str | None
     stop_reason: str | int | None
     prompt_logprobs: NotRequired[PromptLogprobs]
+    #: with return_token_ids; in a stream, the first chunk of the choice has those of the prompt
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -49,6 +53,7 @@ class CompletionAnswer(ChunkedAnswer):
     a text, or an Echo if the log probabilities of its tokens precede those of the output. It is
     empty if prompts are not returned. ``prompts`` has a prompt for each choice whose log
     probabilities are returned in vLLM's ``prompt_logprobs``; it is empty if they are not requested.
+    ``token_ids`` is None if no token ids are returned.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class CompletionAnswer(ChunkedAnswer):
         has_logprobs: bool,
         echoes: Sequence[str | Echo] = (),
         prompts: Sequence[ScoredPrompt] = (),
+        token_ids: TokenIds | None = None,
         options: ChunkOptions = _NO_OPTIONS,
     ) -> None:
         super().__init__(options)
@@ -67,6 +73,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._has_logprobs = has_logprobs
         self._echoes = echoes
         self._prompts = prompts
+        self._token_ids = token_ids
         self._alignments: dict[int, Alignment] = {}
         #: by choice, the JSON before and after the text of a chunk that has only text
         self._around: dict[int, tuple[str, str]] = {}
@@ -76,7 +83,7 @@ class CompletionAnswer(ChunkedAnswer):
 
         Most chunks of a choice differ only in their text, so the JSON around it is encoded once.
         """
-        has_more = self._has_logprobs or self._echoes or self._prompts
+        has_more = self._has_logprobs or self._echoes or self._prompts or self._token_ids
         if has_more or output.finish_reason or usage is not None:
             chunk = self.chunk(output, usage)
             return None if chunk is None else encode(chunk)
@@ -98,7 +105,9 @@ class CompletionAnswer(ChunkedAnswer):
         logprobs = self._logprobs(output)
         text = self._echo(output.choice) + output.text if output.is_first else output.text
         is_scored = output.is_first and bool(self._prompts)
-        if not (text or output.finish_reason or (logprobs and logprobs["tokens"]) or is_scored):
+        ids = self._token_ids.new(output) if self._token_ids else []
+        has_more = bool(ids or is_scored or (logprobs and logprobs["tokens"]))
+        if not (text or output.finish_reason or has_more):
             return None
         choice = _choice(output.choice, text, logprobs, output.finish_reason, output.stop_reason)
         if is_scored:
@@ -106,6 +115,10 @@ class CompletionAnswer(ChunkedAnswer):
             choice["prompt_logprobs"] = prompt_logprobs.of_prompt(
                 self._vocabulary, prompt, output.prompt_logprobs
             )
+        if self._token_ids:
+            choice["token_ids"] = ids
+            if output.is_first:
+                choice["prompt_token_ids"] = self._token_ids.prompt(output.choice)
         return self._completion([choice], None if usage is None else usage_so_far(usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
@@ -119,6 +132,9 @@ class CompletionAnswer(ChunkedAnswer):
     def _written(self, index: int, choice: Collected) -> Iterator[str]:
         text = self._echo(index) + choice.text
         shown = _choice(index, text, None, choice.finish_reason, choice.stop_reason)
+        if self._token_ids:
+            shown["token_ids"] = choice.tokens
+            shown["prompt_token_ids"] = self._token_ids.prompt(index)
         if not (self._has_logprobs or self._prompts):
             return iter([encode(shown)])
         begin, end = around(shown, "logprobs", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -171,6 +171,10 @@ class StructuredOutputs(Fields):
     choice: List[str] | None = None
 
 
+#: Fields of a generation that state the form of its output; a body may have one of them.
+FORMS = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf")
+
+
 class Generation(Fields):
     """Common fields of completions and chat."""
 
@@ -198,6 +202,21 @@ class Generation(Fields):
     prompt_logprobs: Annotated[int, InRange("prompt_logprobs")] | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: Annotated[
+        bool | None, Field(description="false: the text includes special tokens")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(description="add special tokens to a text; default: true, for a chat false"),
+    ] = None
+    allowed_token_ids: Annotated[Ids | None, Field(min_length=1)] = None
+    bad_words: List[str] | None = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        InRange("truncate_prompt_tokens"),
+        Field(description="use the last tokens of the prompt; -1: what the context leaves"),
+    ] = None
     priority: Annotated[int, InRange("priority")] | None = Field(
         None, description="a higher class leaves the queue first"
     )
@@ -207,6 +226,11 @@ class Generation(Fields):
     on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
         None, description="behaviour of the request when its client disconnects"
     )
+
+    # SGLang's names for members of structured_outputs.
+    json_schema: Object | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     # These name the request's session, if router.session_from includes them.
     prompt_cache_key: str | None = None
@@ -220,12 +244,34 @@ class Generation(Fields):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "guided_choice": "use structured_outputs.choice",
+        "guided_decoding_backend": "leave it out, because there is only one backend",
+        "guided_grammar": "use structured_outputs.grammar",
+        "guided_json": "use structured_outputs.json",
+        "guided_regex": "use structured_outputs.regex",
+        "guided_whitespace_pattern": "leave it out, because white space is fixed",
+    }
     PARAMS: ClassVar[Mapping[str, str]] = {
         "request_id": "idempotency-key",
         "grammar": "response_format",
+        "banned_sequences": "bad_words",
         "text": "prompt",
         "tokens": "prompt",
     }
+
+    @property
+    def forms(self) -> list[str]:
+        """Return the names of the given fields that restrict the form of the output."""
+        form = self.response_format
+        is_any = form is None or form.type == "text"
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        return [name for name in given if name != "response_format" or not is_any]
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        form = self.forms[:1]
+        return {**self.PARAMS, "grammar": form[0]} if form else self.PARAMS
 
 
 class CompletionFields(Generation):
@@ -243,8 +289,8 @@ class CompletionFields(Generation):
     @property
     def params(self) -> Mapping[str, str]:
         if self.prompt_logprobs is None:
-            return {**self.PARAMS, "prompt_logprobs": "logprobs"}
-        return self.PARAMS
+            return {**super().params, "prompt_logprobs": "logprobs"}
+        return super().params
 
     @property
     def prompts(self) -> list[str | Ids]:
@@ -256,13 +302,26 @@ class CompletionFields(Generation):
                 return [self.prompt]  # type: ignore[list-item]
 
 
+#: Values of reasoning_effort, which only the chat template interprets.
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class Chat(Fields):
     """Fields that a chat template reads."""
 
     messages: List[Object] | None
     tools: List[Object] | None = None
+    documents: List[Object] | None = None
+    chat_template: Annotated[
+        str | None, Field(description="needs the setting router.allow_chat_template")
+    ] = None
     chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = Field(
+        None, description="default: true, unless continue_final_message is"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the output continues the text of the last message"
+    )
 
 
 class ChatFields(Generation, Chat):
@@ -272,14 +331,15 @@ class ChatFields(Generation, Chat):
     top_logprobs: Annotated[int, InRange("logprobs")] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
 
     # Accepted, but without effect.
-    reasoning_effort: Any = None
     verbosity: Any = None
     prediction: Any = None
     modalities: List[Literal["text"]] | None = None
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        **Generation.UNSUPPORTED,
         "audio": "models produce text only",
         "function_call": "use tool_choice",
         "functions": "use tools",
@@ -295,8 +355,8 @@ class ChatFields(Generation, Chat):
     @property
     def params(self) -> Mapping[str, str]:
         if self.max_completion_tokens is None:
-            return self.PARAMS
-        return {**self.PARAMS, "max_tokens": "max_completion_tokens"}
+            return super().params
+        return {**super().params, "max_tokens": "max_completion_tokens"}
 
 
 class TokenizeFields(Chat):
@@ -306,7 +366,7 @@ class TokenizeFields(Chat):
     prompt: str | None = None
     messages: List[Object] | None = None
     add_special_tokens: bool | None = Field(
-        None, description="add special tokens to a prompt; a chat template writes its own"
+        None, description="add special tokens; default: true for a prompt, false for messages"
     )
     return_token_strs: bool = False
 

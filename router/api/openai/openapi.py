@@ -69,6 +69,14 @@ class Condition(TypedDict):
     status: str
 
 
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Path:
     method: str
@@ -96,6 +104,7 @@ _ANSWERS = (
     ExplanationBody,
     InputTokenCount,
     ItemPage,
+    Load,
     MessageBody,
     Model,
     ModelList,
@@ -103,6 +112,7 @@ _ANSWERS = (
     TokenCount,
     TokenizerInfo,
     Tokens,
+    Version,
 )
 _BODIES = (
     ChatFields,
@@ -187,7 +197,7 @@ _PATHS = (
         "CountTokensFields",
         error="AnthropicErrorBody",
     ),
-    _Path("get", "/v1/models", "The served model", {_JSON: "ModelList"}),
+    _Path("get", "/v1/models", "The served model, by each name", {_JSON: "ModelList"}),
     _Path("get", "/v1/models/{model}", "A served model", {_JSON: "Model"}),
     _Path(
         "get",
@@ -203,6 +213,10 @@ _PATHS = (
     _Path("get", "/metrics", "Metrics for Prometheus", {"text/plain": ""}),
     _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
     _Path("get", "/ready", "This router accepts requests", {_JSON: "Condition"}, is_open=True),
+    _Path("get", "/ping", "The same as /health", {_JSON: "Condition"}, is_open=True),
+    _Path("post", "/ping", "The same as /health", {_JSON: "Condition"}, is_open=True),
+    _Path("get", "/version", "Version of Everlift", {_JSON: "Version"}, is_open=True),
+    _Path("get", "/load", "Number of this router's unfinished requests", {_JSON: "Load"}),
 )
 
 

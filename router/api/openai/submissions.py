@@ -29,6 +29,9 @@ _MAX_UNSTREAMED_LOGPROBS = 1 << 20
 #: Maximum number of log probabilities of one prompt, including alternatives, in a stream. One event
 #: has all of them, which delays all other streams while it is encoded.
 _MAX_STREAMED_PROMPT_LOGPROBS = 1 << 15
+#: Maximum number of token ids of prompts in an answer with several choices, each of which has its
+#: prompt's ids.
+_MAX_RETURNED_IDS = 1 << 22
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
@@ -48,6 +51,8 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
             "suffix is not supported: models are not trained to fill in the middle",
             field="suffix",
         )
+    if fields.echo and fields.truncate_prompt_tokens is not None:
+        raise Unsupported("echo cannot be combined with truncate_prompt_tokens", field="echo")
     message = _message(fields)
     if fields.max_tokens == 0:
         if fields.min_tokens:
@@ -90,15 +95,17 @@ def of_chat(fields: Generation, prompt: str, tools: Grammar | None) -> pb.Genera
         if fields.logprobs:
             message.sampling.logprobs = fields.top_logprobs or 0
     if tools is not None:
-        if fields.structured_outputs is not None:
-            raise InvalidRequest(
-                "structured_outputs cannot be combined with a tool_choice that requires a call",
-                field="structured_outputs",
-            )
+        # Clients of OpenAI's API combine response_format with required calls.
+        for name in fields.forms:
+            if name != "response_format":
+                raise InvalidRequest(
+                    f"{name} cannot be combined with a tool_choice that requires a call",
+                    field=name,
+                )
         message.sampling.grammar.CopyFrom(tools.to_proto())
     message.text = prompt
     # A template writes the special tokens itself.
-    message.add_special_tokens = False
+    message.add_special_tokens = fields.add_special_tokens is True
     return message
 
 
@@ -157,12 +164,32 @@ def _num_prompt_logprobs(message: pb.GenerateRequest) -> int:
     return len(message.tokens.ids) * (1 + message.sampling.prompt_logprobs)
 
 
+def check_returned_ids(messages: Sequence[pb.GenerateRequest]) -> None:
+    """Check that the prompts' token ids do not make the answer too large.
+
+    Raises OutOfRange. Each choice has the ids of its prompt, and a text has at most as many tokens
+    as bytes.
+    """
+    num_ids = sum(
+        message.n * max(len(message.tokens.ids), len(message.text.encode()))
+        for message in messages
+        if message.n > 1
+    )
+    if num_ids > _MAX_RETURNED_IDS:
+        raise OutOfRange(
+            f"the token ids of the prompts of all choices could be {num_ids}; at most "
+            f"{_MAX_RETURNED_IDS} are returned: reduce n",
+            field="return_token_ids",
+        )
+
+
 def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
     """Return the maximum number of log probabilities in the answer, including alternatives."""
     num_logprobs = message.n * _num_prompt_logprobs(message)
     if not message.sampling.HasField("logprobs"):
         return num_logprobs
-    max_output = max(0, context - len(message.tokens.ids))
+    is_truncated = message.HasField("truncate_prompt_tokens")
+    max_output = context if is_truncated else max(0, context - len(message.tokens.ids))
     num_tokens = (
         min(max_output, message.max_tokens) if message.HasField("max_tokens") else max_output
     )
@@ -172,6 +199,11 @@ def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
 def _message(fields: Generation) -> pb.GenerateRequest:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+    if fields.prompt_logprobs is not None and fields.truncate_prompt_tokens is not None:
+        raise Unsupported(
+            "prompt_logprobs cannot be combined with truncate_prompt_tokens",
+            field="prompt_logprobs",
+        )
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     return pb.GenerateRequest(
         model=fields.model or "",
@@ -181,7 +213,11 @@ def _message(fields: Generation) -> pb.GenerateRequest:
         stop=stop,
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos or False,
+        bad_words=fields.bad_words,
         include_stop=fields.include_stop_str_in_output or False,
+        keep_special_tokens=fields.skip_special_tokens is False,
+        add_special_tokens=fields.add_special_tokens,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
         cache_salt=fields.cache_salt or "",
         priority=fields.priority or 0,
         timeout_ms=fields.timeout_ms,
@@ -201,6 +237,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         logit_bias=_logit_bias(fields.logit_bias or {}),
+        allowed_token_ids=fields.allowed_token_ids,
         min_tokens=fields.min_tokens or 0,
         prompt_logprobs=fields.prompt_logprobs,
         grammar=_grammar(fields),
@@ -216,17 +253,20 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _grammar(fields: Generation) -> pb.Grammar | None:
-    forms = [
-        _format(fields.response_format) if fields.response_format else None,
-        _structured(fields.structured_outputs) if fields.structured_outputs else None,
-    ]
-    given = [form for form in forms if form is not None]
+    forms = {
+        "response_format": _format(fields.response_format) if fields.response_format else None,
+        "structured_outputs": (
+            _structured(fields.structured_outputs) if fields.structured_outputs else None
+        ),
+        "json_schema": None if fields.json_schema is None else _schema(fields.json_schema),
+        "regex": None if fields.regex is None else pb.Grammar(regex=fields.regex),
+        "ebnf": None if fields.ebnf is None else pb.Grammar(ebnf=fields.ebnf),
+    }
+    given = {name: form for name, form in forms.items() if form is not None}
     if len(given) > 1:
-        raise InvalidRequest(
-            "response_format and structured_outputs cannot be combined",
-            field="structured_outputs",
-        )
-    return given[0] if given else None
+        first, second, *_ = given
+        raise InvalidRequest(f"{first} and {second} cannot be combined", field=second)
+    return next(iter(given.values()), None)
 
 
 def _format(form: ResponseFormat) -> pb.Grammar | None:
@@ -257,5 +297,9 @@ def _structured(form: StructuredOutputs) -> pb.Grammar:
         return pb.Grammar(ebnf=form.grammar)
     if form.choice is not None:
         return pb.Grammar(choice=pb.Choices(texts=form.choice))
-    schema = form.json_
+    assert form.json_ is not None
+    return _schema(form.json_)
+
+
+def _schema(schema: dict[str, Any] | str) -> pb.Grammar:
     return pb.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))

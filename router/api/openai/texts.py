@@ -51,7 +51,10 @@ class Texts:
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if fields.messages is not None:
-            return await self._renderer.token_ids(await chat_conversation(fields))
+            return await self._renderer.token_ids(
+                await chat_conversation(fields),
+                add_special_tokens=fields.add_special_tokens is True,
+            )
         text, has_special = fields.prompt or "", fields.add_special_tokens is not False
         return await tokenizer.with_text(
             len(text), lambda: self._model.encode(text, add_special_tokens=has_special)

@@ -133,6 +133,33 @@ async def test_llama3_template_renders_and_selects_tool_format(tmp_path: Path) -
         )
 
 
+async def test_template_receives_documents_and_variables(tmp_path: Path) -> None:
+    text = (
+        "{% for it in documents or [] %}{{ it.title }}: {{ it.text }}; {% endfor %}"
+        "{{ reasoning_effort }} {{ enable_thinking }}"
+    )
+    async with serving(tmp_path, text) as template:
+        documents = [{"title": "a", "text": "b"}, {"title": "c", "text": "d"}]
+        variables = {"reasoning_effort": "none", "enable_thinking": False}
+        assert (
+            await template.render(chat_turns(HELLO), None, more=variables, documents=documents)
+            == "a: b; c: d; none False"
+        )
+        assert await template.render(chat_turns(HELLO), None) == " "
+
+
+async def test_template_of_a_request_renders_only_its_chat(tmp_path: Path) -> None:
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
+        for own, cause in (
+            ("{{ 'a' * 10 ** 11 }}", "memory"),
+            ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ):
+            with pytest.raises(TemplateFailed, match=cause):
+                await template.render(chat_turns(HELLO), None, chat_template=own)
+            assert await template.render(chat_turns(HELLO), None, chat_template="own") == "own"
+            assert await template.render(chat_turns(HELLO), None) == "hello is fine"
+
+
 async def test_mistral_template_rejects_invalid_conversations(tmp_path: Path) -> None:
     async with serving(tmp_path, chat_support.MISTRAL) as template:
         assert template.formats.tools is None

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -195,6 +196,39 @@ async def test_health_ready_and_metrics_endpoints(parts: Cluster, address: str) 
     assert (answer.status, answer.error[0]) == (503, "router_stopping")
     assert (await get(address, "/health")).status == 200
     parts.routers[0]._requests._registry.is_closing = False
+
+
+async def test_ping_answers_get_and_post_like_health(address: str) -> None:
+    health = await get(address, "/health")
+    for method in ("GET", "POST", "HEAD"):
+        answer = await ask(address, "/ping", method=method)
+        assert (answer.status, answer.body) == (200, b"" if method == "HEAD" else health.body)
+    answer = await ask(address, "/ping", method="PUT")
+    assert (answer.status, answer.error[0]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "GET, POST, HEAD"
+
+
+async def test_version_is_that_of_the_package(address: str) -> None:
+    assert (await get(address, "/version")).json == {"version": version("everlift")}
+    assert (await ask(address, "/version")).status == 405
+
+
+async def test_load_counts_unfinished_requests(parts: Cluster, address: str) -> None:
+    async def load() -> int:
+        answer = await get(address, "/load")
+        assert set(answer.json) == {"server_load"}
+        return int(answer.json["server_load"])
+
+    assert await load() == 0
+    [held] = parts.hold()
+    body = {"prompt": [[5, 6], [7]], "max_tokens": 3}
+    asking = asyncio.create_task(ask(address, "/v1/completions", body))
+    await until(lambda: held.num_requests == 2)
+    assert await load() == 2
+    held.release()
+    assert (await asking).status == 200
+    await until(lambda: not len(parts.routers[0]._requests))
+    assert await load() == 0
 
 
 async def test_status_reports_http_address(parts: Cluster, address: str) -> None:
@@ -494,10 +528,11 @@ async def test_http_paths_require_their_scopes(parts: Cluster, address: str) -> 
         assert [await status("GET", path, key) for key in ("", "metrics", "infer")] == [
             *(401, 403, 200)
         ]
-    assert [await status("GET", "/metrics", key) for key in ("", "infer", "metrics")] == [
-        *(401, 403, 200)
-    ]
-    for path in ("/health", "/ready", "/openapi.json"):
+    for path in ("/metrics", "/load"):
+        assert [await status("GET", path, key) for key in ("", "infer", "metrics")] == [
+            *(401, 403, 200)
+        ]
+    for path in ("/health", "/ready", "/openapi.json", "/ping", "/version"):
         assert await status("GET", path, "") == 200
 
 

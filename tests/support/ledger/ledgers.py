@@ -81,6 +81,8 @@ def make_request(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=Grammar(GrammarKind.CHOICE, ("yes", "nö")),
+            allowed_token_ids=(7, 2**32 - 1, 0),
+            banned_sequences=((1, 2), (2**32 - 1,)),
         ),
         stop=("end", "ä\n"),
         stop_token_ids=(2, 7),

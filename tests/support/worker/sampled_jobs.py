@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from everlift.sampling import SamplingParams
@@ -20,6 +21,8 @@ def _job(rng: Random, vocab: int, eos: int) -> Job:
 
 def _sampling(rng: Random, vocab: int, eos: int) -> SamplingParams:
     ids = rng.sample(range(vocab), rng.choice([0, 0, 1, 30]))
+    # So few that the banned pairs of them would often occur.
+    few = tuple(rng.sample(range(vocab), 6))
     return SamplingParams(
         temperature=rng.choice([0.0, 0.5, 1.0, 1.5]),
         top_p=rng.choice([1.0, 0.9]),
@@ -34,4 +37,6 @@ def _sampling(rng: Random, vocab: int, eos: int) -> SamplingParams:
         min_tokens=rng.choice([0, 0, 10, 30]),
         logprobs=rng.choice([None, 0, 3]),
         prompt_logprobs=rng.choice([None, None, 2]),
+        allowed_token_ids=rng.choice([(), (), few]),
+        banned_sequences=tuple(pairwise(few)),
     )

@@ -28,6 +28,14 @@ def shaped(scores: Tensor, this: Admission, allowed: Allowed | None = None) -> T
     if allowed is not None:
         possible = torch.isin(torch.arange(len(scores)), torch.tensor([*allowed(output)]))
         out = out.masked_fill(~possible, -torch.inf)
+    if sampling.allowed_token_ids:
+        possible = torch.isin(torch.arange(len(scores)), torch.tensor(sampling.allowed_token_ids))
+        out = out.masked_fill(~possible, -torch.inf)
+    if sampling.banned_sequences:
+        # Transformers ignores a sequence that is longer than what is before the token.
+        before = torch.tensor([[*[-1] * 8, *output]])
+        banned = dict.fromkeys(sampling.banned_sequences, -torch.inf)
+        out = SequenceBiasLogitsProcessor(banned)(before, out)
     if sampling.min_tokens and this.stop_token_ids:
         least, stops = sampling.min_tokens, sorted(this.stop_token_ids)
         out = MinNewTokensLengthLogitsProcessor(this.num_prompt, least, stops)(ids, out)

@@ -213,7 +213,8 @@ class ResponseAnswer:
         after: int = FROM_START,
     ) -> None:
         self._name = name
-        self._model = model
+        # Answers have the name that the client used.
+        self._model = record.body.get("model") or model
         self._record = record
         self._parser = parser
         self._reasoning_tokens = ReasoningTokens(vocabulary)

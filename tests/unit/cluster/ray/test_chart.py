@@ -1040,7 +1040,7 @@ def named_port(group: Object, name: str) -> int | None:
 #: Of a router's, those that are for clients outside.
 KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVICES = {"everlift.v1.Inference", KSERVE, "grpc.health.v1.Health"}
-PATHS = {"/v1", "/tokenize", "/detokenize", "/health", "/openapi.json"}
+PATHS = {"/v1", "/tokenize", "/detokenize", "/health", "/ping", "/version", "/openapi.json"}
 
 
 def test_chart_grpc_routes_expose_only_inference(rendered: dict[str, Rendered]) -> None:
@@ -1074,7 +1074,7 @@ def test_chart_http_routes_expose_the_openai_api_only(rendered: dict[str, Render
 
 def test_chart_exposed_paths_are_served() -> None:
     served = {re.sub("^/v1/.*", "/v1", path) for path in [*openapi.document()["paths"]]}
-    assert PATHS - {"/openapi.json"} == served - {"/metrics", "/ready"}
+    assert PATHS - {"/openapi.json"} == served - {"/metrics", "/ready", "/load"}
 
 
 def test_chart_exposes_nothing_by_default(rendered: dict[str, Rendered]) -> None:

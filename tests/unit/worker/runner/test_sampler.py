@@ -44,6 +44,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": -1.5},
     "min_tokens": {"min_tokens": 6},
     "grammar": {"grammar": GRAMMAR},
+    "allowed": {"allowed_token_ids": (1, 5, 9, 30, 39)},
+    "banned": {"banned_sequences": ((30, 7, 12), (8,), (9, 9), (7, 30), (1, 30, 7, 2), (7, 7))},
     "all": {
         "logit_bias": ((7, -2.0), (12, 2.0)),
         "repetition_penalty": 1.2,
@@ -51,6 +53,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.8,
         "min_tokens": 100,
         "grammar": GRAMMAR,
+        "allowed_token_ids": tuple(range(2, VOCAB)),
+        "banned_sequences": ((7, 13), (14,), (15,)),
     },
 }
 
@@ -427,6 +431,8 @@ samplings = st.builds(
     min_tokens=st.sampled_from([0, 9]),
     logprobs=st.sampled_from([None, 2]),
     grammar=st.sampled_from([None, GRAMMAR]),
+    allowed_token_ids=st.sampled_from([(), (1, 2, 3, 4, 5, 6, 8)]),
+    banned_sequences=st.sampled_from([(), ((4,), (5, 6)), ((1, 2, 4), (2, 2), (6, 1), (8, 8, 8))]),
 )
 
 
@@ -562,6 +568,10 @@ def test_sampler_row_without_tokens_fails_with_cause() -> None:
     )
     unbound = replace(later, grammar=nothing, sampling=SamplingParams(grammar=GRAMMAR))
     assert failure(unbound) == "no token is left to sample: excluded by the grammar"
+    restricted = SamplingParams(allowed_token_ids=(4, 6), banned_sequences=((4,), (1, 6)))
+    assert failure(admission(restricted, output=(1,))) == (
+        "no token is left to sample: excluded by allowed_token_ids and bad_words"
+    )
     every = admission(SamplingParams(min_tokens=1), stops=range(VOCAB))
     assert failure(every) == "no token is left to sample: excluded by min_tokens"
 

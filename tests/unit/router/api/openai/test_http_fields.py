@@ -72,6 +72,11 @@ def test_completion_passes_every_parameter() -> None:
         ignore_eos=True,
         stop_token_ids=[8, 9],
         include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        add_special_tokens=False,
+        truncate_prompt_tokens=-1,
+        allowed_token_ids=[9, 8],
+        bad_words=["a", "b c"],
         priority=-3,
         cache_salt="s",
         timeout_ms=1000,
@@ -88,6 +93,10 @@ def test_completion_passes_every_parameter() -> None:
         stop_token_ids=[8, 9],
         ignore_eos=True,
         include_stop=True,
+        keep_special_tokens=True,
+        add_special_tokens=False,
+        truncate_prompt_tokens=-1,
+        bad_words=["a", "b c"],
         priority=-3,
         cache_salt="s",
         timeout_ms=1000,
@@ -103,6 +112,7 @@ def test_completion_passes_every_parameter() -> None:
             presence_penalty=0.25,
             frequency_penalty=-0.5,
             logit_bias={17: -100, 3: 1.5},
+            allowed_token_ids=[9, 8],
             min_tokens=2,
             logprobs=2,
         ),
@@ -195,6 +205,11 @@ def test_chat_max_tokens_and_logprobs_are_passed() -> None:
         ),
         ({"structured_outputs": {"json": "{}"}}, pb.Grammar(json_schema="{}")),
         ({"structured_outputs": {"json": {"a": 1}}}, pb.Grammar(json_schema='{"a": 1}')),
+        ({"json_schema": {"a": 1}}, pb.Grammar(json_schema='{"a": 1}')),
+        ({"json_schema": "{}"}, pb.Grammar(json_schema="{}")),
+        ({"regex": "a+"}, pb.Grammar(regex="a+")),
+        ({"ebnf": "root ::= x"}, pb.Grammar(ebnf="root ::= x")),
+        ({"response_format": {"type": "text"}, "regex": "a+"}, pb.Grammar(regex="a+")),
     ],
 )
 def test_response_format_becomes_a_grammar(asked: dict[str, Any], form: pb.Grammar | None) -> None:
@@ -209,11 +224,73 @@ def test_chat_tool_grammar_wins_over_response_format(kind: str) -> None:
     assert chat(calls, response_format=form).sampling.grammar.json_schema == "{}"
 
 
-def test_chat_tool_grammar_excludes_structured_outputs() -> None:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("structured_outputs", {"regex": "a"}),
+        ("json_schema", {}),
+        ("regex", "a"),
+        ("ebnf", "root ::= x"),
+    ],
+)
+def test_chat_tool_grammar_excludes_other_forms(name: str, form: Any) -> None:
     calls = Grammar(GrammarKind.JSON_SCHEMA, ("{}",))
     with pytest.raises(InvalidRequest, match="cannot be combined with a tool_choice") as caught:
-        chat(calls, structured_outputs={"regex": "a"})
-    assert caught.value.field == "structured_outputs"
+        chat(calls, **{name: form})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 1),
+        ({"structured_outputs": {"regex": "a"}, "json_schema": {}}, 1),
+        ({"ebnf": "root ::= x", "regex": "a"}, 0),
+    ],
+)
+def test_forms_of_the_output_exclude_each_other(asked: dict[str, Any], field: int) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be combined") as caught:
+        completion(**asked)
+    assert caught.value.field == [*asked][field]
+    assert all(name in str(caught.value) for name in asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"response_format": {"type": "text"}, "regex": "("}, "regex"),
+        ({"json_schema": {}}, "json_schema"),
+    ],
+)
+def test_grammar_errors_name_the_field_of_the_body(asked: dict[str, Any], name: str) -> None:
+    for kind, given in ((CompletionFields, {"prompt": "a"}), (ChatFields, {"messages": [USER]})):
+        params = parse(kind, given | asked).params
+        assert described(InvalidRequest(field="grammar"), params)["error"]["param"] == name
+
+
+@pytest.mark.parametrize(("given", "added"), [(None, False), (False, False), (True, True)])
+def test_chat_adds_special_tokens_only_on_request(given: bool | None, added: bool) -> None:
+    assert chat(add_special_tokens=given).add_special_tokens is added
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("guided_json", "use structured_outputs.json"),
+        ("guided_regex", "use structured_outputs.regex"),
+        ("guided_choice", "use structured_outputs.choice"),
+        ("guided_grammar", "use structured_outputs.grammar"),
+        ("guided_decoding_backend", "leave it out"),
+        ("guided_whitespace_pattern", "leave it out"),
+    ],
+)
+def test_deprecated_field_error_names_its_replacement(name: str, hint: str) -> None:
+    for ask in (completion, chat):
+        with pytest.raises(Unsupported, match=f"^{name} is not supported: {hint}") as caught:
+            ask(**{name: "a"})
+        assert caught.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -271,7 +348,7 @@ def test_stream_options_of_guidellm_are_accepted() -> None:
 def test_ineffective_openai_fields_are_accepted() -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     assert completion(**harmless) == completion()
-    assert chat(reasoning_effort="low", modalities=["text"], **harmless) == chat()
+    assert chat(modalities=["text"], **harmless) == chat()
     with pytest.raises(InvalidRequest):
         chat(modalities=["audio"])
 
@@ -352,8 +429,8 @@ def test_unsupported_openai_field_is_refused_by_name(name: str, value: Any) -> N
 
 @pytest.mark.parametrize("ask", [completion, chat])
 def test_unknown_null_field_is_refused(ask: Any) -> None:
-    with pytest.raises(UnknownField, match=r"unknown field 'allowed_token_ids'$"):
-        ask(allowed_token_ids=None)
+    with pytest.raises(UnknownField, match=r"unknown field 'typical_p'$"):
+        ask(typical_p=None)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(ChatFields, "messages"), (CompletionFields, "prompt")])
@@ -363,8 +440,9 @@ def test_null_required_field_is_missing(kind: type[Fields], name: str) -> None:
 
 
 def test_unsupported_completion_features_are_rejected() -> None:
-    with pytest.raises(Unsupported):
-        completion(suffix="x")
+    for asked in ({"suffix": "x"}, {"echo": True, "truncate_prompt_tokens": 5}):
+        with pytest.raises(Unsupported):
+            completion(**asked)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +587,7 @@ def test_validation_of_a_million_errors_stops_after_a_few(name: str) -> None:
     kind, body = WRONG[name]
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
-    assert caught.value.error_count() <= len(kind.model_fields) + 2
+    assert caught.value.error_count() <= len(kind.model_fields) + len(kind.UNSUPPORTED) + 2
 
 
 def test_logit_bias_size_is_checked_before_its_values() -> None:

@@ -10,6 +10,8 @@ import pytest
 from everlift.checks import check_range
 from everlift.errors import BY_SLUG, OutOfRange
 from everlift.messages import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
     MAX_LABEL_BYTES,
     MAX_N,
@@ -20,7 +22,16 @@ from everlift.messages import (
     MAX_STOP_TOKEN_IDS,
     MAX_TIMEOUT_S,
 )
-from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from everlift.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BANNED_SEQUENCE_TOKENS,
+    MAX_BANNED_SEQUENCES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+)
+from router.api import chat_renderer
 from router.api.http2 import Limits
 from router.api.kserve.infer_stream import MAX_CONCURRENT
 from router.api.openai import body, connection, endpoint, fields, server, submissions
@@ -67,6 +78,12 @@ def table() -> list[list[str]]:
         ("`stop`", f"{MAX_STOP_STRINGS} strings of {MAX_STOP_BYTES} bytes"),
         ("`stop_token_ids`", f"{MAX_STOP_TOKEN_IDS}"),
         ("`logit_bias`", f"{MAX_LOGIT_BIAS} tokens"),
+        ("`allowed_token_ids`", f"{MAX_ALLOWED_TOKENS}"),
+        ("`bad_words`", f"{MAX_BAD_WORDS} of {MAX_BAD_WORD_BYTES} bytes"),
+        (
+            "`bad_words`",
+            f"{MAX_BANNED_SEQUENCES} of {MAX_BANNED_SEQUENCE_TOKENS} tokens",
+        ),
         (
             "`grammar`",
             f"{MAX_GRAMMAR_BYTES} bytes, and {MAX_CHOICES} texts",
@@ -101,6 +118,8 @@ def table() -> list[list[str]]:
             f"{submissions._MAX_STREAMED_PROMPT_LOGPROBS}, with alternatives",
         ),
         ("messages of a chat", f"{messages.MAX_MESSAGES}, of {messages.MAX_BYTES} bytes"),
+        ("messages of a chat", f"`documents` {messages.MAX_BYTES} bytes"),
+        ("`chat_template`", f"{chat_renderer.MAX_TEMPLATE_BYTES} bytes"),
         ("tools", f"{tools.MAX_TOOLS}, of {tools.MAX_TOOL_BYTES} bytes each"),
         ("tools", f"{tools.MAX_BYTES} together"),
         ("connections of a router", f"{connection._MAX_CONNECTIONS}"),

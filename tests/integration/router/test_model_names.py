@@ -1,0 +1,86 @@
+"""Names of the served model (router.served_model_names), in every API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from pydantic import ValidationError
+
+from everlift.client.client import AsyncClient
+from everlift.errors import UnknownModel
+from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
+from router.config import RouterConfig
+from tests.support.in_process import ROUTER, Cluster
+from tests.support.router.chat_support import HERMES
+from tests.support.router.http_client import ask, get
+from tests.support.scripted import SAY, scripted_cluster
+
+TURN = {"role": "user", "content": f"{SAY}four"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [TURN]},
+    "/v1/messages": {"messages": [TURN], "max_tokens": 9},
+    "/v1/responses": {"input": f"{SAY}four"},
+}
+
+
+@pytest.fixture
+async def parts(tmp_path: Path) -> AsyncIterator[Cluster]:
+    config = replace(ROUTER, served_model_names=("big", "org/small"))
+    async with scripted_cluster(tmp_path / "m", HERMES, router_config=config) as parts:
+        yield parts
+
+
+async def test_http_answers_have_the_requested_name(parts: Cluster) -> None:
+    address, own = parts.routers[0].http_address, parts.routers[0]._model.name
+    for path, body in BODIES.items():
+        for name in ("big", "org/small", own):
+            answer = await ask(address, path, {**body, "model": name})
+            assert (answer.status, answer.json["model"]) == (200, name)
+            if path == "/v1/responses":
+                stored = await get(address, f"{path}/{answer.json['id']}")
+                assert stored.json["model"] == name
+        answer = await ask(address, path, {**body, "model": "bigger"})
+        assert answer.status == 404 and "'big' or 'org/small'" in answer.json["error"]["message"]
+    answer = await ask(address, "/v1/completions", BODIES["/v1/completions"])
+    assert answer.json["model"] == own
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert (await ask(address, path, {**body, "model": "big"})).status == 200
+
+
+async def test_model_lists_have_every_name(parts: Cluster) -> None:
+    address, own = parts.routers[0].http_address, parts.routers[0]._model.name
+    listed = (await get(address, "/v1/models")).json["data"]
+    assert [model["id"] for model in listed] == [own, "big", "org/small"]
+    assert (await get(address, "/v1/models/org/small")).json == listed[2]
+    async with AsyncClient(parts.address) as client:
+        assert [model.name for model in (await client.models()).models] == [own, "big", "org/small"]
+
+
+async def test_grpc_and_kserve_accept_every_name(parts: Cluster) -> None:
+    own = parts.routers[0]._model.name
+    async with AsyncClient(parts.address) as client:
+        assert await client.generate(f"{SAY}four<|im_end|>", model="big").text() == "four"
+        with pytest.raises(UnknownModel):
+            await client.generate("a", model="bigger").text()
+    async with grpc.aio.insecure_channel(parts.address) as channel:
+        stub: Any = kserve_grpc.GRPCInferenceServiceStub(channel)
+        request = kserve_pb.ModelInferRequest(model_name="big")
+        prompt = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+        prompt.contents.bytes_contents.append(f"{SAY}four<|im_end|>".encode())
+        assert (await stub.ModelInfer(request)).model_name == "big"
+        index = await stub.RepositoryIndex(kserve_pb.RepositoryIndexRequest())
+        assert [model.name for model in index.models] == [own, "big", "org/small"]
+        ready = kserve_pb.ModelReadyRequest(name="org/small")
+        assert (await stub.ModelReady(ready)).ready
+
+
+def test_served_names_must_not_be_empty() -> None:
+    with pytest.raises(ValidationError, match="served_model_names"):
+        RouterConfig(served_model_names=("",))

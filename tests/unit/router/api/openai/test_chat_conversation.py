@@ -1,0 +1,92 @@
+"""Conversation of a chat completion's fields: continued messages, documents, reasoning effort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everlift.errors import InvalidRequest, OutOfRange
+from router.api.openai.chat_conversation import chat_conversation
+from router.api.openai.fields import ChatFields, TokenizeFields, parse
+from router.chat.conversation import Conversation
+from router.chat.messages import MAX_BYTES
+
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "It is"}
+CALLING = {
+    **ASSISTANT,
+    "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
+async def converted(**fields: Any) -> Conversation:
+    return await chat_conversation(parse(ChatFields, {"messages": [USER, ASSISTANT], **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "adds", "continues"),
+    [
+        ({}, True, False),
+        ({"add_generation_prompt": False}, False, False),
+        ({"continue_final_message": True}, False, True),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False, True),
+        ({"continue_final_message": False, "add_generation_prompt": None}, True, False),
+    ],
+)
+async def test_final_message_is_continued_or_followed(
+    fields: dict[str, Any], adds: bool, continues: bool
+) -> None:
+    found = await converted(**fields)
+    assert (found.add_generation_prompt, found.continue_final_message) == (adds, continues)
+    body = {"messages": [USER, ASSISTANT], **fields}
+    assert await chat_conversation(parse(TokenizeFields, body)) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": [USER, CALLING]}, "messages[1].tool_calls"),
+    ],
+)
+async def test_message_that_cannot_be_continued_is_refused(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message") as caught:
+        await converted(continue_final_message=True, **fields)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("effort", "variables"),
+    [
+        (None, {}),
+        ("high", {"reasoning_effort": "high"}),
+        ("none", {"reasoning_effort": "none", "enable_thinking": False}),
+    ],
+)
+async def test_reasoning_effort_becomes_template_variables(
+    effort: str | None, variables: dict[str, Any]
+) -> None:
+    assert (await converted(reasoning_effort=effort)).template_variables == variables
+    kwargs = {"enable_thinking": True, "a": 1}
+    merged = await converted(reasoning_effort=effort, chat_template_kwargs=kwargs)
+    assert merged.template_variables == variables | kwargs
+
+
+async def test_unknown_reasoning_effort_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"^reasoning_effort: .*'minimal'") as caught:
+        await converted(reasoning_effort="some")
+    assert caught.value.field == "reasoning_effort"
+
+
+async def test_documents_are_limited_and_passed_on() -> None:
+    documents = [{"title": "a", "text": "b"}, {"c": [1]}]
+    assert (await converted(documents=documents)).documents == documents
+    assert (await converted()).documents is None
+    with pytest.raises(OutOfRange, match=f"^documents has .* at most {MAX_BYTES}"):
+        await converted(documents=[{"text": "a" * MAX_BYTES}])
+    with pytest.raises(InvalidRequest, match=r"^documents\[1\]: ") as caught:
+        await converted(documents=[{}, "a"])
+    assert caught.value.field == "documents[1]"
