@@ -61,7 +61,7 @@ def test_chart_router_acl_matches_ledger_readme(release: Rendered) -> None:
     readme = (Path(__file__).parents[3] / "router" / "ledger" / "README.md").read_text()
     [least] = re.findall(r"user everlift on >PASSWORD ~everlift:\* (.*?)\n\n", readme, re.DOTALL)
     script = release.the("ConfigMap")["data"]["start.sh"]
-    [line] = re.findall(r'echo "user everlift on (.*?)\n[^\n]*# What Ray', script, re.DOTALL)
+    [line] = re.findall(r'echo "user everlift on (.*?)\n[^\n]*# Commands that', script, re.DOTALL)
     # Beside it: whether appendfsync is what it should be, and the probe's question.
     assert commands(line) == commands(least) | {"+config|get", "+ping"}
 

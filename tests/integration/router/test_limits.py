@@ -65,7 +65,7 @@ LIMITS = {
         "too_many_stops",
         {**ASKED, "stop": ["x"] * MAX_STOP_STRINGS},
         {**ASKED, "stop": ["x"] * (MAX_STOP_STRINGS + 1)},
-        f"at most {MAX_STOP_STRINGS}",
+        str(MAX_STOP_STRINGS),
     ),
     "bytes of a stop": Limit(
         "too_many_stops",
@@ -77,13 +77,13 @@ LIMITS = {
         "too_many_stops",
         {**ASKED, "stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))},
         {**ASKED, "stop_token_ids": list(range(MAX_STOP_TOKEN_IDS + 1))},
-        f"at most {MAX_STOP_TOKEN_IDS}",
+        str(MAX_STOP_TOKEN_IDS),
     ),
     "biases": Limit(
         "logit_bias_too_large",
         {**ASKED, "logit_bias": {token: 1.0 for token in range(MAX_LOGIT_BIAS)}},
         {**ASKED, "logit_bias": {token: 1.0 for token in range(MAX_LOGIT_BIAS + 1)}},
-        f"at most {MAX_LOGIT_BIAS}",
+        str(MAX_LOGIT_BIAS),
         has="native HTTP",
     ),
     "bytes of a schema": Limit(
@@ -96,7 +96,7 @@ LIMITS = {
         "grammar_too_large",
         {**ASKED, "choice": ["x"] * MAX_CHOICES},
         {**ASKED, "choice": ["x"] * (MAX_CHOICES + 1)},
-        f"at most {MAX_CHOICES}",
+        str(MAX_CHOICES),
         has="native HTTP",
     ),
 }

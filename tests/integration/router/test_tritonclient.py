@@ -65,7 +65,7 @@ async def test_tritonclient_infer_errors_state_cause() -> None:
     async with cluster(workers=0) as parts:
         found = await made(parts, "refused")
     assert [status for status, _ in found] == ["StatusCode.INVALID_ARGUMENT"] * 4
-    causes = ["one prompt", TOP_P, "no output 'logits'", "'sequence_"]
+    causes = ["one prompt", TOP_P, "unknown output 'logits'", "'sequence_"]
     for (_, cause), expected in zip(found, causes, strict=True):
         assert expected in cause
 
