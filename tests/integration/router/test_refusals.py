@@ -76,7 +76,8 @@ CASES = [
         prompt_logprobs=20,
         stream=True,
     ),
-    completion("`echo` with `trunc", "unsupported", echo=True, truncate_prompt_tokens=5),
+    completion("`echo` or", "unsupported", echo=True, truncate_prompt_tokens=5),
+    completion("`echo` or", "unsupported", prompt_logprobs=1, truncate_prompt_tokens=5),
     completion(
         "`return_token_ids` with",
         "out_of_range",
