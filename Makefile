@@ -7,12 +7,15 @@ VENV := .venv
 PROTO_VENV := .venv-proto
 # A third one: other people's clients, of which one wants protobuf 6.
 CLIENTS_VENV := .venv-clients
+# A coding agent, which is large.
+AGENT_VENV := build/agent
 # Those of what Everlift is compared with.
 PEERS := build/peers
 # Of which files each is made.
 MADE_OF := pyproject.toml constraints.txt
 PROTO_MADE_OF := proto/requirements.txt
 CLIENTS_MADE_OF := tests/clients/requirements.txt
+AGENT_MADE_OF := tests/clients/agent.txt
 VLLM_PINS := benchmarks/peers/vllm.txt
 GUIDELLM_PINS := benchmarks/peers/guidellm.txt
 RAY_LLM_PINS := $(VLLM_PINS) benchmarks/peers/ray_llm.txt
@@ -62,6 +65,11 @@ $(CLIENTS_VENV)/.installed: $(call unless_current,$(CLIENTS_VENV),$(CLIENTS_MADE
 	$(CLIENTS_VENV)/bin/pip install -q -r $(CLIENTS_MADE_OF)
 	@cksum < $(CLIENTS_MADE_OF) > $@
 
+$(AGENT_VENV)/.installed: $(call unless_current,$(AGENT_VENV),$(AGENT_MADE_OF))
+	$(PYTHON) -m venv $(AGENT_VENV)
+	$(AGENT_VENV)/bin/pip install -q -r $(AGENT_MADE_OF)
+	@cksum < $(AGENT_MADE_OF) > $@
+
 $(PEERS)/vllm/.installed: $(call unless_current,$(PEERS)/vllm,$(MAKE_PEER) $(VLLM_PINS))
 	$(MAKE_PEER) $(PYTHON) $(PEERS)/vllm $(VLLM_PINS)
 	@cat $(MAKE_PEER) $(VLLM_PINS) | cksum > $@
@@ -77,12 +85,12 @@ $(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEE
 demo: $(VENV)/.installed ## start a local cluster, kill a worker, and show that no token is lost
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## run the tests (15 minutes on 2 cores with AVX-512)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the tests (15 minutes on 2 cores with AVX-512)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
-test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## run the long tests and a short soak test (about an hour)
+test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the long tests and a short soak test (about an hour)
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
 	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal tests/property tests/continuation
 

@@ -300,13 +300,13 @@ def _functions(tools: object) -> tuple[Function, ...]:
 
 
 def functions_of(
-    tools: object, function_of: Callable[[str, object], Function]
+    tools: object, function_of: Callable[[str, object], Function | None]
 ) -> tuple[Function, ...]:
     """Parse the list of a request's tools; None means none.
 
-    ``function_of`` returns the function of a tool at a position in the request. Raises OutOfRange
-    for too many, too large or too deeply nested tools, NotUtf8 for an unpaired surrogate, and
-    InvalidRequest for anything else that is wrong.
+    ``function_of`` returns the function of a tool at a position in the request, or None for a tool
+    that is left out. Raises OutOfRange for too many, too large or too deeply nested tools, NotUtf8
+    for an unpaired surrogate, and InvalidRequest for anything else that is wrong.
     """
     if tools is None:
         return ()
@@ -315,12 +315,17 @@ def functions_of(
     if len(tools) > MAX_TOOLS:
         raise OutOfRange(f"tools has {len(tools)} tools; at most {MAX_TOOLS} are allowed")
     check_json("tools", tools, MAX_BYTES)
-    functions = tuple(function_of(f"tools[{i}]", tool) for i, tool in enumerate(tools))
-    names = [function.name for function in functions]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise InvalidRequest(f"tools[{i}] has the same name as an earlier tool: {name}")
-    return functions
+    functions: dict[str, Function] = {}
+    for i, tool in enumerate(tools):
+        function = function_of(f"tools[{i}]", tool)
+        if function is None:
+            continue
+        if function.name in functions:
+            raise InvalidRequest(
+                f"tools[{i}] has the same name as an earlier tool: {function.name}"
+            )
+        functions[function.name] = function
+    return tuple(functions.values())
 
 
 def _function(at: str, tool: object) -> Function:

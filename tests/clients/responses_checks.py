@@ -163,6 +163,14 @@ def test_tool_result_is_answered(client: OpenAI) -> None:
     assert client.responses.create(**request).output_text.startswith("Written.")
 
 
+def test_tools_of_the_server_are_ignored(client: OpenAI) -> None:
+    tools: Any = [{"type": "web_search"}, {"type": "local_shell"}, NOTE]
+    response = client.responses.create(**saying(CALL, tools=tools))
+    [call] = response.output
+    assert call.name == "note"
+    assert [tool.type for tool in response.tools] == ["web_search", "local_shell", "function"]
+
+
 @pytest.mark.parametrize(
     "choice",
     [
@@ -246,7 +254,8 @@ def test_invalid_fields_are_named(client: OpenAI) -> None:
     for more, words in (
         ({"input": []}, "at least one item"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "functions"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
         ({"conversation": "conv_1"}, "previous_response_id"),
         ({"background": True, "store": False}, "store"),
         ({"previous_response_id": "resp_missing"}, "missing"),

@@ -1,11 +1,13 @@
 """A worker with the demo model's weights and a chat template of one's own, whose answers a test
 decides: it says what its prompt has between SAY and the end of that turn, and where there is no
-such thing, or a grammar holds, what the model says."""
+such thing, or a grammar holds, what the model says. THEN divides what it says into steps: it says
+the first one, and the next one for each tool result that follows in the prompt."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,17 +22,23 @@ from worker.config import WorkerConfig
 from worker.engine.plan import Plan, Row, RowResult, Runner
 
 SAY = "say:"
+THEN = "then:"
 #: Ends of turns, in the templates of tests.support.router.chat_support.
 _ENDS = ("<|im_end|>", "<|eot_id|>")
+#: Begin of a tool result, in chat_support.HERMES.
+_RESULT = "<tool_response>"
 
 
 class ScriptedRunner:
-    """``runner``, but for the tokens of what has a script."""
+    """``runner``, but for the tokens of what has a script; a step takes ``step_time`` longer."""
 
-    def __init__(self, runner: Runner, tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
+    def __init__(
+        self, runner: Runner, tokenizer: HuggingFaceTokenizer, eos_id: int, step_time: float
+    ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
         self._eos_id = eos_id
+        self._step_time = step_time
         #: by slot, the prompt's length and what is said behind it
         self._scripts: dict[int, tuple[int, list[int]]] = {}
 
@@ -44,6 +52,7 @@ class ScriptedRunner:
             if admission.grammar is None and (script := self._script(prompt)):
                 self._scripts[admission.slot] = len(prompt), script
         results = self._runner.execute(plan)
+        time.sleep(self._step_time)
         return [self._said(*each) for each in zip(plan.rows, results, strict=True)]
 
     def _script(self, prompt: tuple[int, ...]) -> list[int]:
@@ -51,7 +60,8 @@ class ScriptedRunner:
         ends = [at for end in _ENDS if (at := said.find(end)) >= 0]
         if not ends:
             return []
-        said = said[: min(ends)]
+        steps = said[: min(ends)].split(THEN)
+        said = steps[min(said.count(_RESULT), len(steps) - 1)]
         return [*self._tokenizer.encode(said, add_special_tokens=False), self._eos_id]
 
     def _said(self, row: Row, result: RowResult) -> RowResult:
@@ -67,21 +77,24 @@ async def scripted_cluster(
     template: str,
     change: Callable[[Path], None] = lambda directory: None,
     router_config: RouterConfig = ROUTER,
+    workers: int = 1,
+    num_blocks: int = 256,
+    step_time: float = 0.0,
 ) -> AsyncIterator[Cluster]:
     """Serve the demo model with ``template`` as its chat template from ``directory``, after
-    ``change`` has edited its files there."""
+    ``change`` has edited its files there. The steps of all workers take ``step_time`` longer."""
     shutil.copytree(DEMO_MODEL, directory, dirs_exist_ok=True)
     (directory / "chat_template.jinja").write_text(template)
     change(directory)
     config = WorkerConfig(
-        model=str(directory), device="cpu", dtype="float32", num_blocks=256, num_threads=1
+        model=str(directory), device="cpu", dtype="float32", num_blocks=num_blocks, num_threads=1
     )
     router = replace(router_config, model=str(directory))
-    async with cluster(workers=1, router_config=router, worker_config=config) as parts:
-        [rank] = parts.workers
-        assert rank._thread is not None
-        engine = rank._thread.ready.result()
-        eos_id = json.loads((DEMO_MODEL / "config.json").read_text())["eos_token_id"]
-        tokenizer = HuggingFaceTokenizer(directory / "tokenizer.json")
-        engine._runner = ScriptedRunner(engine._runner, tokenizer, eos_id)
+    eos_id = json.loads((DEMO_MODEL / "config.json").read_text())["eos_token_id"]
+    tokenizer = HuggingFaceTokenizer(directory / "tokenizer.json")
+    async with cluster(workers=workers, router_config=router, worker_config=config) as parts:
+        for rank in parts.workers:
+            assert rank._thread is not None
+            engine = rank._thread.ready.result()
+            engine._runner = ScriptedRunner(engine._runner, tokenizer, eos_id, step_time)
         yield parts

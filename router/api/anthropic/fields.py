@@ -59,12 +59,12 @@ class CountTokensFields(Fields):
     output_config: OutputConfig | None = None
 
     # Accepted, but without effect.
+    context_management: Any = Field(None, description="accepted and ignored: nothing is cleared")
     speed: Any = None
     user_profile_id: Any = None
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "container": "there is no code execution",
-        "context_management": "the client has to shorten the conversation",
         "mcp_servers": "the server calls no tools itself",
     }
 

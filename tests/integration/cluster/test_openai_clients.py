@@ -64,6 +64,7 @@ async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> 
         *command,
         env=environment,
         cwd=cwd,
+        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -58,7 +58,11 @@ class InputTokensFields(Fields):
     instructions: str | None = None
     previous_response_id: str | None = None
     reasoning: Reasoning | None = None
-    tools: List[Object] | None = None
+    tools: List[Object] | None = Field(
+        None,
+        description="functions; OpenAI's other tools, such as web_search, custom and namespace, "
+        "are accepted and ignored: the model does not see them",
+    )
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -97,6 +101,7 @@ class ResponseFields(InputTokensFields):
     on_disconnect: Literal["cancel", "grace", "continue"] | None = None
 
     # Accepted, but without effect.
+    client_metadata: Any = None
     max_tool_calls: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None

@@ -24,6 +24,26 @@ from router.chat.tools import (
 Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
+#: Tools that are left out, because only OpenAI's server or its models can use them. Coding agents
+#: send some of them with every request.
+_IGNORED_TOOLS = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "namespace",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_preview",
+    }
+)
 
 
 def input_turns(raw: str | Sequence[Item]) -> list[Turn]:
@@ -160,12 +180,14 @@ def tool_use(fields: InputTokensFields) -> ToolUse:
     return ToolUse.checked(functions, choice, named, is_parallel, allowed)
 
 
-def _function(at: str, tool: object) -> Function:
+def _function(at: str, tool: object) -> Function | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{at} must be an object with a type")
+    if kind in _IGNORED_TOOLS:
+        return None
     if kind != "function":
-        raise InvalidRequest(f"{at}: only functions are supported, not the tool {kind[:64]}")
+        raise InvalidRequest(f"{at}: unknown type {kind[:64]!r}; use function")
     return checked_function(at, tool)
 
 

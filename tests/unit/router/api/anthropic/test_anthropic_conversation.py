@@ -128,6 +128,12 @@ def test_malformed_fields_are_rejected_with_their_path(
     assert words in str(caught.value)
 
 
+def test_context_management_is_accepted() -> None:
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+
+    assert read(context_management={"edits": edits}) == read()
+
+
 def test_generation_has_the_shared_parameters() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     fields = parse(

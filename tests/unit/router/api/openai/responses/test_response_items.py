@@ -65,6 +65,24 @@ def test_tool_choice_is_translated(choice: Any, expected: Choice, callable_names
     assert [function.name for function in use.callable] == callable_names
 
 
+@pytest.mark.parametrize("kind", ["web_search", "custom", "namespace"])
+def test_tools_of_other_types_are_left_out(kind: str) -> None:
+    other = {"type": kind, "name": "other", "tools": [{**TOOL, "name": "g"}]}
+    use = tool_use(parse(InputTokensFields, {"input": "a", "tools": [other, TOOL]}))
+
+    assert [function.name for function in use.functions] == ["f"]
+    with pytest.raises(InvalidRequest, match="there are no tools"):
+        fields = {"input": "a", "tools": [other], "tool_choice": "required"}
+        tool_use(parse(InputTokensFields, fields))
+
+
+def test_client_metadata_is_accepted() -> None:
+    plain = parse(ResponseFields, {"input": "a"})
+    fields = parse(ResponseFields, {"input": "a", "client_metadata": {"session_id": "s"}})
+
+    assert fields.generation == plain.generation
+
+
 @pytest.mark.parametrize(
     ("effort", "expected"),
     [
@@ -101,7 +119,12 @@ def test_reasoning_effort_is_a_template_variable(effort: Any, expected: Any) -> 
             UnsupportedContent,
             "only text",
         ),
-        ({"tools": [{"type": "web_search"}]}, InvalidRequest, "tools[0]: only functions"),
+        ({"tools": [{"type": "functions"}]}, InvalidRequest, "tools[0]: unknown type 'functions'"),
+        (
+            {"tools": [{"type": "custom"}, TOOL, TOOL]},
+            InvalidRequest,
+            "tools[2] has the same name as an earlier tool: f",
+        ),
         ({"tools": [{"type": "function"}]}, InvalidRequest, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, InvalidRequest, "tool_choice must be"),
         ({"tool_choice": "all"}, InvalidRequest, "tool_choice must be"),
