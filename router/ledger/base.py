@@ -3,8 +3,9 @@
 Every method that changes a request is one atomic operation: it checks the state and the caller,
 changes the ledger, and returns the result. In a call with several items, each item is one such
 operation. If a reply was lost, the call may be repeated with the same arguments. The repetition
-changes nothing and returns the same result, with three exceptions: ``open`` and ``charge`` report
-that the request is known already, and ``erase`` raises UnknownRequest. The ledger uses its own
+changes nothing and returns the same result, with these exceptions: ``open`` and ``charge`` report
+that the request is known already, ``erase`` raises UnknownRequest, ``put_object`` raises
+ObjectConflict, and ``delete_object`` returns False. The ledger uses its own
 clock, called ledger time: callers pass durations, and points in time only if they received them
 from the ledger. Routers, the autoscaler and some commands use the ledger; workers and clients do
 not.
@@ -13,9 +14,9 @@ A router that owns a request is called the gateway of the request. An epoch is a
 identifies one attempt at a worker; a term is one that identifies a leadership.
 
 Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write. The
-operation may then have happened or not, and may be repeated. ``open`` and ``charge`` raise
-LedgerFull, and store nothing, if the ledger's memory does not suffice. Other operations that need
-memory then raise LedgerUnavailable.
+operation may then have happened or not, and may be repeated. ``open``, ``charge`` and
+``put_object`` raise LedgerFull, and store nothing, if the ledger's memory does not suffice. Other
+operations that need memory then raise LedgerUnavailable.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from router.ledger.entry import (
     Tally,
     Turn,
 )
+from router.ledger.objects import StoredObject
 from router.ledger.quota import Charge, Settlement
 
 NOTHING = Tally()
@@ -572,6 +574,37 @@ class Ledger(Protocol):
 
     async def policy(self) -> ClusterPolicy:
         """Return the run-time settings that operators have set."""
+        ...
+
+    # objects
+
+    async def put_object(self, name: str, data: bytes, version: int) -> int:
+        """Store an object, and return its new version, which is larger.
+
+        ``version`` is the version that the object must have; 0 means that it must not exist. The
+        object is deleted ``retention`` seconds after it was last put. Raises ObjectConflict, and
+        stores nothing, if the object has another version. Raises LedgerFull, and ValueError for an
+        invalid name (objects.py) or more than MAX_OBJECT_BYTES of ``data``.
+        """
+        ...
+
+    async def get_object(self, name: str) -> StoredObject | None: ...
+
+    async def delete_object(self, name: str) -> bool:
+        """Delete an object, and return whether it existed."""
+        ...
+
+    async def list_objects(
+        self, kind: str, tenant: str, after: str = "", limit: int = MAX_PAGE_SIZE
+    ) -> tuple[str, ...]:
+        """Return the names of up to ``limit`` objects, in descending order.
+
+        Objects whose ids begin with the time of their creation are thereby listed newest first.
+        ``tenant`` is empty if tenants are not distinguished. The names follow the name ``after``,
+        or begin with the first one if it is empty. Fewer than ``limit`` names are the last ones.
+        The cost does not depend on the number of objects, apart from its logarithm. Raises
+        ValueError for a ``limit`` out of range.
+        """
         ...
 
     async def cluster_id(self) -> str:

@@ -15,6 +15,7 @@ from everlift.v1.session_pb2 import WorkerInfo
 from router.ledger.base import Ledger, StaleTerm
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Reasserted, State
+from router.ledger.objects import object_name
 from router.ledger.quota import Charge, Settlement
 from router.ledger.redis import scripts
 from router.ledger.redis.redis_ledger import RedisLedger
@@ -72,6 +73,14 @@ class Keys:
         """As if these requests, whose keys are dropped, had expired."""
         await self.drop(*(f"r:{it}" for it in request_ids))
         await self._client.zadd(f"{self._root}expiries", dict.fromkeys(request_ids, 1))
+
+    async def expire_objects(self, *names: str) -> None:
+        """As if these objects, whose keys are dropped, had expired."""
+        await self.drop(*(f"o:{it}" for it in names))
+        await self.make_objects_due(*names)
+
+    async def make_objects_due(self, *names: str) -> None:
+        await self._client.zadd(f"{self._root}object_expiries", dict.fromkeys(names, 1))
 
     async def drop(self, *names: str) -> None:
         await self._client.delete(*(self._root + name for name in names))
@@ -406,3 +415,67 @@ async def test_expired_slot_is_removed_by_next_charge(ledger: RedisLedger, keys:
 
     await eventually(is_free)
     assert await keys.fields_of("slots:acme", "charges:acme") == {"acme/b"}
+
+
+def thing(object_id: str) -> str:
+    return object_name("t", "things", object_id)
+
+
+THING = thing("a")
+THINGS = tuple(f"{number:02}" for number in range(20))
+
+
+async def test_object_keys_expire_or_are_removed(ledger: RedisLedger, keys: Keys) -> None:
+    version = await ledger.put_object(THING, b"one", 0)
+    await ledger.put_object(THING, b"two", version)
+    left = await keys.left_ms()
+    markers = {name for name in left if name.startswith("f:")}
+    assert len(markers) == 2 and all(0 < left[name] <= 60_000 for name in markers)
+    assert 0 < left[f"o:{THING}"] <= RETENTION_MS
+    assert left.keys() - markers == {f"o:{THING}", "objects:t/things", "object_expiries"}
+    await ledger.delete_object(THING)
+    left = await keys.left_ms()
+    assert all(name.startswith("f:") and ms > 0 for name, ms in left.items())
+
+
+async def test_expired_objects_are_swept(ledger: RedisLedger, keys: Keys) -> None:
+    for object_id in THINGS:
+        await ledger.put_object(thing(object_id), b"", 0)
+    await keys.expire_objects(*map(thing, THINGS[:-1]))
+    await ledger.put_object(thing("new"), b"", 0)
+    assert len(await keys.listed("objects:t/things")) == len(THINGS) - 1
+    await ledger.orphans(1)
+    assert await keys.listed("objects:t/things") == [thing(THINGS[-1]), thing("new")]
+    assert await ledger.list_objects("things", "t") == (thing("new"), thing(THINGS[-1]))
+
+
+async def test_put_again_before_sweep_is_not_swept(ledger: RedisLedger, keys: Keys) -> None:
+    await ledger.put_object(THING, b"", 0)
+    await keys.expire_objects(THING)
+    await ledger.put_object(THING, b"", 0)
+    await ledger.orphans(1)
+    assert await ledger.list_objects("things", "t") == (THING,)
+
+
+async def test_put_sweeps_two_expired_objects(ledger: RedisLedger, keys: Keys) -> None:
+    for object_id in THINGS:
+        await ledger.put_object(thing(object_id), b"", 0)
+    await keys.expire_objects(*map(thing, THINGS))
+    await ledger.put_object(thing("new"), b"", 0)
+    assert len(await keys.listed("objects:t/things")) == len(THINGS) - 1
+
+
+async def test_listing_removes_expired_objects(ledger: RedisLedger, keys: Keys) -> None:
+    for object_id in THINGS:
+        await ledger.put_object(thing(object_id), b"", 0)
+    await keys.expire_objects(*map(thing, THINGS[1:]))
+    assert await ledger.list_objects("things", "t", limit=1) == (thing(THINGS[0]),)
+    assert await keys.listed("objects:t/things") == [thing(THINGS[0])]
+
+
+async def test_objects_that_remain_are_not_swept(ledger: RedisLedger, keys: Keys) -> None:
+    await ledger.put_object(THING, b"", 0)
+    # The listing's clock is ahead of that by which the object's key expires.
+    await keys.make_objects_due(THING)
+    await ledger.orphans(1)
+    assert await ledger.list_objects("things", "t") == (THING,)

@@ -22,6 +22,7 @@ from router.ledger.redis.scripts import Script
 from tests.contract import (
     test_ledger,
     test_ledger_keys,
+    test_ledger_objects,
     test_ledger_prompts,
     test_ledger_tenants,
 )
@@ -47,7 +48,13 @@ def histories(module: object) -> dict[str, History]:
 
 HISTORIES = {
     name: history
-    for module in (test_ledger, test_ledger_keys, test_ledger_prompts, test_ledger_tenants)
+    for module in (
+        test_ledger,
+        test_ledger_keys,
+        test_ledger_objects,
+        test_ledger_prompts,
+        test_ledger_tenants,
+    )
     for name, history in histories(module).items()
 }
 NAMED = sorted({mutant.caught_by for mutant in MUTANTS})

@@ -53,8 +53,10 @@ from router.ledger.entry import (
 )
 from router.ledger.listing import Audited, Chunk, Claim, Item, Listed, Listing, Part, Row, Stray
 from router.ledger.memory.memory_quotas import MemoryQuotas
+from router.ledger.memory.object_store import ObjectStore
 from router.ledger.memory.prompt_store import PromptStore
 from router.ledger.memory.record import Record
+from router.ledger.objects import StoredObject, collection_of
 from router.ledger.quota import Charge, Settlement
 
 
@@ -108,6 +110,7 @@ class MemoryLedger:
         self._quotas = MemoryQuotas(clock)
         self._access = AccessRecords(0, {})
         self._policy = ClusterPolicy()
+        self._objects = ObjectStore(clock, config.retention)
         self._cluster_id = secrets.token_hex(8)
 
     def _find(self, request_id: str) -> Record | None:
@@ -553,6 +556,22 @@ class MemoryLedger:
 
     async def policy(self) -> ClusterPolicy:
         return self._policy
+
+    # objects
+
+    async def put_object(self, name: str, data: bytes, version: int) -> int:
+        return self._objects.put(name, data, version)
+
+    async def get_object(self, name: str) -> StoredObject | None:
+        return self._objects.get(name)
+
+    async def delete_object(self, name: str) -> bool:
+        return self._objects.delete(name)
+
+    async def list_objects(
+        self, kind: str, tenant: str, after: str = "", limit: int = MAX_PAGE_SIZE
+    ) -> tuple[str, ...]:
+        return self._objects.names(collection_of(tenant, kind), after, check_listed(limit))
 
     async def cluster_id(self) -> str:
         return self._cluster_id

@@ -65,6 +65,13 @@ from router.ledger.entry import (
     attempts_exhausted_message,
 )
 from router.ledger.listing import Listing, Part
+from router.ledger.objects import (
+    ObjectConflict,
+    StoredObject,
+    check_object,
+    check_object_name,
+    collection_of,
+)
 from router.ledger.prompts import chunk_names, session_name
 from router.ledger.quota import Charge, Settlement, refusal
 from router.ledger.redis import codec, scripts
@@ -593,6 +600,45 @@ class RedisLedger:
 
     async def policy(self) -> ClusterPolicy:
         return await self.set_policy({})
+
+    # objects
+
+    async def put_object(self, name: str, data: bytes, version: int) -> int:
+        with _raising_ledger_full():
+            word, stored = await self._shards.run(
+                scripts.PUT_OBJECT,
+                self._shards.of(check_object(name, data)),
+                name,
+                data,
+                version,
+                os.urandom(8).hex(),
+                self._call_ms,
+                self._retention_ms,
+                settles=True,
+            )
+        if word == b"conflict":
+            raise ObjectConflict(int(stored))
+        return int(stored)
+
+    async def get_object(self, name: str) -> StoredObject | None:
+        key = self._shards.key(f"o:{name}", self._shards.of(check_object_name(name)))
+        command = Command(key, ("HMGET", key, "version", "data"))
+        [(version, data)] = await self._shards.run_commands("get object", command)
+        return None if version is None else StoredObject(data, int(version))
+
+    async def delete_object(self, name: str) -> bool:
+        shard = self._shards.of(check_object_name(name))
+        arguments = name, os.urandom(8).hex(), self._call_ms
+        deleted = await self._shards.run(scripts.DELETE_OBJECT, shard, *arguments, settles=True)
+        return bool(deleted == 1)
+
+    async def list_objects(
+        self, kind: str, tenant: str, after: str = "", limit: int = MAX_PAGE_SIZE
+    ) -> tuple[str, ...]:
+        arguments: list[Argument] = [collection_of(tenant, kind), after, check_listed(limit)]
+        calls = [Call(scripts.LIST_OBJECTS, shard, arguments) for shard in range(len(self._shards))]
+        found = [name.decode() for names in await self._shards.run_all(calls) for name in names]
+        return tuple(sorted(found, reverse=True)[:limit])
 
     async def cluster_id(self) -> str:
         return self._cluster_id

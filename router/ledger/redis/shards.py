@@ -79,8 +79,8 @@ class Call:
     """Call of a script on one shard, with its arguments.
 
     ``settles`` marks an important write: one that opens, releases, ends, erases or restores a
-    request, ends a choice, or changes API keys. Under durability class ``replicated``, such a call
-    succeeds only when a replica has the write.
+    request, ends a choice, or changes API keys or objects. Under durability class ``replicated``,
+    such a call succeeds only when a replica has the write.
     """
 
     script: Script

@@ -26,7 +26,8 @@
 --   p:<request id>           STRING  log probabilities of the prompt's tokens from the second one
 --                                    on, or empty
 --   e:<request id>           LIST    last moves of the request: "<µs> <move> <detail>"
---   f:<nonce>                STRING  empty; it exists if this call of forget was executed
+--   f:<nonce>                STRING  it exists if this call of forget, put_object or delete_object
+--                                    was executed; version that put_object stored, or empty
 --   g:<hash of id, arrival>  STRING  empty; it exists if this request was erased by forget, so that
 --                                    reassert does not restore it
 --   h:<hash of id>           STRING  empty; it exists if a request with this id was erased by
@@ -46,6 +47,9 @@
 --   sessions                 HASH    request -> session, if it has one
 --   tails                    HASH    request -> hash of the last chunk of its prompt, if it has one
 --   garbage                  LIST    chunks without references that are still to be deleted
+--   o:<name>                 HASH    an object: version, data
+--   objects:<tenant/kind>    ZSET    names of objects, all with the score 0
+--   object_expiries          ZSET    names of objects, by the time (µs) at which they expire
 --   term                     HASH    term of the newest leader, and the start of the term (µs)
 --   slots:<tenant>           ZSET    unfinished requests of a tenant that has limits -> time (µs)
 --                                    until which each counts as a concurrent request, unless
@@ -294,6 +298,28 @@ local function sweep(count)
         if not hash then return end
         -- A new prompt may refer to the chunk since it became garbage.
         if refer(hash, 0) == 0 then limit = delete_chunks(hash, limit) end
+    end
+end
+
+local function call_key(call) return ROOT .. 'f:' .. call end
+
+local function object_key(name) return ROOT .. 'o:' .. name end
+
+-- Return the key of the listing that contains an object.
+local function collection_key(name) return ROOT .. 'objects:' .. name:match('^(.*)/') end
+
+-- Remove an object that was deleted or has expired from the listings.
+local function unlist_object(name)
+    redis.call('ZREM', collection_key(name), name)
+    redis.call('ZREM', ROOT .. 'object_expiries', name)
+end
+
+-- Remove up to `count` expired objects from the listings.
+local function sweep_objects(count)
+    local due = redis.call(
+        'ZRANGEBYSCORE', ROOT .. 'object_expiries', '-inf', digits(now()), 'LIMIT', 0, count)
+    for _, name in ipairs(due) do
+        if redis.call('EXISTS', object_key(name)) == 0 then unlist_object(name) end
     end
 end
 

@@ -5,7 +5,7 @@
 local id, call, call_ms, retention_ms = unpack(ARGV)
 
 local state, arrived = unpack(redis.call('HMGET', request_key(id), 'state', 'arrived'))
-if redis.call('EXISTS', ROOT .. 'f:' .. call) == 1 then
+if redis.call('EXISTS', call_key(call)) == 1 then
     -- The call is repeated because its answer was lost. A request that has the id now is another
     -- one.
     return {'gone'}
@@ -16,7 +16,7 @@ elseif not is_final(state) then
 end
 redis.call('DEL', unpack(all_keys(id)))
 unlist(id, math.huge)
-redis.call('SET', ROOT .. 'f:' .. call, '', 'PX', call_ms)
+redis.call('SET', call_key(call), '', 'PX', call_ms)
 for _, key in ipairs({grave_key(id, arrived), forgotten_key(id)}) do
     redis.call('SET', key, '', 'PX', retention_ms)
 end

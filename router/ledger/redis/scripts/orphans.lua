@@ -1,10 +1,10 @@
 -- Finds unfinished requests of one shard whose gateway has no lease any more. Requests of the
 -- gateway whose lease ended first come first. Returns pairs: the end of the gateway's lease in µs,
--- or 0 if there was none, and the request id. The script also removes expired requests from the
--- listings, because the leader runs it regularly.
+-- or 0 if there was none, and the request id. The script also removes expired requests and objects
+-- from the listings, because the leader runs it regularly.
 -- ARGV: limit, now in µs, and for each known gateway: its id, the end of its lease in µs
 
--- Number of listed requests that one call checks.
+-- Number of listed requests, and of objects, that one call checks.
 local SWEPT = 64
 
 local limit, moment = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -35,4 +35,5 @@ for _, gateway in ipairs(dead) do
     end
 end
 sweep(SWEPT)
+sweep_objects(SWEPT)
 return found
