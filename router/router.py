@@ -32,8 +32,11 @@ from router.api.http2 import Limits, Server
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
+from router.api.openai.conversations.conversations import Conversations
+from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.explaining import Explaining
 from router.api.openai.responses.responses import Responses
+from router.api.openai.responses.stored import StoredResponses
 from router.api.openai.server import HttpServer
 from router.api.openai.texts import Texts
 from router.api.service import Inference
@@ -343,11 +346,14 @@ class Router:
         config, model = self.config, self._model
         renderer = ChatRenderer(model, self._template, accepts_templates=config.allow_chat_template)
         answering = Answering(config, self._inference, model, renderer)
+        stored = StoredResponses(self._inference, renderer, model)
+        conversations = StoredConversations(self._ledger, stored, self._requests.ledger_time)
         api = Api(
             self._authenticator,
             answering,
             Messages(answering, renderer, model),
-            Responses(answering, self._inference, renderer, model),
+            Responses(answering, self._inference, renderer, model, stored, conversations),
+            Conversations(conversations),
             Texts(model, renderer),
             Explaining(self._inference),
             model,

@@ -35,6 +35,8 @@
     ├── UnknownModel
     ├── UnknownRequest            the request was never seen, or its retention has passed
     │   └── ForgottenRequest      the request was erased by Forget
+    ├── UnknownObject             the conversation or item was never created, or has expired
+    ├── ConversationLocked        retry later: a response of the conversation has not finished
     ├── OffsetOutOfRange          Attach asked for an offset beyond the existing output
     ├── RequestConflict           the request id exists with a different body
     ├── QueueFull                 retry later: the admission queue is full
@@ -246,6 +248,18 @@ class UnknownRequest(EverliftError):
 
 class ForgottenRequest(UnknownRequest):
     slug = "forgotten_request"
+
+
+class UnknownObject(EverliftError):
+    slug = "unknown_object"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class ConversationLocked(EverliftError):
+    slug = "conversation_locked"
+    grpc_status = "ABORTED"
+    http_status = 409
 
 
 class OffsetOutOfRange(EverliftError):

@@ -155,6 +155,10 @@ class Requests:
             self._model.is_active and not self._registry.is_closing and self._ledger_health.is_fit
         )
 
+    def ledger_time(self) -> float:
+        """Return the time of the ledger's clock in seconds, as of the last heartbeat's offset."""
+        return now() + self._ledger_health.clock_offset_s
+
     # clients
 
     async def submit(

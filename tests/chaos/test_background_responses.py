@@ -39,11 +39,11 @@ async def http_address(cluster: Cluster, router: int) -> str:
         return (await client.status()).http_address
 
 
-async def test_background_responses_survive_kills(server: Server, tmp_path: Path) -> None:
+def config(server: Server, tmp_path: Path) -> Config:
     worker = WorkerConfig(
         model=str(DEMO_MODEL), num_blocks=256, num_threads=1, dtype="float32", max_num_seqs=2
     )
-    settings = Config(
+    return Config(
         model=str(DEMO_MODEL),
         num_routers=2,
         num_workers=2,
@@ -52,7 +52,10 @@ async def test_background_responses_survive_kills(server: Server, tmp_path: Path
         worker=worker,
         ledger=LedgerConfig(url=server.url, durability_class="always"),
     )
-    async with running(settings) as cluster:
+
+
+async def test_background_responses_survive_kills(server: Server, tmp_path: Path) -> None:
+    async with running(config(server, tmp_path)) as cluster:
         first, other = [await http_address(cluster, router) for router in range(2)]
         ids = []
         for text in _TEXTS:
@@ -73,6 +76,39 @@ async def test_background_responses_survive_kills(server: Server, tmp_path: Path
         number, known = begun
         rest = await read_stream(other, ids[0], number)
         assert known + rest == content(await ended(other, ids[0]))
+
+
+async def test_conversation_survives_loss_of_router(server: Server, tmp_path: Path) -> None:
+    """The router is lost between the submission of a conversation's response and its end."""
+    async with running(config(server, tmp_path)) as cluster:
+        first, other = [await http_address(cluster, router) for router in range(2)]
+        conversation = (await ask(first, "/v1/conversations", {})).json["id"]
+        turn = body(_TEXTS[0], background=True, conversation=conversation)
+        answer = await ask(first, "/v1/responses", turn)
+        assert answer.status == 200, answer.body
+        # The other router does not own the response, and knows that it has not finished.
+        locked = await ask(other, "/v1/responses", turn)
+        assert (locked.status, locked.error) == (409, ("conversation_locked", "conversation"))
+        assert await item_texts(other, conversation) == []
+        await cluster.kill_router(0)
+        response = await ended(other, answer.json["id"])
+        assert response["status"] == "incomplete"
+        expected = await ask(other, "/v1/responses", body(_TEXTS[0], store=False))
+        said = [_TEXTS[0], content(expected.json)]
+        assert await item_texts(other, conversation) == said
+        later = body(_TEXTS[1], conversation=conversation, max_output_tokens=20)
+        answer = await ask(other, "/v1/responses", later)
+        assert answer.status == 200, answer.body
+        assert answer.json["conversation"] == {"id": conversation}
+        assert answer.json["usage"]["input_tokens"] > response["usage"]["total_tokens"]
+        said += [_TEXTS[1], content(answer.json)]
+        assert await item_texts(other, conversation) == said
+
+
+async def item_texts(address: str, conversation: str) -> list[str]:
+    answer = await get(address, f"/v1/conversations/{conversation}/items?order=asc")
+    assert answer.status == 200, answer.body
+    return [item["content"][0]["text"] for item in answer.json["data"]]
 
 
 async def begin_stream(address: str, response_id: str) -> tuple[int, str]:

@@ -256,7 +256,7 @@ def test_invalid_fields_are_named(client: OpenAI) -> None:
         ({"input": [{"type": "image_generation_call"}]}, "input[0]"),
         ({"tools": [{"type": "functions"}]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
-        ({"conversation": "conv_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "there is no conversation conv_1"),
         ({"background": True, "store": False}, "store"),
         ({"previous_response_id": "resp_missing"}, "missing"),
     ):

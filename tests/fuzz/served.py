@@ -35,8 +35,11 @@ from router.api.grpc.inference_server import InferenceServer
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
+from router.api.openai.conversations.conversations import Conversations
+from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.explaining import Explaining
 from router.api.openai.responses.responses import Responses
+from router.api.openai.responses.stored import StoredResponses
 from router.api.openai.texts import Texts
 from router.api.service import Inference
 from router.auth.caller import OPEN, Caller
@@ -99,11 +102,16 @@ class Served:
         model = self.gateway.model
         renderer = ChatRenderer(model, template)
         answering = Answering(_CONFIG, inference, model, renderer)
+        stored = StoredResponses(inference, renderer, model)
+        conversations = StoredConversations(
+            self.gateway.ledger, stored, self.gateway.requests.ledger_time
+        )
         return Api(
             OPEN,
             answering,
             Messages(answering, renderer, model),
-            Responses(answering, inference, renderer, model),
+            Responses(answering, inference, renderer, model, stored, conversations),
+            Conversations(conversations),
             Texts(model, renderer),
             Explaining(inference),
             model,

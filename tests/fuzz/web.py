@@ -23,6 +23,8 @@ from router.api.anthropic.conversation import conversation_of
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.openai import body, fields, submissions
 from router.api.openai.connection import Connection
+from router.api.openai.conversations.fields import ConversationFields
+from router.api.openai.conversations.record import ConversationRecord, shown_item
 from router.api.openai.event_id import EventId
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
 from router.api.openai.responses.items import input_turns, tool_use
@@ -118,6 +120,14 @@ SCORED = {
     "prompt_logprobs": 1,
     "max_tokens": 0,
 }
+CONVERSATION = {
+    "items": [
+        {"role": "user", "content": "Hello"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+    ],
+    "metadata": {"topic": "weather"},
+}
 TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
 DETOKENIZED = {"tokens": [1, 255, 1023]}
 
@@ -184,10 +194,15 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"prompt": "a", "allowed_token_ids": [1, 2], "bad_words": ["a b"], "min_tokens": 1},
     ),
     "/v1/chat/completions": (CHAT, PLAIN_CHAT),
-    "/v1/responses": (RESPONSE, {"input": "a", "store": False, "previous_response_id": "resp_a"}),
+    "/v1/responses": (
+        RESPONSE,
+        {"input": "a", "store": False, "previous_response_id": "resp_a"},
+        {"input": "a", "conversation": {"id": "conv_a"}},
+    ),
     "/v1/responses/input_tokens": ({"input": "a"},),
     "/v1/messages": (MESSAGE,),
     "/v1/messages/count_tokens": (COUNTED,),
+    "/v1/conversations": (CONVERSATION, {"metadata": {}}),
     "/tokenize": (TOKENIZED, {"messages": PLAIN_CHAT["messages"]}),
     "/detokenize": (DETOKENIZED,),
 }
@@ -202,6 +217,7 @@ _KINDS: dict[str, type[fields.Fields]] = {
     "/v1/responses/input_tokens": InputTokensFields,
     "/v1/messages": MessagesFields,
     "/v1/messages/count_tokens": CountTokensFields,
+    "/v1/conversations": ConversationFields,
     "/tokenize": fields.TokenizeFields,
     "/detokenize": fields.DetokenizeFields,
 }
@@ -221,6 +237,8 @@ def _body(data: bytes) -> None:
     if isinstance(read, InputTokensFields):
         input_turns(read.input)
         tool_use(read)
+    if isinstance(read, ConversationFields):
+        _conversation(read)
     if isinstance(read, ResponseFields):
         record = Record.of(read, 1, ["a"])
         again = Record.from_bytes(record.to_bytes())
@@ -228,6 +246,16 @@ def _body(data: bytes) -> None:
             raise Finding("a stored response differs")
     if isinstance(read, MessagesFields | ResponseFields):
         submissions.of_chat(read.generation, "hi", None).SerializeToString()
+
+
+def _conversation(read: ConversationFields) -> None:
+    given = read.items or []
+    turns = input_turns(given, "items") if given else []
+    items = tuple(shown_item(item, f"i{at}") for at, item in enumerate(given))
+    stored = ConversationRecord(1, read.metadata or {}, items)
+    again = ConversationRecord.from_bytes(stored.to_bytes())
+    if again != stored or (given and input_turns(items) != turns):
+        raise Finding("a stored conversation differs")
 
 
 def _body_reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:

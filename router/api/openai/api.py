@@ -17,6 +17,7 @@ from router.api.anthropic import errors as anthropic_errors
 from router.api.anthropic.messages import Messages
 from router.api.openai import openapi
 from router.api.openai.answering import Answering
+from router.api.openai.conversations.conversations import Conversations
 from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.api.openai.explaining import Explaining
 from router.api.openai.responses.responses import Responses
@@ -43,6 +44,7 @@ class Api:
         answering: Answering,
         messages: Messages,
         responses: Responses,
+        conversations: Conversations,
         texts: Texts,
         explaining: Explaining,
         model: ServedModel,
@@ -56,6 +58,7 @@ class Api:
         self._answering = answering
         self._messages = messages
         self._responses = responses
+        self._conversations = conversations
         self._texts = texts
         self._explaining = explaining
         self._model = model
@@ -71,7 +74,7 @@ class Api:
             [
                 self._route("POST", "/v1/completions", self._answering.completions, INFER),
                 self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
-                *self._response_routes(),
+                *self._object_routes(),
                 self._messages_route("/v1/messages", self._messages.create),
                 self._messages_route("/v1/messages/count_tokens", self._messages.count_tokens),
                 self._route("GET", "/v1/models", self._models, INFER),
@@ -111,14 +114,26 @@ class Api:
     def _route(self, method: str, path: str, handler: Handler, *scopes: caller.Scope) -> Route:
         return Route(path, self._endpoint(method, handler, *scopes))
 
-    def _response_routes(self) -> Iterator[Route]:
+    def _object_routes(self) -> Iterator[Route]:
         responses, one = self._responses, "/v1/responses/{response_id}"
+        conversations, other = self._conversations, "/v1/conversations/{conversation_id}"
         handlers: Mapping[str, Mapping[str, Handler]] = {
             "/v1/responses": {"POST": responses.create},
             "/v1/responses/input_tokens": {"POST": responses.input_tokens},
             one: {"GET": responses.retrieve, "DELETE": responses.delete},
             f"{one}/cancel": {"POST": responses.cancel},
             f"{one}/input_items": {"GET": responses.input_items},
+            "/v1/conversations": {"POST": conversations.create},
+            other: {
+                "GET": conversations.retrieve,
+                "POST": conversations.update,
+                "DELETE": conversations.delete,
+            },
+            f"{other}/items": {"GET": conversations.list_items, "POST": conversations.add_items},
+            f"{other}/items/{{item_id}}": {
+                "GET": conversations.retrieve_item,
+                "DELETE": conversations.delete_item,
+            },
         }
         for path, by_method in handlers.items():
             limit = self._max_body_bytes

@@ -18,6 +18,12 @@ from router.api.anthropic.errors import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.openai.chat import ChatChunk, ChatCompletion
 from router.api.openai.completion import Completion
+from router.api.openai.conversations.conversations import ConversationBody, DeletedConversation
+from router.api.openai.conversations.fields import (
+    ConversationFields,
+    ConversationItemsFields,
+    ConversationUpdateFields,
+)
 from router.api.openai.errors import ErrorBody
 from router.api.openai.explaining import ExplanationBody
 from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
@@ -65,6 +71,13 @@ class TokenizerInfo(TypedDict):
     chat_template: str | None
 
 
+class ConversationItem(TypedDict):
+    """Item; its other members depend on its type."""
+
+    id: str
+    type: str
+
+
 class Condition(TypedDict):
     status: str
 
@@ -98,6 +111,9 @@ _ANSWERS = (
     ChatCompletion,
     Completion,
     Condition,
+    ConversationBody,
+    ConversationItem,
+    DeletedConversation,
     DeletedResponse,
     DetokenizedText,
     ErrorBody,
@@ -117,6 +133,9 @@ _ANSWERS = (
 _BODIES = (
     ChatFields,
     CompletionFields,
+    ConversationFields,
+    ConversationItemsFields,
+    ConversationUpdateFields,
     CountTokensFields,
     DetokenizeFields,
     InputTokensFields,
@@ -125,6 +144,8 @@ _BODIES = (
     TokenizeFields,
 )
 _EVENTS = "text/event-stream"
+_CONVERSATION = "/v1/conversations/{conversation_id}"
+_PAGING = {"order": "asc or desc", "after": "id of an item", "limit": "1 to 100"}
 _NAMES = re.compile(r"{(\w+)}")
 _PATHS = (
     _Path(
@@ -179,7 +200,49 @@ _PATHS = (
         "/v1/responses/{response_id}/input_items",
         "Input items of a stored response",
         {_JSON: "ItemPage"},
-        query={"order": "asc or desc", "after": "id of an item", "limit": "1 to 100"},
+        query=_PAGING,
+    ),
+    _Path(
+        "post",
+        "/v1/conversations",
+        "Create a conversation",
+        {_JSON: "ConversationBody"},
+        "ConversationFields",
+    ),
+    _Path("get", _CONVERSATION, "A conversation", {_JSON: "ConversationBody"}),
+    _Path(
+        "post",
+        _CONVERSATION,
+        "Replace the metadata of a conversation",
+        {_JSON: "ConversationBody"},
+        "ConversationUpdateFields",
+    ),
+    _Path("delete", _CONVERSATION, "Delete a conversation", {_JSON: "DeletedConversation"}),
+    _Path(
+        "get",
+        f"{_CONVERSATION}/items",
+        "Items of a conversation and of its finished responses",
+        {_JSON: "ItemPage"},
+        query=_PAGING,
+    ),
+    _Path(
+        "post",
+        f"{_CONVERSATION}/items",
+        "Add items to a conversation",
+        {_JSON: "ItemPage"},
+        "ConversationItemsFields",
+    ),
+    _Path(
+        "get",
+        f"{_CONVERSATION}/items/{{item_id}}",
+        "An item of a conversation",
+        {_JSON: "ConversationItem"},
+    ),
+    _Path(
+        "delete",
+        f"{_CONVERSATION}/items/{{item_id}}",
+        "Remove an item from a conversation",
+        {_JSON: "ConversationBody"},
     ),
     _Path(
         "post",

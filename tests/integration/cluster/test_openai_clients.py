@@ -13,6 +13,7 @@ import pytest
 from cluster.config import load
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
+from router.api.openai.responses.record import Record
 from tests.support.in_process import ROUTER, cluster, until
 from tests.support.router import chat_support
 from tests.support.router.http_client import get
@@ -103,10 +104,19 @@ async def test_openai_client_receives_tool_calls(tmp_path: Path, form: str) -> N
         await check(parts.routers[0].http_address, "tool_checks.py", **names)
 
 
-async def test_openai_client_uses_responses(tmp_path: Path) -> None:
+async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
         address = parts.routers[0].http_address
         await check(address, "responses_checks.py", EVERLIFT_MODEL="caller")
+        await check(address, "conversations_checks.py", EVERLIFT_MODEL="caller")
+        page = await parts.ledger.list_requests("")
+        requests = [(await parts.ledger.read(it.request_id)).request for it in page.entries]
+    records = [(Record.from_bytes(it.attachment), it.session_id) for it in requests]
+    sessions = [(it.conversation_id, session) for it, session in records if it is not None]
+    spliced = [pair for pair in sessions if pair[0] is not None]
+    # Turns of a conversation are spliced from the ledger's tokens, because they are one session.
+    assert all(conversation == session for conversation, session in spliced)
+    assert max(map(spliced.count, spliced)) == 3
 
 
 async def test_openai_client_retries_after_a_full_queue() -> None:

@@ -50,6 +50,10 @@ class Reasoning(Fields):
     summary: Any = None
 
 
+class ConversationId(Fields):
+    id: str
+
+
 class InputTokensFields(Fields):
     """Fields that make up the prompt."""
 
@@ -57,6 +61,9 @@ class InputTokensFields(Fields):
     input: str | List[Object] = Field(description="a text, or a list of items")
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = Field(
+        None, description="conversation to continue; not together with previous_response_id"
+    )
     reasoning: Reasoning | None = None
     tools: List[Object] | None = Field(
         None,
@@ -70,7 +77,10 @@ class InputTokensFields(Fields):
     )
     text: Text | None = None
 
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = {"conversation": "use previous_response_id"}
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation
+        return named.id if isinstance(named, ConversationId) else named
 
 
 class ResponseFields(InputTokensFields):
@@ -109,7 +119,6 @@ class ResponseFields(InputTokensFields):
     service_tier: Any = None
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **InputTokensFields.UNSUPPORTED,
         "context_management": "the client has to shorten the conversation",
         "moderation": "there is no moderation model",
         "prompt": _NO_STORE,

@@ -46,8 +46,8 @@ _IGNORED_TOOLS = frozenset(
 )
 
 
-def input_turns(raw: str | Sequence[Item]) -> list[Turn]:
-    """Return the turns of a request's ``input``.
+def input_turns(raw: str | Sequence[Item], at: str = "input") -> list[Turn]:
+    """Return the turns of items; ``at`` is the name of the field that contains them.
 
     Reasoning, text and calls that follow each other are one turn of the assistant. Raises
     UnsupportedContent for content other than text, OutOfRange for too many or too large items,
@@ -57,13 +57,13 @@ def input_turns(raw: str | Sequence[Item]) -> list[Turn]:
     if isinstance(raw, str):
         return [Turn("user", (raw,))]
     if not raw:
-        raise InvalidRequest("input must be a text or a list of at least one item", field="input")
+        raise InvalidRequest(f"{at} must be a text or a list of at least one item", field=at)
     if len(raw) > MAX_MESSAGES:
-        raise OutOfRange(f"input has {len(raw)} items; at most {MAX_MESSAGES} are allowed")
-    check_json("input", raw, MAX_BYTES)
+        raise OutOfRange(f"{at} has {len(raw)} items; at most {MAX_MESSAGES} are allowed")
+    check_json(at, raw, MAX_BYTES)
     turns: list[Turn] = []
     for i, item in enumerate(raw):
-        turn = _turn(f"input[{i}]", item)
+        turn = _turn(f"{at}[{i}]", item)
         joined = _joined(turns[-1], turn) if turns else None
         if joined is None:
             turns.append(turn)

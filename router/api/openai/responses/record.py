@@ -15,6 +15,7 @@ _MARK = b"R"
 #: Members of a response that repeat the request, and their values if the request lacks them.
 _ECHOED: Mapping[str, Any] = {
     "background": False,
+    "conversation": None,
     "instructions": None,
     "max_output_tokens": None,
     "max_tool_calls": None,
@@ -55,7 +56,16 @@ class Record:
     @property
     def echoed(self) -> dict[str, Any]:
         """Return the members of the response that repeat the request."""
-        return {name: self.body.get(name, default) for name, default in _ECHOED.items()}
+        members = {name: self.body.get(name, default) for name, default in _ECHOED.items()}
+        if (conversation_id := self.conversation_id) is not None:
+            members["conversation"] = {"id": conversation_id}
+        return members
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Return the id of the conversation that the response belongs to."""
+        named = self.body.get("conversation")
+        return named["id"] if isinstance(named, dict) else named
 
     @property
     def prompt_fields(self) -> InputTokensFields:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from everlift.errors import EverliftError, InvalidRequest, PromptTooLong
+from everlift.errors import ConversationLocked, EverliftError, InvalidRequest, PromptTooLong
 from everlift.v1 import inference_pb2 as pb
 from router.api.chat_renderer import ChatRenderer, RenderedChat
 from router.api.openai.answering import Answering
+from router.api.openai.conversations.stored import StoredConversation, StoredConversations
 from router.api.openai.endpoint import Call, JsonResponse, cancel_on_disconnect
 from router.api.openai.event_stream import Events, EventStream
+from router.api.openai.fields import Generation as GenerationFields
 from router.api.openai.generation import Generation
 from router.api.openai.responses.answer import FROM_START, ResponseAnswer
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
+from router.api.openai.responses.item_page import item_page, query_number
 from router.api.openai.responses.items import (
     input_turns,
     template_variables,
@@ -25,7 +30,7 @@ from router.api.openai.responses.items import (
     with_ids,
 )
 from router.api.openai.responses.record import Record
-from router.api.openai.responses.stored import StoredResponse, StoredResponses
+from router.api.openai.responses.stored import PREFIX, StoredResponses
 from router.api.openai.transcript import Transcript
 from router.api.service import Inference
 from router.chat.conversation import Conversation, Turn, num_text_characters
@@ -33,8 +38,32 @@ from router.requests import tokenizer
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 
-#: Maximum number of items on a page of a response's input, as in OpenAI's API, and the default.
-_MAX_PAGE, _PAGE = 100, 20
+#: Maximum number of attempts to add a response to a conversation that changes meanwhile.
+_MAX_TRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """Part of the conversation before a response.
+
+    ``names`` are the responses that it continues by ``previous_response_id``. ``conversation`` is
+    the conversation to which it is to be added; None if there is none or it is there already.
+    """
+
+    turns: Sequence[Turn] = ()
+    session_id: str = ""
+    names: Sequence[str] = ()
+    conversation: StoredConversation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Request of a response before its submission."""
+
+    name: str
+    generation: GenerationFields
+    message: pb.GenerateRequest
+    answer: ResponseAnswer
 
 
 class Responses:
@@ -44,12 +73,15 @@ class Responses:
         inference: Inference,
         renderer: ChatRenderer,
         model: ServedModel,
+        stored: StoredResponses,
+        conversations: StoredConversations,
     ) -> None:
         self._answering = answering
         self._inference = inference
         self._renderer = renderer
         self._model = model
-        self._stored = StoredResponses(inference, renderer, model)
+        self._stored = stored
+        self._conversations = conversations
 
     async def create(self, call: Call) -> ASGIApp:
         with self._answering.counting_rejections():
@@ -60,36 +92,76 @@ class Responses:
     async def _create(self, call: Call, name: str, fields: ResponseFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
         with self._answering.counting_rejections():
-            if fields.background and not fields.is_stored:
-                raise InvalidRequest("background needs store to be true", field="background")
-            chain = await self._chain(call, fields)
-            rendered = await self._render(fields, chain)
-            generation = fields.generation
-            message = self._answering.chat_message(generation, rendered)
-            message.clamp_max_tokens = True
-            session_id = _session(chain)
-            name = self._answering.set_session(call, name, generation, [message], session_id)
-            record = Record.of(fields, int(time.time()), _names(chain))
-            if fields.is_stored:
-                message.attachment = record.to_bytes()
+            _check_storage(fields)
+            prepared, is_added = await self._prepared_and_added(call, name, fields)
+        try:
+            return await self._submit(call, fields, prepared, journal)
+        except EverliftError as error:
+            if is_added and fields.conversation_id is not None:
+                await self._conversations.withdraw_response(
+                    call.caller, fields.conversation_id, prepared.name, error
+                )
+            raise
+
+    async def _prepared_and_added(
+        self, call: Call, name: str, fields: ResponseFields
+    ) -> tuple[_Prepared, bool]:
+        """Return a request, and whether this call added the response to its conversation.
+
+        If the conversation changes before the response is added, its new items become part of the
+        prompt. Raises ConversationLocked if it has an unfinished response, or changes all the time.
+        """
+        for _ in range(_MAX_TRIES):
+            earlier = await self._earlier(call, fields, name)
+            prepared = await self._prepare(call, name, fields, earlier)
+            if earlier.conversation is None:
+                return prepared, False
+            if await self._conversations.add_response(
+                call.caller, earlier.conversation, prepared.name
+            ):
+                return prepared, True
+        raise ConversationLocked(
+            f"the conversation {fields.conversation_id} is being changed by others",
+            field="conversation",
+        )
+
+    async def _prepare(
+        self, call: Call, name: str, fields: ResponseFields, earlier: _Earlier
+    ) -> _Prepared:
+        rendered = await self._render(fields, earlier.turns)
+        generation = fields.generation
+        message = self._answering.chat_message(generation, rendered)
+        message.clamp_max_tokens = True
+        session_id = earlier.session_id or f"resp-{secrets.token_hex(8)}"
+        name = self._answering.set_session(call, name, generation, [message], session_id)
+        record = Record.of(fields, int(time.time()), earlier.names)
+        if fields.is_stored:
+            message.attachment = record.to_bytes()
         parser = rendered.parser(name, 0, is_constrained=message.sampling.HasField("grammar"))
         vocabulary = self._answering.vocabulary(message)
         answer = ResponseAnswer(name, self._model.name, record, parser, vocabulary)
+        return _Prepared(name, generation, message, answer)
+
+    async def _submit(
+        self, call: Call, fields: ResponseFields, prepared: _Prepared, journal: Journal
+    ) -> ASGIApp:
+        name, message = prepared.name, prepared.message
         if not fields.background or fields.stream:
             return await self._answering.answer(
-                call, name, generation, [message], [journal], answer
+                call, name, prepared.generation, [message], [journal], prepared.answer
             )
         message.request_id = name
         submitted = await Generation.submit(
             self._inference, call.caller, [message], call.headers, [journal]
         )
         await submitted.aclose()
-        return JsonResponse(answer.response("queued"))
+        return JsonResponse(prepared.answer.response("queued"))
 
     async def input_tokens(self, call: Call) -> Response:
         fields = await call.fields(InputTokensFields)
         self._model.check_requested(fields.model or "")
-        conversation = await _conversation(fields, await self._chain(call, fields))
+        earlier = await self._earlier(call, fields)
+        conversation = await _conversation(fields, earlier.turns)
         ids = await self._renderer.token_ids(conversation)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
@@ -98,7 +170,7 @@ class Responses:
         stored = await self._stored.get(call.caller, _id(call))
         if query.get("stream", "").lower() != "true":
             return JsonResponse(stored.body)
-        after = _number(query, "starting_after", FROM_START)
+        after = query_number(query, "starting_after", FROM_START)
         answer = self._stored.answer(stored.live, stored.record, after)
         generation = await Generation.read(self._inference, call.caller, stored.name)
         transcript = Transcript(stored.name, 1, 1)
@@ -120,44 +192,53 @@ class Responses:
         return JsonResponse({"id": _id(call), "object": "response", "deleted": True})
 
     async def input_items(self, call: Call) -> Response:
-        query = call.request.query_params
         stored = await self._stored.get(call.caller, _id(call))
         items = with_ids(stored.input_items, stored.name)
-        if query.get("order", "desc") != "asc":
-            items.reverse()
-        if after := query.get("after"):
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise InvalidRequest(f"after: there is no item {after[:64]}", field="after")
-            items = items[ids.index(after) + 1 :]
-        limit = _number(query, "limit", _PAGE)
-        if not 1 <= limit <= _MAX_PAGE:
-            raise InvalidRequest(f"limit must be 1 to {_MAX_PAGE}", field="limit")
-        page = items[:limit]
-        return JsonResponse(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(items) > limit,
-            }
-        )
+        return JsonResponse(item_page(items, call.request.query_params))
 
-    async def _chain(self, call: Call, fields: InputTokensFields) -> list[StoredResponse]:
-        """Return the responses that a request continues, the first one first."""
+    async def _earlier(self, call: Call, fields: InputTokensFields, name: str = "") -> _Earlier:
+        """Return what precedes a response with the request id ``name``.
+
+        Raises InvalidRequest if that cannot be continued, UnknownRequest or UnknownObject if it
+        does not exist, and ConversationLocked if the conversation has an unfinished response.
+        """
+        if fields.conversation_id is not None:
+            if fields.previous_response_id is not None:
+                raise InvalidRequest(
+                    "conversation and previous_response_id exclude each other", field="conversation"
+                )
+            with _naming("conversation"):
+                return await self._in_conversation(call, fields.conversation_id, name)
         if fields.previous_response_id is None:
-            return []
-        try:
-            return await self._stored.chain(call.caller, fields.previous_response_id)
-        except EverliftError as error:
-            error.field = error.field or "previous_response_id"
-            raise
+            return _Earlier()
+        with _naming("previous_response_id"):
+            chain = await self._stored.chain(call.caller, fields.previous_response_id)
+            return _Earlier(
+                [turn for stored in chain for turn in stored.turns],
+                chain[-1].live.request.session_id,
+                [stored.name for stored in chain],
+            )
 
-    async def _render(
-        self, fields: InputTokensFields, chain: Sequence[StoredResponse]
-    ) -> RenderedChat:
-        conversation = await _conversation(fields, chain)
+    async def _in_conversation(self, call: Call, conversation_id: str, name: str) -> _Earlier:
+        conversation = await self._conversations.get(call.caller, conversation_id)
+        is_known = conversation.record.has_response(name)
+        if is_known:
+            # The client has sent the request again.
+            record = conversation.record.before_response(name)
+            conversation = replace(conversation, record=record)
+        contents = await self._conversations.contents(call.caller, conversation)
+        if name and contents.unfinished:
+            raise ConversationLocked(
+                f"the response {PREFIX}{contents.unfinished} of the conversation has not finished: "
+                "wait for its end or cancel it"
+            )
+        turns = await tokenizer.with_text(
+            num_text_characters(contents.items), lambda: contents.turns
+        )
+        return _Earlier(turns, conversation_id, (), None if is_known else conversation)
+
+    async def _render(self, fields: InputTokensFields, earlier: Sequence[Turn]) -> RenderedChat:
+        conversation = await _conversation(fields, earlier)
         if fields.truncation != "auto":
             return await self._renderer.render(conversation)
         return await self._truncated(conversation)
@@ -194,15 +275,14 @@ class Responses:
         return len(ids) < self._model.longest_sequence
 
 
-async def _conversation(fields: InputTokensFields, chain: Sequence[StoredResponse]) -> Conversation:
-    """Return the conversation of a request that continues the responses ``chain``.
+async def _conversation(fields: InputTokensFields, earlier: Sequence[Turn]) -> Conversation:
+    """Return the conversation of a request that continues the turns ``earlier``.
 
     Instructions of earlier responses are not part of it, as in OpenAI's API.
     """
     raw = fields.input
     turns = await tokenizer.with_text(num_text_characters(raw), lambda: input_turns(raw))
     system = [Turn("system", (fields.instructions,))] if fields.instructions else []
-    earlier = [turn for stored in chain for turn in stored.turns]
     variables = template_variables(fields.reasoning)
     return Conversation((*system, *earlier, *turns), tool_use(fields), template_variables=variables)
 
@@ -218,25 +298,24 @@ def _without(conversation: Conversation, start: int) -> Conversation:
     )
 
 
-def _session(chain: Sequence[StoredResponse]) -> str:
-    """Return the session of the responses that a request continues, or a new one."""
-    return (chain[-1].live.request.session_id if chain else "") or f"resp-{secrets.token_hex(8)}"
+def _check_storage(fields: ResponseFields) -> None:
+    """Raise InvalidRequest if a response must be stored but ``store`` is false."""
+    if not fields.is_stored:
+        for name in ("background", "conversation"):
+            if getattr(fields, name):
+                raise InvalidRequest(f"{name} needs store to be true", field=name)
 
 
-def _names(chain: Sequence[StoredResponse]) -> list[str]:
-    return [stored.name for stored in chain]
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Context manager that names ``field`` in errors that name no field."""
+    try:
+        yield
+    except EverliftError as error:
+        error.field = error.field or field
+        raise
 
 
 def _id(call: Call) -> str:
     response_id: str = call.request.path_params["response_id"]
     return response_id
-
-
-def _number(query: Mapping[str, str], name: str, default: int) -> int:
-    """Return a whole number of the query; ``default`` if it is missing. Raises InvalidRequest."""
-    text = query.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise InvalidRequest(f"{name} must be a whole number", field=name)
-    return int(text)

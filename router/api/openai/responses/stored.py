@@ -25,7 +25,7 @@ PREFIX = "resp_"
 #: Maximum number of earlier responses that a response continues.
 _MAX_ANCESTORS = 1024
 #: Maximum number of earlier responses that are read from the ledger at the same time.
-_READS_AT_ONCE = 8
+READS_AT_ONCE = 8
 #: Last tokens of a prompt that the parser of the output needs.
 _PROMPT_TAIL = 64
 _STATUSES = {
@@ -70,6 +70,12 @@ class StoredResponse:
         return list(body)
 
     @property
+    def output_items(self) -> list[Item]:
+        items = self.body["output"]
+        assert isinstance(items, list)
+        return items
+
+    @property
     def turns(self) -> list[Turn]:
         """Return the turns of its input and output. Raises InvalidRequest if it has no output."""
         if self.live.entry.state is not State.FINISHED:
@@ -78,8 +84,7 @@ class StoredResponse:
                 f"the response {PREFIX}{self.name} is {status} and cannot be continued",
                 field="previous_response_id",
             )
-        items = self.body["output"]
-        assert isinstance(items, list)
+        items = self.output_items
         return input_turns(self.record.body["input"]) + (input_turns(items) if items else [])
 
 
@@ -122,9 +127,16 @@ class StoredResponses:
     async def chain(self, caller: Caller, response_id: str) -> list[StoredResponse]:
         """Return a response and all those that it continues, the first one first.
 
-        Raises UnknownRequest if one of them is missing, and InvalidRequest if they are too many.
+        Raises UnknownRequest if one of them is missing, and InvalidRequest if they are too many or
+        the response belongs to a conversation, because they do not include its items.
         """
         last = await self.get(caller, response_id)
+        if (conversation_id := last.record.conversation_id) is not None:
+            raise InvalidRequest(
+                f"the response {response_id} belongs to a conversation: continue it with "
+                f"conversation {conversation_id}",
+                field="previous_response_id",
+            )
         names = last.record.ancestors
         if len(names) >= _MAX_ANCESTORS:
             raise InvalidRequest(
@@ -135,7 +147,7 @@ class StoredResponses:
 
     async def _get_all(self, caller: Caller, names: Sequence[str]) -> list[StoredResponse]:
         stored: list[StoredResponse] = []
-        for start in range(0, len(names), _READS_AT_ONCE):
-            part = names[start : start + _READS_AT_ONCE]
+        for start in range(0, len(names), READS_AT_ONCE):
+            part = names[start : start + READS_AT_ONCE]
             stored += await asyncio.gather(*(self.get(caller, PREFIX + name) for name in part))
         return stored

@@ -129,7 +129,7 @@ def test_reasoning_effort_is_a_template_variable(effort: Any, expected: Any) -> 
         ({"tool_choice": {"type": "web_search"}}, InvalidRequest, "tool_choice must be"),
         ({"tool_choice": "all"}, InvalidRequest, "tool_choice must be"),
         ({"tool_choice": "required"}, InvalidRequest, "there are no tools"),
-        ({"conversation": "c"}, EverliftError, "previous_response_id"),
+        ({"conversation": {"name": "c"}}, EverliftError, "conversation.name"),
     ],
 )
 def test_malformed_fields_are_rejected_with_their_path(

@@ -1,0 +1,115 @@
+"""Handlers of ``/v1/conversations``."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from everlift.errors import UnknownObject
+from router.api.openai.conversations.fields import (
+    ConversationFields,
+    ConversationItemsFields,
+    ConversationUpdateFields,
+)
+from router.api.openai.conversations.record import ConversationRecord, shown_item
+from router.api.openai.conversations.stored import StoredConversations
+from router.api.openai.endpoint import Call, JsonResponse
+from router.api.openai.responses.item_page import item_page, whole_page
+from router.api.openai.responses.items import Item, input_turns
+from router.chat.conversation import num_text_characters
+from router.requests import tokenizer
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+
+
+class ConversationBody(TypedDict):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(TypedDict):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: bool
+
+
+class Conversations:
+    def __init__(self, stored: StoredConversations) -> None:
+        self._stored = stored
+
+    async def create(self, call: Call) -> Response:
+        fields = await call.fields(ConversationFields)
+        items = await _new_items(fields.items or [])
+        record = ConversationRecord(int(time.time()), fields.metadata or {}, tuple(items))
+        return JsonResponse((await self._stored.create(call.caller, record)).body)
+
+    async def retrieve(self, call: Call) -> Response:
+        return JsonResponse((await self._stored.get(call.caller, _id(call))).body)
+
+    async def update(self, call: Call) -> Response:
+        metadata = (await call.fields(ConversationUpdateFields)).metadata
+        changed = await self._stored.change(
+            call.caller, _id(call), lambda record: record.with_metadata(metadata)
+        )
+        return JsonResponse(changed.body)
+
+    async def delete(self, call: Call) -> Response:
+        await self._stored.delete(call.caller, _id(call))
+        return JsonResponse({"id": _id(call), "object": "conversation.deleted", "deleted": True})
+
+    async def list_items(self, call: Call) -> Response:
+        return JsonResponse(item_page(await self._items(call), call.request.query_params))
+
+    async def add_items(self, call: Call) -> Response:
+        items = await _new_items((await call.fields(ConversationItemsFields)).items)
+        await self._stored.change(call.caller, _id(call), lambda record: record.with_items(items))
+        return JsonResponse(whole_page(items))
+
+    async def retrieve_item(self, call: Call) -> Response:
+        return JsonResponse(await self._item(call))
+
+    async def delete_item(self, call: Call) -> Response:
+        item_id = (await self._item(call))["id"]
+        changed = await self._stored.change(
+            call.caller, _id(call), lambda record: record.without_item(item_id)
+        )
+        return JsonResponse(changed.body)
+
+    async def _items(self, call: Call) -> list[Item]:
+        conversation = await self._stored.get(call.caller, _id(call))
+        return (await self._stored.contents(call.caller, conversation)).items
+
+    async def _item(self, call: Call) -> Item:
+        item_id = call.request.path_params["item_id"]
+        for item in await self._items(call):
+            if item["id"] == item_id:
+                return item
+        raise UnknownObject(f"the conversation {_id(call)} has no item {item_id[:64]}")
+
+
+async def _new_items(raw: Sequence[Item]) -> list[Item]:
+    """Return items that a client adds, with new ids. Raises the errors of ``input_turns``."""
+    if raw:
+        await tokenizer.with_text(num_text_characters(raw), lambda: input_turns(raw, "items"))
+    return [shown_item(item, _new_id(item)) for item in raw]
+
+
+def _new_id(item: Item) -> str:
+    return f"{_PREFIXES[item.get('type', 'message')]}_{secrets.token_hex(16)}"
+
+
+def _id(call: Call) -> str:
+    conversation_id: str = call.request.path_params["conversation_id"]
+    return conversation_id

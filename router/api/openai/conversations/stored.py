@@ -1,0 +1,242 @@
+"""Conversations in the ledger, read with the items of their responses."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from everlift.errors import (
+    ConversationLocked,
+    EverliftError,
+    ForgottenRequest,
+    RequestConflict,
+    UnknownObject,
+    UnknownRequest,
+)
+from router.api.openai.conversations.record import (
+    ConversationRecord,
+    ResponseReference,
+    shown_item,
+)
+from router.api.openai.responses.items import Item, input_turns, item_id
+from router.api.openai.responses.stored import (
+    PREFIX,
+    READS_AT_ONCE,
+    StoredResponse,
+    StoredResponses,
+)
+from router.auth.caller import Caller
+from router.chat.conversation import Turn
+from router.ledger.base import Ledger
+from router.ledger.entry import State
+from router.ledger.objects import ObjectConflict, object_name
+from router.requests import tokenizer
+
+_KIND = "conversations"
+_ID = re.compile(r"conv_[0-9a-f]{32}")
+#: Maximum number of attempts to change a conversation that others change at the same time.
+_MAX_TRIES = 16
+#: Seconds within which the request of a response that was added to a conversation is created. A
+#: response without a request then no longer locks the conversation: its router was lost.
+_CREATION_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """Conversation as it was read from the ledger; ``version`` is that of its object."""
+
+    conversation_id: str
+    record: ConversationRecord
+    version: int
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {
+            "id": self.conversation_id,
+            "object": "conversation",
+            "created_at": self.record.created_at,
+            "metadata": self.record.metadata,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Items of a conversation: ``parts`` are items that belong together, in their order.
+
+    ``unfinished`` is the name of a response that has not ended, if there is one.
+    """
+
+    parts: Sequence[Sequence[Item]]
+    unfinished: str = ""
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for part in self.parts for item in part]
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for part in self.parts for turn in input_turns(part, "conversation")]
+
+
+class StoredConversations:
+    """Reader and writer of conversations; ``ledger_time`` returns the ledger's time in seconds."""
+
+    def __init__(
+        self, ledger: Ledger, responses: StoredResponses, ledger_time: Callable[[], float]
+    ) -> None:
+        self._ledger = ledger
+        self._responses = responses
+        self._ledger_time = ledger_time
+
+    async def create(self, caller: Caller, record: ConversationRecord) -> StoredConversation:
+        """Store a new conversation. Raises OutOfRange, LedgerFull and LedgerUnavailable."""
+        conversation_id = f"conv_{secrets.token_hex(16)}"
+        name = _name(caller, conversation_id)
+        version = await self._ledger.put_object(name, record.to_bytes(), 0)
+        return StoredConversation(conversation_id, record, version)
+
+    async def get(self, caller: Caller, conversation_id: str) -> StoredConversation:
+        """Return a conversation. Raises UnknownObject and LedgerUnavailable."""
+        stored = await self._ledger.get_object(_name(caller, conversation_id))
+        if stored is None:
+            raise _unknown(conversation_id)
+        data = stored.data
+        record = await tokenizer.with_text(len(data), lambda: ConversationRecord.from_bytes(data))
+        return StoredConversation(conversation_id, record, stored.version)
+
+    async def change(
+        self,
+        caller: Caller,
+        conversation_id: str,
+        changed: Callable[[ConversationRecord], ConversationRecord],
+    ) -> StoredConversation:
+        """Replace the record of a conversation by ``changed(record)``, and return the result.
+
+        Raises UnknownObject, ConversationLocked if others change it all the time, and the errors of
+        ``changed`` and of ``Ledger.put_object``.
+        """
+        for _ in range(_MAX_TRIES):
+            known = await self.get(caller, conversation_id)
+            record = changed(known.record)
+            if record == known.record:
+                return known
+            with suppress(ObjectConflict):
+                return await self._put(caller, known, record)
+        raise ConversationLocked(f"the conversation {conversation_id} is being changed by others")
+
+    async def _put(
+        self, caller: Caller, known: StoredConversation, record: ConversationRecord
+    ) -> StoredConversation:
+        name, conversation_id = _name(caller, known.conversation_id), known.conversation_id
+        version = await self._ledger.put_object(name, record.to_bytes(), known.version)
+        return StoredConversation(conversation_id, record, version)
+
+    async def delete(self, caller: Caller, conversation_id: str) -> None:
+        """Delete a conversation, but not its responses. Raises UnknownObject."""
+        if not await self._ledger.delete_object(_name(caller, conversation_id)):
+            raise _unknown(conversation_id)
+
+    async def contents(self, caller: Caller, conversation: StoredConversation) -> Contents:
+        """Return the items of a conversation.
+
+        Responses that failed, were cancelled, were deleted or have expired contribute no items.
+        """
+        record = conversation.record
+        responses = await self._read(caller, record.references)
+        parts: list[list[Item]] = []
+        own: list[Item] = []
+        unfinished = ""
+        for entry in record.entries:
+            if not isinstance(entry, ResponseReference):
+                if not own:
+                    parts.append(own)
+                own.append(entry)
+                continue
+            response = responses[entry.name]
+            if isinstance(response, UnknownRequest):
+                if self._may_be_created(entry, response):
+                    unfinished = entry.name
+                continue
+            state = response.live.entry.state
+            if response.record.conversation_id != conversation.conversation_id:
+                # Its name was used for another request.
+                continue
+            if not state.is_final:
+                unfinished = entry.name
+            elif state is State.FINISHED:
+                parts += _response_parts(response)
+                own = []
+        hidden = set(record.hidden)
+        shown = [[item for item in part if item["id"] not in hidden] for part in parts]
+        return Contents([part for part in shown if part], unfinished)
+
+    async def _read(
+        self, caller: Caller, references: Sequence[ResponseReference]
+    ) -> dict[str, StoredResponse | UnknownRequest]:
+        found: dict[str, StoredResponse | UnknownRequest] = {}
+        for start in range(0, len(references), READS_AT_ONCE):
+            names = [it.name for it in references[start : start + READS_AT_ONCE]]
+            read = await asyncio.gather(*(self._response(caller, name) for name in names))
+            found.update(zip(names, read, strict=True))
+        return found
+
+    async def _response(self, caller: Caller, name: str) -> StoredResponse | UnknownRequest:
+        try:
+            return await self._responses.get(caller, PREFIX + name)
+        except UnknownRequest as error:
+            return error
+
+    def _may_be_created(self, reference: ResponseReference, error: UnknownRequest) -> bool:
+        if isinstance(error, ForgottenRequest):
+            return False
+        return self._ledger_time() - reference.added_at < _CREATION_S
+
+    async def add_response(
+        self, caller: Caller, conversation: StoredConversation, name: str
+    ) -> bool:
+        """Add a response, whose request will be created, to an unchanged conversation.
+
+        Return False, and add nothing, if the conversation has changed since it was read.
+        """
+        reference = ResponseReference(name, self._ledger_time())
+        try:
+            await self._put(caller, conversation, conversation.record.with_response(reference))
+        except ObjectConflict:
+            return False
+        return True
+
+    async def withdraw_response(
+        self, caller: Caller, conversation_id: str, name: str, error: EverliftError
+    ) -> None:
+        """Remove a response whose request was rejected with ``error``.
+
+        Nothing changes if the request was created nevertheless. If the ledger fails, the response
+        stays, but it contributes nothing and soon no longer locks the conversation.
+        """
+        is_other = isinstance(error, RequestConflict)
+        with suppress(EverliftError):
+            if is_other or isinstance(await self._response(caller, name), UnknownRequest):
+                await self.change(caller, conversation_id, lambda it: it.without_response(name))
+
+
+def _response_parts(response: StoredResponse) -> list[list[Item]]:
+    name = response.name
+    before = [
+        shown_item(item, item_id("item", name, index))
+        for index, item in enumerate(response.input_items)
+    ]
+    return [before, response.output_items]
+
+
+def _name(caller: Caller, conversation_id: str) -> str:
+    if not _ID.fullmatch(conversation_id):
+        raise _unknown(conversation_id)
+    return object_name(caller.tenant, _KIND, conversation_id)
+
+
+def _unknown(conversation_id: str) -> UnknownObject:
+    return UnknownObject(f"there is no conversation {conversation_id[:64]}")
