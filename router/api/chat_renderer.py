@@ -96,6 +96,13 @@ class ChatRenderer:
         ``add_special_tokens``: add those of the tokenizer to those that the template writes.
         """
         text = await self._text(conversation)
+        return await self._encode(text, add_special_tokens=add_special_tokens)
+
+    async def count_tokens(self, rendered: RenderedChat) -> int:
+        """Return the number of tokens of a prompt. Raises PromptTooLong if it fits no context."""
+        return len(await self._encode(rendered.prompt))
+
+    async def _encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         return await tokenizer.with_text(
             len(text), lambda: self._model.encode(text, add_special_tokens=add_special_tokens)
         )

@@ -15,6 +15,7 @@ from router.api.openai.fields import (
     List,
     Object,
     ResponseFormat,
+    SharedFields,
 )
 
 
@@ -69,22 +70,11 @@ class CountTokensFields(Fields):
     }
 
 
-class MessagesFields(CountTokensFields):
+class MessagesFields(CountTokensFields, SharedFields):
+    model: str
     max_tokens: Annotated[int, InRange("max_tokens")]
     metadata: Metadata | None = None
     stop_sequences: List[str] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, InRange("temperature")] | None = None
-    top_k: Annotated[int, InRange("top_k")] | None = None
-    top_p: Annotated[float, InRange("top_p")] | None = None
-
-    # Everlift's additions, as in the other APIs.
-    priority: Annotated[int, InRange("priority")] | None = None
-    seed: Annotated[int, InRange("seed")] | None = None
-    timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
-    ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
-    cache_salt: str | None = None
-    on_disconnect: Literal["cancel", "grace", "continue"] | None = None
 
     # Accepted, but without effect.
     diagnostics: Any = None
@@ -94,6 +84,7 @@ class MessagesFields(CountTokensFields):
     PARAMS: ClassVar[Mapping[str, str]] = {
         "request_id": "idempotency-key",
         "stop": "stop_sequences",
+        "grammar": "output_config.format",
         **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
     }
 
@@ -102,19 +93,9 @@ class MessagesFields(CountTokensFields):
         """Return the parameters of the generation in the form that all APIs share."""
         form = self.output_config.format if self.output_config else None
         return Generation(
-            model=self.model,
+            **self.shared,
             max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             stop=self.stop_sequences,
-            stream=self.stream,
-            seed=self.seed,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            timeout_ms=self.timeout_ms,
-            ttft_target_ms=self.ttft_target_ms,
-            on_disconnect=self.on_disconnect,
             response_format=_response_format(form) if form else None,
             user=self.metadata.user_id if self.metadata else None,
         )

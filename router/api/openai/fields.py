@@ -175,27 +175,48 @@ class StructuredOutputs(Fields):
 FORMS = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf")
 
 
-class Generation(Fields):
-    """Common fields of completions and chat."""
+class SharedFields(Fields):
+    """Fields that the requests of all APIs for text have under the same names."""
 
     model: str | None = None
-    max_tokens: Annotated[int, InRange("max_tokens")] | None = None
+    stream: bool | None = None
     temperature: Annotated[float, InRange("temperature")] | None = None
     top_p: Annotated[float, InRange("top_p")] | None = None
-    n: Annotated[int, InRange("n")] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | List[str] | None = None
     seed: Annotated[int, InRange("seed")] | None = None
-    presence_penalty: Annotated[float, InRange("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, InRange("frequency_penalty")] | None = None
-    logit_bias: Bias | None = None
-    response_format: ResponseFormat | None = None
 
     # Everlift's additions, with vLLM's names where vLLM has the same field.
     top_k: Annotated[int, InRange("top_k")] | None = Field(None, description="0 or -1: no limit")
     min_p: Annotated[float, InRange("min_p")] | None = None
     repetition_penalty: Annotated[float, InRange("repetition_penalty")] | None = None
+    priority: Annotated[int, InRange("priority")] | None = Field(
+        None, description="a higher class leaves the queue first"
+    )
+    cache_salt: str | None = None
+    timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
+    ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
+    on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
+        None, description="behaviour of the request when its client disconnects"
+    )
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Return the values of the shared fields by name."""
+        return {name: getattr(self, name) for name in SharedFields.model_fields}
+
+
+class Generation(SharedFields):
+    """Common fields of completions and chat."""
+
+    max_tokens: Annotated[int, InRange("max_tokens")] | None = None
+    n: Annotated[int, InRange("n")] | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | List[str] | None = None
+    presence_penalty: Annotated[float, InRange("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, InRange("frequency_penalty")] | None = None
+    logit_bias: Bias | None = None
+    response_format: ResponseFormat | None = None
+
+    # vLLM's additions.
     min_tokens: Annotated[int, InRange("min_tokens")] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: List[Annotated[int, InRange("stop_token_ids")]] | None = None
@@ -217,15 +238,6 @@ class Generation(Fields):
         InRange("truncate_prompt_tokens"),
         Field(description="use the last tokens of the prompt; -1: what the context leaves"),
     ] = None
-    priority: Annotated[int, InRange("priority")] | None = Field(
-        None, description="a higher class leaves the queue first"
-    )
-    cache_salt: str | None = None
-    timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
-    ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
-    on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
-        None, description="behaviour of the request when its client disconnects"
-    )
 
     # SGLang's names for members of structured_outputs.
     json_schema: Object | str | None = None

@@ -7,13 +7,10 @@ from typing import Annotated
 from pydantic import Field
 
 from router.api.openai.fields import Fields, List, Object
+from router.api.openai.responses.fields import Metadata
 
 #: Maximum number of items that one call adds, as in OpenAI's API.
 MAX_NEW_ITEMS = 20
-Metadata = Annotated[
-    dict[str, Annotated[str, Field(max_length=512)]],
-    Field(max_length=16, description="up to 16 texts by name"),
-]
 Items = Annotated[List[Object], Field(max_length=MAX_NEW_ITEMS)]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from everlift.errors import InvalidRequest
 from router.api.openai.fields import (
     Fields,
     Generation,
@@ -15,12 +16,16 @@ from router.api.openai.fields import (
     List,
     Object,
     ResponseFormat,
+    SharedFields,
     StreamOptions,
 )
 
 #: Values of ``include`` that change nothing, because the answer has no such data.
 _INCLUDABLE = Literal["reasoning.encrypted_content"]
-_NO_STORE = "the server keeps no such objects"
+Metadata = Annotated[
+    dict[str, Annotated[str, Field(max_length=512)]],
+    Field(max_length=16, description="up to 16 texts by name"),
+]
 
 
 class TextFormat(Fields):
@@ -83,32 +88,18 @@ class InputTokensFields(Fields):
         return named.id if isinstance(named, ConversationId) else named
 
 
-class ResponseFields(InputTokensFields):
+class ResponseFields(InputTokensFields, SharedFields):
     background: bool | None = Field(None, description="answer at once; poll or re-stream later")
     store: bool | None = Field(None, description="keep the response; default: true")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, InRange("max_tokens")] | None = None
-    temperature: Annotated[float, InRange("temperature")] | None = None
-    top_p: Annotated[float, InRange("top_p")] | None = None
     include: List[_INCLUDABLE] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
+    stop: Annotated[str | List[str] | None, Field(description="not in OpenAI's API")] = None
 
     # These name the request's session, if router.session_from includes them.
     prompt_cache_key: str | None = None
     user: str | None = None
-
-    # Everlift's additions, as in the other APIs.
-    priority: Annotated[int, InRange("priority")] | None = None
-    seed: Annotated[int, InRange("seed")] | None = None
-    stop: str | List[str] | None = None
-    timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
-    ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
-    top_k: Annotated[int, InRange("top_k")] | None = None
-    min_p: Annotated[float, InRange("min_p")] | None = None
-    repetition_penalty: Annotated[float, InRange("repetition_penalty")] | None = None
-    cache_salt: str | None = None
-    on_disconnect: Literal["cancel", "grace", "continue"] | None = None
 
     # Accepted, but without effect.
     client_metadata: Any = None
@@ -121,7 +112,7 @@ class ResponseFields(InputTokensFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "context_management": "the client has to shorten the conversation",
         "moderation": "there is no moderation model",
-        "prompt": _NO_STORE,
+        "prompt": "the server keeps no prompts",
         "top_logprobs": "use chat completions for log probabilities",
     }
     PARAMS: ClassVar[Mapping[str, str]] = {
@@ -140,23 +131,12 @@ class ResponseFields(InputTokensFields):
     def generation(self) -> Generation:
         """Return the parameters of the generation in the form that all APIs share."""
         form = self.text.format if self.text else None
+        shared = self.shared | ({"on_disconnect": "continue"} if self.background else {})
         return Generation(
-            model=self.model,
+            **shared,
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
             stop=self.stop,
-            stream=self.stream,
             stream_options=self.stream_options,
-            seed=self.seed,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            timeout_ms=self.timeout_ms,
-            ttft_target_ms=self.ttft_target_ms,
-            on_disconnect="continue" if self.background else self.on_disconnect,
             response_format=_response_format(form) if form else None,
             prompt_cache_key=self.prompt_cache_key,
             user=self.user,
@@ -166,4 +146,6 @@ class ResponseFields(InputTokensFields):
 def _response_format(form: TextFormat) -> ResponseFormat:
     if form.type != "json_schema":
         return ResponseFormat(type=form.type)
+    if form.schema_ is None:
+        raise InvalidRequest("text.format.schema is missing", field="text.format.schema")
     return ResponseFormat(type=form.type, json_schema=JsonSchema(schema=form.schema_))

@@ -255,24 +255,26 @@ class Responses:
         while low <= high:
             middle = (low + high) // 2
             shorter = _without(conversation, starts[middle - 1] if middle else 0)
-            if await self._fits(shorter):
-                best, high = await self._renderer.render(shorter), middle - 1
+            if (rendered := await self._rendered_if_fits(shorter)) is not None:
+                best, high = rendered, middle - 1
             else:
                 low = middle + 1
         if best is None:
             raise PromptTooLong(
-                f"the last turn alone is longer than the context of "
+                "the last turn alone is longer than the context of "
                 f"{self._model.longest_sequence} tokens",
                 field="input",
             )
         return best
 
-    async def _fits(self, conversation: Conversation) -> bool:
+    async def _rendered_if_fits(self, conversation: Conversation) -> RenderedChat | None:
+        """Return the prompt of a conversation; None if the context has no room for an output."""
         try:
-            ids = await self._renderer.token_ids(conversation)
+            rendered = await self._renderer.render(conversation)
+            num_tokens = await self._renderer.count_tokens(rendered)
         except PromptTooLong:
-            return False
-        return len(ids) < self._model.longest_sequence
+            return None
+        return rendered if num_tokens < self._model.longest_sequence else None
 
 
 async def _conversation(fields: InputTokensFields, earlier: Sequence[Turn]) -> Conversation:

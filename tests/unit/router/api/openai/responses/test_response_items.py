@@ -143,6 +143,23 @@ def test_malformed_fields_are_rejected_with_their_path(
     assert words in str(caught.value)
 
 
+def test_json_schema_format_needs_a_schema() -> None:
+    fields = parse(ResponseFields, {"input": "a", "text": {"format": {"type": "json_schema"}}})
+
+    with pytest.raises(InvalidRequest, match=r"text\.format\.schema is missing"):
+        _ = fields.generation
+
+
+def test_generation_has_the_shared_fields() -> None:
+    given = {"temperature": 0.5, "seed": 3, "priority": 1, "min_p": 0.1, "on_disconnect": "grace"}
+    fields = parse(ResponseFields, {"input": "a", "max_output_tokens": 9, **given})
+    kept = parse(ResponseFields, {"input": "a", "background": True, **given})
+
+    assert {name: getattr(fields.generation, name) for name in given} == given
+    assert fields.generation.max_tokens == 9
+    assert kept.generation.on_disconnect == "continue"
+
+
 def test_record_survives_storage() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     body = {"input": [CALL], "tools": [TOOL], "text": {"format": form}, "metadata": {"a": "b"}}
