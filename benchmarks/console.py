@@ -38,9 +38,9 @@ from everlift.request_id import qualify
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
 from router.admission.scheduler import cluster_load
-from router.api.openai.endpoint import Endpoint
-from router.api.openai.server import HttpServer
-from router.api.openai.writer import encode
+from router.api.http.endpoint import Endpoint
+from router.api.http.server import HttpServer
+from router.api.http.writer import encode
 from router.auth.caller import ANYONE, OPEN
 from router.config import RouterConfig
 from router.console.actions import Actions

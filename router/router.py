@@ -28,16 +28,16 @@ from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.handlers import service_name
 from router.api.grpc.health_server import HealthServer, ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
+from router.api.http.server import HttpServer
 from router.api.http2 import Limits, Server
+from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
-from router.api.openai.api import Api
 from router.api.openai.conversations.conversations import Conversations
 from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.explaining import Explaining
 from router.api.openai.responses.responses import Responses
 from router.api.openai.responses.stored import StoredResponses
-from router.api.openai.server import HttpServer
 from router.api.openai.texts import Texts
 from router.api.service import Inference
 from router.api.status import Status

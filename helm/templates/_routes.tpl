@@ -7,7 +7,7 @@
 
 {{/* HTTP paths that clients need. /metrics is not reachable from outside. */}}
 {{- define "everlift.paths" -}}
-[/v1, /tokenize, /detokenize, /health, /ping, /version, /openapi.json]
+[/v1, /tokenize, /detokenize, /tokenizer_info, /health, /ping, /version, /openapi.json]
 {{- end -}}
 
 {{/*

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from everlift.errors import Forbidden, InvalidRequest, UnsupportedMediaType
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai.body import Json
-from router.api.openai.endpoint import Call, JsonResponse
+from router.api.http.body import Json
+from router.api.http.endpoint import Call, JsonResponse
 from router.auth.caller import Caller, Scope
 from router.console.page import SECURITY_HEADERS
 

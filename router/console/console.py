@@ -14,10 +14,10 @@ from starlette.types import Scope as AsgiScope
 
 from everlift import logs
 from everlift.errors import EverliftError, LedgerUnavailable, TooManyConnections
-from router.api.openai import errors
-from router.api.openai.api import Path
-from router.api.openai.endpoint import Call, Disconnected, cancel_on_disconnect
-from router.api.openai.writer import encode
+from router.api.http import errors
+from router.api.http.endpoint import Call, Disconnected, cancel_on_disconnect
+from router.api.http.writer import encode
+from router.api.http_api import Path
 from router.auth.caller import Authenticator, Scope
 from router.console.actions import Actions
 from router.console.counts import Peers

@@ -10,7 +10,7 @@ from typing import Self
 from starlette.responses import RedirectResponse, Response
 
 from everlift.errors import UnknownPath
-from router.api.openai.endpoint import Call
+from router.api.http.endpoint import Call
 
 _DIRECTORY = Path(__file__).parent / "page"
 _INDEX = "index.html"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everlift.request_id import tenant_of
-from router.api.openai.writer import encode
+from router.api.http.writer import encode
 from router.auth.caller import Caller, Scope
 from router.console import workers
 from router.console.slot_grid import LOST, Lanes, SlotChanges, SlotGrid, Transfer

@@ -12,7 +12,9 @@ from everlift.errors import EverliftError, InvalidGrammar, QueueFull, SettingsEr
 from everlift.sampling import Grammar, GrammarKind
 from everlift.text import Stops, TextState
 from router.api.chat_renderer import ChatRenderer
-from router.api.openai import body, fields, submissions
+from router.api.http import body
+from router.api.http.fields import parse
+from router.api.openai import fields, submissions
 from router.api.openai.chat_conversation import chat_conversation
 from router.auth import document, file_store, key
 from router.chat.parsers.hermes import HERMES
@@ -35,7 +37,7 @@ _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 
 
 async def _conversed(renderer: ChatRenderer, data: bytes) -> None:
-    read = fields.parse(fields.ChatFields, body.parse(data))
+    read = parse(fields.ChatFields, body.parse(data))
     rendered = await renderer.render(await chat_conversation(read))
     submissions.of_chat(read, rendered.prompt, rendered.grammar)
     parser = rendered.parser("r", 0)

@@ -32,9 +32,9 @@ from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.health_server import ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
+from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
-from router.api.openai.api import Api
 from router.api.openai.conversations.conversations import Conversations
 from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.explaining import Explaining

@@ -21,11 +21,13 @@ from everlift.v1 import inference_pb2 as pb
 from router.api import service
 from router.api.anthropic.conversation import conversation_of
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
-from router.api.openai import body, fields, submissions
-from router.api.openai.connection import Connection
+from router.api.http import body
+from router.api.http.connection import Connection
+from router.api.http.event_id import EventId
+from router.api.http.fields import Fields, parse
+from router.api.openai import fields, submissions
 from router.api.openai.conversations.fields import ConversationFields
 from router.api.openai.conversations.record import ConversationRecord, shown_item
-from router.api.openai.event_id import EventId
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
 from router.api.openai.responses.items import input_turns, tool_use
 from router.api.openai.responses.record import Record
@@ -210,7 +212,7 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
 
 # bodies: a path, a line feed, JSON
 
-_KINDS: dict[str, type[fields.Fields]] = {
+_KINDS: dict[str, type[Fields]] = {
     "/v1/completions": fields.CompletionFields,
     "/v1/chat/completions": fields.ChatFields,
     "/v1/responses": ResponseFields,
@@ -226,7 +228,7 @@ _KINDS: dict[str, type[fields.Fields]] = {
 def _body(data: bytes) -> None:
     path, _, text = data.partition(b"\n")
     kind = _KINDS.get(path.decode("latin-1"), fields.CompletionFields)
-    read = fields.parse(kind, body.parse(text))
+    read = parse(kind, body.parse(text))
     if isinstance(read, fields.CompletionFields):
         for message in submissions.of_completion(read):
             message.SerializeToString()

@@ -11,9 +11,9 @@ from typing_extensions import TypedDict
 from everlift.errors import EverliftError
 from everlift.v1 import inference_pb2 as pb
 from router.api.anthropic.errors import described
-from router.api.openai.streaming import Event
-from router.api.openai.transcript import Collected, NewOutput, Usage
-from router.api.openai.writer import encode
+from router.api.http.streaming import Event
+from router.api.http.transcript import Collected, NewOutput, Usage
+from router.api.http.writer import encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser
 

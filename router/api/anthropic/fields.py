@@ -7,16 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from router.api.openai.fields import (
-    Fields,
-    Generation,
-    InRange,
-    JsonSchema,
-    List,
-    Object,
-    ResponseFormat,
-    SharedFields,
-)
+from router.api.http.fields import Fields, InRange, List, Object, SharedFields
+from router.api.openai.fields import Generation, JsonSchema, ResponseFormat
 
 
 class Thinking(Fields):

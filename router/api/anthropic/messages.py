@@ -13,8 +13,8 @@ from router.api.anthropic.answer import MessagesAnswer
 from router.api.anthropic.conversation import conversation_of
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.chat_renderer import ChatRenderer
+from router.api.http.endpoint import Call, JsonResponse, cancel_on_disconnect
 from router.api.openai.answering import Answering
-from router.api.openai.endpoint import Call, JsonResponse, cancel_on_disconnect
 from router.chat.conversation import Conversation, num_text_characters
 from router.requests import tokenizer
 from router.requests.timing import Journal

@@ -20,22 +20,23 @@ from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
 from router.api.chat_renderer import ChatRenderer, RenderedChat
+from router.api.http.endpoint import Call, cancel_on_disconnect
+from router.api.http.event_id import EventId
+from router.api.http.event_stream import Events, EventStream, KeepAlive
+from router.api.http.generation import Generation
+from router.api.http.streaming import StreamedAnswer
+from router.api.http.transcript import Collected, Transcript, Usage
 from router.api.openai import submissions
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.chat_conversation import chat_conversation
+from router.api.openai.chunks import ChunkOptions
 from router.api.openai.completion import CompletionAnswer
-from router.api.openai.endpoint import Call, cancel_on_disconnect
 from router.api.openai.envelope import Envelope
-from router.api.openai.event_id import EventId
-from router.api.openai.event_stream import Events, EventStream, KeepAlive
 from router.api.openai.fields import ChatFields, CompletionFields
 from router.api.openai.fields import Generation as GenerationFields
-from router.api.openai.generation import Generation
 from router.api.openai.logprobs import Echo
 from router.api.openai.prompt_logprobs import ScoredPrompt
-from router.api.openai.streaming import ChunkOptions, StreamedAnswer
 from router.api.openai.token_ids import TokenIds
-from router.api.openai.transcript import Collected, Transcript, Usage
 from router.api.service import Inference
 from router.config import RouterConfig
 from router.requests import tokenizer

@@ -9,14 +9,14 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
+from router.api.http.transcript import Collected, NewOutput, Usage
+from router.api.http.writer import around, array, encode
 from router.api.openai import logprobs, prompt_logprobs
+from router.api.openai.chunks import ChunkedAnswer, ChunkOptions
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.prompt_logprobs import PromptLogprobs, ScoredPrompt
-from router.api.openai.streaming import ChunkedAnswer, ChunkOptions
 from router.api.openai.token_ids import TokenIds
-from router.api.openai.transcript import Collected, NewOutput, Usage
-from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser
 from router.chat.reasoning_tokens import ReasoningTokens

@@ -7,7 +7,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from router.api.openai.transcript import Usage
+from router.api.http.transcript import Usage
 
 
 class PromptTokensDetails(TypedDict):

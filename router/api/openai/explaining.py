@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from everlift.explanation import as_json
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai.endpoint import Call, JsonResponse
+from router.api.http.endpoint import Call, JsonResponse
 from router.api.service import Inference
 
 

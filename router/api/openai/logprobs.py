@@ -21,8 +21,8 @@ from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary, decode_utf8
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai.transcript import Collected, NewOutput
-from router.api.openai.writer import around, array, encode
+from router.api.http.transcript import Collected, NewOutput
+from router.api.http.writer import around, array, encode
 
 #: Value of negative infinity, which JSON does not have, as in OpenAI's API.
 _LEAST = -9999.0

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from router.api.anthropic.answer import MessageBody, TokenCount
 from router.api.anthropic.errors import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
+from router.api.http.errors import ErrorBody
 from router.api.openai.chat import ChatChunk, ChatCompletion
 from router.api.openai.completion import Completion
 from router.api.openai.conversations.conversations import ConversationBody, DeletedConversation
@@ -24,7 +25,6 @@ from router.api.openai.conversations.fields import (
     ConversationItemsFields,
     ConversationUpdateFields,
 )
-from router.api.openai.errors import ErrorBody
 from router.api.openai.explaining import ExplanationBody
 from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from router.api.openai.responses.answer import (

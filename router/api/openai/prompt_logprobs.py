@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
 from everlift.v1 import inference_pb2 as pb
+from router.api.http.writer import array
 from router.api.openai.logprobs import (
     LOGPROBS_PER_PART,
     NO_SCORES,
@@ -19,7 +20,6 @@ from router.api.openai.logprobs import (
     members,
     placed_in_prompt,
 )
-from router.api.openai.writer import array
 
 
 class PromptLogprob(TypedDict):

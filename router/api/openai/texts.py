@@ -11,8 +11,8 @@ from starlette.responses import Response
 from everlift.chat_templates import Templates, read_object, special_tokens
 from everlift.errors import InvalidRequest
 from router.api.chat_renderer import ChatRenderer
+from router.api.http.endpoint import Call, JsonResponse
 from router.api.openai.chat_conversation import chat_conversation
-from router.api.openai.endpoint import Call, JsonResponse
 from router.api.openai.fields import DetokenizeFields, TokenizeFields
 from router.requests import tokenizer
 from router.requests.tokenizer import ServedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.api.openai.transcript import NewOutput
+from router.api.http.transcript import NewOutput
 
 
 class TokenIds:

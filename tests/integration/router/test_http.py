@@ -14,8 +14,8 @@ import pytest
 
 from everlift.client.client import AsyncClient
 from everlift.errors import QueueFull, Unauthenticated, UnknownRequest
-from router.api.openai import connection
-from router.api.openai.event_id import BEGIN, EventId
+from router.api.http import connection
+from router.api.http.event_id import BEGIN, EventId
 from router.auth.caller import Caller, Scope
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
 from tests.support.router.http_client import JSON, Event, ask, get, streamed

@@ -18,8 +18,8 @@ from everlift.errors import DataLoss, ForgottenRequest, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.api.chat_renderer import ChatRenderer
+from router.api.http.event_id import BEGIN, EventId
 from router.api.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
-from router.api.openai.event_id import BEGIN, EventId
 from router.chat.conversation import Conversation
 from router.router import Router
 from tests.support.in_process import ROUTER, WORKER, Cluster, Held, cluster, right_tokens, until

@@ -22,8 +22,8 @@ from everlift.messages import (
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.api.http import connection, server
 from router.api.http2 import Limits
-from router.api.openai import connection, server
 from router.api.openai.fields import MAX_PROMPTS
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.support.router.front_answers import FRONTS, Answer, answer, http

@@ -102,7 +102,7 @@ async def test_requests_without_worker_wait_past_idle_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream gets comments meanwhile, and no idle limit ends an answer that has none."""
-    monkeypatch.setattr("router.api.openai.server._IDLE_S", 0.05)
+    monkeypatch.setattr("router.api.http.server._IDLE_S", 0.05)
     router = replace(ROUTER, keep_alive=0.05)
     body = {"prompt": [1, 2], "max_tokens": 3}
     async with cluster(workers=0, router_config=router) as parts, AsyncClient(parts.address) as it:

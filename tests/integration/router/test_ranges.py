@@ -10,7 +10,8 @@ from cluster.llm.llm import LLM
 from everlift.errors import OutOfRange
 from everlift.messages import RANGES
 from everlift.options import GenerateOptions, submission_message
-from router.api.openai.fields import ChatFields, parse
+from router.api.http.fields import parse
+from router.api.openai.fields import ChatFields
 from tests.support.in_process import cluster
 from tests.support.router.front_answers import FRONTS, Answer
 

@@ -23,7 +23,7 @@ from everlift.errors import (
 from everlift.hashes import block_hashes
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.api.openai.event_id import BEGIN, EventId
+from router.api.http.event_id import BEGIN, EventId
 from router.auth.caller import Scope
 from tests.support.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until
 from tests.support.router.http_client import JSON

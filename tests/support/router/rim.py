@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.http.writer import Writer
 from router.api.http2 import Call
-from router.api.openai.api import Api
-from router.api.openai.writer import Writer
+from router.api.http_api import Api
 from router.api.service import IDEMPOTENCY_KEY
 from router.event_loop import now
 

@@ -47,7 +47,7 @@ def test_wall_clock_is_read_only_in_listed_files() -> None:
     assert looking == {
         "router/auth/access.py": ["time.time"],
         "router/api/openai/answering.py": ["time.time"],
-        "router/api/openai/api.py": ["time.time"],
+        "router/api/http_api.py": ["time.time"],
         "router/api/openai/conversations/conversations.py": ["time.time"],
         "router/api/openai/responses/responses.py": ["time.time"],
         "router/observability/traces/traces.py": ["time.time"],

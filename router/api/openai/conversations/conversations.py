@@ -11,6 +11,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from everlift.errors import UnknownObject
+from router.api.http.endpoint import Call, JsonResponse
 from router.api.openai.conversations.fields import (
     ConversationFields,
     ConversationItemsFields,
@@ -18,7 +19,6 @@ from router.api.openai.conversations.fields import (
 )
 from router.api.openai.conversations.record import ConversationRecord, shown_item
 from router.api.openai.conversations.stored import StoredConversations
-from router.api.openai.endpoint import Call, JsonResponse
 from router.api.openai.responses.item_page import item_page, whole_page
 from router.api.openai.responses.items import Item, input_turns
 from router.chat.conversation import num_text_characters

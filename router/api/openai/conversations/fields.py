@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.api.openai.fields import Fields, List, Object
+from router.api.http.fields import Fields, List, Object
 from router.api.openai.responses.fields import Metadata
 
 #: Maximum number of items that one call adds, as in OpenAI's API.

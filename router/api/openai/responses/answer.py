@@ -16,12 +16,12 @@ from typing_extensions import TypedDict
 from everlift.errors import EverliftError
 from everlift.text import Tokenizer
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai import errors
+from router.api.http import errors
+from router.api.http.streaming import Event
+from router.api.http.transcript import Collected, NewOutput, Usage
+from router.api.http.writer import encode
 from router.api.openai.responses.items import Item, item_id
 from router.api.openai.responses.record import Record
-from router.api.openai.streaming import Event
-from router.api.openai.transcript import Collected, NewOutput, Usage
-from router.api.openai.writer import encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser
 from router.chat.reasoning_tokens import ReasoningTokens

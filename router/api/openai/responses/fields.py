@@ -8,17 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from everlift.errors import InvalidRequest
-from router.api.openai.fields import (
-    Fields,
-    Generation,
-    InRange,
-    JsonSchema,
-    List,
-    Object,
-    ResponseFormat,
-    SharedFields,
-    StreamOptions,
-)
+from router.api.http.fields import Fields, InRange, List, Object, SharedFields
+from router.api.openai.fields import Generation, JsonSchema, ResponseFormat, StreamOptions
 
 #: Values of ``include`` that change nothing, because the answer has no such data.
 _INCLUDABLE = Literal["reasoning.encrypted_content"]

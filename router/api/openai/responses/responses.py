@@ -14,12 +14,13 @@ from starlette.types import ASGIApp
 from everlift.errors import ConversationLocked, EverliftError, InvalidRequest, PromptTooLong
 from everlift.v1 import inference_pb2 as pb
 from router.api.chat_renderer import ChatRenderer, RenderedChat
+from router.api.http.endpoint import Call, JsonResponse, cancel_on_disconnect
+from router.api.http.event_stream import Events, EventStream
+from router.api.http.generation import Generation
+from router.api.http.transcript import Transcript
 from router.api.openai.answering import Answering
 from router.api.openai.conversations.stored import StoredConversation, StoredConversations
-from router.api.openai.endpoint import Call, JsonResponse, cancel_on_disconnect
-from router.api.openai.event_stream import Events, EventStream
 from router.api.openai.fields import Generation as GenerationFields
-from router.api.openai.generation import Generation
 from router.api.openai.responses.answer import FROM_START, ResponseAnswer
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
 from router.api.openai.responses.item_page import item_page, query_number
@@ -31,7 +32,6 @@ from router.api.openai.responses.items import (
 )
 from router.api.openai.responses.record import Record
 from router.api.openai.responses.stored import PREFIX, StoredResponses
-from router.api.openai.transcript import Transcript
 from router.api.service import Inference
 from router.chat.conversation import Conversation, Turn, num_text_characters
 from router.requests import tokenizer

@@ -10,10 +10,10 @@ from everlift.errors import InvalidRequest, UnknownRequest
 from everlift.request_id import strip_tenant
 from everlift.text import Vocabulary
 from router.api.chat_renderer import ChatRenderer
+from router.api.http.transcript import Usage
 from router.api.openai.responses.answer import FROM_START, ResponseAnswer
 from router.api.openai.responses.items import Item, input_turns, tool_use
 from router.api.openai.responses.record import Record
-from router.api.openai.transcript import Usage
 from router.api.service import Inference
 from router.auth.caller import Caller
 from router.chat.conversation import Turn

@@ -1040,7 +1040,16 @@ def named_port(group: Object, name: str) -> int | None:
 #: Of a router's, those that are for clients outside.
 KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVICES = {"everlift.v1.Inference", KSERVE, "grpc.health.v1.Health"}
-PATHS = {"/v1", "/tokenize", "/detokenize", "/health", "/ping", "/version", "/openapi.json"}
+PATHS = {
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/health",
+    "/ping",
+    "/version",
+    "/openapi.json",
+}
 
 
 def test_chart_grpc_routes_expose_only_inference(rendered: dict[str, Rendered]) -> None:

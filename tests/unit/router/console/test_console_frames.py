@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from everlift.v1 import session_pb2
-from router.api.openai.writer import encode
+from router.api.http.writer import encode
 from router.auth.caller import ANYONE, Caller, Scope
 from router.console.prompts import Prompts
 from router.console.slot_grid import Lanes

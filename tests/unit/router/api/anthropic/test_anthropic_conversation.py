@@ -10,7 +10,7 @@ from hypothesis import given
 from everlift.errors import InvalidRequest, UnsupportedContent
 from router.api.anthropic.conversation import conversation_of, messages_of
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
-from router.api.openai.fields import parse
+from router.api.http.fields import parse
 from router.chat.conversation import Conversation, ToolCall, Turn
 from router.chat.tools import Choice
 from tests.support.router.conversations import turns

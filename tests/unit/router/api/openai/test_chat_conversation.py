@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from everlift.errors import InvalidRequest, OutOfRange
+from router.api.http.fields import parse
 from router.api.openai.chat_conversation import chat_conversation
-from router.api.openai.fields import ChatFields, TokenizeFields, parse
+from router.api.openai.fields import ChatFields, TokenizeFields
 from router.chat.conversation import Conversation
 from router.chat.messages import MAX_BYTES
 

@@ -12,9 +12,10 @@ import pytest
 from everlift.messages import FinishReason, Submission
 from everlift.v1 import inference_pb2 as pb
 from router.api.chat_renderer import RenderedChat
+from router.api.http.fields import parse
 from router.api.openai import answering
 from router.api.openai.answering import Answering
-from router.api.openai.fields import ChatFields, parse
+from router.api.openai.fields import ChatFields
 from router.chat.conversation import Conversation
 from router.chat.parsers.base import ReasoningFormat
 from router.chat.parsers.registry import Formats

@@ -32,15 +32,16 @@ from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai import answering, errors, event_stream, logprobs
+from router.api.http import errors, event_stream
+from router.api.http.event_id import BEGIN, EventId, Position
+from router.api.http.transcript import Collected, NewOutput, Transcript, Usage
+from router.api.http.writer import encode
+from router.api.openai import answering, logprobs
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
-from router.api.openai.event_id import BEGIN, EventId, Position
 from router.api.openai.logprobs import Echo
 from router.api.openai.prompt_logprobs import ScoredPrompt
-from router.api.openai.transcript import Collected, NewOutput, Transcript, Usage
-from router.api.openai.writer import encode
 from router.chat.parsers.base import Parser
 from router.chat.parsers.plain import PlainParser
 from router.chat.parsers.think import ThinkParser

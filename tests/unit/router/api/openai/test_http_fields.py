@@ -27,27 +27,21 @@ from everlift.errors import (
 from everlift.messages import Submission
 from everlift.sampling import Grammar, GrammarKind
 from everlift.v1 import inference_pb2 as pb
+from router.api.http.errors import described, headers
+from router.api.http.fields import Fields, parse
 from router.api.openai import fields, submissions
-from router.api.openai.errors import described, headers
-from router.api.openai.fields import (
-    ChatFields,
-    CompletionFields,
-    DetokenizeFields,
-    Fields,
-    TokenizeFields,
-    parse,
-)
+from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from router.config import SessionField
 
 USER = {"role": "user", "content": "hi"}
 
 
 def completion(**more: Any) -> list[pb.GenerateRequest]:
-    return submissions.of_completion(fields.parse(CompletionFields, {"prompt": "hi", **more}))
+    return submissions.of_completion(parse(CompletionFields, {"prompt": "hi", **more}))
 
 
 def chat(tools: Grammar | None = None, **more: Any) -> pb.GenerateRequest:
-    asked = fields.parse(ChatFields, {"messages": [USER], **more})
+    asked = parse(ChatFields, {"messages": [USER], **more})
     return submissions.of_chat(asked, "hi", tools)
 
 
@@ -331,7 +325,7 @@ def test_unknown_field_error_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownField, match="'temperatur'; did you mean 'temperature'"):
         completion(temperatur=1)
     with pytest.raises(UnknownField, match="unknown field 'promt'; did you mean 'prompt'"):
-        fields.parse(CompletionFields, {"promt": "hi"})
+        parse(CompletionFields, {"promt": "hi"})
     with pytest.raises(UnknownField) as caught:
         completion(stream=True, stream_options={"include": True})
     assert caught.value.field == "stream_options.include"
@@ -367,12 +361,12 @@ def test_ineffective_openai_fields_are_accepted() -> None:
 def test_session_is_the_first_configured_field(
     given: dict[str, str], names: tuple[SessionField, ...], session: str
 ) -> None:
-    parsed = fields.parse(ChatFields, {"messages": [USER], **given})
+    parsed = parse(ChatFields, {"messages": [USER], **given})
     assert submissions.session_id(parsed, names) == session
 
 
 def test_session_of_more_than_128_bytes_is_refused() -> None:
-    parsed = fields.parse(CompletionFields, {"prompt": "a", "prompt_cache_key": "é" * 65})
+    parsed = parse(CompletionFields, {"prompt": "a", "prompt_cache_key": "é" * 65})
     with pytest.raises(OutOfRange, match="prompt_cache_key is longer than 128") as caught:
         submissions.session_id(parsed, ("prompt_cache_key",))
     assert caught.value.field == "prompt_cache_key"
@@ -404,8 +398,8 @@ def test_completion_null_field_is_absent(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*OPENAI_CHAT, "add_generation_prompt", "chat_template_kwargs"])
 def test_chat_null_field_is_absent(name: str) -> None:
-    given = fields.parse(ChatFields, {"messages": [USER], name: None})
-    assert given == fields.parse(ChatFields, {"messages": [USER]})
+    given = parse(ChatFields, {"messages": [USER], name: None})
+    assert given == parse(ChatFields, {"messages": [USER]})
 
 
 def test_nested_null_fields_are_absent() -> None:
@@ -539,10 +533,10 @@ def test_field_error_never_quotes_the_input() -> None:
         {"prompt": "a", "stop": {"secret": 1}},
     ):
         with pytest.raises(InvalidRequest) as caught:
-            fields.parse(CompletionFields, ask)
+            parse(CompletionFields, ask)
         assert "secret" not in str(caught.value)
     with pytest.raises(InvalidRequest) as caught:
-        fields.parse(DetokenizeFields, {"tokens": "secret"})
+        parse(DetokenizeFields, {"tokens": "secret"})
     assert "secret" not in str(caught.value)
 
 

@@ -14,12 +14,12 @@ from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
 from everlift.v1 import inference_pb2 as pb
+from router.api.http.event_id import EventId
+from router.api.http.transcript import Collected, Transcript, Usage
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
-from router.api.openai.event_id import EventId
 from router.api.openai.logprobs import Echo, placed_in_prompt
-from router.api.openai.transcript import Collected, Transcript, Usage
 from router.chat.parsers.plain import PlainParser
 from router.requests.request import Choice, Output
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer

@@ -32,9 +32,10 @@ from everlift.sampling import (
     MAX_LOGPROBS,
 )
 from router.api import chat_renderer
+from router.api.http import body, connection, endpoint, server
 from router.api.http2 import Limits
 from router.api.kserve.infer_stream import MAX_CONCURRENT
-from router.api.openai import body, connection, endpoint, fields, server, submissions
+from router.api.openai import fields, submissions
 from router.chat import messages, tools
 from router.config import RouterConfig
 from router.requests import tokenizer

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import AttemptsExhausted
-from router.api.openai.fields import parse
+from router.api.http.fields import parse
+from router.api.http.streaming import Event
+from router.api.http.transcript import Collected, NewOutput, Usage
 from router.api.openai.responses.answer import FROM_START, ResponseAnswer
 from router.api.openai.responses.fields import ResponseFields
 from router.api.openai.responses.record import Record
-from router.api.openai.streaming import Event
-from router.api.openai.transcript import Collected, NewOutput, Usage
 from router.chat.parsers.base import CallableTools
 from router.chat.parsers.hermes import HERMES
 from router.chat.parsers.think import THINK

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from everlift.errors import EverliftError, InvalidRequest, UnsupportedContent
-from router.api.openai.fields import parse
+from router.api.http.fields import parse
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
 from router.api.openai.responses.items import (
     input_turns,

@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from everlift import logs
 from everlift.errors import EverliftError
-from router.api.openai.endpoint import Disconnected, cancel_on_disconnect
-from router.api.openai.generation import Generation
-from router.api.openai.streaming import Event, StreamedAnswer
-from router.api.openai.transcript import Transcript
-from router.api.openai.writer import Writer
+from router.api.http.endpoint import Disconnected, cancel_on_disconnect
+from router.api.http.generation import Generation
+from router.api.http.streaming import Event, StreamedAnswer
+from router.api.http.transcript import Transcript
+from router.api.http.writer import Writer
 
 log = logs.get_logger(__name__)
 

@@ -15,8 +15,8 @@ from everlift.errors import (
     MetadataTooLarge,
     TooManyConnections,
 )
-from router.api.openai import errors
-from router.api.openai.writer import Writer, encode
+from router.api.http import errors
+from router.api.http.writer import Writer, encode
 
 #: Maximum size of a request line with its headers, in bytes. Session tokens and trace states fit
 #: several times.

@@ -10,7 +10,7 @@ from everlift.errors import DataLoss
 from everlift.hashes import TokenDigest
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai.event_id import BEGIN, Position, written
+from router.api.http.event_id import BEGIN, Position, written
 
 _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 

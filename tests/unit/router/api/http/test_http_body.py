@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import EverliftError, InvalidRequest, MalformedBody, NotUtf8
-from router.api.openai import body
+from router.api.http import body
 
 BAD: dict[str, tuple[bytes, type[InvalidRequest]]] = {
     "nothing": (b"", MalformedBody),

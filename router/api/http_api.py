@@ -15,10 +15,10 @@ from starlette.types import ASGIApp
 from everlift.errors import RouterStopping, UnknownPath
 from router.api.anthropic import errors as anthropic_errors
 from router.api.anthropic.messages import Messages
+from router.api.http.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.api.openai import openapi
 from router.api.openai.answering import Answering
 from router.api.openai.conversations.conversations import Conversations
-from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.api.openai.explaining import Explaining
 from router.api.openai.responses.responses import Responses
 from router.api.openai.texts import Texts

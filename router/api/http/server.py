@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from everlift.address import join_host_port
-from router.api.openai.connection import Connection
+from router.api.http.connection import Connection
 
 #: Seconds without a request after which a connection is closed. The value exceeds the minute for
 #: which load balancers keep idle connections.

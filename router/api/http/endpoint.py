@@ -19,9 +19,9 @@ from everlift.errors import (
     MethodNotAllowed,
     UnsupportedMediaType,
 )
-from router.api.openai import body, errors
-from router.api.openai.fields import F, parse
-from router.api.openai.writer import encode
+from router.api.http import body, errors
+from router.api.http.fields import F, parse
+from router.api.http.writer import encode
 from router.api.service import X_REQUEST_ID, header_request_id
 from router.auth import caller as callers
 from router.auth.caller import ANYONE, Authenticator, Caller

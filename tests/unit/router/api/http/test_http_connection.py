@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router.api.openai import connection
-from router.api.openai.connection import Connection
+from router.api.http import connection
+from router.api.http.connection import Connection
 from tests.fuzz.served import Transport
 
 REQUEST = b"GET / HTTP/1.1\r\n\r\n"

@@ -1,0 +1,1 @@
+"""HTTP server, and what all APIs over HTTP share."""
