@@ -103,6 +103,11 @@ class OutputItems:
         self._number = 0
         self._after = after
 
+    @property
+    def last_number(self) -> int:
+        """Return the sequence number of the last event; FROM_START if there is none."""
+        return self._number - 1
+
     def event(self, kind: str, **members: Any) -> list[Event]:
         """Return an event as a list; an empty list if the client has it."""
         number = self._number
@@ -250,9 +255,31 @@ class ResponseAnswer:
         self, error: EverliftError, params: Mapping[str, str], resume: Mapping[str, str]
     ) -> list[Event]:
         detail = errors.streamed(error, params, resume)["error"]
+        if "resume" in detail:
+            # The response goes on. The event must not count: the client continues the stream after
+            # the last number that it has, at this or another router.
+            number = self._output.last_number
+            message = detail["message"]
+            if self._record.is_stored:
+                path = f"/v1/responses/resp_{self._name}?stream=true&starting_after={number}"
+                cause = errors.described(error, params)["error"]["message"]
+                message = f"{cause}; to continue, GET {path}"
+            event = {
+                "type": "error",
+                "sequence_number": number,
+                "code": detail["code"],
+                "message": message,
+                "param": detail["param"],
+            }
+            return [Event(encode(event), "error")]
+        events = self.cut_off()
         response = self.response("failed")
         response["error"] = {"code": detail["code"], "message": detail["message"]}
-        return self._output.event("response.failed", response=response)
+        return events + self._output.event("response.failed", response=response)
+
+    def cut_off(self) -> list[Event]:
+        """End the open item of an output that has no end, and return the events of its end."""
+        return self._output.close("incomplete")
 
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete response."""

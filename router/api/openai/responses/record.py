@@ -54,6 +54,10 @@ class Record:
         return cls(body, created_at, tuple(ancestors))
 
     @property
+    def is_stored(self) -> bool:
+        return self.body.get("store") is not False
+
+    @property
     def echoed(self) -> dict[str, Any]:
         """Return the members of the response that repeat the request."""
         members = {name: self.body.get(name, default) for name, default in _ECHOED.items()}

@@ -111,6 +111,8 @@ class StoredResponses:
             choice.output.tokens,
             None if reason is None else reason.name.lower(),
         )
+        if reason is None and live.entry.state.is_final:
+            answer.cut_off()
         return StoredResponse(strip_tenant(live.request.request_id), record, live, answer)
 
     def answer(self, live: LiveRequest, record: Record, after: int = FROM_START) -> ResponseAnswer:

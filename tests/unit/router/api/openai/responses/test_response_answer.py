@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.errors import AttemptsExhausted
+from everlift.errors import AttemptsExhausted, RouterStopping
 from router.api.http.fields import parse
 from router.api.http.streaming import Event
 from router.api.http.transcript import Collected, NewOutput, Usage
@@ -121,9 +121,26 @@ def test_resumed_stream_counts_what_the_client_has() -> None:
 def test_failed_stream_ends_with_the_error() -> None:
     writer = answer()
     writer.first_events(USAGE)
-    [event] = writer.error_events(AttemptsExhausted("three losses"), {}, {})
-    response = json.loads(event.data)["response"]
+    writer.events(NewOutput(0, "Hel", (), ()), USAGE)
+    *ends, failed = writer.error_events(AttemptsExhausted("three losses"), {}, {})
+    response = json.loads(failed.data)["response"]
 
-    assert event.name == "response.failed"
-    assert response["status"] == "failed"
+    assert ends[-1].name == "response.output_item.done" and failed.name == "response.failed"
+    assert (response["status"], response["output"][0]["status"]) == ("failed", "incomplete")
     assert response["error"] == {"code": "attempts_exhausted", "message": "three losses"}
+
+
+def test_stream_can_go_on_after_an_interruption() -> None:
+    writer = answer()
+    begun = [*writer.first_events(USAGE), *writer.events(NewOutput(0, "Hel", (), ()), USAGE)]
+    [event] = writer.error_events(RouterStopping("stopping"), {}, {"idempotency-key": "name"})
+    interrupted = json.loads(event.data)
+
+    assert (event.name, interrupted["code"]) == ("error", "router_stopping")
+    assert interrupted["sequence_number"] == json.loads(begun[-1].data)["sequence_number"]
+    assert interrupted["message"].endswith(
+        f"GET /v1/responses/resp_name?stream=true&starting_after={interrupted['sequence_number']}"
+    )
+    known = [json.loads(each.data) for each in begun]
+    rest = streamed("Hello.", [], interrupted["sequence_number"])
+    assert units(known) + units(rest) == units(streamed("Hello.", []))
