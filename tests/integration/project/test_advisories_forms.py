@@ -17,7 +17,7 @@ from everlift.errors import (
     PromptTextTooLong,
     PromptTooLong,
     TemplateTimeout,
-    UnknownField,
+    Unsupported,
 )
 from everlift.v1 import inference_pb2 as pb
 from tests.support.router.bystander import beside_a_good_stream
@@ -149,7 +149,7 @@ async def test_chat_template_from_a_client_is_rejected() -> None:
             fields = {"messages": messages, "chat_template_kwargs": {name: value}}
             cases[f"{path}, {name}"] = InvalidRequest, send(**fields)
     for path, send in (("chat", chat), ("tokenize", tokenize)):
-        cases[path] = UnknownField, send(messages=messages, chat_template=LOOP)
+        cases[path] = Unsupported, send(messages=messages, chat_template=LOOP)
         cases[f"{path}, text"] = None, send(messages=[said(LOOP[:90])])
     async with demo_fronts() as fronts:
         await check(fronts, cases)
