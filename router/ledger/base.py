@@ -578,13 +578,16 @@ class Ledger(Protocol):
 
     # objects
 
-    async def put_object(self, name: str, data: bytes, version: int) -> int:
+    async def put_object(
+        self, name: str, data: bytes, version: int, retention_s: float | None = None
+    ) -> int:
         """Store an object, and return its new version, which is larger.
 
         ``version`` is the version that the object must have; 0 means that it must not exist. The
-        object is deleted ``retention`` seconds after it was last put. Raises ObjectConflict, and
-        stores nothing, if the object has another version. Raises LedgerFull, and ValueError for an
-        invalid name (objects.py) or more than MAX_OBJECT_BYTES of ``data``.
+        object is deleted ``retention_s`` seconds after this call, unless it is put again; None
+        means the setting ``retention``. Raises ObjectConflict, and stores nothing, if the object
+        has another version. Raises LedgerFull, and ValueError for an invalid name (objects.py) or
+        more than MAX_OBJECT_BYTES of ``data``.
         """
         ...
 

@@ -132,6 +132,18 @@ async def test_object_is_kept_from_its_last_put(forgetful: Ledger, tick: Tick) -
     assert await forgetful.put_object(NAME, b"new", 0) > version
 
 
+async def test_object_has_its_own_retention(forgetful: Ledger, tick: Tick) -> None:
+    lasting, other = name_of("b"), name_of("c")
+    await forgetful.put_object(lasting, b"", 0, 3600.0)
+    await forgetful.put_object(NAME, b"", 0)
+    version = await forgetful.put_object(other, b"", 0, 3600.0)
+    await forgetful.put_object(other, b"", version)
+    await eventually(lambda: is_gone(forgetful), tick)
+    await eventually(lambda: is_gone(forgetful, other), tick)
+    assert not await is_gone(forgetful, lasting)
+    assert await forgetful.list_objects("things", "t") == (lasting,)
+
+
 async def test_expired_objects_leave_the_listing(forgetful: Ledger, tick: Tick) -> None:
     for object_id in IDS[:8]:
         await forgetful.put_object(name_of(object_id), b"", 0)

@@ -110,7 +110,7 @@ class MemoryLedger:
         self._quotas = MemoryQuotas(clock)
         self._access = AccessRecords(0, {})
         self._policy = ClusterPolicy()
-        self._objects = ObjectStore(clock, config.retention)
+        self._objects = ObjectStore(clock)
         self._cluster_id = secrets.token_hex(8)
 
     def _find(self, request_id: str) -> Record | None:
@@ -559,8 +559,11 @@ class MemoryLedger:
 
     # objects
 
-    async def put_object(self, name: str, data: bytes, version: int) -> int:
-        return self._objects.put(name, data, version)
+    async def put_object(
+        self, name: str, data: bytes, version: int, retention_s: float | None = None
+    ) -> int:
+        kept_s = self._retention_s if retention_s is None else retention_s
+        return self._objects.put(name, data, version, kept_s)
 
     async def get_object(self, name: str) -> StoredObject | None:
         return self._objects.get(name)

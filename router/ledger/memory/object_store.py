@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,28 +18,29 @@ class _Kept:
 class ObjectStore:
     """Objects, each of which is deleted ``retention_s`` seconds after it was last put."""
 
-    def __init__(self, clock: Callable[[], float], retention_s: float) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._retention_s = retention_s
-        #: in the order in which the objects expire
-        self._objects: OrderedDict[str, _Kept] = OrderedDict()
+        self._objects: dict[str, _Kept] = {}
+        #: sorted times at which the objects are deleted, with their names
+        self._ends: list[tuple[float, str]] = []
         #: sorted names of objects, by the part before the last slash
         self._names: dict[str, list[str]] = {}
         self._last_version = 0
 
-    def put(self, name: str, data: bytes, version: int) -> int:
+    def put(self, name: str, data: bytes, version: int, retention_s: float) -> int:
         check_object(name, data)
         known = self.get(name)
         known_version = known.version if known else 0
         if known_version != version:
             raise ObjectConflict(known_version)
-        if known is None:
-            insort(self._names.setdefault(name.rpartition("/")[0], []), name)
+        if known is not None:
+            self._remove(name)
+        insort(self._names.setdefault(name.rpartition("/")[0], []), name)
         now = self._clock()
         self._last_version = max(round(now * 1e6), self._last_version + 1)
         kept = StoredObject(bytes(data), self._last_version)
-        self._objects[name] = _Kept(kept, now + self._retention_s)
-        self._objects.move_to_end(name)
+        self._objects[name] = _Kept(kept, now + retention_s)
+        insort(self._ends, (now + retention_s, name))
         return self._last_version
 
     def get(self, name: str) -> StoredObject | None:
@@ -63,14 +63,12 @@ class ObjectStore:
 
     def _drop_expired(self) -> None:
         now = self._clock()
-        while self._objects:
-            name, kept = next(iter(self._objects.items()))
-            if kept.ends > now:
-                return
-            self._remove(name)
+        while self._ends and self._ends[0][0] <= now:
+            self._remove(self._ends[0][1])
 
     def _remove(self, name: str) -> None:
-        del self._objects[name]
+        ends = self._objects.pop(name).ends
+        del self._ends[bisect_left(self._ends, (ends, name))]
         collection = name.rpartition("/")[0]
         names = self._names[collection]
         del names[bisect_left(names, name)]

@@ -603,7 +603,10 @@ class RedisLedger:
 
     # objects
 
-    async def put_object(self, name: str, data: bytes, version: int) -> int:
+    async def put_object(
+        self, name: str, data: bytes, version: int, retention_s: float | None = None
+    ) -> int:
+        kept_ms = self._retention_ms if retention_s is None else round(retention_s * 1000)
         with _raising_ledger_full():
             word, stored = await self._shards.run(
                 scripts.PUT_OBJECT,
@@ -613,7 +616,7 @@ class RedisLedger:
                 version,
                 os.urandom(8).hex(),
                 self._call_ms,
-                self._retention_ms,
+                kept_ms,
                 settles=True,
             )
         if word == b"conflict":

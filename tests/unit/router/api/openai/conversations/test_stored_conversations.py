@@ -54,9 +54,11 @@ class Responses:
 class Yielding(MemoryLedger):
     """Ledger between whose reads and writes others run."""
 
-    async def put_object(self, name: str, data: bytes, version: int) -> int:
+    async def put_object(
+        self, name: str, data: bytes, version: int, retention_s: float | None = None
+    ) -> int:
         await asyncio.sleep(0)
-        return await super().put_object(name, data, version)
+        return await super().put_object(name, data, version, retention_s)
 
 
 @pytest.fixture
