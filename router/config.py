@@ -151,7 +151,7 @@ class RouterConfig:
     #: disables
     starvation: NotNegative = 0.0
     #: minimum share of lower classes: tokens of work that a class with queued requests may send per
-    #: token of work of higher classes
+    #: token of work of higher classes. The lowest class, that of batches, has no share
     class_floor: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     #: if clients need API keys: share each class fairly between tenants, by the tokens that each
     #: was served; the order applies within a tenant
@@ -240,6 +240,11 @@ class RouterConfig:
     template_timeout: Positive = 2.0
     #: number of processes that render chats; each renders one chat at a time
     template_processes: Count = 1
+    #: total size in MiB of the files that a tenant may have, before compression; the ledger holds
+    #: them. 0 disables files and batches
+    files_mib: Annotated[int, Field(ge=0)] = 256
+    #: time that files and batches are kept; a file's expires_after replaces it
+    file_retention: Positive = 604800.0
     #: time that a stopping router gives its requests to finish before other routers take them over
     drain: NotNegative = 5.0
 

@@ -28,14 +28,23 @@ from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.handlers import service_name
 from router.api.grpc.health_server import HealthServer, ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
+from router.api.http.endpoint import Handler
 from router.api.http.server import HttpServer
 from router.api.http2 import Limits, Server
 from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
+from router.api.openai.batches.batches import Batches
+from router.api.openai.batches.execution import Execution
+from router.api.openai.batches.run import Parts
+from router.api.openai.batches.runners import Runners
+from router.api.openai.batches.stored import StoredBatches
+from router.api.openai.batches.window import Window
 from router.api.openai.conversations.conversations import Conversations
 from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.explaining import Explaining
+from router.api.openai.files.files import Files
+from router.api.openai.files.stored import StoredFiles
 from router.api.openai.responses.responses import Responses
 from router.api.openai.responses.stored import StoredResponses
 from router.api.openai.texts import Texts
@@ -119,6 +128,7 @@ class Router:
         self._internal = self._transport.server(SERVER_OPTIONS)
         self._predictor_file: PredictorFile | None = None
         self._console: Console | None = None
+        self._runners: Runners | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
 
@@ -348,11 +358,13 @@ class Router:
         answering = Answering(config, self._inference, model, renderer)
         stored = StoredResponses(self._inference, renderer, model)
         conversations = StoredConversations(self._ledger, stored, self._requests.ledger_time)
+        responses = Responses(answering, self._inference, renderer, model, stored, conversations)
+        files, batches = self._open_batches(answering, responses)
         api = Api(
             self._authenticator,
             answering,
             Messages(answering, renderer, model),
-            Responses(answering, self._inference, renderer, model, stored, conversations),
+            responses,
             Conversations(conversations),
             Texts(model, renderer),
             Explaining(self._inference),
@@ -361,8 +373,44 @@ class Router:
             self._metrics,
             config.max_body_bytes,
             self._console.paths() if self._console is not None else (),
+            files,
+            batches,
         )
         return api.app(config.cors_origins)
+
+    def _open_batches(
+        self, answering: Answering, responses: Responses
+    ) -> tuple[Files | None, Batches | None]:
+        """Create the handlers of files and batches, and run batches from now on.
+
+        Return None for both if they are disabled.
+        """
+        config, ledger, ledger_time = self.config, self._ledger, self._requests.ledger_time
+        if not config.files_mib:
+            return None, None
+        kept_s = config.file_retention
+        files = StoredFiles(ledger, ledger_time, kept_s, config.files_mib << 20)
+        stored = StoredBatches(ledger, ledger_time, kept_s)
+        handlers: Mapping[str, Handler] = {
+            "/v1/chat/completions": answering.chat,
+            "/v1/completions": answering.completions,
+            "/v1/responses": responses.create,
+        }
+        execution = Execution(self._inference, handlers, config.max_body_bytes)
+        window = Window(self._batch_window)
+        parts = Parts(stored, files, execution, window, config.max_body_bytes)
+        limits_of = self._access.limits_of if self._access else unlimited
+        self._runners = Runners(parts, ledger, self.router_id, limits_of)
+        self._tasks.append(asyncio.create_task(_guarded(self._runners.run())))
+        return Files(files, ledger), Batches(stored, files, ledger, self._runners.notify)
+
+    def _batch_window(self) -> int:
+        """Return how many lines of batches may be in progress at a time.
+
+        This is twice the number of slots, so that each free slot has a line that waits for it.
+        """
+        slots = sum(link.info.max_num_seqs for link in self._sessions.links if link.is_up)
+        return max(2 * slots, 1)
 
     @property
     def _authenticator(self) -> Authenticator:
@@ -471,6 +519,8 @@ class Router:
 
     async def _stop(self) -> None:
         log.info("router stopping", router_id=self.router_id, requests=len(self._requests))
+        if self._runners is not None:
+            await self._runners.stop()
         await asyncio.gather(self._requests.stop(self.config.drain), self._leader.back_off())
         self._inference.stop()
         await asyncio.gather(self._public.stop(grace=0.5), self._http.stop(grace_s=0.5))

@@ -46,6 +46,9 @@ MAX_ATTACHMENT_BYTES = 4 << 20
 _IDS_PER_COPY = 1 << 14
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
+#: Lowest priority class, that of batches. It has no share of the work of higher classes, so its
+#: requests run only while no other request can.
+BATCH_PRIORITY = -MAX_PRIORITY
 
 #: Valid ranges of a request's numeric fields. They are the same in every API.
 RANGES: Mapping[str, Range] = {

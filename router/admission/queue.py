@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, takewhile
 from math import inf
 
+from everlift.messages import BATCH_PRIORITY
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.lanes import FairLane, Lane, Queued, RequestHeap
@@ -124,7 +125,8 @@ class Classes:
     For every token of work that leaves while a lower class has queued requests, the lower class
     earns ``floor`` tokens of credit. Its next request leaves once its credit covers the request's
     work. A class thus receives at least the share ``floor`` of the work of higher classes, less at
-    most one request. A class loses its credit when it has no queued request.
+    most one request. A class loses its credit when it has no queued request. BATCH_PRIORITY earns
+    no credit.
 
     With ``fair_share``, tenants of a class are served by their token counters; None disables that.
     """
@@ -225,6 +227,8 @@ class Classes:
         for priority in self._ascending:
             if priority >= waiting.priority:
                 break
+            if priority == BATCH_PRIORITY:
+                continue
             self._credit[priority] = self._credit.get(priority, 0.0) + self.floor * work
 
     def _heads(self, ledger_now: float | None) -> Iterator[tuple[int, Queued]]:

@@ -18,8 +18,10 @@ from router.api.anthropic.messages import Messages
 from router.api.http.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.api.openai import openapi
 from router.api.openai.answering import Answering
+from router.api.openai.batches.batches import Batches
 from router.api.openai.conversations.conversations import Conversations
 from router.api.openai.explaining import Explaining
+from router.api.openai.files.files import Files
 from router.api.openai.responses.responses import Responses
 from router.api.openai.texts import Texts
 from router.auth import caller
@@ -52,8 +54,13 @@ class Api:
         metrics: MetricsServer,
         max_body_bytes: int,
         more: Iterable[Path] = (),
+        files: Files | None = None,
+        batches: Batches | None = None,
     ) -> None:
-        """Create the API; ``more`` are additional paths, for example those of the console."""
+        """Create the API; ``more`` are additional paths, for example those of the console.
+
+        Without ``files`` and ``batches``, their paths do not exist.
+        """
         self._authenticator = authenticator
         self._answering = answering
         self._messages = messages
@@ -67,6 +74,8 @@ class Api:
         self._started = int(time.time())
         self._max_body_bytes = max_body_bytes
         self._more = tuple(more)
+        self._files = files
+        self._batches = batches
 
     def app(self, cors_origins: Sequence[str] = ()) -> ASGIApp:
         """Create the ASGI application; web pages from ``cors_origins`` may call it."""
@@ -135,9 +144,23 @@ class Api:
                 "DELETE": conversations.delete_item,
             },
         }
-        for path, by_method in handlers.items():
+        for path, by_method in {**handlers, **self._batch_handlers()}.items():
             limit = self._max_body_bytes
             yield Route(path, Endpoint(self._authenticator, by_method, (INFER,), limit))
+
+    def _batch_handlers(self) -> Mapping[str, Mapping[str, Handler]]:
+        files, batches = self._files, self._batches
+        if files is None or batches is None:
+            return {}
+        file, batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+        return {
+            "/v1/files": {"GET": files.list_files, "POST": files.create},
+            file: {"GET": files.retrieve, "DELETE": files.delete},
+            f"{file}/content": {"GET": files.content},
+            "/v1/batches": {"GET": batches.list_batches, "POST": batches.create},
+            batch: {"GET": batches.retrieve},
+            f"{batch}/cancel": {"POST": batches.cancel},
+        }
 
     def _messages_route(self, path: str, handler: Handler) -> Route:
         limit, describe = self._max_body_bytes, anthropic_errors.described

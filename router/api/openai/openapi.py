@@ -17,6 +17,8 @@ from router.api.anthropic.answer import MessageBody, TokenCount
 from router.api.anthropic.errors import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.http.errors import ErrorBody
+from router.api.openai.batches.fields import BatchFields
+from router.api.openai.batches.record import BatchBody
 from router.api.openai.chat import ChatChunk, ChatCompletion
 from router.api.openai.completion import Completion
 from router.api.openai.conversations.conversations import ConversationBody, DeletedConversation
@@ -27,6 +29,8 @@ from router.api.openai.conversations.fields import (
 )
 from router.api.openai.explaining import ExplanationBody
 from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from router.api.openai.files.files import DeletedFile
+from router.api.openai.files.record import FileBody
 from router.api.openai.responses.answer import (
     DeletedResponse,
     InputTokenCount,
@@ -71,6 +75,22 @@ class TokenizerInfo(TypedDict):
     chat_template: str | None
 
 
+class FilePage(TypedDict):
+    object: Literal["list"]
+    data: list[FileBody]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchPage(TypedDict):
+    object: Literal["list"]
+    data: list[BatchBody]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class ConversationItem(TypedDict):
     """Item; its other members depend on its type."""
 
@@ -107,6 +127,8 @@ class _Path:
 _JSON = "application/json"
 _ANSWERS = (
     AnthropicErrorBody,
+    BatchBody,
+    BatchPage,
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -114,10 +136,13 @@ _ANSWERS = (
     ConversationBody,
     ConversationItem,
     DeletedConversation,
+    DeletedFile,
     DeletedResponse,
     DetokenizedText,
     ErrorBody,
     ExplanationBody,
+    FileBody,
+    FilePage,
     InputTokenCount,
     ItemPage,
     Load,
@@ -131,6 +156,7 @@ _ANSWERS = (
     Version,
 )
 _BODIES = (
+    BatchFields,
     ChatFields,
     CompletionFields,
     ConversationFields,
@@ -146,6 +172,26 @@ _BODIES = (
 _EVENTS = "text/event-stream"
 _CONVERSATION = "/v1/conversations/{conversation_id}"
 _PAGING = {"order": "asc or desc", "after": "id of an item", "limit": "1 to 100"}
+_FILE, _BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+_FILE_PAGING = {
+    "purpose": "batch or batch_output",
+    "order": "asc or desc",
+    "after": "id of a file",
+    "limit": "1 to 10000",
+}
+#: Name of the body of an upload, which is a form.
+_UPLOAD = "multipart/form-data"
+_UPLOAD_SCHEMA = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+    },
+    "additionalProperties": False,
+}
 _NAMES = re.compile(r"{(\w+)}")
 _PATHS = (
     _Path(
@@ -244,6 +290,21 @@ _PATHS = (
         "Remove an item from a conversation",
         {_JSON: "ConversationBody"},
     ),
+    _Path("get", "/v1/files", "Files of this tenant", {_JSON: "FilePage"}, query=_FILE_PAGING),
+    _Path("post", "/v1/files", "Upload a file", {_JSON: "FileBody"}, _UPLOAD),
+    _Path("get", _FILE, "A file without its content", {_JSON: "FileBody"}),
+    _Path("delete", _FILE, "Delete a file", {_JSON: "DeletedFile"}),
+    _Path("get", f"{_FILE}/content", "Content of a file", {"application/jsonl": ""}),
+    _Path(
+        "get",
+        "/v1/batches",
+        "Batches of this tenant, newest first",
+        {_JSON: "BatchPage"},
+        query={"after": "id of a batch", "limit": "1 to 100"},
+    ),
+    _Path("post", "/v1/batches", "Run a file of requests", {_JSON: "BatchBody"}, "BatchFields"),
+    _Path("get", _BATCH, "A batch and its progress", {_JSON: "BatchBody"}),
+    _Path("post", f"{_BATCH}/cancel", "Cancel a batch", {_JSON: "BatchBody"}),
     _Path(
         "post",
         "/v1/messages",
@@ -320,8 +381,10 @@ def _operation(path: _Path) -> Json:
         "security": [] if path.is_open else [{}, {"key": []}],
     }
     if path.body is not None:
-        body = {"required": True, "content": {_JSON: _media(path.body)}}
-        operation["requestBody"] = body
+        content = {_JSON: _media(path.body)}
+        if path.body == _UPLOAD:
+            content = {_UPLOAD: {"schema": _UPLOAD_SCHEMA}}
+        operation["requestBody"] = {"required": True, "content": content}
     if parameters := [*_parameters(path)]:
         operation["parameters"] = parameters
     return operation

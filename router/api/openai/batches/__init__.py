@@ -1,0 +1,1 @@
+"""Batches API of OpenAI: files of requests that run when nothing else is queued."""

@@ -1,0 +1,111 @@
+"""Execution of one line of a batch, by the handler that serves its endpoint to clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from everlift.errors import EverliftError, UnknownRequest
+from everlift.messages import BATCH_PRIORITY
+from everlift.v1 import inference_pb2 as pb
+from router.api.http import errors
+from router.api.http.endpoint import Call, Handler, JsonResponse
+from router.api.openai.batches.lines import Answer, Line
+from router.api.openai.fields import MAX_PROMPTS
+from router.api.service import IDEMPOTENCY_KEY, X_REQUEST_ID, Inference
+from router.auth.caller import Caller
+from router.event_loop import now
+
+
+class Execution:
+    """Executor of lines; ``handlers`` are the handlers of the endpoints of batches.
+
+    A line is submitted with a name of its own, so that a second submission continues the same
+    request.
+    """
+
+    def __init__(
+        self, inference: Inference, handlers: Mapping[str, Handler], max_body_bytes: int
+    ) -> None:
+        self._inference = inference
+        self._handlers = handlers
+        self._max_body_bytes = max_body_bytes
+
+    async def answer(self, caller: Caller, endpoint: str, batch_id: str, line: Line) -> Answer:
+        """Submit a line, or attach to its request, and return the answer.
+
+        Raises the EverliftErrors of the handler.
+        """
+        call = self._call(caller, batch_id, line)
+        response = await self._handlers[endpoint](call)
+        # A line cannot set stream, so the response is whole.
+        assert isinstance(response, Response)
+        request_id = call.response_headers.get(IDEMPOTENCY_KEY, "")
+        return Answer(response.status_code, bytes(response.body), request_id)
+
+    def refused(self, batch_id: str, line: Line, error: EverliftError) -> Answer:
+        """Return the answer to a line that failed with ``error``."""
+        described = JsonResponse(errors.described(error, {}))
+        return Answer(error.http_status, bytes(described.body), line_name(batch_id, line.number))
+
+    async def cancel(self, caller: Caller, batch_id: str, number: int) -> None:
+        """Cancel the requests of a line, unless they have ended. Raises LedgerUnavailable."""
+
+        async def cancel(request_id: str) -> None:
+            await self._inference.cancel(caller, pb.CancelRequest(request_id=request_id))
+
+        await _for_requests(batch_id, number, cancel)
+
+    async def forget(self, caller: Caller, batch_id: str, number: int) -> None:
+        """Erase the requests of a line, which may then be submitted again.
+
+        Raises Moved and LedgerUnavailable.
+        """
+
+        async def forget(request_id: str) -> None:
+            await self._inference.forget(caller, pb.ForgetRequest(request_id=request_id))
+
+        await _for_requests(batch_id, number, forget)
+
+    def _call(self, caller: Caller, batch_id: str, line: Line) -> Call:
+        body = {**line.body, "priority": BATCH_PRIORITY, "on_disconnect": "continue"}
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+        headers = {IDEMPOTENCY_KEY: line_name(batch_id, line.number), X_REQUEST_ID: batch_id}
+        receive = _Receiving(json.dumps(body).encode())
+        return Call(Request(scope, receive), caller, headers, self._max_body_bytes, now())
+
+
+async def _for_requests(batch_id: str, number: int, do: Callable[[str], Awaitable[None]]) -> None:
+    """Call ``do`` with the id of each request of a line that exists."""
+    name = line_name(batch_id, number)
+    with suppress(UnknownRequest):
+        await do(name)
+        return
+    # A line with several prompts has a request for each.
+    with suppress(UnknownRequest):
+        for index in range(MAX_PROMPTS):
+            await do(f"{name}:{index}")
+
+
+class _Receiving:
+    """Client's side of a call: sends the body, and stays connected."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            await asyncio.Event().wait()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def line_name(batch_id: str, number: int) -> str:
+    """Return the request id of a line. The index of a prompt is appended if it has several."""
+    return f"{batch_id}-{number}"

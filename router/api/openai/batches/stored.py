@@ -1,0 +1,160 @@
+"""Batches in the ledger, and the list of those that have not ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from everlift.errors import RequestConflict, UnknownObject
+from router.api.openai.batches.record import BatchRecord
+from router.api.openai.object_ids import is_id, new_id
+from router.auth.caller import Caller
+from router.ledger.base import MAX_PAGE_SIZE, Ledger
+from router.ledger.objects import ObjectConflict, object_name
+
+BATCH_PREFIX = "batch_"
+#: ``unfinished_batches`` have no tenant, so that routers find those of all tenants in one listing.
+_KIND, _UNFINISHED = "batches", "unfinished_batches"
+#: Seconds within which the record of a batch is stored after its entry in the list of unfinished
+#: batches. An entry without a record is later removed: its router was lost.
+_CREATION_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """Batch as it was read from the ledger; ``version`` is that of its object."""
+
+    batch_id: str
+    record: BatchRecord
+    version: int
+
+
+class StoredBatches:
+    """Reader and writer of batches.
+
+    ``ledger_time`` returns the ledger's time in seconds since 1970. A batch is kept for its
+    completion window and ``retention_s`` more seconds.
+    """
+
+    def __init__(
+        self, ledger: Ledger, ledger_time: Callable[[], float], retention_s: float
+    ) -> None:
+        self._ledger = ledger
+        self.ledger_time = ledger_time
+        self._retention_s = retention_s
+
+    def new_id(self) -> str:
+        return new_id(BATCH_PREFIX, self.ledger_time())
+
+    async def create(self, caller: Caller, batch_id: str, record: BatchRecord) -> StoredBatch:
+        """Store a new batch; return the existing one if the call is repeated.
+
+        Raises RequestConflict if that was created by another call, LedgerFull and
+        LedgerUnavailable.
+        """
+        with suppress(ObjectConflict):
+            entry = f"{_UNFINISHED}/{batch_id}"
+            tenant = caller.tenant.encode()
+            await self._ledger.put_object(entry, tenant, 0, self._kept_s(record))
+        try:
+            version = await self._put(caller, batch_id, record, 0)
+            return StoredBatch(batch_id, record, version)
+        except ObjectConflict:
+            known = await self.get(caller, batch_id)
+        if not known.record.is_same_call(record):
+            raise RequestConflict("another batch was created with this idempotency-key")
+        return known
+
+    async def get(self, caller: Caller, batch_id: str) -> StoredBatch:
+        """Return a batch. Raises UnknownObject and LedgerUnavailable."""
+        stored = await self._ledger.get_object(_name(caller, batch_id))
+        if stored is None:
+            raise _unknown(batch_id)
+        return StoredBatch(batch_id, BatchRecord.from_bytes(stored.data), stored.version)
+
+    async def put(self, caller: Caller, known: StoredBatch, record: BatchRecord) -> StoredBatch:
+        """Replace the record of a batch, and return the batch.
+
+        Raises ObjectConflict if it has changed since ``known`` was read, LedgerFull and
+        LedgerUnavailable.
+        """
+        version = await self._put(caller, known.batch_id, record, known.version)
+        if record.is_final:
+            await self._ledger.delete_object(f"{_UNFINISHED}/{known.batch_id}")
+        return StoredBatch(known.batch_id, record, version)
+
+    async def _put(self, caller: Caller, batch_id: str, record: BatchRecord, version: int) -> int:
+        name, data = _name(caller, batch_id), record.to_bytes()
+        return await self._ledger.put_object(name, data, version, self._kept_s(record))
+
+    def _kept_s(self, record: BatchRecord) -> float:
+        return max(record.expires_at - self.ledger_time(), 0.0) + self._retention_s
+
+    async def change(
+        self, caller: Caller, batch_id: str, changed: Callable[[BatchRecord], BatchRecord]
+    ) -> StoredBatch:
+        """Replace the record of a batch by ``changed(record)``, and return the batch.
+
+        Raises UnknownObject, LedgerFull and LedgerUnavailable.
+        """
+        while True:
+            known = await self.get(caller, batch_id)
+            record = changed(known.record)
+            if record == known.record:
+                return known
+            with suppress(ObjectConflict):
+                return await self.put(caller, known, record)
+
+    async def list_page(
+        self, caller: Caller, after: str, limit: int
+    ) -> tuple[Sequence[StoredBatch], bool]:
+        """Return up to ``limit`` batches that precede ``after``, newest first.
+
+        An empty ``after`` begins with the newest. Also return whether there are more. Raises
+        UnknownObject for a malformed ``after``, and LedgerUnavailable.
+        """
+        start = _name(caller, after) if after else ""
+        names = await self._ledger.list_objects(_KIND, caller.tenant, start, limit + 1)
+        ids = [name.rpartition("/")[2] for name in names]
+        found = await asyncio.gather(
+            *(self.get(caller, batch_id) for batch_id in ids[:limit]), return_exceptions=True
+        )
+        batches: list[StoredBatch] = []
+        for each in found:
+            if isinstance(each, StoredBatch):
+                batches.append(each)
+            elif not isinstance(each, UnknownObject):
+                raise each
+        return batches, len(names) > limit
+
+    async def unfinished(self) -> dict[str, str]:
+        """Return the tenants of all batches that have not ended, by batch id."""
+        tenants: dict[str, str] = {}
+        last = ""
+        while True:
+            names = await self._ledger.list_objects(_UNFINISHED, "", last)
+            entries = await asyncio.gather(*map(self._ledger.get_object, names))
+            for name, entry in zip(names, entries, strict=True):
+                if entry is not None:
+                    tenants[name.rpartition("/")[2]] = entry.data.decode()
+            if len(names) < MAX_PAGE_SIZE:
+                return tenants
+            last = names[-1]
+
+    async def drop_unfinished(self, batch_id: str) -> None:
+        """Remove a batch without a record from the unfinished ones, unless it is new."""
+        created_at = int(batch_id[len(BATCH_PREFIX) :][:12], 16) / 1000
+        if self.ledger_time() > created_at + _CREATION_S:
+            await self._ledger.delete_object(f"{_UNFINISHED}/{batch_id}")
+
+
+def _name(caller: Caller, batch_id: str) -> str:
+    if not is_id(BATCH_PREFIX, batch_id):
+        raise _unknown(batch_id)
+    return object_name(caller.tenant, _KIND, batch_id)
+
+
+def _unknown(batch_id: str) -> UnknownObject:
+    return UnknownObject(f"there is no batch {batch_id[:64]}")

@@ -1,0 +1,132 @@
+"""File as it is stored in the ledger. Pure."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Literal, Self
+
+from typing_extensions import TypedDict
+
+from everlift.errors import OutOfRange
+
+#: Maximum size of the part of a file that one object of the ledger holds, before its compression.
+CHUNK_BYTES = 1 << 19
+
+
+class FileBody(TypedDict):
+    """File in the form of OpenAI's API."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Description of a file; times are in seconds since 1970.
+
+    ``digest`` is the SHA-256 of the content in hexadecimal form. The content of a result file is
+    stored with the batch ``batch_id``; it is empty for other files. ``sibling`` is the id of the
+    batch's other result file.
+    """
+
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    created_at: int
+    expires_at: int
+    num_bytes: int = 0
+    digest: str = ""
+    batch_id: str = ""
+    part: Literal["", "output", "errors"] = ""
+    sibling: str = ""
+
+    def body(self, file_id: str) -> FileBody:
+        return {
+            "id": file_id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        return cls(**json.loads(data))
+
+
+def pack(data: bytes) -> bytes:
+    """Compress a part of a file."""
+    return zlib.compress(data, 1)
+
+
+def unpack(data: bytes) -> bytes:
+    """Return the part of a file that ``pack`` compressed."""
+    return zlib.decompress(data)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultChunk:
+    """Lines of a batch's output file and of its error file that are stored together."""
+
+    output: bytes = b""
+    errors: bytes = b""
+
+    def __add__(self, other: ResultChunk) -> ResultChunk:
+        return ResultChunk(self.output + other.output, self.errors + other.errors)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.output) + len(self.errors)
+
+    def to_bytes(self) -> bytes:
+        return struct.pack("<Q", len(self.output)) + pack(self.output + self.errors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        (num_output_bytes,) = struct.unpack_from("<Q", data)
+        both = unpack(data[8:])
+        return cls(both[:num_output_bytes], both[num_output_bytes:])
+
+
+class LineSplitter:
+    """Splitter of a content, which comes in parts, into lines.
+
+    ``max_bytes`` is the maximum length of a line.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Return the lines that end in ``part``, without their ends. Raises OutOfRange."""
+        *lines, last = part.split(b"\n")
+        if lines:
+            lines[0] = self.rest + lines[0]
+            self._pieces, self._num_bytes = [], 0
+        self._pieces.append(last)
+        self._num_bytes += len(last)
+        longest = max(self._num_bytes, *map(len, lines), 0)
+        if longest > self._max_bytes:
+            raise OutOfRange(f"a line has more than {self._max_bytes} bytes", field="input_file_id")
+        return lines
+
+    @property
+    def rest(self) -> bytes:
+        """The content after the last end of a line."""
+        return b"".join(self._pieces)
