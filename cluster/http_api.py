@@ -1,4 +1,4 @@
-"""Client of a cluster's OpenAI API, for commands that need chats, which gRPC does not serve."""
+"""Client of a cluster's OpenAI API, for chats and batches, which gRPC does not serve."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, Unreachable, from_slug
 
 Body = Mapping[str, object]
+Headers = Mapping[str, str]
 
 
 class HttpApi:
@@ -30,10 +31,38 @@ class HttpApi:
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
 
-    async def post(self, path: str, body: Body, headers: Mapping[str, str] | None = None) -> Any:
-        """Send ``body`` as JSON to ``path``, and return the parsed JSON of the answer."""
-        async with self._answer(path, body, headers or {}) as answer:
+    async def get(self, path: str) -> Any:
+        """Return the parsed JSON of the answer to a GET of ``path``."""
+        async with self._answer("GET", path) as answer:
             return await answer.json()
+
+    async def post(self, path: str, body: Body, headers: Headers | None = None) -> Any:
+        """Send ``body`` as JSON to ``path``, and return the parsed JSON of the answer."""
+        async with self._answer("POST", path, json=body, headers=headers) as answer:
+            return await answer.json()
+
+    async def upload(self, name: str, content: bytes, headers: Headers) -> Any:
+        """Upload a file of requests, and return the parsed JSON of the answer."""
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", content, filename=name)
+        async with self._answer("POST", "v1/files", data=form, headers=headers) as answer:
+            return await answer.json()
+
+    async def read_lines(self, path: str) -> AsyncGenerator[bytes]:
+        """Yield the lines of the answer to a GET of ``path``, without their ends."""
+        rest = b""
+        async with self._answer("GET", path) as answer:
+            async for data in answer.content.iter_any():
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    yield line
+        if rest:
+            yield rest
+
+    async def delete(self, path: str) -> None:
+        """Send a DELETE of ``path``."""
+        async with self._answer("DELETE", path):
+            pass
 
     async def stream(self, path: str, body: Body) -> AsyncGenerator[Any]:
         """Send ``body`` as JSON to ``path``, and yield the parsed JSON of each event of the answer.
@@ -42,7 +71,7 @@ class HttpApi:
         the iterator early cancels the request.
         """
         events = Events()
-        async with self._answer(path, body, {}) as answer:
+        async with self._answer("POST", path, json=body) as answer:
             async for data in answer.content.iter_any():
                 for event in events.of(data):
                     if event == DONE:
@@ -55,10 +84,10 @@ class HttpApi:
 
     @asynccontextmanager
     async def _answer(
-        self, path: str, body: Body, headers: Mapping[str, str]
+        self, method: str, path: str, **more: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            async with self._session.post(path, json=body, headers=headers) as answer:
+            async with self._session.request(method, path, **more) as answer:
                 if answer.status != 200:
                     raise _error(await answer.json())
                 yield answer
@@ -77,7 +106,9 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
     """
     served = (await client.status()).http_address
     if not served:
-        raise ClusterFailed("this cluster serves no HTTP, which chats need: set router.http_host")
+        raise ClusterFailed(
+            "this cluster serves no HTTP, which this command needs: set router.http_host"
+        )
     credentials, key = tls(), api_key()
     host, port = addresses(address)[0].rpartition(":")[0], served.rpartition(":")[2]
     context = client_context(credentials).current() if credentials is not None else None

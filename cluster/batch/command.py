@@ -1,47 +1,48 @@
-"""Command ``everlift batch``, which runs a file of prompts."""
+"""Command ``everlift batch``, which runs a file of requests."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.bar import bar
-from cluster.batch.backends import ClusterBackend, LocalBackend
-from cluster.batch.lines import Line, Survey, read
+from cluster.batch.lines import Survey, read
+from cluster.batch.remote import ClusterBatch
 from cluster.batch.results import Results
-from cluster.batch.run import Backend, Batch
 from cluster.connection import Address, connected
 from cluster.errors import BatchFailed
 from cluster.http_api import connected_to_http
 from cluster.llm.local import Assignments, Local, Model, local_config, opened
 
-#: Number of batch slots of two workers with default settings.
-_CONCURRENCY = 512
+if TYPE_CHECKING:
+    from cluster.llm.llm import LLM
 
 EXAMPLES = """
-Each line of FILE is a prompt with its options, or one of OpenAI's completions or chat completions:
+Each line of FILE is a request in the form of OpenAI's batches. A prompt with its options suffices:
 
-    {"id": "a", "prompt": "count from 17 to 30:", "temperature": 0, "max_tokens": 64}
-    {"custom_id": "b", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+    {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+    {"custom_id": "b", "prompt": "count from 17 to 30:", "temperature": 0, "max_tokens": 64}
 
-Results are appended as requests finish. Run an interrupted batch again to complete the rest.
+The cluster runs the requests while it has nothing else to do, and keeps the results until this
+command fetches them. Run an interrupted batch again to complete it.
 
 **Examples**
 
 - `everlift batch prompts.jsonl` writes prompts.out.jsonl
-- `everlift batch prompts.jsonl --output answers.jsonl --concurrency 64`
+- `everlift batch prompts.jsonl --output answers.jsonl --window 2h`
 - `everlift batch prompts.jsonl --retry-failed` replaces the results that are errors
+- `everlift batch prompts.jsonl --cancel` stops a batch that was interrupted
 - `everlift batch prompts.jsonl --local --model ~/models/llama`
 """
+
+_Advance = Callable[[int], None]
 
 
 def batch(
@@ -52,39 +53,41 @@ def batch(
             metavar="FILE", help="File for the results. Default: FILE with .out in its name."
         ),
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of concurrent requests.")
-    ] = _CONCURRENCY,
+    window: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Time within which the cluster must finish: a number with m, h or d, up to 7d.",
+        ),
+    ] = "24h",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run the lines again whose results are errors.")
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel the batch in the cluster.")
     ] = False,
     address: Address = None,
     local: Local = False,
     model: Model = None,
     assignments: Assignments = None,
 ) -> None:
-    """Run a file of prompts. After Ctrl-C the same command continues it."""
+    """Run a file of requests. After Ctrl-C the same command continues it."""
     config = local_config(local, model, assignments)
     known, path = Survey(file), output or file.with_suffix(f".out{file.suffix}")
     if path.exists() and path.samefile(file):
-        raise BatchFailed("the results cannot be written to the file of prompts")
+        raise BatchFailed("the results cannot be written to the file of requests")
     with Results(path, retry_failed=retry_failed) as results:
-        job = _Job(file, known, results, concurrency)
+        job = _Job(file, known, results)
         if not job.num_remaining:
             typer.echo(f"{path}: all {len(known)} lines were already done")
-        elif config is None:
-            asyncio.run(_through_cluster(job, address))
-        else:
+        elif config is not None:
             with opened(config) as llm:
-                asyncio.run(job.run(LocalBackend(llm)))
-        raise typer.Exit(1 if results.num_failed(known.keys()) else 0)
-
-
-async def _through_cluster(job: _Job, address: str | None) -> None:
-    # Retries have no time limit, so that the batch waits while the queue is full.
-    async with connected(address, retry_s=math.inf) as client:
-        async with aclosing(ClusterBackend(client, connected_to_http(client, address))) as backend:
-            await job.run(backend)
+                asyncio.run(job.run_locally(llm))
+        elif cancel:
+            asyncio.run(job.cancel(address, window))
+        else:
+            asyncio.run(job.run(address, window))
+        raise typer.Exit(1 if results.num_failed(known.custom_ids) else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +95,58 @@ class _Job:
     file: Path
     known: Survey
     results: Results
-    concurrency: int
 
     @property
     def num_remaining(self) -> int:
-        return len(self.known) - self.results.num_done(self.known.keys())
+        return len(self.known) - self.results.num_done(self.known.custom_ids)
 
-    async def run(self, backend: Backend) -> None:
-        """Run the lines that are not done, then print a summary, even after an interruption."""
-        total, started_at = len(self.known), time.monotonic()
-        done, shown = total - self.num_remaining, sys.stderr.isatty()
-        with bar(self.file.name, total, done, shown=shown) as advance:
-            batch = Batch(backend, self.results, self.concurrency, advance)
+    async def run(self, address: str | None, window: str) -> None:
+        """Have a cluster run the lines that are not done, and fetch their results."""
+        async with connected(address) as client, connected_to_http(client, address) as api:
+
+            async def run(advance: _Advance) -> int:
+                batch = ClusterBatch(api, self.results, window, advance)
+                return await batch.run(read(self.file))
+
+            hint = "the batch continues in the cluster; run the same command again for its results"
+            await self._run(run, hint)
+
+    async def cancel(self, address: str | None, window: str) -> None:
+        async with connected(address) as client, connected_to_http(client, address) as api:
+            batch = ClusterBatch(api, self.results, window, _ignore)
+            num_cancelled = await batch.cancel(read(self.file))
+        typer.echo(f"{num_cancelled} batches cancelled")
+
+    async def run_locally(self, llm: LLM) -> None:
+        """Run the lines that are not done with a model in this process."""
+        from cluster.batch.local import LocalBatch
+
+        async def run(advance: _Advance) -> int:
+            batch = LocalBatch(llm, self.results, self.known.digest, advance)
+            return await batch.run(read(self.file))
+
+        await self._run(run, "run the same command again to continue")
+
+    async def _run(self, run: Callable[[_Advance], Awaitable[int]], hint: str) -> None:
+        """Run the lines, then print a summary, even after an interruption."""
+        total, started_at, tokens = len(self.known), time.monotonic(), 0
+        shown = sys.stderr.isatty()
+        with bar(self.file.name, total, total - self.num_remaining, shown=shown) as advance:
             try:
-                await batch.run(self._lines())
+                tokens = await run(advance)
             finally:
-                self._sum_up(batch.output_tokens, time.monotonic() - started_at)
+                self._sum_up(tokens, time.monotonic() - started_at, hint)
 
-    def _lines(self) -> Iterator[Line]:
-        return read(self.file, self.known.digest, self.results, self.results.attempt)
-
-    def _sum_up(self, tokens: int, elapsed_s: float) -> None:
+    def _sum_up(self, tokens: int, elapsed_s: float, hint: str) -> None:
         total, remaining = len(self.known), self.num_remaining
-        failed = self.results.num_failed(self.known.keys())
-        rest = "; run the same command again to continue" if remaining else ""
+        failed = self.results.num_failed(self.known.custom_ids)
+        rest = f"; {hint}" if remaining else ""
+        rate = f"; {tokens} tokens in {elapsed_s:.1f} s, {tokens / elapsed_s:.0f} tokens/s"
         typer.echo(
-            f"{self.results.path}: {total - remaining} of {total} done, {failed} of them failed; "
-            f"{tokens} tokens in {elapsed_s:.1f} s, {tokens / elapsed_s:.0f} tokens/s{rest}"
+            f"{self.results.path}: {total - remaining} of {total} done, {failed} of them failed"
+            f"{rate if tokens else ''}{rest}"
         )
+
+
+def _ignore(tokens: int) -> None:
+    pass

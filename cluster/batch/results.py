@@ -1,17 +1,16 @@
-"""Results of a batch: a file of JSON lines, to which each result is appended.
+"""Results of a batch: a file of JSON lines in the form of OpenAI's batches.
 
 A batch can be interrupted at any moment and continued later.
 
-    {"id": "a", "text": " 42", "finish_reason": "stop", "usage": {...}}
-    {"id": "b", "choices": [{"text": ..., "finish_reason": ...}, ...], "usage": {...}}
-    {"id": "d", "message": {"role": "assistant", ...}, "finish_reason": "stop", "usage": {...}}
-    {"id": "c", "line": 3, "error": {"code": "out_of_range", "message": "..."}}
+    {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}}, "error": null}
+    {"id": ..., "custom_id": "b", "response": {"status_code": 400, "body": {...}}, "error": null}
+    {"id": ..., "custom_id": "c", "response": null, "error": {"code": ..., "message": ...}}
 
-The id is null if it could not be read from the input line. The result of a retry is appended to the
-file. When the file is closed or opened again, the retry's result replaces the earlier one. The
-error of a later attempt has the number of the attempt ("attempt": 2). Each result is one write. If
-a crash of the machine leaves an incomplete last line, it is cut off when the file is opened again.
-A file that has other content is rejected and not changed.
+The result of a retry is appended to the file. When the file is closed or opened again, the retry's
+result replaces the earlier one. The error of a later attempt has the number of the attempt
+("attempt": 2). Each result is one write. If a crash of the machine leaves an incomplete last line,
+it is cut off when the file is opened again. A file that has other content is rejected and not
+changed.
 """
 
 from __future__ import annotations
@@ -19,27 +18,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.batch.lines import Key
 from cluster.errors import BatchFailed
 
-#: Beginning of a result up to its id, and the texts that may follow the id.
-_BEGINNING = re.compile(rb'\{"id": (?:null|"(?:\\.|[^"\\])*")')
-_NEXT = (b', "text": ', b', "choices": ', b', "message": ', b', "line": ')
-#: Beginnings of a result that may be cut off within its id.
-_TORN = (b'{"id": null', b'{"id": "')
+#: Beginning of every result.
+_BEGINNING = b'{"id": "batch_req_'
 
 
-class Results(Container[Key]):
+class Results(Container[str]):
     """File of results, which one process at a time can have open.
 
-    ``key in results`` tells whether the input line with this key is done, that is, has a result. A
-    line's key is its id, or its number if no id can be read.
+    ``custom_id in results`` tells whether the input line with this id is done, that is, has a
+    result.
     """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
@@ -49,9 +43,9 @@ class Results(Container[Key]):
         result. Raises OSError, and BatchFailed if the file is not a file of results or is in use.
         """
         self.path = path
-        self._keys: set[Key] = set()
+        self._done: set[str] = set()
         #: number of attempts of each line whose last attempt failed
-        self._failed: dict[Key, int] = {}
+        self._failed: dict[str, int] = {}
         self._has_replaced = False
         self._descriptor = self._opened()
         try:
@@ -60,28 +54,28 @@ class Results(Container[Key]):
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._retrying = set(self._failed) if retry_failed else set[Key]()
+        self._retrying = set(self._failed) if retry_failed else set[str]()
 
     def __contains__(self, line: object) -> bool:
-        """Return whether the input line with this key is done."""
-        return line in self._keys and line not in self._retrying
+        """Return whether the input line with this id is done."""
+        return line in self._done and line not in self._retrying
 
-    def attempt(self, line: Key) -> int:
-        """Return the number of the next attempt of the line with this key, from 1."""
+    def attempt(self, line: str) -> int:
+        """Return the number of the next attempt of the line with this id, from 1."""
         return self._failed.get(line, 0) + 1
 
-    def num_done(self, lines: Iterable[Key]) -> int:
-        """Return how many of the lines with these keys are done."""
+    def num_done(self, lines: Iterable[str]) -> int:
+        """Return how many of the lines with these ids are done."""
         return sum(line in self for line in lines)
 
-    def num_failed(self, lines: Iterable[Key]) -> int:
-        """Return how many of the lines with these keys are done with an error as their result."""
+    def num_failed(self, lines: Iterable[str]) -> int:
+        """Return how many of the lines with these ids are done with an error as their result."""
         return sum(line in self._failed and line in self for line in lines)
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append the result of one line. Raises OSError if it cannot be written completely."""
         line = _key(record)
-        if "error" in record and (attempt := self.attempt(line)) > 1:
+        if is_failure(record) and (attempt := self.attempt(line)) > 1:
             record = {**record, "attempt": attempt}
         _write(self._descriptor, _encoded(record), self.path)
         self._index(record)
@@ -130,7 +124,7 @@ class Results(Container[Key]):
         """
         if not self._has_replaced:
             return
-        last: dict[Key, bytes] = {}
+        last: dict[str, bytes] = {}
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             file.seek(0)
             for data in file:
@@ -165,7 +159,8 @@ class Results(Container[Key]):
     def _record(self, number: int, data: bytes) -> dict[str, Any]:
         try:
             record = json.loads(data)
-            if isinstance(record["id"] or "", str) and (record["id"] or record["line"]):
+            is_failure(record)
+            if isinstance(record["custom_id"], str):
                 return dict(record)
         except (ValueError, TypeError, KeyError):
             pass
@@ -176,15 +171,20 @@ class Results(Container[Key]):
 
     def _index(self, record: Mapping[str, Any]) -> None:
         line = _key(record)
-        self._has_replaced |= line in self._keys
-        self._keys.add(line)
+        self._has_replaced |= line in self._done
+        self._done.add(line)
         self._failed.pop(line, None)
-        if "error" in record:
+        if is_failure(record):
             self._failed[line] = record.get("attempt", 1)
 
 
-def _key(record: Mapping[str, Any]) -> Key:
-    key: Key = record["line"] if record["id"] is None else record["id"]
+def is_failure(record: Mapping[str, Any]) -> bool:
+    """Return whether a result is an error."""
+    return record["error"] is not None or record["response"]["status_code"] != 200
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    key: str = record["custom_id"]
     return key
 
 
@@ -198,7 +198,4 @@ def _write(descriptor: int, data: bytes, path: Path) -> None:
 
 
 def _is_torn(data: bytes) -> bool:
-    if begun := _BEGINNING.match(data):
-        rest = data[begun.end() :]
-        return any(rest.startswith(field) or field.startswith(rest) for field in _NEXT)
-    return data.startswith(_TORN[1]) or any(start.startswith(data) for start in _TORN)
+    return data.startswith(_BEGINNING) or _BEGINNING.startswith(data)

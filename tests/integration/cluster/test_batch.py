@@ -12,16 +12,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from everlift.errors import QueueFull
-from everlift.testing import FakeRouter, Refuse
 from router.requests.tokenizer import ByteTokenizer
 from tests.support.in_process import WORKER, Cluster, cluster, until
 from tests.support.router.chat_support import HERMES
+from tests.support.router.http_client import get
 from tests.support.router.restored_logging import restored_logging
 from tests.support.scripted import SAY, scripted_cluster
 from worker.config import FakeModel
@@ -56,9 +56,14 @@ def output(file: Path, name: str = "batch.out.jsonl") -> Path:
 
 
 def texts(path: Path) -> dict[str, str]:
-    """By id. No id is there twice."""
+    """Return the texts by id. No id is there twice."""
+    return {name: body["choices"][0]["text"] for name, body in bodies(path).items()}
+
+
+def bodies(path: Path) -> dict[str, Any]:
+    """Return the answers by id. No id is there twice."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {record["id"]: record["text"] for record in records}
+    found = {record["custom_id"]: record["response"]["body"] for record in records}
     assert len(found) == len(records)
     return found
 
@@ -96,7 +101,7 @@ async def test_killed_batch_resumes_with_the_same_output(file: Path) -> None:
     before = texts(output(file))
     assert 0 < len(before) < LINES
     with output(file).open("a") as torn:
-        torn.write('{"id": "id-')
+        torn.write('{"id": "batch_req_')
     result = await run(*arguments)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"{output(file)}: {LINES} of {LINES} done, 0 of them failed; ")
@@ -125,13 +130,13 @@ async def test_batch_interrupted_by_ctrl_c_can_be_resumed(file: Path) -> None:
     assert 0 < len(texts(output(file))) < LINES
 
 
-async def test_batch_with_malformed_lines_exits_with_status_1(tmp_path: Path) -> None:
+async def test_batch_with_malformed_line_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 2}\n{\n')
-    for _ in range(2):
-        result = await run(path, "--local", "--model", "fake")
-        assert result.exit_code == 1
-    assert num_lines(output(path)) == 2
+    result = await run(path, "--local", "--model", "fake")
+    assert result.exit_code == 1
+    assert "line 2: not JSON" in result.stderr
+    assert not output(path).exists()
 
 
 async def generated(parts: Cluster) -> int:
@@ -142,37 +147,56 @@ async def generated(parts: Cluster) -> int:
 
 
 async def test_restarted_batch_generates_no_token_twice(file: Path) -> None:
-    """Killed in the middle, and then asked for once more as a whole: every token is made once."""
+    """The command is killed, and its file is then run twice: every token is generated once."""
     slow = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.01))
     async with cluster(worker_config=slow) as parts:
-        arguments = (file, "--address", parts.address, "--concurrency", 16)
+        arguments = (file, "--address", parts.address)
         async with started(*arguments) as process:
-            await until(lambda: num_lines(output(file)) >= 8)
+            await until(lambda: len(parts.routers[0]._requests) >= 4)
             process.send_signal(signal.SIGKILL)
             await process.wait()
-        assert len(texts(output(file))) < LINES
-        assert (await run(*arguments)).exit_code == 0
-        assert (await run(*arguments, "--output", output(file, "more.jsonl"))).exit_code == 0
+        assert num_lines(output(file)) == 0
+        result = await run(*arguments)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert (
+            f"{LINES} of {LINES} done, 0 of them failed; {LINES * TOKENS} tokens" in result.stdout
+        )
         assert await generated(parts) == LINES * TOKENS
-    assert texts(output(file)) == texts(output(file, "more.jsonl"))
-    here = output(file, "here.jsonl")
-    assert (await run(file, "--local", "--model", "fake", "--output", here)).exit_code == 0
-    assert texts(here) == texts(output(file))
+        # The files were deleted with the first fetch.
+        assert (await get(parts.routers[0].http_address, "/v1/files")).json["data"] == []
+    found = texts(output(file))
+    decode = ByteTokenizer().decode
+    assert found["id-2"] == decode(expected_tokens([2, 2, 3], TOKENS))
+    assert len(found) == LINES
 
 
-async def test_batch_waits_for_a_full_queue(tmp_path: Path) -> None:
-    path = tmp_path / "batch.jsonl"
-    path.write_text('{"id": "a", "prompt": "one two"}\n')
-    full = Refuse(QueueFull("full", retry_after_s=0.01))
-    async with FakeRouter(faults=[full, full]) as router:
-        result = await run(path, "--address", router.address)
-    assert (result.exit_code, texts(output(path))) == (0, {"a": "one two"})
+async def test_interrupted_batch_continues_or_is_cancelled(file: Path) -> None:
+    slow = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.02))
+    async with cluster(worker_config=slow) as parts:
+        arguments = (file, "--address", parts.address)
+        async with started(*arguments) as process:
+            await until(lambda: len(parts.routers[0]._requests) >= 4)
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+        assert process.returncode not in (0, None)
+        assert b"the batch continues in the cluster" in out
+        assert b"Traceback" not in err
+        result = await run(*arguments, "--cancel")
+        assert result.stdout == "1 batches cancelled\n"
+        result = await run(*arguments)
+        assert result.exit_code == 1
+        records = [json.loads(line) for line in output(file).read_text().splitlines()]
+        codes = {record["error"]["code"] for record in records if record["error"] is not None}
+        assert codes == {"batch_cancelled"}
+        result = await run(*arguments, "--retry-failed")
+        assert (result.exit_code, result.stderr) == (0, "")
+    assert len(texts(output(file))) == LINES
 
 
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--output", "batch.jsonl"], "cannot be written to the file of prompts"),
+        (["--output", "batch.jsonl"], "cannot be written to the file of requests"),
         (["--model", "fake"], "--model needs --local"),
         (["--address", "127.0.0.1:1"], "no cluster answers"),
     ],
@@ -187,7 +211,7 @@ async def test_batch_reports_why_it_cannot_start(
     assert num_lines(file) == LINES
 
 
-async def test_batch_of_chats_and_prompts_is_answered_by_a_cluster(tmp_path: Path) -> None:
+async def test_batch_may_mix_apis(tmp_path: Path) -> None:
     chats: list[dict[str, object]] = [
         {
             "custom_id": f"chat-{word}",
@@ -198,23 +222,22 @@ async def test_batch_of_chats_and_prompts_is_answered_by_a_cluster(tmp_path: Pat
         for word in ("four", "five")
     ]
     path = tmp_path / "batch.jsonl"
-    lines = [*chats, {"id": "text", "prompt": "12 + 30 =", "max_tokens": 2}]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    others = [
+        {"id": "text", "prompt": "12 + 30 =", "max_tokens": 2},
+        {"id": "response", "input": f"{SAY}six"},
+        {"id": "bad", "prompt": "x", "max_tokens": -1},
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in [*chats, *others]))
     async with scripted_cluster(tmp_path / "m", HERMES) as parts:
         result = await run(path, "--address", parts.address)
-        page = await parts.ledger.list_requests("")
-    assert result.exit_code == 0, result.output
-    records = {it["id"]: it for it in map(json.loads, output(path).read_text().splitlines())}
-    assert [records[f"chat-{word}"]["message"]["content"] for word in ("four", "five")] == [
+    assert result.exit_code == 1, result.output
+    found = bodies(output(path))
+    assert [
+        found[f"chat-{word}"]["choices"][0]["message"]["content"] for word in ("four", "five")
+    ] == [
         "four",
         "five",
     ]
-    assert "text" in records["text"]
-    # By these a batch that was cut off finds them.
-    assert all(entry.request_id.startswith("batch-") for entry in page.entries)
-    # Without a cluster nobody knows how the model's chats are written.
-    with output(path).open("w"):
-        pass
-    result = await run(path, "--local", "--model", "fake")
-    assert result.exit_code == 1
-    assert "a chat needs a cluster" in output(path).read_text()
+    assert found["text"]["object"] == "text_completion"
+    assert found["response"]["output"][0]["content"][0]["text"] == "six"
+    assert found["bad"]["error"]["code"] == "out_of_range"

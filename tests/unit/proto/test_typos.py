@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.batch.lines import _OPTIONS
+from cluster.batch.local import _OPTIONS
 from everlift.typos import did_you_mean
 from router.api.openai.fields import ChatFields, CompletionFields, TokenizeFields
 

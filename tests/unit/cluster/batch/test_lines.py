@@ -1,114 +1,107 @@
-"""The leader's end of the gateways' lines."""
+"""Lines of a batch's input file."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import json
+from pathlib import Path
 
-from everlift.v1 import session_pb2 as pb
-from router.leader.server import LeaderServer
-from tests.support.in_process import until
+import pytest
 
-
-class Heard:
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def connected(self, gateway: str) -> None:
-        self.words.append(f"{gateway} connected")
-
-    def disconnected(self, gateway: str) -> None:
-        self.words.append(f"{gateway} disconnected")
-
-    def receive(self, gateway: str, message: pb.GatewayMessage) -> None:
-        self.words.append(f"{gateway} says {' '.join(message.withdraw)}")
+from cluster.batch.lines import Line, Survey, read
+from cluster.errors import BatchFailed
 
 
-class Line:
-    """One gateway's line: what it says, and what it is told."""
-
-    def __init__(self, lines: LeaderServer, name: str) -> None:
-        self.said: asyncio.Queue[pb.GatewayMessage | None] = asyncio.Queue()
-        self.said.put_nowait(pb.GatewayMessage(router_id=name, withdraw=["hello"]))
-        self.told: list[pb.LeaderMessage] = []
-        self.task = asyncio.create_task(self._listen(lines))
-
-    def say(self, word: str) -> None:
-        self.said.put_nowait(pb.GatewayMessage(withdraw=[word]))
-
-    async def _messages(self) -> AsyncIterator[pb.GatewayMessage]:
-        while (message := await self.said.get()) is not None:
-            yield message
-
-    async def _listen(self, lines: LeaderServer) -> None:
-        async with aclosing(lines.serve_stream(self._messages())) as answers:
-            async for message in answers:
-                self.told.append(message)
-
-    @property
-    def is_over(self) -> bool:
-        return self.task.done() and self.told[-1].resigned
+def written(directory: Path, *lines: object) -> Path:
+    """Write a file of values, or of text as it is."""
+    path = directory / "batch.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
 
 
-async def test_line_exchanges_messages_until_the_gateway_hangs_up() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
-    line = Line(lines, "g")
-    await until(lambda: heard.words == ["g connected", "g says hello"])
-    lines.send("g", pb.LeaderMessage(queued=7))
-    lines.send("nobody", pb.LeaderMessage(queued=8))
-    await until(lambda: line.told and line.told[-1].queued == 7)
-    line.said.put_nowait(None)
-    await until(lambda: line.is_over)
-    assert heard.words[2:] == ["g disconnected"]
-    assert lines.gateways == []
+def lines(directory: Path, *given: object) -> list[Line]:
+    path = written(directory, *given)
+    Survey(path)
+    return list(read(path))
 
 
-async def test_lines_end_with_the_leaders_resignation() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
-    both = [Line(lines, "a"), Line(lines, "b")]
-    await until(lambda: len(lines.gateways) == 2)
-    lines.disconnect_all()
-    assert lines.gateways == []
-    await until(lambda: all(line.is_over for line in both))
-    assert heard.words.count("a disconnected") == 1
+def test_line_has_openai_format(tmp_path: Path) -> None:
+    body = {"messages": [], "n": 2}
+    envelope = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (line,) = lines(tmp_path, envelope)
+    assert line == Line(1, "c", "/v1/chat/completions", body)
+    assert json.loads(line.to_bytes()) == envelope
 
 
-async def test_line_is_replaced_by_a_newer_one_of_its_gateway() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
-    old = Line(lines, "g")
-    await until(lambda: "g says hello" in heard.words)
-    heard.words.clear()
-    new = Line(lines, "g")
-    await until(lambda: heard.words == ["g disconnected", "g connected", "g says hello"])
-    old.say("late")
-    await until(lambda: old.is_over)
-    new.say("news")
-    await until(lambda: "g says news" in heard.words)
-    assert "g says late" not in heard.words
-    assert lines.gateways == ["g"]
-    lines.disconnect_all()
-    await until(lambda: new.is_over)
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("prompt", "/v1/completions"),
+        ("messages", "/v1/chat/completions"),
+        ("input", "/v1/responses"),
+    ],
+)
+def test_line_without_body_is_the_body(name: str, url: str, tmp_path: Path) -> None:
+    first, second, third = lines(
+        tmp_path,
+        {name: "x", "max_tokens": 3, "id": "a"},
+        {name: "y", "custom_id": "b"},
+        {"body": {name: "z"}},
+    )
+    assert first == Line(1, "a", url, {name: "x", "max_tokens": 3})
+    assert second == Line(2, "b", url, {name: "y"})
+    assert third == Line(3, "line-3", url, {name: "z"})
 
 
-async def test_line_without_a_gateway_name_is_rejected() -> None:
-    heard = Heard()
-    line = Line(LeaderServer(heard), "")
-    await until(lambda: line.is_over)
-    assert not heard.words
+def test_survey_skips_but_counts_empty_lines(tmp_path: Path) -> None:
+    (line,) = lines(tmp_path, "", "  ", {"prompt": "x"})
+    assert (line.number, line.custom_id) == (3, "line-3")
+    survey = Survey(tmp_path / "batch.jsonl")
+    assert (len(survey), [*survey.custom_ids]) == (1, ["line-3"])
 
 
-async def test_lines_take_turns_despite_a_busy_gateway() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
-    loud, quiet = Line(lines, "loud"), Line(lines, "quiet")
-    for number in range(100):
-        loud.say(f"{number}")
-    quiet.say("once")
-    await until(lambda: "loud says 99" in heard.words)
-    assert heard.words.index("quiet says once") < heard.words.index("loud says 9")
-    lines.disconnect_all()
-    await until(lambda: loud.is_over and quiet.is_over)
+def test_digest_depends_on_the_content(tmp_path: Path) -> None:
+    one = Survey(written(tmp_path, {"prompt": "x"})).digest
+    assert Survey(written(tmp_path, {"prompt": "x"})).digest == one
+    assert Survey(written(tmp_path, {"prompt": "y"})).digest != one
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 100_000, "recursion"),
+        ({"id": "i"}, "none of messages, input, prompt"),
+        ({"custom_id": "i", "body": "x"}, "body is not a JSON object"),
+        ({"custom_id": "i", "body": {}}, "none of messages, input, prompt"),
+        ({"url": "/v1/embeddings", "body": {"input": "x"}}, "url must be one of"),
+        ({"method": "GET", "body": {"input": "x"}}, "method must be POST"),
+        ({"prompt": "x", "body": {"input": "x"}}, "unknown member 'prompt' beside body"),
+        ({"id": 3, "prompt": "x"}, "the id must be text"),
+        ({"custom_id": "", "prompt": "x"}, "the id must be text"),
+    ],
+)
+def test_invalid_line_is_named_with_its_cause(line: object, cause: str, tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "x"}, line)
+    with pytest.raises(BatchFailed, match=f"line 2: .*{cause}"):
+        Survey(path)
+
+
+def test_survey_lists_ten_invalid_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, *["{"] * 20)
+    with pytest.raises(BatchFailed) as caught:
+        Survey(path)
+    assert len(str(caught.value).splitlines()) == 11
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"id": "a", "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z"}],
+        [{"id": "line-3", "prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}],
+    ],
+)
+def test_duplicate_id_is_rejected(given: list[object], tmp_path: Path) -> None:
+    with pytest.raises(BatchFailed, match="line 3: line 1 has the same id"):
+        Survey(written(tmp_path, *given))

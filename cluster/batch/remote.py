@@ -1,0 +1,189 @@
+"""Run of a batch by a cluster, through its files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.batch.lines import Line
+from cluster.batch.results import Results
+from cluster.errors import BatchFailed
+from cluster.http_api import HttpApi
+from everlift.client.retries import RECONNECT_S, Retries
+from everlift.errors import EverliftError, UnknownObject
+
+_FINAL = ("completed", "failed", "expired", "cancelled")
+#: Metadata by which a batch is found again.
+_DIGEST = "everlift_digest"
+#: Maximum size of the file of one batch.
+_MAX_LINES, _MAX_BYTES = 50_000, 64 << 20
+#: Seconds for which a cluster keeps results that were not fetched.
+_RESULTS_S = 86_400
+#: Seconds between two questions about the progress: at first, and at most.
+_POLL_S, _MAX_POLL_S = 0.1, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBatch:
+    """Batch in a cluster; a file of many lines, or with several APIs, has several of them.
+
+    A batch is identified by its lines, so a later run with the same lines finds it again.
+    ``window`` is the time within which it must be completed, for example ``24h``. ``advance`` is
+    called for each finished line, with a number of output tokens.
+    """
+
+    api: HttpApi
+    results: Results
+    window: str
+    advance: Callable[[int], None]
+
+    async def run(self, lines: Iterable[Line]) -> int:
+        """Answer the lines without a result, and return the number of output tokens.
+
+        Raises BatchFailed if the cluster rejects the file, and EverliftError.
+        """
+        num_tokens = 0
+        for url, part in self._parts(lines):
+            num_tokens += await self._run(url, part)
+        return num_tokens
+
+    async def cancel(self, lines: Iterable[Line]) -> int:
+        """Cancel the batches of the lines without a result, and return how many were running."""
+        ours = {self._digest(url, part) for url, part in self._parts(lines)}
+        num_cancelled, after = 0, ""
+        while True:
+            page = await self._retried(self.api.get, f"v1/batches?limit=100{after}")
+            for batch in page["data"]:
+                if batch["metadata"].get(_DIGEST) in ours and batch["status"] not in _FINAL:
+                    await self._retried(self.api.post, f"{_path(batch)}/cancel", {})
+                    num_cancelled += 1
+            if not page["has_more"]:
+                return num_cancelled
+            after = f"&after={page['last_id']}"
+
+    def _parts(self, lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
+        """Yield the lines without a result in groups that fit into one batch, by API."""
+        groups: dict[str, list[Line]] = defaultdict(list)
+        sizes: dict[str, int] = defaultdict(int)
+        for line in lines:
+            if line.custom_id in self.results:
+                continue
+            group, size = groups[line.url], len(line.to_bytes())
+            if group and (len(group) == _MAX_LINES or sizes[line.url] + size > _MAX_BYTES):
+                yield line.url, groups.pop(line.url)
+                group, sizes[line.url] = groups[line.url], 0
+            group.append(line)
+            sizes[line.url] += size
+        yield from groups.items()
+
+    async def _run(self, url: str, part: list[Line]) -> int:
+        digest, number = self._digest(url, part), 0
+        while True:
+            batch = await self._begin(url, part, digest, number)
+            batch = await self._ended(batch)
+            if batch["status"] == "failed":
+                raise BatchFailed(_cause(batch))
+            try:
+                await self._fetch(batch)
+            except UnknownObject:
+                # The results were fetched by an earlier run, or have expired.
+                number += 1
+                continue
+            tokens: int = batch["usage"]["output_tokens"]
+            return tokens
+
+    def _digest(self, url: str, part: list[Line]) -> str:
+        """Return a hash that identifies the lines, and for a retry the number of the attempt."""
+        digest = hashlib.sha256(f"{url} {self.window} ".encode())
+        for line in part:
+            digest.update(b"%d " % self.results.attempt(line.custom_id) + line.to_bytes())
+        return digest.hexdigest()
+
+    async def _begin(self, url: str, part: list[Line], digest: str, number: int) -> Any:
+        """Create a batch of the lines, or return the one that an earlier run has created.
+
+        ``number`` is the number of earlier batches of the same lines.
+        """
+        headers = {"idempotency-key": f"{digest}-{number}"}
+        content = b"".join(line.to_bytes() for line in part)
+        file = await self._retried(self.api.upload, "batch.jsonl", content, headers)
+        body = {
+            "input_file_id": file["id"],
+            "endpoint": url,
+            "completion_window": self.window,
+            "metadata": {_DIGEST: digest},
+            "output_expires_after": {"anchor": "created_at", "seconds": _RESULTS_S},
+        }
+        return await self._retried(self.api.post, "v1/batches", body, headers)
+
+    async def _ended(self, batch: Any) -> Any:
+        """Wait for the end of a batch, and return it; show its progress."""
+        shown_lines = shown_tokens = 0
+        poll_s = _POLL_S
+        while True:
+            counts, tokens = batch["request_counts"], batch["usage"]["output_tokens"]
+            more = counts["completed"] + counts["failed"] - shown_lines
+            for index in range(more):
+                self.advance(tokens - shown_tokens if index == 0 else 0)
+            if more:
+                shown_lines, shown_tokens = shown_lines + more, tokens
+            if batch["status"] in _FINAL:
+                return batch
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, _MAX_POLL_S)
+            batch = await self._retried(self.api.get, _path(batch))
+
+    async def _fetch(self, batch: Any) -> None:
+        """Append the results of a batch to the file of results, and delete its files.
+
+        Raises UnknownObject, and appends nothing, if the cluster does not have them any more.
+        """
+        names = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
+        for name in names:
+            await self._retried(self.api.get, f"v1/files/{name}")
+        for name in names:
+            async for line in self.api.read_lines(f"v1/files/{name}/content"):
+                record = json.loads(line)
+                if record["custom_id"] not in self.results:
+                    self.results.append(record)
+        for name in (*names, batch["input_file_id"]):
+            try:
+                await self.api.delete(f"v1/files/{name}")
+            except EverliftError:
+                # It expires later.
+                continue
+
+    async def _retried(self, call: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
+        """Call ``call(*arguments)`` until the cluster has room for it, and return the result.
+
+        Raises the EverliftError of a call that must not be repeated.
+        """
+        retries = Retries(RECONNECT_S, math.inf, random.random)
+        while True:
+            try:
+                return await call(*arguments)
+            except EverliftError as error:
+                delay = retries.delay(error, time.monotonic())
+                if delay is None:
+                    raise
+                await asyncio.sleep(delay)
+
+
+def _path(batch: Any) -> str:
+    return f"v1/batches/{batch['id']}"
+
+
+def _cause(batch: Any) -> str:
+    causes = [
+        error["message"] if error["line"] is None else f"line {error['line']}: {error['message']}"
+        for error in batch["errors"]["data"]
+    ]
+    return "the cluster rejects the batch\n  " + "\n  ".join(causes)
