@@ -13,7 +13,9 @@ for too many.
 
 Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
 of ``ttft_target``. While ``r`` is unknown, one worker is added at a time, when all others have been
-up for ``ttft_target`` seconds. If there is no worker, any queued request suffices.
+up for ``ttft_target`` seconds. If there is no worker, any queued request suffices. Otherwise queued
+requests in the class of batches count neither as queued tokens nor as arrivals: they use the
+workers that are there.
 
 A rush is a recent arrival rate that is above the throughput of all workers, and higher than the
 previous rate by more than chance explains. In a rush, workers are added as soon as the estimated
@@ -170,7 +172,8 @@ class Autoscaler:
         config, rate = self._config, self._capacity.rate
         if not rate:
             return 0.0
-        return (arrival_rate / config.utilisation + load.queued_tokens / config.drain_target) / rate
+        drained = _queued_tokens(load) / config.drain_target
+        return (arrival_rate / config.utilisation + drained) / rate
 
     def _rush_need(self) -> float:
         return self._arrivals.short_rate_lower_bound / (
@@ -186,8 +189,10 @@ class Autoscaler:
         return max(slots, blocks)
 
     def _wait_s(self, load: ClusterLoad) -> float:
-        rate = load.workers * self._capacity.rate
-        return max(load.waited_s, load.queued_tokens / rate if rate else 0.0)
+        queued_tokens, rate = _queued_tokens(load), load.workers * self._capacity.rate
+        if load.queued_tokens and not queued_tokens:
+            return 0.0
+        return max(load.waited_s, queued_tokens / rate if rate else 0.0)
 
     def _target(
         self, load: ClusterLoad, need: float, wait_s: float, workers: int, now: float
@@ -352,3 +357,8 @@ class SlidingMaximum:
     def clear(self) -> None:
         self._falling.clear()
         self._since = None
+
+
+def _queued_tokens(load: ClusterLoad) -> int:
+    """Return the queued tokens for which workers are added."""
+    return load.queued_tokens - load.batch_tokens

@@ -87,6 +87,10 @@ class Backlog:
             before[priority] = total
         return before
 
+    def work_of(self, priority: int) -> int:
+        """Return the work of class ``priority``, in tokens."""
+        return self._work.get(priority, 0)
+
     def work_from(self, priority: int) -> int:
         """Return the work of class ``priority`` and all higher ones, in tokens."""
         return sum(tokens for each, tokens in self._work.items() if each >= priority)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from everlift.messages import BATCH_PRIORITY
 from everlift.v1 import session_pb2
 from router.admission.attained_service import AttainedService
 from router.admission.demands import Demands
@@ -153,7 +154,8 @@ class LeaderState:
         # After two heartbeats every gateway has asked twice which router leads.
         self.handover = QueueHandover(now, timeout_s=2 * config.heartbeat)
         self.generations = Generations(generation, now, timeout_s=config.lease)
-        #: predicted tokens to compute for all requests that arrived during this leader's term
+        #: predicted tokens to compute for all requests that arrived during this leader's term,
+        #: except those in the class of batches
         self.offered_tokens = 0
         #: True once the previous term's tenant counters are restored, or if there are none
         self.has_restored_counters = fair_share is None
@@ -166,6 +168,15 @@ class LeaderState:
     def queued_tokens(self) -> int:
         """Predicted number of tokens to compute for all queued requests."""
         return self._queue.work_tokens
+
+    @property
+    def batch_tokens(self) -> int:
+        """Part of ``queued_tokens`` that belongs to the class of batches."""
+        return self._queue.backlog.work_of(BATCH_PRIORITY)
+
+    def _count_offered(self, waiting: Waiting, sign: int = 1) -> None:
+        if waiting.priority > BATCH_PRIORITY:
+            self.offered_tokens += sign * waiting.work_tokens
 
     def class_queues(self) -> list[session_pb2.ClassQueue]:
         """Return the number of queued requests of each class that has any."""
@@ -297,7 +308,7 @@ class LeaderState:
                 self._parking.remove(refusal.waiting.request_id)
                 if refusal.waiting is waiting:
                     return
-            self.offered_tokens += waiting.work_tokens
+            self._count_offered(waiting)
         self._running.remove(waiting.request_id)
         self._parking.remove(waiting.request_id)
         known = self._queue.get(waiting.request_id, waiting.gateway)
@@ -521,13 +532,13 @@ class LeaderState:
             return None
         waiting, epoch = self._bounds.predict(waiting), make_epoch()
         self._placement.reserve(choice.worker_id, epoch, waiting, now, choice.cached_tokens)
-        self.offered_tokens += waiting.work_tokens
+        self._count_offered(waiting)
         return Placed(waiting, choice.worker_id, epoch, (), choice.cached_tokens)
 
     def cancel_reservation(self, placed: Placed) -> None:
         """Cancel a reservation, because the ledger did not dispatch its request."""
         self._placement.cancel(placed.worker_id, placed.epoch)
-        self.offered_tokens -= placed.waiting.work_tokens
+        self._count_offered(placed.waiting, -1)
 
     def confirm_reservation(self, placed: Placed, gateway: str, now: float) -> None:
         """Confirm a reservation, because the ledger has dispatched its request."""
@@ -620,6 +631,7 @@ def cluster_load(
         workers=len(staying),
         queued=leader_state.queued,
         queued_tokens=leader_state.queued_tokens,
+        batch_tokens=leader_state.batch_tokens,
         waited_s=leader_state.waited_s(now, ledger_now),
         running=sum(worker.load.num_running + worker.num_ahead for worker in staying),
         slots=sum(worker.slots for worker in staying),

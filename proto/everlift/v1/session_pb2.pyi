@@ -441,6 +441,7 @@ class ClusterLoad(google.protobuf.message.Message):
     STARTING_S_FIELD_NUMBER: builtins.int
     UNPLACED_WORKERS_FIELD_NUMBER: builtins.int
     UNPLACED_CAUSE_FIELD_NUMBER: builtins.int
+    BATCH_TOKENS_FIELD_NUMBER: builtins.int
     term: builtins.int
     """term of the leader"""
     workers: builtins.int
@@ -457,7 +458,7 @@ class ClusterLoad(google.protobuf.message.Message):
     blocks_used: builtins.int
     blocks_total: builtins.int
     offered_tokens: builtins.int
-    """tokens of all requests that arrived during this term"""
+    """Tokens of all requests that arrived during this term, except those of the lowest class."""
     worker_rate: builtins.float
     """tokens per second of a saturated worker; 0: unknown"""
     service_gap: builtins.float
@@ -474,6 +475,8 @@ class ClusterLoad(google.protobuf.message.Message):
     """number of workers that Ray cannot place"""
     unplaced_cause: builtins.str
     """why Ray cannot place one of these"""
+    batch_tokens: builtins.int
+    """part of queued_tokens that belongs to the lowest class, of batches"""
     @property
     def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantService]:
         """If tenants are distinguished: fair-share counters of the tenants that were served more than the
@@ -523,9 +526,10 @@ class ClusterLoad(google.protobuf.message.Message):
         starting_s: builtins.float = ...,
         unplaced_workers: builtins.int = ...,
         unplaced_cause: builtins.str = ...,
+        batch_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "wait_s", b"wait_s", "wanted_workers", b"wanted_workers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_s", b"starting_s", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "unplaced_cause", b"unplaced_cause", "unplaced_workers", b"unplaced_workers", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "batch_tokens", b"batch_tokens", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_s", b"starting_s", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "unplaced_cause", b"unplaced_cause", "unplaced_workers", b"unplaced_workers", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
     @typing.overload

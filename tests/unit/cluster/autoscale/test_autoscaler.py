@@ -69,6 +69,21 @@ def test_autoscaler_steady_load_reverses_once_in_ten_minutes(load: float, seed: 
     assert load < fleet.target <= load / CONFIG.utilisation + 2
 
 
+def test_autoscaler_adds_no_worker_for_a_batch() -> None:
+    scaler = Autoscaler(FROM_ZERO)
+    batch = {"term": 1, "queued": 900, "queued_tokens": 90_000, "waited_s": 600.0}
+    busy = {"running": 64, "slots": 64, "blocks_total": 8, "worker_rate": 100.0}
+    for second in range(300):
+        load = ClusterLoad(**batch, **busy, workers=2, batch_tokens=90_000)
+        assert scaler.decide(load, 0.0, 2, float(second)).workers == 2
+    # Others wait beside it.
+    load = ClusterLoad(**batch, **busy, workers=2, batch_tokens=80_000)
+    assert scaler.decide(load, 0.0, 2, 300.0).workers > 2
+    # A batch alone starts a worker.
+    load = ClusterLoad(**batch, workers=0, batch_tokens=90_000)
+    assert Autoscaler(FROM_ZERO).decide(load, 0.0, 0, 0.0).workers == 1
+
+
 def test_autoscaler_unknown_load_removes_no_worker() -> None:
     """The first look after that knows of a quiet moment, and of nothing before it."""
     config = AutoscaleConfig(min_workers=0, max_workers=8, down_delay=120.0, idle_delay=300.0)

@@ -118,3 +118,13 @@ def test_cluster_load_without_fair_share_counts_only_classes() -> None:
     cluster.enqueue("a")
     load = say(cluster)
     assert [it.queued for it in load.class_queues] == [1] and not load.tenant_queues
+
+
+def test_cluster_load_counts_batches_apart() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a", prompt_tokens=30, predicted_tokens=12)
+    cluster.enqueue("b", prompt_tokens=20, predicted_tokens=8, priority=-10)
+    load = say(cluster)
+    assert (load.queued, load.queued_tokens, load.batch_tokens) == (2, 70, 28)
+    assert load.offered_tokens == 42
