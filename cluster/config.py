@@ -81,7 +81,7 @@ class Config:
     router_resource: str = ""
     #: number of workers, if it is fixed (without autoscale.max_workers)
     num_workers: Count = 1
-    #: Ray nodes over which the ranks of a worker are spread; 1: one node
+    #: number of Ray nodes over which the ranks of a worker are spread
     nodes_per_worker: Count = 1
     #: directory of the embedded ledger's data, the logs, and the cluster's address for other
     #: commands

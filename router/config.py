@@ -88,8 +88,8 @@ class RouterConfig:
     session_from: tuple[SessionField, ...] = ()
     #: largest body of an HTTP request; a larger one is refused with 413
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 8 << 20
-    #: interval in which a stream of server-sent events sends at least something: at first its
-    #: headers, later an SSE comment line; 0 disables both
+    #: interval, in seconds, in which a stream of server-sent events sends at least something: at
+    #: first its headers, later an SSE comment line; 0 disables both
     keep_alive: NotNegative = 15.0
     #: streams that get comment lines: those of requests with Accept: text/event-stream (accept), or
     #: all (always)
@@ -168,8 +168,8 @@ class RouterConfig:
     #: largest total of uncached tokens of the prompts that wait for prefill at a worker. It applies
     #: to prompts that fit in one step; one longer prompt may wait in addition
     max_pending_prefill: Count = 4096
-    #: target time per output token, which limits the batch of a worker by its predicted step time;
-    #: 0 disables
+    #: target time per output token in seconds, which limits the batch of a worker by its predicted
+    #: step time; 0 disables
     tpot_target: NotNegative = 0.0
     #: a dispatch that its worker has not acknowledged after this many seconds no longer counts as
     #: load
@@ -190,30 +190,32 @@ class RouterConfig:
     slow_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     #: allow fault injection: everlift chaos
     chaos: bool = False
-    #: time that a request without a client continues under on_disconnect: grace
+    #: seconds for which a request continues without a client, if its on_disconnect is grace
     grace: NotNegative = 30.0
-    #: a worker that sends no message for this long is lost; the loss is declared after 85 to 90 %
-    #: of this time. Workers send five messages a second
+    #: a worker that sends no message for this many seconds is lost; the loss is declared after 85
+    #: to 90 % of this time. The longest pause between two messages of a worker is worker.heartbeat
     worker_silence: Positive = 1.0
-    #: the leader removes a worker from the ledger's table if it is unreachable for this long
+    #: the leader removes a worker from the ledger's table if it is unreachable for this many
+    #: seconds
     worker_forget: Positive = 10.0
-    #: a router that did not renew its lease for this long is lost; a new leader takes over within 2
-    #: s
+    #: a router that has not renewed its lease for this many seconds is lost; a new leader takes
+    #: over within 2 s
     lease: Positive = 1.2
-    #: longest wait of a request while there is no worker; then it ends with UNAVAILABLE
-    #: (no_worker). Allow for the time to start a machine, pull the image and load the model
+    #: longest wait of a request, in seconds, while there is no worker; then it ends with
+    #: UNAVAILABLE (no_worker). Allow for the time to start a machine, pull the image and load the
+    #: model
     worker_wait: NotNegative = 1800.0
-    #: interval at which a router renews its lease
+    #: interval, in seconds, at which a router renews its lease
     heartbeat: Positive = 0.25
     #: before_delivery: a client receives a token after the ledger stored it; behind: at once,
     #: marked unledgered, and the ledger stores it some ten milliseconds later
     durability: Literal["before_delivery", "behind"] = "before_delivery"
     #: while the ledger is away: streams continue, marked unledgered (available), or pause (strict)
     on_ledger_loss: Literal["available", "strict"] = "available"
-    #: available: streams continue for this long, then pause
+    #: on_ledger_loss available: streams continue for this many seconds, then pause
     unledgered: NotNegative = 10.0
-    #: requests that ended within this time are sent to the ledger again if its server restarts or
-    #: fails over, because it may have lost its last second of writes
+    #: requests that ended within this many seconds are sent to the ledger again if its server
+    #: restarts or fails over, because it may have lost its last second of writes
     reassert: NotNegative = 5.0
     #: source of the defaults for sampling parameters that a request does not set: the model's
     #: generation_config.json (model), or Everlift's own defaults (none)
@@ -235,17 +237,18 @@ class RouterConfig:
     #: accept the chat_template of a request, which renders only this request's chat, in the same
     #: processes and within the same limits as the model's template
     allow_chat_template: bool = False
-    #: limit of the CPU time for rendering one chat with the model's chat template; a process that
-    #: exceeds it is killed
+    #: limit of the CPU time, in seconds, for rendering one chat with the model's chat template; a
+    #: process that exceeds it is killed
     template_timeout: Positive = 2.0
     #: number of processes that render chats; each renders one chat at a time
     template_processes: Count = 1
     #: total size in MiB of the files that a tenant may have, before compression; the ledger holds
     #: them. 0 disables files and batches
     files_mib: Annotated[int, Field(ge=0)] = 256
-    #: time that files and batches are kept; a file's expires_after replaces it
+    #: seconds for which files and batches are kept; a file's expires_after replaces it
     file_retention: Positive = 604800.0
-    #: time that a stopping router gives its requests to finish before other routers take them over
+    #: seconds that a stopping router gives its requests to finish before other routers take them
+    #: over
     drain: NotNegative = 5.0
 
     def __post_init__(self) -> None:

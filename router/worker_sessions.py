@@ -30,12 +30,14 @@ _RECONNECT_S = 0.2
 #: Seconds within which a worker answers a dial, if it answers at all.
 _ANSWER_S = 5.0
 #: Share of ``worker_silence`` after which a worker is declared lost, so that the loss is handled
-#: before ``worker_silence`` is over. Four of its heartbeats are missing by then.
+#: before ``worker_silence`` is over. With the default settings, five heartbeats are missing by
+#: then.
 _LOST_SHARE = 0.85
 #: Number of checks for silence during ``worker_silence``.
 _NUM_CHECKS = 20
-#: Sequences of a frame that are handled before other tasks get a turn of the event loop, so that
-#: the first token of another request, or its dispatch, does not wait for all of a large batch.
+#: Number of sequences of a frame that are handled before other tasks get a turn of the event loop,
+#: so that the first token of another request, or its dispatch, does not wait for all of a large
+#: batch.
 _MAX_PER_TURN = 64
 #: Starts with more prompt tokens than this are sent in a message of their own.
 _LARGE_IDS = 1 << 14

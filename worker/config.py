@@ -36,7 +36,7 @@ class FakeModel:
     #: token that ends a sequence; never produced while eos_one_in is 0
     eos_token_id: int = 0
     #: on average, one of this many tokens is eos_token_id; the previous tokens determine which. 0:
-    #: none is
+    #: no token is
     eos_one_in: Amount = 0
     #: on average, one of this many tokens is random; the others are all equal, so that drafts can
     #: predict them. 0: all tokens are random
@@ -166,7 +166,7 @@ class WorkerConfig:
     swap_mib: Amount = 1024
     #: batching policy
     scheduling: Scheduling = field(default_factory=Scheduling)
-    #: draft tokens
+    #: speculative decoding with draft tokens
     speculation: Speculation = field(default_factory=Speculation)
     #: structured output
     grammar: Grammars = field(default_factory=Grammars)

@@ -20,20 +20,20 @@ class AutoscaleConfig:
     #: running and queued requests per router: 512 streams of 40 tokens per second use about one
     #: core
     requests_per_router: Positive = 512.0
-    #: target for the queue wait; workers are normally added when the estimated wait exceeds half
-    #: of it
+    #: target for the queue wait in seconds; workers are normally added when the estimated wait
+    #: exceeds half of it
     ttft_target: Positive = 2.0
-    #: target time in which added workers drain the queue
+    #: target time, in seconds, in which added workers drain the queue
     drain_target: Positive = 20.0
     #: share of the workers' throughput and batch slots that the autoscaler plans to use
     utilisation: Fraction = 0.8
     #: share of the workers' KV blocks that the autoscaler plans to use
     kv_utilisation: Fraction = 0.9
-    #: workers are removed when fewer would have sufficed for this long
+    #: workers are removed when fewer would have sufficed for this many seconds
     down_delay: NotNegative = 120.0
-    #: with min_workers 0: all workers are removed after this long without work
+    #: with min_workers 0: all workers are removed after this many seconds without work
     idle_delay: NotNegative = 300.0
-    #: a load report older than this is ignored
+    #: a load report that is older than this many seconds is ignored
     stale: Positive = 5.0
 
     def __post_init__(self) -> None:

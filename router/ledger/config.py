@@ -55,9 +55,9 @@ class LedgerConfig:
     active_key: str = ""
     #: hash tags over which requests are spread; more than one only helps on Redis Cluster
     shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
-    #: time that a request is kept after its end
+    #: seconds for which a request is kept after its end
     retention: Positive = 3600.0
-    #: longest duration of a call, including its retries
+    #: longest duration of a call in seconds, including its retries
     timeout: Positive = 3.0
     #: maximum number of connections of a process for calls to a Redis Cluster and for calls that
     #: wait for a replica; further ones wait for a free connection. Other calls share one connection
