@@ -149,7 +149,7 @@ def up(
     ] = None,
     load_format: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help="auto, or dummy for pseudo-random weights."),
+        typer.Option(metavar="FORMAT", help="Weights: auto, or dummy for pseudo-random ones."),
     ] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of workers.")] = None,
     tensor_parallel: Annotated[

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from everlift.errors import UnknownWorker
 
-#: Characters of an id that are shown, which suffice to distinguish a few ids.
+#: Number of characters of an id that are shown; they suffice to distinguish a few ids.
 SHOWN = 8
 
 

@@ -46,7 +46,7 @@ _Advance = Callable[[int], None]
 
 
 def batch(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of prompts as JSON lines.")],
     output: Annotated[
         Path | None,
         typer.Option(

@@ -40,8 +40,8 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="ORDER,...",
-        help=f"{', '.join(get_args(Order))}; ltr is ranked, vtc is fifo with fair share. "
-        "Repeatable. Default: the configuration's.",
+        help=f"Queue policy: {', '.join(get_args(Order))}; ltr is ranked, vtc is fifo with fair "
+        "share. Repeatable. Default: the configuration's.",
     ),
 ]
 JsonFile = Annotated[

@@ -147,7 +147,7 @@ class LLM:
     ) -> list[Task]:
         own: Sequence[GenerateOptions] = [{}] * len(prompts) if each is None else each
         if len(own) != len(prompts):
-            raise ValueError(f"each must have {len(prompts)} items, one per prompt, not {len(own)}")
+            raise ValueError(f"each must have one item per prompt: {len(prompts)}, not {len(own)}")
         return [
             self._task(prompt, {**options, **mine})
             for prompt, mine in zip(prompts, own, strict=True)

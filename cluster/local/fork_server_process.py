@@ -25,7 +25,7 @@ from cluster.local import process
 from everlift import heap
 from worker.child_process import die_with_parent
 
-#: Limits of a received message: the number of descriptors, and the bytes of the role.
+#: Limits of a received message: its number of descriptors, and the number of bytes of the role.
 _NUM_DESCRIPTORS, _ROLE_BYTES = 4, 64
 
 

@@ -68,8 +68,8 @@ def latencies(forecast: Forecast, slo: Slo) -> Figure:
 def by_class(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return all records under the key "all", and those of each priority class under its name.
 
-    A name is such as "class 1". Classes are left out if there is only one. Higher priorities come
-    first.
+    The name of a class is, for example, "class 1". Classes are left out if there is only one.
+    Higher priorities come first.
     """
     classes = sorted({record.arrival.priority for record in records}, reverse=True)
     kinds = {"all": list(records)}

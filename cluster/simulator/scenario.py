@@ -55,7 +55,7 @@ class _Device:
     vocab_size: int = 2
     num_host_blocks: int = 0
     host_load_s: float = 0.0
-    #: no defaults for GPUs are needed, because a kind of GPU worker sets these values itself
+    #: only decides the defaults of settings; a kind of GPU worker sets these itself
     device_kind: DeviceKind = DeviceKind.CPU
 
 

@@ -119,7 +119,9 @@ class _Simulation:
         if arrival is None:
             self._has_more = False
         elif arrival.at < self._timeline.now:
-            raise ValueError(f"an arrival at {arrival.at:g} s comes after a later one")
+            raise ValueError(
+                f"arrivals must be sorted by time: one at {arrival.at:g} s follows a later one"
+            )
         else:
             self._timeline.at(arrival.at, self._arrive, arrival, arrivals)
 

@@ -8,9 +8,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-#: Tokens in one block of the paged KV cache.
+#: Number of tokens in one block of the paged KV cache.
 BLOCK_SIZE = 32
-#: Tokens in one chunk. Prefixes are stored, and compared for dispatch, in units of chunks.
+#: Number of tokens in one chunk. Prefixes are stored, and compared for dispatch, in units of
+#: chunks.
 CHUNK_SIZE = 256
 BLOCKS_PER_CHUNK = CHUNK_SIZE // BLOCK_SIZE
 

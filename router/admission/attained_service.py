@@ -45,7 +45,7 @@ class AttainedService:
         return len(self._sessions)
 
     def attained(self, session: int) -> float:
-        """Return the attained service of a session; 0 if it is unknown or if there is none (0)."""
+        """Return the attained service of a session; 0 for an unknown session or no session (0)."""
         known = self._sessions.get(session)
         return 0.0 if known is None else known.service
 

@@ -110,7 +110,7 @@ class TokenCounters:
     # handover to the next leader
 
     def largest_leads(self, most: int) -> list[tuple[str, float]]:
-        """Return the up to ``most`` tenants with the largest counters, as pairs with their leads.
+        """Return the tenants with the largest counters, at most ``most``, each with its lead.
 
         The lead is the tenant's counter minus the one that a newly backlogged tenant would get.
         Only tenants whose lead is above 0 are returned, the largest lead first.
@@ -146,9 +146,9 @@ class ServedOutputs:
         ]
 
 
-#: Most counters of a class that are reported for the next leader.
+#: Maximum number of counters of a class that are reported for the next leader.
 _MAX_REPORTED = 512
-#: Most tenants' queues in the report of the cluster's load.
+#: Maximum number of tenants' queues in the report of the cluster's load.
 _MOST_QUEUES = 64
 
 

@@ -18,9 +18,10 @@ from router.admission.request import Key, Waiting
 #: Seconds between two ticks of the leader. At each one it expires what is outdated, and sends
 #: estimates to the gateways and the load to the autoscaler.
 TICK_S = 0.2
-#: Least seconds between two searches for requests to move, because workers report far more often.
+#: Minimum number of seconds between two searches for requests to move, because workers report far
+#: more often.
 MOVES_S = 0.05
-#: Dispatches that may be in flight at the same time, apart from those that are being retried.
+#: Maximum number of dispatches in flight at the same time, apart from those that are being retried.
 DISPATCHES_AT_ONCE = 64
 
 
@@ -155,8 +156,9 @@ class Generations:
         return max(resync.since, self._since) + self._timeout_s
 
 
-#: Entries of the snapshot in the first message, and in any message at most. A message also has up
-#: to _MAX_SIZE updates. The first entries arrive soon, and no message occupies either end for long.
+#: Maximum number of snapshot entries in the first message, and in each later one. A message also
+#: has up to _MAX_SIZE updates. The first message is small, so that its entries arrive soon; the
+#: others are limited, so that no message occupies either end for long.
 _FIRST_SIZE, _MAX_SIZE = 32, 256
 
 _Item: TypeAlias = tuple[Key, int, pb.Waiting]

@@ -20,10 +20,11 @@ from router.admission.parking import Wait
 from router.admission.request import Ordered, Place, Waiting
 from router.admission.wait_stats import Arrival
 
-#: Elements of a place, a ticket and the ``Queued`` request: sorted by place, then by ticket.
+#: Entry of a heap: the elements of a place, a ticket and the ``Queued`` request. Entries are sorted
+#: by place, then by ticket.
 Item: TypeAlias = tuple[Any, ...]
 
-#: Departed requests that a heap may hold, however few requests are queued.
+#: Number of departed requests that a heap may hold, however few requests are queued.
 _FEW_DEPARTED = 64
 
 
@@ -47,7 +48,11 @@ class Queued:
         self.wait: Wait | None = None
 
     def __lt__(self, other: Queued) -> bool:
-        """Order two objects of one request, of which all but the last have left their heaps."""
+        """Return whether this object is outdated, which sorts it before the valid one.
+
+        Heap entries have equal places and tickets only if they are of the same request, which was
+        queued again under a changed policy. At most one of their objects is still queued.
+        """
         return not self.is_queued
 
 

@@ -83,7 +83,8 @@ _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
 _SLACK_S = 0.05
 #: A refused request that has not retried this many seconds after its due time is forgotten.
 _ABANDONED_S = 5.0
-#: Outdated entries that the heap of due times may hold, beside as many as there are refusals.
+#: Number of outdated entries that the heap of due times may hold, beside as many as there are
+#: refusals.
 _FEW = 64
 
 
@@ -162,8 +163,8 @@ _CAUSES = {
     QueueTimeout.slug: "queued for longer than router.queue_ttl",
     DeadlineUnmeetable.slug: "estimated queue wait exceeds the request's TTFT target or deadline",
 }
-#: Least drain time of the queue for Retry-After, also used if the drain rate is unknown, and the
-#: largest one, in seconds.
+#: Drain time of the queue for Retry-After, in seconds: the minimum, which is also used if the drain
+#: rate is unknown, and the maximum.
 _UNKNOWN_S, _MOST_S = 1.0, 60.0
 #: Retry-After is the drain time of the queue times a random factor between these two, so that the
 #: retries of refused requests are spread out.

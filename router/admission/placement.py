@@ -74,7 +74,7 @@ class ReadyWorkers:
 _RESERVED_S = 2.0
 
 
-#: Most workers that are considered for a wait, those with the longest prefixes.
+#: Maximum number of workers that are considered for a wait: those with the longest prefixes.
 _MAX_WAITED_FOR = 8
 
 
@@ -89,8 +89,8 @@ class _Needs(NamedTuple):
 class CachedPrefixes(NamedTuple):
     """Leading tokens of a request that workers have cached.
 
-    ``groups`` are numbers of tokens, largest first, each with the bit mask of the workers that have
-    so many (``PrefixIndex``).
+    ``groups`` are pairs of a number of tokens and the bit mask of the workers that have cached this
+    many (``PrefixIndex``); the largest number is first.
     """
 
     groups: list[tuple[int, int]]
@@ -119,21 +119,22 @@ class Choice(NamedTuple):
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds of both together, or infinity if they are unknown."""
+        """Return the sum of ``seconds`` and ``others_s``, or infinity if it is unknown."""
         return inf if self.seconds is None else self.seconds + self.others_s
 
 
 class Waited(NamedTuple):
-    """Time in seconds that a request has waited for workers, and that its first wait would save.
+    """Waits of a request for busy workers that have its prefix cached.
 
-    ``saved_s`` is inf if it has not waited.
+    ``seconds`` is their total duration. ``saved_s`` are the seconds that the first wait was
+    expected to save; inf if the request has not waited.
     """
 
     seconds: float = 0.0
     saved_s: float = inf
 
 
-#: Least needs of any request.
+#: Smallest needs that a request can have.
 _LEAST = _Needs(1, 1, "")
 
 

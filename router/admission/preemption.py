@@ -25,7 +25,7 @@ from router.admission.workers import WorkerView, blocks_for, blocks_of
 #: the worker's current step and the removal of the victims take some steps.
 _MARGIN_S = 0.5
 _STEPS = 3
-#: Most victims of one eviction.
+#: Maximum number of victims of one eviction.
 _MAX_VICTIMS = 8
 
 
@@ -85,9 +85,9 @@ def _wait_s(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 class Evictions:
     """Eviction policy; ``occupants`` returns the ids of the requests in the slots of a worker.
 
-    A worker is chosen only if at most ``max_pending_prefill`` tokens to prefill are then pending
-    there, including those of the request that is dispatched, or if only those of the request are.
-    Only tokens of its priority class and higher ones count, because the worker computes them first.
+    A worker is chosen only if the dispatched request can start there soon: no tokens are to be
+    prefilled before it, or these and its own are at most ``max_pending_prefill`` together. Only
+    tokens of its priority class and higher ones count, because the worker computes them first.
     """
 
     def __init__(

@@ -242,7 +242,7 @@ class Classes:
                 yield priority, queued
 
 
-#: Requests that ``reorder`` moves between two yields, which takes some milliseconds.
+#: Number of requests that ``reorder`` moves between two yields, which takes some milliseconds.
 _REORDER_BATCH = 1024
 
 #: The wait statistics are pruned after about this many dispatches.

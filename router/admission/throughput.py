@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import StepSize
 
-#: Least duration of a measurement, in seconds.
+#: Minimum duration of a measurement, in seconds.
 _SAMPLE_S = 0.2
 #: Time constants of the mean step times and of the flow of freed blocks, in seconds.
 _STEP_MEMORY_S = 1.0

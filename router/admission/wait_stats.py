@@ -17,7 +17,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.request import Waiting
 
-#: Tickets per block, and blocks per row, of the sums that speed up counting.
+#: Number of tickets per block, and of blocks per row, of the sums that speed up counting.
 _BLOCK, _ROW = 512, 64
 
 
@@ -76,7 +76,8 @@ class BypassCounter:
         self._of_row.extend([0] * rows)
 
 
-#: Last departures that are searched for those of a tenant, and most ids of them in a report.
+#: Number of last departures that are searched for those of a tenant, and maximum number of their
+#: ids in a report.
 _MAX_SEARCHED, _MAX_REPORTED = 16, 8
 
 

@@ -188,7 +188,8 @@ class Load:
     waiting_cached_tokens: int = 0
     #: free blocks that are retained for sessions
     blocks_retained: int = 0
-    #: part of the pending prefill that a prompt of at most one step's tokens passes
+    #: part of the pending prefill that belongs to prompts of more than one step; prompts that fit
+    #: in one step are computed first
     long_prefill_tokens: int = 0
 
     @classmethod
@@ -438,7 +439,7 @@ class WorkerView:
         return self.unused_blocks - blocks_for(self.pending_prefill + cached)
 
     def evicted_blocks(self, tokens: int) -> int:
-        """Return how many retained blocks a request with so many uncached tokens would evict.
+        """Return how many retained blocks a request with ``tokens`` uncached tokens would evict.
 
         Other unused blocks are taken first, less those for the pending prefill.
         """

@@ -9,7 +9,8 @@ from __future__ import annotations
 from everlift.hashes import CHUNK_SIZE, chunk_hashes, session_hash
 from everlift.messages import Request
 
-#: Bytes of a hash that are used, which make it infeasible to find two chunks with the same name.
+#: Number of bytes of a hash that are used. They make it infeasible to find two chunks with the same
+#: name.
 _HASH_BYTES = 16
 
 

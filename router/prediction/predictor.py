@@ -100,7 +100,7 @@ class OutputLengths:
         self.mean += (num_tokens - self.mean) / self._count
 
 
-#: Tokens that are read at the beginning and at the end of a prompt.
+#: Number of tokens that are read at the beginning, and at the end, of a prompt.
 _HEAD, _TAIL = 32, 64
 #: Number of first tokens that form a prompt's opening. Prompts with the same opening probably ask
 #: for something similar.

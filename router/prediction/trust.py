@@ -45,7 +45,7 @@ def _pairs(count: int) -> int:
 
 #: Number of last ended outputs over which tau and coverage are computed.
 _WINDOW = 500
-#: Outputs between two computations of tau, each of which is O(n log n) in the window.
+#: Number of outputs between two computations of tau, each of which is O(n log n) in the window.
 _TAU_INTERVAL = 100
 #: Predictions are trusted again when tau is this much above the limit.
 _MARGIN = 0.05

@@ -25,7 +25,7 @@ from router.requests.tokenizer import ServedModel
 
 log = logs.get_logger(__name__)
 
-#: Tokens of stored output that are replayed without yielding to the event loop.
+#: Number of tokens of stored output that are replayed without yielding to the event loop.
 _TOKENS_PER_TURN = 1024
 #: Maximum number of requests whose state is sent to the ledger again at the same time. More would
 #: delay the ledger's answers to other requests.

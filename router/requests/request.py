@@ -264,9 +264,10 @@ class Phase(Enum):
     WAITING = "waiting"
     #: at a worker
     RUNNING = "running"
-    #: the last tokens of its choices are on their way into the ledger
+    #: the ledger is storing the last tokens of its choices
     FINISHING = "finishing"
-    #: its end, for another reason than its last token, is on its way into the ledger
+    #: the ledger is storing its end, which has another cause than a last token: a failure, a
+    #: cancellation or an expired deadline
     ENDING = "ending"
     #: finished, or ended with an error
     OVER = "over"

@@ -26,7 +26,7 @@ from everlift.text import Vocabulary
 _DIGEST_BYTES = 16
 _PREFIX = Struct(f"<II{_DIGEST_BYTES}s")
 _SPACES = re.compile(r"\s*")
-#: Token ids that are copied at once; other threads can run only between two such copies.
+#: Number of token ids that are copied at once; other threads can run only between two such copies.
 _IDS_PER_COPY = 1 << 14
 
 

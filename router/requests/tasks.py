@@ -76,7 +76,7 @@ class TaskGroup:
             # The caller is redirected; without a caller, the owner continues the request.
             pass
         except EverliftError as error:
-            log.info("request operation failed", cause=str(error))
+            log.info("operation on a request failed", cause=str(error))
         except Exception:
             log.exception("background task of a request failed")
 

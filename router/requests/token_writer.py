@@ -31,7 +31,7 @@ Answered = tuple[LiveRequest, Append, Appended]
 _Key = tuple[LiveRequest, int, int]
 #: Seconds between two attempts while the ledger is unavailable.
 _RETRY_S = 0.1
-#: Answers that are handled without yielding to the event loop.
+#: Number of answers that are handled without yielding to the event loop.
 _ANSWERS_PER_TURN = 64
 #: Seconds after which an answer is late. Most of the time for which the event loop was stalled is
 #: not counted.

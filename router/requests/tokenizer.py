@@ -44,7 +44,7 @@ _MAX_CHARACTERS_PER_TOKEN = 128
 #: A text with more bytes than this per token of the context is counted in pieces before all of it
 #: is tokenised. Prose has 3 to 5 bytes per token, so few texts that fit are counted.
 _COUNTED_BYTES_PER_TOKEN = 6
-#: Characters of a piece whose tokens are counted.
+#: Number of characters of such a piece.
 _COUNTED_CHARACTERS = 1 << 14
 #: Names of the context length in the configurations of the model families.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -63,7 +63,7 @@ _PART_CHARACTERS = 1 << 14
 #: cores are left to the event loop and others. Converting the results of more parts would delay
 #: other threads.
 _PARTS_PER_CALL = max(1, min(8, (os.cpu_count() or 1) // 2))
-#: Token ids that are copied at once; other threads can run only between two such copies.
+#: Number of token ids that are copied at once; other threads can run only between two such copies.
 _IDS_PER_COPY = 1 << 14
 
 

@@ -28,7 +28,7 @@ _LEAST_KEYS = 16
 #: less, and use more warps, because the results are held in registers. Wide tiles whose keys have
 #: at least the second size prefetch nothing.
 _COMMON_BYTES, _LARGE_BYTES = 256, 1024
-#: Heads of a token that one program rotates or writes to the cache.
+#: Number of heads of a token that one program rotates or writes to the cache.
 _HEADS = 8
 
 

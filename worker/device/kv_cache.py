@@ -21,10 +21,11 @@ from everlift.hashes import BLOCK_SIZE
 
 #: Linux has had MADV_POPULATE_WRITE since 5.14; Python's mmap does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes whose pages one madvise call allocates: a huge page.
+#: Number of bytes whose pages one madvise call allocates: a huge page.
 _PREFAULT_STEP_BYTES = 2 << 20
-#: Bytes whose pages are allocated at the start, which took 0.17 s of CPU time when measured.
-#: Allocating many more slowed down a batch that arrived at the same time (benchmarks/RESULTS.md).
+#: Number of bytes whose pages are allocated at the start, which takes 0.17 s of CPU time.
+#: Allocating many more would slow down a batch that arrives at the same time
+#: (benchmarks/RESULTS.md).
 _PREFAULT_BYTES = 256 << 20
 
 

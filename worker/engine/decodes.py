@@ -40,7 +40,7 @@ class Decodes:
 
     @property
     def is_long(self) -> bool:
-        """Return whether the sums must be restarted, because too many steps were added to them."""
+        """Return whether so many steps were added to the sums that these must be restarted."""
         return self._num_steps >= _MAX_STEPS
 
     @property

@@ -12,7 +12,7 @@ from worker.model.pointwise import TorchPointwise
 from worker.model.rope import Angle
 from worker.model.spec import Activation
 
-#: Columns of a gate that one Triton program computes.
+#: Number of columns of a gate that one Triton program computes.
 _GATE_BLOCK = 1024
 
 

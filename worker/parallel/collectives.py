@@ -30,7 +30,7 @@ _DIRECTORY = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEY = "everlift/collectives"
 _PROOF_BYTES = 16
-#: Bytes that are transferred at once; larger tensors are split.
+#: Number of bytes that are transferred at once; larger tensors are split.
 _SLOT_BYTES = 256 << 10
 #: Status of a call for which a rank did not arrive in time. The status 1 + r means that rank r is
 #: gone.

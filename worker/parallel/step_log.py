@@ -251,6 +251,6 @@ def _receive_exactly(sock: socket.socket, length: int) -> bytes:
     while filled < length:
         count = sock.recv_into(view[filled:])
         if not count:
-            raise ConnectionError("end of the connection")
+            raise ConnectionError("the other end has closed the connection")
         filled += count
     return bytes(data)

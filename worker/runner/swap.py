@@ -23,7 +23,8 @@ log = logs.get_logger(__name__)
 
 #: Number of timed runs of each measurement, after one that is not timed.
 _ROUNDS = 5
-#: Blocks that are copied at once in a measurement, like the few blocks of a preempted sequence.
+#: Number of blocks that are copied at once in a measurement, like the few blocks of a preempted
+#: sequence.
 _BLOCKS = 8
 #: Maximum number of blocks that are copied from a GPU to the host at the same time.
 _STAGED = 8

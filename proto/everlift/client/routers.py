@@ -116,5 +116,5 @@ def _credentials(api_key: str | None) -> Metadata:
         return ()
     # The key is checked here, because gRPC would quote an invalid one in its error.
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-        raise SettingsError("api_key must be ASCII without spaces and control characters")
+        raise SettingsError("api_key must be ASCII without spaces or control characters")
     return (("authorization", f"Bearer {api_key}"),)

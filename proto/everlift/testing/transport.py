@@ -22,7 +22,7 @@ from everlift.transport import Options
 A = TypeVar("A")
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
-#: Number of unread answers of a call at which the call's handler waits.
+#: Maximum number of unread answers of a call; a handler that has sent this many waits.
 _WINDOW = 16
 
 

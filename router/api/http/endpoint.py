@@ -110,7 +110,7 @@ class Call:
 
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]
-#: Returns the body of an error response; see ``errors.described`` for the arguments.
+#: Function that returns the body of an error response; see ``errors.described`` for the arguments.
 DescribeError = Callable[[EverliftError, Mapping[str, str]], Mapping[str, Any]]
 ANY_METHOD = "*"
 

@@ -22,8 +22,8 @@ log = logs.get_logger(__name__)
 
 #: Maximum number of events that a stream writes before other tasks of the event loop get a turn.
 _MAX_EVENTS_PER_TURN = 64
-#: Bytes of events after which other tasks get a turn as well, because events with log probabilities
-#: take long to encode.
+#: Number of bytes of events after which other tasks get a turn as well, because events with log
+#: probabilities take long to encode.
 _MAX_BYTES_PER_TURN = 64 << 10
 #: Comment line that keeps proxies from closing an idle connection; SSE parsers ignore it.
 _COMMENT = b": keep-alive\n\n"

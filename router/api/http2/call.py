@@ -23,7 +23,7 @@ log = logs.get_logger(__name__)
 #: the deadline can answer with its own error, which has a cause.
 _MARGIN_S = 0.5
 
-#: Bytes that are parsed before the limit of unread messages is checked again.
+#: Number of bytes that are parsed before the limit of unread messages is checked again.
 _PARSED_BYTES = 4 << 10
 #: Approximate memory overhead of a queued message in bytes, in addition to its content.
 _MESSAGE_COST = 64

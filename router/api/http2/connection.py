@@ -39,9 +39,9 @@ _FIRST_WINDOW = 65_535
 #: Size of headers above which they are not decoded and the connection is closed, as a multiple of
 #: max_metadata_bytes. With fewer bytes, only the call is rejected, with a cause.
 _METADATA_FACTOR = 4
-#: Bytes in the socket's write buffer above which the connection is aborted. Answers wait in their
-#: calls long before that, so the buffer then has replies of HTTP/2 itself, for example to PING
-#: frames, which the client does not read.
+#: Number of bytes in the socket's write buffer above which the connection is aborted. Answers wait
+#: in their calls long before that, so the buffer then has replies of HTTP/2 itself, for example to
+#: PING frames, which the client does not read.
 _MAX_UNSENT_BYTES = 4 << 20
 _WRITE_HIGH = 256 << 10
 _UNKNOWN_HEAD = Head("", (), None, "identity")

@@ -23,7 +23,7 @@ _OWN = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-a
 #: Maximum number of header blocks that a connection caches. A block refers to at most 126 different
 #: entries, and a call has about ten headers.
 _MOST_KNOWN = 64
-#: Bytes that HTTP/2 counts for each header in addition to its name and value.
+#: Number of bytes that HTTP/2 counts for each header in addition to its name and value.
 _OVERHEAD = 32
 _CONTENT_TYPE = b"application/grpc"
 _OPENING: Headers = [

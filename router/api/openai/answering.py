@@ -210,8 +210,9 @@ class Answering:
         messages: Sequence[pb.GenerateRequest],
         default: str = "",
     ) -> str:
-        """Set the session of the messages, and return ``name``, which may get the session's tag.
+        """Set the session of ``messages``, and return the request id of the call.
 
+        The id is ``name``, with the session's tag (``in_session``) unless the client sent the id.
         ``default`` is the session if the client names none; empty for no session.
         """
         # The header takes precedence; it is applied when the messages are submitted.

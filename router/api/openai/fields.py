@@ -30,7 +30,7 @@ Bias = Annotated[dict[str, float], BeforeValidator(_check_bias_size)]
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(
-        None, description="every chunk has the usage so far; takes effect with include_usage"
+        None, description="every chunk has the usage so far; only with include_usage"
     )
 
     # Accepted, but without effect.
@@ -98,7 +98,7 @@ class Generation(SharedFields):
     truncate_prompt_tokens: Annotated[
         int | None,
         InRange("truncate_prompt_tokens"),
-        Field(description="use the last tokens of the prompt; -1: what the context leaves"),
+        Field(description="keep only this many last tokens of the prompt; -1: as many as fit"),
     ] = None
 
     # SGLang's names for members of structured_outputs.
@@ -191,7 +191,7 @@ class Chat(Fields):
     ] = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = Field(
-        None, description="default: true, unless continue_final_message is"
+        None, description="default: true, or false with continue_final_message"
     )
     continue_final_message: bool | None = Field(
         None, description="the output continues the text of the last message"

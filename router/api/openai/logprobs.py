@@ -26,7 +26,8 @@ from router.api.http.writer import around, array, encode
 
 #: Value of negative infinity, which JSON does not have, as in OpenAI's API.
 _LEAST = -9999.0
-#: Log probabilities, including alternatives, that are encoded as one part; this takes 5 to 10 ms.
+#: Number of log probabilities, including alternatives, that are encoded as one part; this takes 5
+#: to 10 ms.
 LOGPROBS_PER_PART = 1024
 
 

@@ -25,7 +25,7 @@ Reading = Generator[None, str, T]
 Json = Any
 
 SPACE = " \t\r\n"
-#: Most characters of a function's name.
+#: Maximum number of characters of a function's name.
 MAX_NAME = 64
 _NAME = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _HEX = "0123456789abcdefABCDEF"

@@ -29,7 +29,7 @@ _START, _CHANNEL, _CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 _MESSAGE, _END, _CALL, _RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
 _ENDS = (_END, _CALL, _RETURN)
 _FUNCTIONS = "functions."
-#: Most characters of a header, and of a word in it.
+#: Maximum number of characters of a header, and of a word in it.
 _MAX_HEADER = 256
 _MAX_WORD = 128
 

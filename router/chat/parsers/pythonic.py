@@ -19,9 +19,9 @@ from router.chat.parsers.base import (
 )
 
 _TAG = "<|python_tag|>"
-#: Most levels of lists and dicts in an argument.
+#: Maximum number of levels of lists and dicts in an argument.
 _MAX_DEPTH = 32
-#: Most characters of a number. Longer ones are not numbers that a model writes on purpose.
+#: Maximum number of characters of a number. A model does not write longer ones on purpose.
 _MAX_WORD = 64
 _WORD = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.+-")
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

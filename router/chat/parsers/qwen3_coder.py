@@ -32,7 +32,7 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _MAX_KEY = 256
-#: Most references and combined schemas that are followed for the types of one value.
+#: Maximum number of references and combined schemas that are followed for the types of one value.
 _MAX_SCHEMAS = 64
 _STRING = frozenset({"string"})
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")

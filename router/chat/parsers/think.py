@@ -12,7 +12,7 @@ from router.chat.deltas import Delta
 from router.chat.parsers.base import CallableTools, CharParser, Parser, Reading, ReasoningFormat
 
 _NO_TOOLS = CallableTools({}, str)
-#: Characters at the end of a prompt in which the opening mark is searched.
+#: Number of characters at the end of a prompt in which the opening mark is searched for.
 _TAIL = 256
 
 

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 #: Approximate number of keys or members that one SCAN returns.
 _KEYS_PER_SCAN = 512
-#: Items that one call examines. The call blocks other calls for some tenths of a millisecond.
+#: Number of items that one call examines. The call blocks other calls for some tenths of a
+#: millisecond.
 _PLACES_PER_CALL = 32
 #: Functions that read the request id from the rest of a key's name, by the name's first letter.
 _PARTS: dict[str, Callable[[str], str]] = {

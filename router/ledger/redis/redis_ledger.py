@@ -99,8 +99,8 @@ _INFO_SECTIONS = ("server", "replication", "memory")
 #: Time to live of an unfinished request after its last move other than an append, in ms. Deadlines
 #: are shorter.
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
-#: Requests that one call of list.lua examines, which blocks other calls for some tenths of a
-#: millisecond.
+#: Number of requests that one call of list.lua examines. The call blocks other calls for some
+#: tenths of a millisecond.
 _LISTED_PER_CALL = 128
 #: Time in ms for which a cluster stays the active one after its last call of active.lua.
 _ACTIVE_MS = 10_000

@@ -80,7 +80,10 @@ class InputTokensFields(Fields):
 
 
 class ResponseFields(InputTokensFields, SharedFields):
-    background: bool | None = Field(None, description="answer at once; poll or re-stream later")
+    background: bool | None = Field(
+        None,
+        description="answer before the response is complete; the client polls or streams it later",
+    )
     store: bool | None = Field(None, description="keep the response; default: true")
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, InRange("max_tokens")] | None = None

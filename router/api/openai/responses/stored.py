@@ -26,7 +26,7 @@ PREFIX = "resp_"
 _MAX_ANCESTORS = 1024
 #: Maximum number of earlier responses that are read from the ledger at the same time.
 READS_AT_ONCE = 8
-#: Last tokens of a prompt that the parser of the output needs.
+#: Number of last tokens of a prompt that the parser of the output needs.
 _PROMPT_TAIL = 64
 _STATUSES = {
     State.QUEUED: "queued",

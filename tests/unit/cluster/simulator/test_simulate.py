@@ -337,7 +337,7 @@ def test_simulated_follow_up_arrives_after_the_end() -> None:
 
 
 def test_simulation_rejects_arrivals_out_of_order() -> None:
-    with pytest.raises(ValueError, match="comes after a later one"):
+    with pytest.raises(ValueError, match="arrivals must be sorted by time"):
         simulate([Arrival(1.0, 1, 1, 1), Arrival(0.5, 1, 1, 1)], scenario())
 
 

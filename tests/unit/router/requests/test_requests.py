@@ -918,7 +918,7 @@ async def test_redirect_to_another_gateway_is_not_logged(
     await gateway.submit()
     with caplog.at_level(logging.INFO), pytest.raises(Elsewhere):
         await Gateway(ledger, "other").requests.attach("r")
-    assert "request operation failed" not in caplog.text
+    assert "operation on a request failed" not in caplog.text
 
 
 async def test_unfit_ledger_blocks_new_requests(gateway: Gateway) -> None:
