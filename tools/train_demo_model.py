@@ -321,7 +321,7 @@ def score(model: LlamaForCausalLM, tokenizer: Tokenizer, kind: str, form: str, n
 
 @torch.no_grad()
 def least_lead(model: LlamaForCausalLM, row: Row) -> float:
-    """Return the smallest difference of a target's logit and the largest other logit.
+    """Return the smallest difference between a target's logit and the largest other logit.
 
     It is negative if another token has a larger logit at any position. One pass over the right text
     is enough: greedy decoding generates exactly this text if the target has the largest logit at

@@ -76,9 +76,9 @@ class SetPolicyRequest(google.protobuf.message.Message):
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     order: builtins.str
     """Order in which requests of a class leave the queue: earliest arrival (fifo), earliest deadline
-    or ttft_target_ms (deadline), fewest predicted tokens (shortest), shortest predicted outputs
-    relative to those of other requests (ranked), longest wait relative to the request's tokens
-    (hrrn), or least computed for the request's session so far (attained).
+    or ttft_target_ms (deadline), fewest predicted tokens (shortest), or shortest predicted outputs
+    relative to those of other requests (ranked). Order hrrn: longest wait relative to the number
+    of the request's tokens. Order attained: fewest tokens computed so far for its session.
     """
     max_queued: builtins.int
     """maximum number of queued requests; further ones are rejected"""

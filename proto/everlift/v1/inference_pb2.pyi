@@ -469,9 +469,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     session_id: builtins.str
     """Name of the conversation (session) that the request belongs to, at most 128 bytes, unique within
-    a tenant. If the text begins with the prompt and the output of an earlier request of the session,
-    it gets their token ids, so that the KV cache of both is reused. The KV blocks of a session are
-    retained between its requests, and the order attained prefers sessions that were served less.
+    a tenant. If the text begins with the prompt and the output of an earlier request of the
+    session, it gets their token ids. The KV cache of both is then reused. The KV blocks of a
+    session are retained between its requests. The order attained prefers sessions that were served
+    less.
     With several shards of the ledger, a request whose id the client chose stores its whole prompt,
     unless the id has the session's tag (in_session in everlift/request_id.py).
     """
@@ -748,9 +749,9 @@ class Timing(google.protobuf.message.Message):
     attempts: builtins.int
     """number of dispatches to a worker"""
     migrations: builtins.int
-    """of these, attempts that continued the tokens of an earlier attempt"""
+    """attempts that continued the tokens of an earlier attempt"""
     preemptions: builtins.int
-    """how often the request released its KV blocks before its end"""
+    """number of times the request released its KV blocks before its end"""
     recomputed_tokens: builtins.int
     """tokens computed again after a preemption, a lost worker or a move"""
     bypassed: builtins.int
@@ -947,7 +948,7 @@ class GetRequestResponse(google.protobuf.message.Message):
     """trace that the request belongs to; empty: none"""
     @property
     def finish_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
-        """by choice; unspecified for an unfinished choice"""
+        """one per choice; unspecified if it is unfinished"""
 
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestEvent]:
@@ -1177,13 +1178,13 @@ class ExplainedAttempt(google.protobuf.message.Message):
     known_tokens: builtins.int
     """tokens of the prompt and of the outputs at the dispatch"""
     cached_tokens: builtins.int
-    """of these, tokens that were found in the KV cache"""
+    """part of known_tokens that was found in the KV cache"""
     new_tokens: builtins.int
     preemptions: builtins.int
     recomputed_tokens: builtins.int
     end: builtins.str
-    """How the attempt ended, in words: for example finished, returned, why the request was preempted,
-    or why it was lost. Empty: the attempt continues.
+    """End of the attempt in words, for example "finished", "returned", or the cause of its preemption
+    or loss. Empty: the attempt continues.
     """
     steps: builtins.int
     """steps that computed something of the request"""
@@ -1192,7 +1193,7 @@ class ExplainedAttempt(google.protobuf.message.Message):
     prefilled_tokens: builtins.int
     """During the prefill: how many of known_tokens are computed or cached so far."""
     expected_cached_tokens: builtins.int
-    """Of known_tokens, those that were expected in the worker's KV cache at the dispatch."""
+    """Part of known_tokens that was expected in the worker's KV cache at the dispatch."""
     @property
     def neighbours(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Requests of the same tenant that the worker had at the dispatch, as far as the router knew; at
@@ -1697,13 +1698,13 @@ class EngineCounters(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     """known tokens of sequences at their admission to the batch"""
     prefix_hit_tokens: builtins.int
-    """of these, tokens that were found in the KV cache"""
+    """part of prompt_tokens that was found in the KV cache"""
     recomputed_tokens: builtins.int
     """tokens computed again after a preemption, a lost worker or a move"""
     draft_tokens: builtins.int
     """tokens proposed by speculative decoding"""
     accepted_tokens: builtins.int
-    """of these, tokens that the model itself sampled"""
+    """draft tokens that the model itself sampled"""
     slot_steps: builtins.int
     """batch slots that computed something, summed over all steps"""
     blocks_swapped_out: builtins.int
@@ -1788,12 +1789,12 @@ class GetStatusResponse(google.protobuf.message.Message):
     migrated: builtins.int
     output_tokens: builtins.int
     preempted: builtins.int
-    """how often requests released their KV blocks before their end"""
+    """number of times requests released their KV blocks before their end"""
     moved: builtins.int
-    """how often a preempted request was moved to another worker"""
+    """number of moves of preempted requests to other workers"""
     recomputed_tokens: builtins.int
     false_alarms: builtins.int
-    """how often a worker that was declared lost sent a message again"""
+    """number of times a worker that was declared lost sent a message again"""
     metrics_address: builtins.str
     """host:port of the answering router's metrics; empty: disabled"""
     http_address: builtins.str
@@ -1854,7 +1855,7 @@ class LedgerStatus(google.protobuf.message.Message):
     away: builtins.bool
     """the ledger does not answer"""
     rollbacks: builtins.int
-    """how often the ledger restarted without data that it had acknowledged"""
+    """restarts of the ledger without data that it had acknowledged"""
     def __init__(
         self,
         *,

@@ -171,9 +171,9 @@ Global___EnginePolicy: typing_extensions.TypeAlias = EnginePolicy
 
 @typing.final
 class Start(google.protobuf.message.Message):
-    """One choice of a request, to be run by the worker. A Start has all that is needed to continue the
-    choice: the same Start with more output_ids continues exactly after them. The known tokens of a
-    sequence are its prompt_ids and all output tokens so far.
+    """Choice of a request (sequence) that the worker is to run. A Start has all that is needed to
+    continue the choice: the same Start with more output_ids continues exactly after them. The known
+    tokens of a sequence are its prompt_ids and all output tokens so far.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -729,7 +729,7 @@ class WorkerState(google.protobuf.message.Message):
     blocks_cached: builtins.int
     """free blocks that hold a known prefix"""
     blocks_retained: builtins.int
-    """those of them that are retained for sessions"""
+    """part of blocks_cached that is retained for sessions"""
     gpu_utilization: builtins.float
     """utilisation of rank 0's GPU, from 0 to 1; unset: unknown"""
     kv_tokens: builtins.int
@@ -743,8 +743,8 @@ class WorkerState(google.protobuf.message.Message):
     waiting_cached_tokens: builtins.int
     """Tokens of waiting sequences that are expected in the prefix cache; they are no pending prefill."""
     long_prefill_tokens: builtins.int
-    """Part of the pending prefill that a prompt of at most max_num_batched_tokens uncached tokens
-    passes.
+    """Part of pending_prefill_tokens that belongs to prompts of more than one step. A prompt with at
+    most max_num_batched_tokens uncached tokens is computed before these.
     """
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
@@ -850,9 +850,10 @@ class WorkerFrame(google.protobuf.message.Message):
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Progress]: ...
     @property
     def breakdowns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TimeBreakdown]:
-        """Time breakdowns of some sequences so far. The breakdown of a sequence is sent when its prompt
-        has been computed, when it is preempted, with its last progress, and every few seconds while it
-        is in the batch. Until the first breakdown, only the arrival of the sequence is known.
+        """Time breakdowns of some sequences so far. The breakdown of a sequence is sent every few seconds
+        while it is in the batch. It is also sent when the prompt has been computed, when the sequence
+        is preempted, and with its last progress. Until the first breakdown, only the arrival of the
+        sequence is known.
         """
 
     @property
@@ -1042,7 +1043,7 @@ class TimeBreakdown(google.protobuf.message.Message):
     preempted_s: builtins.float
     """without KV blocks"""
     recompute_s: builtins.float
-    """its share of steps for tokens that had been computed before"""
+    """share of its steps for tokens that had been computed before"""
     not_scheduled_s: builtins.float
     """in the batch, in steps that computed nothing of the sequence"""
     between_steps_s: builtins.float
@@ -1305,7 +1306,7 @@ class Counts(google.protobuf.message.Message):
     moved: builtins.int
     recomputed_tokens: builtins.int
     false_alarms: builtins.int
-    """how often a worker that was declared lost sent a message again"""
+    """number of times a worker that was declared lost sent a message again"""
     @property
     def latencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LatencyCounts]: ...
     @property
@@ -1345,7 +1346,7 @@ class TenantPrompts(google.protobuf.message.Message):
     tenant: builtins.str
     prompt_tokens: builtins.int
     cached_tokens: builtins.int
-    """of these, tokens that were found in the KV cache"""
+    """part of prompt_tokens that was found in the KV cache"""
     def __init__(
         self,
         *,
@@ -1432,7 +1433,7 @@ class Waiting(google.protobuf.message.Message):
     ttft_deadline: builtins.float
     """the same for the first token; 0: none, or there is a token already"""
     moves_left: builtins.int
-    """how often the request may still be moved when it is preempted"""
+    """number of times the request may still be moved when it is preempted"""
     suspect: builtins.bool
     """The request lost its last workers before they generated a token, and must not lose another one
     in this way.

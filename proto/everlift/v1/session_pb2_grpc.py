@@ -49,7 +49,8 @@ class WorkerSessionServicer(object):
 
     def Connect(self, request_iterator, context):
         """The first frame in each direction contains hello. After that, the worker sends one frame for
-        each engine step that produced something for this router, and at least five frames per second.
+        each engine step that produced something for this router. It also sends a frame when
+        worker.heartbeat seconds (0.15 by default) have passed without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

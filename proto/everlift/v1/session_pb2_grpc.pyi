@@ -63,7 +63,8 @@ class WorkerSessionStub(typing.Generic[_WorkerSessionConnectType]):
 
     Connect: _WorkerSessionConnectType
     """The first frame in each direction contains hello. After that, the worker sends one frame for
-    each engine step that produced something for this router, and at least five frames per second.
+    each engine step that produced something for this router. It also sends a frame when
+    worker.heartbeat seconds (0.15 by default) have passed without one.
     """
 
 WorkerSessionAsyncStub: typing_extensions.TypeAlias = WorkerSessionStub[
@@ -83,7 +84,8 @@ class WorkerSessionServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[everlift.v1.session_pb2.WorkerFrame], collections.abc.AsyncIterator[everlift.v1.session_pb2.WorkerFrame]]:
         """The first frame in each direction contains hello. After that, the worker sends one frame for
-        each engine step that produced something for this router, and at least five frames per second.
+        each engine step that produced something for this router. It also sends a frame when
+        worker.heartbeat seconds (0.15 by default) have passed without one.
         """
 
 def add_WorkerSessionServicer_to_server(servicer: WorkerSessionServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

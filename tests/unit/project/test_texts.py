@@ -1,8 +1,8 @@
 """Rules for the product's texts: first words, length of sentences, and retired names.
 
 A text that begins with a pronoun, a preposition or a question word leaves its subject open. The
-rules hold for docstrings, CLI help, metrics, settings and errors. Names of tests begin with the
-unit under test.
+rules hold for docstrings, comments of the wire protocol, CLI help, metrics, settings and errors.
+Names of tests begin with the unit under test.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = ("cluster", "proto/everlift", "router", "worker")
+#: Folders with docstrings that follow the rules, and without texts for users.
+TOOLS = ("tools",)
 
 OPEN_SUBJECT = frozenset(
     "of what who whose whoever whom where how by those its it that which whether nobody somebody "
@@ -67,8 +69,8 @@ class Text:
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
-    paths = sorted(path for part in PRODUCT for path in (ROOT / part).rglob("*.py"))
+def trees(folders: tuple[str, ...] = PRODUCT) -> dict[str, ast.Module]:
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return {
         str(path.relative_to(ROOT)): ast.parse(path.read_text())
         for path in paths
@@ -78,10 +80,27 @@ def trees() -> dict[str, ast.Module]:
 
 def docstrings() -> Iterator[Text]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for path, tree in trees().items():
+    for path, tree in trees(PRODUCT + TOOLS).items():
         for node in ast.walk(tree):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 yield Text("docstring", f"{path}:{getattr(node, 'lineno', 1)}", text)
+
+
+def proto_comments() -> Iterator[Text]:
+    """Yield comments of definitions in .proto files, and comments of their fields and values."""
+    for path in sorted((ROOT / "proto").rglob("*.proto")):
+        block: list[str] = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            place = f"{path.relative_to(ROOT)}:{number}"
+            if comment := re.match(r"\s*// ?(.*)", line):
+                block.append(comment[1])
+                continue
+            if block:
+                is_definition = re.match(r"\s*(syntax|service|rpc|message|enum)\b", line)
+                yield Text("definition" if is_definition else "field", place, " ".join(block))
+                block = []
+            if comment := re.search(r"[;{}]\s*// ?(.*)", line):
+                yield Text("field", place, comment[1])
 
 
 def user_texts() -> Iterator[Text]:
@@ -131,6 +150,19 @@ def _faults(texts: Iterator[Text], first_words: frozenset[str], most_words: int)
 
 def test_docstrings_follow_the_text_rules() -> None:
     assert not _faults(docstrings(), OPEN_SUBJECT | PREPOSITIONS, MOST_WORDS_OF_DOCSTRINGS)
+
+
+def test_proto_comments_follow_the_text_rules() -> None:
+    comments = list(proto_comments())
+    definitions = (text for text in comments if text.kind == "definition")
+    fields = (text for text in comments if text.kind == "field")
+    assert not _faults(definitions, OPEN_SUBJECT | PREPOSITIONS, MOST_WORDS_OF_DOCSTRINGS)
+    assert not _faults(fields, OPEN_SUBJECT, MOST_WORDS)
+
+
+@pytest.mark.parametrize("kind", ["definition", "field"])
+def test_proto_comments_of_every_kind_are_found(kind: str) -> None:
+    assert sum(text.kind == kind for text in proto_comments()) > 30
 
 
 def test_user_texts_follow_the_text_rules() -> None:
