@@ -211,7 +211,7 @@ async def answer(address: str, message: Malformed) -> bytes:
 
 
 def check_http(message: Malformed, said: bytes) -> None:
-    """What is malformed gets an error, if anything."""
+    """Check that malformed requests got an error, if they got an answer at all."""
     statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:] if part[:3].isdigit()]
     assert 500 not in statuses, (message, said)
     if message.is_whole:
@@ -226,7 +226,7 @@ def check_grpc(message: Malformed, said: bytes) -> None:
 
 
 def _grpc_statuses(said: bytes) -> Iterator[str]:
-    """Of the calls that were answered: gRPC's, or ``http`` and HTTP's."""
+    """Yield the gRPC status of each answered call, or ``http`` and the HTTP status."""
     decoder, view = hpack.Decoder(), memoryview(said)
     while len(view) >= 9:
         try:

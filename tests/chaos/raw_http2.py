@@ -61,7 +61,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _header_block(path: str) -> bytes:
-    """Each field a literal without indexing: RFC 7541, section 6.2.2."""
+    """Return a call's headers, each as a literal without indexing (RFC 7541, section 6.2.2)."""
     fields = (
         (":method", "POST"),
         (":scheme", "http"),

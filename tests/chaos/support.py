@@ -1,5 +1,4 @@
-"""What the chaos tests are made of: a cluster in real processes, clients under whose eyes a part of
-it fails, and what the routers' logs say of it.
+"""Parts of the chaos tests: a cluster in real processes, clients of it, and its routers' logs.
 
     async with running(config(tmp_path)) as cluster, Load(cluster.addresses, 24) as load:
         await load.until(20)
@@ -79,9 +78,12 @@ def config(
 
 
 class Cluster(ProcessCluster):
-    """Its parts may differ: ``differing`` has settings of workers by their numbers, ``ledgers``
-    another way to the ledger by a router's number, and ``announce_to`` says to whom workers
-    announce themselves, given the routers."""
+    """Cluster of processes whose parts may have settings of their own.
+
+    ``differing`` has settings of workers by their numbers, and ``ledgers`` the ledger's settings by
+    the numbers of routers. ``announce_to`` returns the routers to which workers announce
+    themselves, given all routers.
+    """
 
     def __init__(self, config: Config, differing: dict[int, dict[str, Any]] | None = None) -> None:
         super().__init__(config)
@@ -101,7 +103,7 @@ class Cluster(ProcessCluster):
 
     @property
     def ledger_pid(self) -> int:
-        """Of the server that the cluster runs itself; 0 while there is none."""
+        """Process id of the ledger server that the cluster runs; 0 while there is none."""
         return self._ledger.pid
 
     @property
@@ -116,7 +118,7 @@ class Cluster(ProcessCluster):
         return max(said)[1]
 
     def events(self, name: str = "router-*", since: float = 0.0) -> list[dict[str, Any]]:
-        """What the processes of this name have logged, oldest first."""
+        """Return the log events of the processes with this name, oldest first."""
         logs = sorted(self._log_dir.glob(f"{name}.log"))
         events = [json.loads(line) for log in logs for line in _lines(log)]
         return sorted((e for e in events if moment(e) >= since), key=moment)
@@ -193,7 +195,7 @@ async def _now(holds: Callable[[], Any]) -> object:
 
 @dataclass
 class Following:
-    """One client: what it asked for, and all that came, in the order in which it came."""
+    """Record of one client: its request, and all that it received, in order."""
 
     request_id: str
     prompt: list[int]
@@ -226,7 +228,7 @@ class Following:
         return max((later - when for when, later in gaps if later > since), default=0.0)
 
     def check(self, fake: FakeModel) -> None:
-        """It has what the undisturbed stream has, every offset once."""
+        """Check that the client has the undisturbed stream's tokens, each offset once."""
         assert self.error is None, f"{self.request_id}: {self.error!r}"
         assert self.offsets == list(range(self.count)), self.request_id
         assert self.tokens == expected_tokens(self.prompt, self.count, fake), self.request_id
@@ -279,7 +281,7 @@ class Load:
         return list(addresses)
 
     def follow(self, stream: Following, addresses: Sequence[str]) -> None:
-        """This client asks now; the first address is its router."""
+        """Start a client's request now; the first address is its router."""
         self._tasks.append(asyncio.create_task(self._follow(stream, addresses)))
 
     async def _follow(self, stream: Following, addresses: Sequence[str]) -> None:
@@ -322,7 +324,7 @@ class Load:
 
     @property
     def moved(self) -> list[Following]:
-        """Whose tokens were made in more than one attempt."""
+        """Return the clients whose tokens were generated in more than one attempt."""
         return [s for s in self.streams if s.timing is not None and s.timing.attempts > 1]
 
 
@@ -337,7 +339,7 @@ def resident(pid: int) -> int:
 
 
 def report(title: str, cluster: Cluster, load: Load, since: float) -> None:
-    """What the fault cost, for people to read (pytest -rP or -s)."""
+    """Print the cost of a fault for people to read (pytest -rP or -s)."""
     lost = [
         moment(event) - since
         for event in cluster.events(since=since - 0.05)

@@ -30,7 +30,7 @@ SLOW = FakeModel(step_time=0.01)
     ],
 )
 async def test_drained_worker_hands_back_all_requests(tmp_path: Path, way: str) -> None:
-    """At once, with its tokens; it is no loss to anybody."""
+    """The requests move at once, with their tokens, and no worker counts as lost."""
     async with running(config(tmp_path, fake=SLOW)) as cluster:
         leaving = cluster.workers[0].worker_id
         async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=450, plain=True) as load:

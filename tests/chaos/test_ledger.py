@@ -55,7 +55,7 @@ class Server:
         return self._home / "ledger" / "appendonlydir"
 
     def copy(self) -> Path:
-        """What is on disk now."""
+        """Copy the server's present files; return the directory of the copy."""
         return Path(shutil.copytree(self._data, self._home / f"copy-{time.monotonic_ns()}"))
 
     def kill(self) -> None:
@@ -86,7 +86,7 @@ def redis_url() -> Iterator[str]:
 
 
 async def check_all(cluster: Cluster, load: Load) -> None:
-    """What clients have is right, and the ledger has it too."""
+    """Check that the clients' outputs are right, and that the ledger has them too."""
     load.check()
     async with patient.client(cluster.addresses) as client:
         for stream in load.streams:
@@ -130,7 +130,7 @@ async def test_strict_streams_pause_until_ledger_returns(server: Server, tmp_pat
 
 
 async def quiet(load: Load) -> list[int]:
-    """How many tokens the streams have when none has come for a second."""
+    """Wait until no token has arrived for a second; return the streams' numbers of tokens."""
     while True:
         before = [len(stream.tokens) for stream in load.streams]
         await asyncio.sleep(1)
@@ -139,8 +139,9 @@ async def quiet(load: Load) -> list[int]:
 
 
 async def test_rolled_back_ledger_is_reasserted_by_routers(server: Server, tmp_path: Path) -> None:
-    """It comes back as it was some time ago: it does not know of the newest requests, of what has
-    finished since, of dispatches and of tokens. Nothing of it is lost or made again."""
+    """The ledger returns to an earlier state. It lacks the newest requests, ends, dispatches and
+    tokens. None of these is lost or generated again.
+    """
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
     async with running(settings) as cluster:
         addresses = cluster.addresses
@@ -266,7 +267,7 @@ async def test_nearly_full_ledger_rejects_only_new_requests(redis_url: str, tmp_
 
 
 def impatient(cluster: Cluster) -> AsyncClient:
-    """It asks once."""
+    """Return a client that makes only one attempt."""
     return AsyncClient(cluster.addresses, reconnect_s=0.1, retry_s=0.0)
 
 
@@ -305,7 +306,7 @@ async def test_streams_continue_unledgered_while_ledger_is_full(
 
 @pytest.mark.long
 async def test_read_only_ledger_is_awaited(redis_url: str, tmp_path: Path) -> None:
-    """As after a failover of which the routers do not know yet."""
+    """The ledger refuses writes, as after a failover that the routers have not noticed yet."""
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
         async with running(settings) as cluster:
@@ -383,7 +384,7 @@ def said_of_a_write(admin: Redis) -> str:
 
 @contextmanager
 def redis_that_can_be_full() -> Iterator[tuple[str, object]]:
-    """Its files may not grow inside ``disk_is_full``."""
+    """Run a server whose files cannot grow inside the context manager ``disk_is_full``."""
     with redis_server() as url:
         with Redis.from_url(url) as client:
             pid = int(client.info("server")["process_id"])  # type: ignore[index]

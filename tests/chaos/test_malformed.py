@@ -28,7 +28,7 @@ _PROMPT = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "stream": T
 
 
 async def streamed_text(cluster: Cluster) -> str:
-    """By HTTP, to its end."""
+    """Return the text of a completion that is streamed over HTTP to its end."""
     address, text = cluster.routers[0].http_address, ""
     async with streamed(address, "/v1/completions", _PROMPT) as stream:
         assert stream.status == 200
@@ -69,7 +69,7 @@ class GoodClients:
 
 @asynccontextmanager
 async def streaming(cluster: Cluster) -> AsyncIterator[GoodClients]:
-    """What goes wrong with them is raised in the end."""
+    """Run good clients in the background; raise their errors at the end."""
     clients = GoodClients(cluster, await streamed_text(cluster))
     task = asyncio.create_task(clients.stream())
     try:

@@ -75,7 +75,7 @@ async def with_ways(settings: Any) -> AsyncIterator[tuple[Cluster, Ways]]:
 
 @pytest.mark.parametrize("kind", ["silent", pytest.param("closed", marks=pytest.mark.long)])
 async def test_disconnected_worker_is_abandoned_and_rejoins(tmp_path: Path, kind: str) -> None:
-    """For 5 s no byte comes through, or every connection is reset. The worker itself is well."""
+    """No byte passes for 5 s, or every connection is reset. The worker itself keeps running."""
     # On a busy machine the other worker may be silent for a second too.
     settings = config(tmp_path, routers=2, fake=SLOW, router={"worker_silence": 2.0})
     async with with_ways(settings) as (cluster, ways):
@@ -107,7 +107,7 @@ async def is_back(cluster: Cluster, worker_id: str) -> bool:
 
 @pytest.mark.long
 async def test_repeated_connection_breaks_lose_no_token(tmp_path: Path) -> None:
-    """Each break is a loss to the requests that it strikes: there are fewer than are allowed."""
+    """Each break is a loss to the requests on the connection; there are fewer than max_losses."""
     settings = config(tmp_path, fake=SLOW, router={"max_losses": 10})
     async with with_ways(settings) as (cluster, ways):
         async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=300, plain=True) as load:

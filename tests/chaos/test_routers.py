@@ -40,7 +40,7 @@ def others(cluster: Cluster) -> list[int]:
 async def test_killed_leader_keeps_queue_order_and_streams(
     tmp_path: Path,
 ) -> None:
-    """One slot: requests come first that were asked first, also those asked under nobody's lead."""
+    """With a single slot, requests run in the order of arrival, also those without a leader."""
     fake = FakeModel(step_time=0.01)
     settings = config(
         tmp_path, routers=3, workers=1, fake=fake, max_num_seqs=1, router={"local_depth": 0}
@@ -69,7 +69,7 @@ async def test_killed_leader_keeps_queue_order_and_streams(
 async def ask_in_turn(
     cluster: Cluster, load: Load, addresses: list[str], numbers: range, counted: bool = True
 ) -> None:
-    """One after the other is in the ledger before the next one comes, by turns at each router."""
+    """Submit the requests at the routers in turn, each after the previous one is in the ledger."""
     for number in numbers:
         stream = load.streams[number]
         load.follow(stream, [addresses[number % len(addresses)]])
@@ -108,7 +108,7 @@ def has_said(cluster: Cluster, router: int, event: str, since: float = 0.0) -> b
 
 @pytest.mark.long
 async def test_frozen_router_clients_find_requests_elsewhere(tmp_path: Path) -> None:
-    """It holds clients and a third of the requests, and leads; when it wakes it lets them go."""
+    """The leader, which owns a third of the requests, is frozen and later wakes up."""
     async with (
         running(config(tmp_path, routers=3)) as cluster,
         Load(cluster.addresses, 24, max_tokens=600) as load,

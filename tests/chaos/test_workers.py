@@ -34,7 +34,7 @@ from worker.serving.rank import Rank
     [pytest.param(0, marks=pytest.mark.long), 30, pytest.param(200, marks=pytest.mark.long)],
 )
 async def test_killed_worker_streams_continue_elsewhere(tmp_path: Path, tokens_before: int) -> None:
-    """Whether it was computing the prompts (0), in the middle, or near the end."""
+    """The worker is killed during the prefill (0), in the middle, or near the end of outputs."""
     fake = FakeModel(step_time=0.008, token_time=0.0 if tokens_before else 0.0003)
     async with (
         running(config(tmp_path, fake=fake)) as cluster,
@@ -170,7 +170,7 @@ async def tokens_of(cluster: Cluster, worker_id: str) -> int:
 async def test_request_that_kills_workers_fails_alone(
     tmp_path: Path,
 ) -> None:
-    """Each worker is killed in the request's prefill: the request fails, its neighbours do not."""
+    """Each worker is killed in the prefill of the same request, and only that request fails."""
     fake = FakeModel(step_time=0.004, token_time=0.0005, max_model_len=16_384)
     settings = config(tmp_path, workers=2, fake=fake)
     async with running(settings) as cluster, AsyncClient(cluster.address) as client:
@@ -214,7 +214,7 @@ def alive_ids(cluster: Cluster) -> set[str]:
 async def test_memory_shortage_preempts_sequences_and_loses_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of more than three sequences: some of them give way, and the worker lives on."""
+    """Some sequences of steps without memory are preempted, and the worker survives."""
     compute = FakeRunner.execute
 
     def execute(runner: FakeRunner, plan: Plan) -> list[RowResult]:

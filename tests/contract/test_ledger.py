@@ -1,4 +1,4 @@
-"""What every ledger does, in memory and on servers."""
+"""Contract of all ledgers, in memory and on servers."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ async def test_discard_frees_request_id(ledger: Ledger) -> None:
 
 
 async def test_discard_by_former_owner_is_ignored(ledger: Ledger) -> None:
-    """It was frozen, and hears late that the queue was full."""
+    """The former owner was frozen, and is notified late that the queue is full."""
     await ledger.open(make_request(), "gateway")
     taken = await ledger.take_over("r", "heir", "gateway")
     assert await ledger.discard("r", "gateway") == taken.entry
@@ -848,7 +848,7 @@ async def test_reused_id_outlives_erased_request(forgetful: Ledger, tick: Tick) 
 
 
 async def test_move_with_lost_answer_is_applied_once(ledger: Ledger) -> None:
-    """Where there are answers that can be lost: within one call its second try is known as such."""
+    """Answers can get lost: the retry within a call is recognised as a repetition."""
     lose_answers(ledger)
     await lead(ledger)
     request = make_request(n=2)
@@ -871,7 +871,7 @@ async def test_move_with_lost_answer_is_applied_once(ledger: Ledger) -> None:
 
 
 async def test_reassert_of_erased_request_is_rejected(ledger: Ledger) -> None:
-    """Its gateway was frozen and taken for dead: it knows of more moves than the end of another."""
+    """The gateway was frozen and taken for dead, so it counts more moves than the ledger."""
     told = await run_rich(ledger)
     known = replace(told, entry=replace(told.entry, moves=told.entry.moves + 7))
     await ledger.end_request("r", State.CANCELLED, "", "")
@@ -955,7 +955,7 @@ async def lose(ledger: Ledger, request_id: str = "r") -> None:
 
 
 def known_more(stored: Stored, *tokens: int, **changes: Any) -> Stored:
-    """As its gateway has it, who knows of two more moves and of more ``tokens`` of choice 0."""
+    """Return the gateway's copy, with two more moves and more ``tokens`` of choice 0."""
     entry = replace(stored.entry, **{"moves": stored.entry.moves + 2} | changes)
     return replace(stored, entry=entry, choices=longer(stored, *tokens))
 
@@ -1204,7 +1204,7 @@ async def test_reassert_restores_lost_finish(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("more", [0, 2])
 async def test_reassert_of_last_choice_end_finishes_request(ledger: Ledger, more: int) -> None:
-    """Its gateway has not heard of it, or the append that brings it is still on its way."""
+    """The gateway did not receive the finish, or its append is still in flight."""
     before = await run_rich(ledger)
     reasons, moves = (STOP, STOP, LENGTH), before.entry.moves + more
     told = known_more(before, 5, finish_reasons=reasons, moves=moves)
@@ -1593,7 +1593,7 @@ async def test_stale_leader_cannot_renew(ledger: Ledger, tick: Tick, is_over: bo
 
 
 async def test_lead_renews_term_on_empty_ledger(ledger: Ledger) -> None:
-    """It has lost everything, and the leader lives."""
+    """The ledger has lost everything, and the leader is still alive."""
     await ledger.open(make_request(), "gateway")
     assert await ledger.lead("router", "address", TERM, AGES_S, is_new=False)
     assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == TERM
@@ -1727,7 +1727,7 @@ async def test_scaling_is_read_with_its_age(ledger: Ledger) -> None:
 async def names(
     ledger: Ledger, tenant: str = "", limit: int = MAX_PAGE_SIZE, states: Collection[State] = ()
 ) -> list[str]:
-    """Of all that is listed, page by page."""
+    """Return the ids of all listed requests, read page by page."""
     found: list[str] = []
     last: Position | None = None
     while True:

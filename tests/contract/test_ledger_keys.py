@@ -42,7 +42,7 @@ LISTED = {"arrivals", "expiries"}
 
 
 class Keys:
-    """Those of one ledger."""
+    """Keys of one ledger."""
 
     def __init__(self, client: Redis, ledger: RedisLedger) -> None:
         self._client = client
@@ -53,7 +53,7 @@ class Keys:
         return {key[len(self._root) :] async for key in found}
 
     async def left_ms(self) -> dict[str, int]:
-        """Of each key, the time that is left to it; -1 is all time."""
+        """Return the time to live of each key in ms; -1 means no limit."""
         names = await self.names() - ALWAYS
         return {name: await self._client.pttl(self._root + name) for name in names}
 
@@ -70,12 +70,12 @@ class Keys:
         await self._client.hset(self._root + name, field, str(value))
 
     async def expire(self, *request_ids: str) -> None:
-        """As if these requests, whose keys are dropped, had expired."""
+        """Drop the keys of these requests, as if the requests had expired."""
         await self.drop(*(f"r:{it}" for it in request_ids))
         await self._client.zadd(f"{self._root}expiries", dict.fromkeys(request_ids, 1))
 
     async def expire_objects(self, *names: str) -> None:
-        """As if these objects, whose keys are dropped, had expired."""
+        """Drop the keys of these objects, as if the objects had expired."""
         await self.drop(*(f"o:{it}" for it in names))
         await self.make_objects_due(*names)
 
@@ -86,7 +86,7 @@ class Keys:
         await self._client.delete(*(self._root + name for name in names))
 
     async def fields_of(self, slots: str, charges: str) -> set[str]:
-        """Of a sorted set and of a hash."""
+        """Return the members of a sorted set together with the fields of a hash."""
         scored = await self._client.zrange(self._root + slots, 0, -1)
         return {*scored, *await self._client.hgetall(self._root + charges)}
 

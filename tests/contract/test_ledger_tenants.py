@@ -1,4 +1,4 @@
-"""What every ledger does about tenants' limits, and about who may come in."""
+"""Contract of all ledgers for tenants' limits and for access records."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def charge(request_id: str, prompt: int = 1, output: int = 0, **limits: int) -> 
 
 
 async def take(ledger: Ledger, *args: object, **limits: int) -> None:
-    """Of a new request."""
+    """Charge a new request, which must be accepted."""
     assert await ledger.charge(charge(*args, **limits), AGES_S)  # type: ignore[arg-type]
 
 
 async def refused(ledger: Ledger, *args: object, **limits: int) -> str:
-    """By which limit."""
+    """Return the name of the limit that refuses a new request."""
     with pytest.raises(RateLimited) as refusal:
         await ledger.charge(charge(*args, **limits), AGES_S)  # type: ignore[arg-type]
     assert refusal.value.retry_after_s is not None and refusal.value.retry_after_s > 0

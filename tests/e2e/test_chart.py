@@ -1,4 +1,4 @@
-"""What the chart tells Serve to run, on a local Ray that has the nodes of its groups."""
+"""The chart's Serve configuration, run on a local Ray with the nodes of the chart's groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nothing_left() -> None:
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its url, as the pods have it in their environment."""
+    """URL of a ledger server, as the pods have it in their environment."""
     server = EmbeddedLedger(LedgerConfig(), listen=("127.0.0.1", free_port()))
     yield server.start(tmp_path_factory.mktemp("ledger"))
     server.stop()
@@ -78,7 +78,7 @@ def nodes(release: Rendered, ledger: str, monkeypatch_module: pytest.MonkeyPatch
 
 
 def resources(group: Any, is_head: bool) -> dict[str, Any]:
-    """As Ray's autoscaler reads them from a group."""
+    """Return a group's resources, as Ray's autoscaler reads them."""
     from ray.autoscaler._private.kuberay.autoscaling_config import (
         _get_ray_resources_from_group_spec,
     )
@@ -122,14 +122,14 @@ def test_chart_settings_serve_a_request(release: Rendered, nodes: None, tmp_path
 
 
 def titles() -> set[str]:
-    """What the processes of actors are called, up to what they are doing."""
+    """Return the names of the actors' processes, without the name of the running method."""
     pids = [actor["Pid"] for actor in actors()]
     found = (Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in pids)
     return {title.decode().partition(".")[0] for title in found}
 
 
 def actors() -> list[dict[str, Any]]:
-    """Those that live, as Ray's control plane has them: its dashboard may have found no port."""
+    """Return the living actors from Ray's control plane, because the dashboard may have no port."""
     from ray._private import state
 
     return [actor for actor in state.actors().values() if actor["State"] == "ALIVE"]

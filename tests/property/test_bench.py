@@ -31,7 +31,10 @@ outcomes = st.lists(
 
 
 def exactly(values: list[float], percent: float) -> Fraction:
-    """By its definition: at (n - 1) * percent / 100 of the ordered values, straight between."""
+    """Return a percentile by its definition.
+
+    It is the value at (n - 1) * percent / 100 of the ordered values, with linear interpolation.
+    """
     ordered = sorted(map(Fraction, values))
     place = (len(ordered) - 1) * Fraction(percent) / 100
     low = int(place)

@@ -1,7 +1,8 @@
-"""How often a request is bypassed in the queue: no more than router/admission/README.md states.
+"""Number of times a request is bypassed: at most what router/admission/README.md states.
 
-Counted in random lives of a queue, in which requests arrive late at the leader, wait for cached
-prefixes, return from workers and are withdrawn."""
+The tests run random histories of a queue, in which requests arrive late at the leader, wait for
+cached prefixes, return from workers and are withdrawn.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +83,12 @@ DICE = st.builds(random.Random, st.integers(0, 2**32))
 
 @dataclass(frozen=True)
 class QueueWait:
-    """Of one that left at this moment. ``owed`` were lower classes when it came, and ``before`` are
-    those that left since then while it was not parked; of those that it was overtaken by so many
-    were of its class, of higher and of lower ones. ``free`` left while it was parked."""
+    """Wait of a request that left the queue at ``moment``.
+
+    ``owed`` has the credit of lower classes at its arrival. ``before`` are the requests that left
+    since then while it was not parked, and ``free`` those that left while it was parked. The later
+    requests that left first are counted by class: the same one, higher and lower ones.
+    """
 
     waiting: Waiting
     moment: float
@@ -153,7 +157,7 @@ class Life:
             self._forget()
 
     def _park(self, moment: float) -> None:
-        """As the leader does with a head that waits for a worker with its prefix."""
+        """Park the head of the queue, as the leader does to wait for a worker with its prefix."""
         if (head := self._queue.peek(moment)) is not None:
             self._queue.park(head.request_id, Wait("w", 1, 1.0, 1.0, 1.0))
             self._parked[head.request_id] = len(self._left), moment
@@ -184,13 +188,15 @@ class Life:
         return True
 
     def _before(self, head: Waiting, came: int) -> tuple[list[Waiting], list[Waiting]]:
-        """Of those that left since ``came``: while it was in the order, and while it was parked."""
+        """Return the requests that left after number ``came``: while the head was not parked, and
+        while it was.
+        """
         free = self._free.pop(head.request_id, [])
         names = {id(it) for it in free}
         return [it for it in self._left[came:] if id(it) not in names], free
 
     def _owe(self, head: Waiting) -> None:
-        """It leaves: others are owed their part of its work, and who is below others has had it."""
+        """Update the credit of the classes when ``head`` leaves the queue."""
         highest, *_ = numbers = self._queue.numbers
         if head.priority < highest:
             # What leaves while higher classes are parked needs no credit.
@@ -202,11 +208,11 @@ class Life:
                 self._owed[priority] = self._owed.get(priority, 0.0) + part
 
     def _forget(self) -> None:
-        """What a class is owed of which nobody waits."""
+        """Drop the credit of classes without queued requests."""
         self._owed = {it: owed for it, owed in self._owed.items() if it in self._queue.numbers}
 
     def _after(self, waiting: Waiting) -> Waiting:
-        """As it comes back: with tokens, it waits for its first one no more."""
+        """Return a request as it is queued again; with new tokens it has no TTFT deadline."""
         tokens = min(LONGEST, waiting.prefill_tokens + self._dice.randrange(9))
         after = waiting._replace(
             accepted=True, has_run=True, prefill_tokens=tokens, attained_rank=0.0
@@ -225,8 +231,9 @@ def life_of(policy: Policy, floor: float, arrivals: list[Arrival], dice: random.
 def test_bypassed_counts_same_class_requests_that_may_pass(
     arrivals: list[Arrival], dice: random.Random, policy: Policy
 ) -> None:
-    """Each of them once, however often either of the two comes back. One that is parked is passed
-    by any."""
+    """Each later request counts once, however often either of the two is queued again. A parked
+    request may be passed by any other one.
+    """
     life = life_of(policy, 0.1, arrivals, dice)
     for number, waiting in enumerate(life.heard):
         wait_stats, later = life.wait_stats[waiting.request_id], life.heard[number + 1 :]
@@ -240,7 +247,7 @@ def test_bypassed_counts_same_class_requests_that_may_pass(
 
 
 def _may_pass(policy: Policy, later: Waiting, queue_wait: QueueWait) -> bool:
-    """By what the policy promises to one that left after this stay."""
+    """Return whether the policy allows ``later`` to pass the request of ``queue_wait``."""
     waiting = queue_wait.waiting
     behind_s = later.arrived - waiting.arrived - 1e-9
     match policy:

@@ -49,7 +49,7 @@ def parser_of(reading: Any) -> Any:
 
 
 def characters(deltas: list[Delta]) -> list[Any]:
-    """One by one, so that the beginning of them can be compared."""
+    """Return the deltas as single characters, so that beginnings can be compared."""
     return [
         (type(delta), getattr(delta, "index", None), char)
         for delta in deltas

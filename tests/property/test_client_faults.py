@@ -1,6 +1,6 @@
-"""Whatever goes wrong on the way to a router, a client has each token once, or a named error.
+"""Clients under arbitrary faults of routers receive each token once, or a named error.
 
-On a virtual clock: a client waits for as long as it likes.
+The clock is virtual, so a client may wait for any time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def clock() -> Iterator[Clock]:
 
 
 def take(got: Tokens, chunk: Chunk) -> None:
-    """Each offset comes once, and after the one before it."""
+    """Append a chunk's tokens; each offset must follow the previous one."""
     assert chunk.offset == len(got[chunk.choice])
     got[chunk.choice].extend(chunk.token_ids)
 

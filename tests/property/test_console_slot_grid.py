@@ -1,4 +1,4 @@
-"""Whoever applies what a console is told knows who has which slot, whatever happens to workers."""
+"""A console that applies all changes has the right occupants of slots, whatever workers do."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ READS = Manners()
 
 
 class Played(SimCluster):
-    """What its clients asked for is remembered, to be judged."""
+    """Simulated cluster that records the requests of its clients, so that they can be judged."""
 
     def __init__(self, routers: int, workers: int, **changes: object) -> None:
         super().__init__(replace(ROUTERS, **changes), WORKERS)  # type: ignore[arg-type]
@@ -476,7 +476,7 @@ def test_deadline_in_queue_computes_no_token() -> None:
 
 
 def test_deadline_during_dispatch_ends_request() -> None:
-    """Nothing of it is in the leader's queue any more, nor at a worker yet."""
+    """The request has left the leader's queue, and is not at a worker yet."""
     with cluster(routers=1, workers=0) as it:
         request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.5))))
         it.may_fail.add(request_id)
@@ -646,7 +646,7 @@ def test_history_judgement_detects_missing_fence(
     history: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever was fenced off makes the same tokens as its successor."""
+    """A router that was fenced off generates the same tokens as its successor."""
     mutate(monkeypatch)
     with pytest.raises(Wrong, match="no fence"):
         history()

@@ -65,7 +65,7 @@ _HISTORIES = st.builds(
 
 
 def play_all(numbers: Iterable[int]) -> tuple[int, Counter[str]]:
-    """How many, and what they added up to."""
+    """Return the number of histories, and the sums of their counters."""
     sums: Counter[str] = Counter()
 
     def add(played: Played) -> None:

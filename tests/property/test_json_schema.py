@@ -1,4 +1,4 @@
-"""Each schema over the enforced keywords of JSON Schema is refused, or every output fits it."""
+"""Schemas over the enforced keywords are either refused, or every output fits them."""
 
 from __future__ import annotations
 

@@ -105,7 +105,10 @@ async def _provided(stack: AsyncExitStack, url: str, name: str, others: dict[str
 
 
 async def survives(url: str, history: History) -> bool:
-    """Nothing fails, not even pytest's own expectations, which are no Exceptions."""
+    """Return whether a history passes with the mutant's ledger.
+
+    Failed expectations of pytest, which are no Exceptions, count as failures too.
+    """
     try:
         await live(url, history)
     except (Exception, pytest.fail.Exception):
@@ -142,7 +145,7 @@ def test_mutants_cover_every_deciding_script() -> None:
 
 
 async def test_mutants_load_as_scripts(url: str) -> None:
-    """One that a server refuses would fail every history."""
+    """A mutant that the server cannot load would fail every history."""
     async with Redis.from_url(url) as client:
         for mutant in MUTANTS:
             name = "append" if mutant.script == "common" else mutant.script

@@ -103,7 +103,7 @@ def now(scheduler: MultiStepScheduler) -> float:
 
 
 def step(scheduler: MultiStepScheduler) -> list[Outcome]:
-    """As it is for whoever does not know what is drawn."""
+    """Run one step like a worker that does not know the sampled tokens."""
     plan = scheduler.schedule(now=now(scheduler))
     return scheduler.commit(plan, results(plan)) if plan.rows else []
 

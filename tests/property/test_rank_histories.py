@@ -53,14 +53,14 @@ class StructuredJob(Job):
 
 
 class Ask(NamedTuple):
-    """What a runner was asked for: of the real one, collectives that all ranks have to make."""
+    """Operation that a runner was asked for; of a real runner, a collective of all ranks."""
 
     what: str
     step: int
 
 
 class AskedRunner(FakeRunner):
-    """Of one rank."""
+    """Runner of one rank that records the operations."""
 
     def __init__(self, bounds: Limits, ahead: bool) -> None:
         model = replace(MODEL, runs_ahead=ahead)
@@ -72,7 +72,7 @@ class AskedRunner(FakeRunner):
         self.asked.append(Ask(what, step))
 
     def agreed(self, step: int, results: list[RowResult]) -> list[RowResult]:
-        """What rank 0 makes of ``results``."""
+        """Return ``results`` as rank 0 has decided them."""
         raise NotImplementedError
 
     def execute(self, plan: Plan) -> list[RowResult]:
@@ -168,7 +168,7 @@ class Log:
 
 
 class Rank0:
-    """Its loop under a list of events."""
+    """Loop of rank 0 under a list of events."""
 
     def __init__(self, bounds: Limits, dice: Random, ahead: bool) -> None:
         self.bounds, self.dice = bounds, dice

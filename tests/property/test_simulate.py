@@ -72,7 +72,7 @@ def test_simulate_steps_at_once_match_single_steps(load: list[Arrival], cluster:
 
 
 def check_ends(forecast: Forecast) -> None:
-    """Each request has one end, and one that has not failed all its tokens."""
+    """Check that each request has one end, and all of its tokens unless it failed."""
     for record in forecast.records:
         assert record.is_finished is not bool(record.refused)
         if record.is_finished:

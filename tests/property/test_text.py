@@ -104,8 +104,11 @@ def test_incremental_text_is_never_retracted(ids: list[int], stops: Stops) -> No
 
 
 def cut(ids: Sequence[int], stops: Stops) -> tuple[str, int]:
-    """What ``pushed`` answers, by definition: the text grows token by token, and ends with the
-    first stop string that is completed when there are enough tokens, the longest of several."""
+    """Return the text and the number of tokens that ``pushed`` must return, by definition.
+
+    The text grows token by token, and ends with the first stop string that is completed after
+    enough tokens; of several, the longest counts.
+    """
     text = ""
     for count, token in enumerate(ids, 1):
         counts = count >= stops.min_tokens

@@ -1,4 +1,4 @@
-"""Who is slow is found without comparing everybody with everybody."""
+"""Slow workers are found without comparing every worker with every other one."""
 
 from __future__ import annotations
 

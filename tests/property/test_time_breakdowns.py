@@ -1,4 +1,4 @@
-"""Whatever happens to a sequence, what is told of its time adds up, and is where it went."""
+"""Time breakdowns add up and are right, whatever happens to the sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worker.serving.loop import LeadingLoop, Report
 
 @dataclass
 class Seen:
-    """What somebody counts who looks at every sequence in every step."""
+    """Times of a sequence, as counted by looking at every sequence in every step."""
 
     waiting: float = 0.0
     prefill: float = 0.0
@@ -52,7 +52,7 @@ class Share:
 
 @dataclass(frozen=True)
 class View:
-    """Who computes what in a step, and who is in the batch by its plan."""
+    """Rows of a step by sequence, and the sequences in the batch by its plan."""
 
     rows: dict[SequenceKey, Share]
     members: frozenset[SequenceKey]
@@ -158,7 +158,7 @@ class Run:
             self.begin(self.next)
 
     def there(self, view: View) -> list[SequenceKey]:
-        """Who has a row and did not end by the step before."""
+        """Return the sequences of the step's rows that did not end in the step before."""
         there = {it.key for it in self.engine.sequences()}
         return [key for key in view.rows if key in there]
 

@@ -1,6 +1,7 @@
-"""What other tenants are served while a request of one waits: no more than router/README.md says
-under "Turns of tenants". Tenants come and go; what runs has its tokens a step each, and may queue
-again."""
+"""Service of other tenants while a tenant's request waits: at most what router/README.md states.
+
+Tenants come and go. Running requests receive a token per step, and may be queued again.
+"""
 
 from __future__ import annotations
 

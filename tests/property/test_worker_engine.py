@@ -1,4 +1,4 @@
-"""Whatever happens around it, a sequence gets exactly the tokens that it would get alone."""
+"""Sequences have exactly the tokens that they would have alone, whatever happens around them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEMS = [[], *(prompt(length, first) for length, first in ((31, 1), (33, 3), (64
 
 @dataclass(frozen=True)
 class Job:
-    """One choice of a request that has ``done`` tokens already."""
+    """Choice of a request that has ``done`` tokens already."""
 
     prompt: list[int]
     done: int
@@ -64,7 +64,7 @@ class Job:
         return Sequence.from_start(message, bounds)
 
     def check(self, key: SequenceKey, collected: Collected, is_whole: bool) -> None:
-        """That what was told of it is right, and ``is_whole`` all of it."""
+        """Check that the reported tokens are right, and with ``is_whole`` complete."""
         tokens = self.tokens()
         told = collected.tokens.get(key, [])
         expected = {"tokens": tokens[self.done :], "logprobs": [], "prompt_logprobs": []}
@@ -94,7 +94,7 @@ sampled = st.builds(
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[Job]:
-    """One to three choices of one prompt."""
+    """Draw one to three choices of one prompt."""
     stem = draw(st.sampled_from(STEMS))
     tail = draw(st.lists(st.integers(10, 30), min_size=1, max_size=20))
     max_tokens = draw(st.sampled_from([1, 20, 70, 120]))
@@ -220,7 +220,7 @@ class Step:
 
 
 class Run:
-    """One engine under a list of events."""
+    """Engine under a list of events."""
 
     def __init__(self, bounds: Limits, ahead: bool = False) -> None:
         model = replace(MODEL, runs_ahead=ahead)

@@ -49,7 +49,7 @@ exec {sshd} -D -e -f {config}
 
 
 def missing() -> list[str]:
-    """What this machine lacks for it."""
+    """Return the programs and rights that this machine lacks for the hosts."""
     lacks = [name for name in ("ip", "unshare", "rsync", "ssh-keygen") if not shutil.which(name)]
     if not Path(_SSHD).exists():
         lacks.append("sshd")
@@ -59,7 +59,7 @@ def missing() -> list[str]:
 
 
 class Host:
-    """One host, off at first."""
+    """Host made of namespaces, which is initially off."""
 
     def __init__(self, number: int, work: Path) -> None:
         self.name = f"everlift{number}"
@@ -87,7 +87,7 @@ class Host:
             )
 
     def power_off(self) -> None:
-        """At once, with all its processes."""
+        """Switch the host off at once, with all its processes."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -95,7 +95,7 @@ class Host:
             _ip("netns", "del", self.name)
 
     def unplug(self) -> None:
-        """Its network cable."""
+        """Disconnect the host's network cable."""
         _ip("link", "set", self._outside, "down")
 
     def plug_in(self) -> None:
@@ -150,8 +150,10 @@ _SSH_OPTIONS = [
 
 
 class Hosts:
-    """``with Hosts(3, work) as hosts``: inside, all of them can be reached. ``key`` is the private
-    key of who may log in."""
+    """Context manager of hosts that can be reached inside it: ``with Hosts(3, work) as hosts``.
+
+    ``key`` is the private key of the user who may log in.
+    """
 
     BRIDGE = "ev-bridge"
 

@@ -1,4 +1,4 @@
-"""What simulated clients ask for, and what is right for it."""
+"""Requests of simulated clients, and their right outputs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _PATIENCE_S = 60.0
 
 
 class Wrong(AssertionError):
-    """What no history may show."""
+    """Raised for a state that no history may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client asks for; ``options`` are GenerateOptions."""
+    """Request of a client; ``options`` are GenerateOptions."""
 
     prompt: str | tuple[int, ...]
     options: tuple[tuple[str, object], ...]
@@ -92,7 +92,7 @@ ASKED: tuple[Asked, ...] = (
 
 
 def undisturbed(asked: Asked) -> Transcript:
-    """What it gives where nothing goes wrong. Played once."""
+    """Return the request's output without faults, which is computed once."""
     if (calm := _CALM.get(repr(asked))) is None:
         calm = _CALM[repr(asked)] = _played_alone(asked)
     return calm

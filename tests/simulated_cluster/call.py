@@ -54,7 +54,7 @@ class SimCall(Generic[Q, A]):
             network.send(self.link, there, self._open)
 
     def _open(self) -> None:
-        """In the server's process."""
+        """Start the call in the server's process."""
         if self._status is not None:
             return
         is_there = self._network.find(self._channel.address) is self._server
@@ -142,7 +142,7 @@ class SimCall(Generic[Q, A]):
         return self._raise_or_end()
 
     async def _next(self) -> Received:
-        """What came, and if nothing more will come the end."""
+        """Return the next message or, if no more will arrive, the status."""
         while True:
             if self._answers and not self._is_abandoned:
                 return self._answers.take()
@@ -153,7 +153,10 @@ class SimCall(Generic[Q, A]):
 
     @property
     def _is_abandoned(self) -> bool:
-        """What came before a connection broke can be read; what comes after our own end cannot."""
+        """Return whether this end has ended the call, so that nothing more can be read.
+
+        Messages that arrived before a connection broke can still be read.
+        """
         given_up = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
         return self._status is not None and self._status.code in given_up
 
@@ -206,7 +209,7 @@ def _error(status: Status) -> grpc.aio.AioRpcError:
 
 
 class SimChannel:
-    """What generated stubs need of a channel."""
+    """Channel with the methods that generated stubs use."""
 
     def __init__(self, network: Network, process: VirtualLoop, address: str) -> None:
         self.network = network

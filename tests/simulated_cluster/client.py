@@ -24,7 +24,7 @@ class Repeated(AssertionError):
 
 @dataclass(slots=True)
 class Received:
-    """One choice, as its client has it."""
+    """Choice as its client received it."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -34,7 +34,7 @@ class Received:
 
 @dataclass
 class Transcript:
-    """What came of one request. ``error`` is how it ended, if not with its last token."""
+    """Everything that a client received for one request; ``error`` is set if the request failed."""
 
     request_id: str
     choices: defaultdict[int, Received] = field(default_factory=lambda: defaultdict(Received))
@@ -94,8 +94,11 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """How a client behaves. It reads a piece every ``pause`` seconds; after ``leaves_after`` tokens
-    it vanishes, and is back ``away`` seconds later; after ``cancels_after`` it cancels."""
+    """Behaviour of a client.
+
+    It reads a piece every ``pause`` seconds. After ``leaves_after`` tokens it disconnects, and
+    returns ``away`` seconds later. After ``cancels_after`` tokens it cancels.
+    """
 
     pause: float = 0.0
     leaves_after: int | None = None
@@ -126,7 +129,7 @@ async def read(
 
 
 async def _left(reading: Coroutine[Any, Any, None]) -> bool:
-    """Whether the reader vanished before the end."""
+    """Return whether the reader was cancelled before the end."""
     task = asyncio.ensure_future(reading)
     await asyncio.wait({task})
     if not task.cancelled():

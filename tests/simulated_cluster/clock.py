@@ -99,7 +99,7 @@ class Clock:
         return min(moments, default=None)
 
     def _advance(self, at: float) -> None:
-        """Everything that is due at this moment, process after process, until nothing is."""
+        """Run everything that is due at this moment, process by process, until nothing is left."""
         now = self.now = max(self.now, at)
         for _ in range(_MAX_CALLBACKS):
             due = [loop for loop in self._loops if loop.is_due(now)]
@@ -160,7 +160,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         raise Endless(f"in {self.name} at {self._clock.elapsed:.3f} s")
 
     def _ripen(self) -> bool:
-        """Whether a timer is due."""
+        """Move due timers to the ready callbacks; return whether any callback is ready."""
         now = self._clock.now
         while self._timers and self._timers[0][0] <= now:
             self._ready.append(heapq.heappop(self._timers)[2])
@@ -173,7 +173,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.frozen_until = max(self.frozen_until, self._clock.now + seconds)
 
     def kill(self) -> None:
-        """Whoever watches ``is_dead`` keeps what follows from having any effect."""
+        """Cancel all tasks. Callers check ``is_dead``, so that later actions have no effect."""
         self.is_dead, self.frozen_until = True, 0.0
         self._clock.remove(self)
         for _ in range(_MAX_ROUNDS):
@@ -230,7 +230,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is dropped when its time comes."""
+        """Do nothing, because a cancelled timer is dropped when it is due."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

@@ -84,7 +84,7 @@ class SimCluster:
     # its parts
 
     def start_router(self, index: int) -> None:
-        """It serves a moment later, or when the ledger is there."""
+        """Start a router, which serves a moment later, or as soon as the ledger answers."""
         name = f"router-{index}"
         config = replace(
             self._router_config,
@@ -102,7 +102,7 @@ class SimCluster:
             self._addresses.append(address)
 
     async def _live(self, part: _RouterProcess, config: RouterConfig) -> None:
-        """Who finds no ledger ends, and is started again."""
+        """Run a router's process; without a ledger it ends and is started again."""
         ledger, transport = self.ledger.view(part.process), SimTransport(self.network, part.process)
         while part.router is None:
             try:
@@ -113,7 +113,7 @@ class SimCluster:
         await part.router.wait()
 
     def start_worker(self, index: int, **changes: object) -> SimWorker:
-        """It announces itself, and is known a moment later."""
+        """Start a worker, which announces itself and is known a moment later."""
         self._lives += 1
         name = f"worker-{index}"
         config = replace(self._worker_config, host=name, port=_PUBLIC, **changes)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class SimCluster:
         self.network.freeze(self.routers[index].process, seconds)
 
     def stop_router(self, index: int, limit: float = 60.0) -> None:
-        """As by SIGTERM: returns when its process has ended."""
+        """Stop a router as SIGTERM does; return when its process has ended."""
         part = self.routers.pop(index)
         if part.router is not None:
             self.clock.run(part.process.create_task(part.router.stop()), limit)
@@ -193,7 +193,7 @@ class SimCluster:
         self.network.freeze(self.workers[index].process, seconds)
 
     def drain_worker(self, index: int) -> None:
-        """It begins to hand everything back; ``kill_worker`` ends it."""
+        """Begin to drain a worker; ``kill_worker`` ends it."""
         worker = self.workers[index]
         worker.process.create_task(worker.drain())
 

@@ -79,7 +79,7 @@ class History:
 
 @dataclass
 class Played:
-    """What became of a history."""
+    """Result of a history."""
 
     virtual_s: float = 0.0
     requests: int = 0
@@ -126,7 +126,7 @@ class _Player:
         self._heal()
 
     def _run_for(self, seconds: float) -> None:
-        """With all that becomes due meanwhile."""
+        """Run for ``seconds`` of virtual time, with all actions that become due."""
         clock = self.cluster.clock
         end = clock.now + seconds
         while self._agenda and self._agenda[0][0] <= end:

@@ -1,9 +1,8 @@
-"""What must be true of a simulated cluster after all its faults.
+"""Conditions that a simulated cluster must meet after all its faults.
 
-What a client has is what the same request gives in a cluster without faults, or the beginning of it
-with an error that has a reason; every request is final in the ledger; nobody who was fenced off
-changed anything there; no worker has anything left; nothing went wrong that somebody should have
-foreseen.
+A client has the output of the same request in a cluster without faults, or the beginning of it and
+an error that has a reason. Every request is final in the ledger. No process that was fenced off
+changed anything there. Workers have no sequences left. No unexpected error was logged.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def finish(
 
 
 def _wait_for_the_forgotten(cluster: SimCluster) -> None:
-    """What nobody reads comes to its end too."""
+    """Wait until requests that no client reads have ended too."""
     end = cluster.clock.now + _PATIENCE_S
     while unfinished := _unfinished(cluster):
         if cluster.clock.now > end:
@@ -109,9 +108,11 @@ def _judge_ledger(cluster: SimCluster) -> None:
 
 
 def _judge_explanations(cluster: SimCluster) -> None:
-    """What is told of a request's time adds up to all of it, to 1 ms or 1 %. How its end was heard
-    and read is in it where its gateway told so, and not among the ledger's moves, by which it is
-    judged here."""
+    """Check that the spans of each request add up to its total time, within 1 ms or 1 %.
+
+    The time of storing and delivering the end is part of the explanation only if the gateway
+    reported it; the ledger's events, which are compared here, lack it.
+    """
     for item in cluster.audit():
         if isinstance(item, Audited):
             request_id = item.entry.request_id
@@ -155,7 +156,7 @@ def _judge_index(cluster: SimCluster) -> None:
 
 
 def _judge_leaders(cluster: SimCluster) -> None:
-    """Whoever leads has forgotten what is over."""
+    """Check that leaders have no requests that are over."""
     for index, router in cluster.ready_routers():
         leader = router.leader
         if leader.queued or leader.running:

@@ -33,7 +33,7 @@ _NAMED = frozenset({"open", "take_over", "charge"})
 
 
 class Trouble(Enum):
-    """What can become of one call."""
+    """Trouble of a single call."""
 
     #: the client did not hear the answer, and asked again
     ASKED_TWICE = "asked twice"
@@ -66,32 +66,32 @@ class LedgerServer:
     # what can happen to it
 
     def end_lease(self, seconds: float) -> None:
-        """It answers nobody for so long; what it knows stays."""
+        """Answer no call for ``seconds``; the contents stay."""
         self._away_until = max(self._away_until, self._clock.now + seconds)
 
     def snapshot(self) -> MemoryLedger:
-        """What it knows now, to be rolled back to."""
+        """Return a copy of the present contents, for a later roll-back."""
         return copy.deepcopy(self.memory)
 
     def restart(self, memory: MemoryLedger) -> None:
-        """It comes back as another generation, which knows ``memory``."""
+        """Restart under a new generation with the contents ``memory``."""
         self.memory = memory
         self._generation += 1
 
     def peek(self, request_id: str) -> Entry | None:
-        """What it says of a request now."""
+        """Return the present entry of a request, or None."""
         try:
             return _at_once(self.memory.get(request_id))
         except UnknownRequest:
             return None
 
     def explained(self, request_id: str) -> pb.Explanation:
-        """Where its time went, by what it knows."""
+        """Return a request's explanation from the stored data."""
         stored = _at_once(self.memory.read(request_id))
         return stored_explanation(stored, _at_once(self.memory.events(request_id)))
 
     def age_s(self, request_id: str) -> float:
-        """From its arrival to what happened to it last."""
+        """Return the seconds from a request's arrival to its last event."""
         entry = _at_once(self.memory.get(request_id))
         return _at_once(self.memory.events(request_id))[-1].time - entry.arrived
 

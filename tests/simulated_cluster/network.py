@@ -27,20 +27,20 @@ Link = frozenset[VirtualLoop]
 
 
 class Bound(Protocol):
-    """What has an address."""
+    """Object that has an address."""
 
     @property
     def process(self) -> VirtualLoop: ...
 
 
 class Connection(Protocol):
-    """What breaks when a link does."""
+    """Connection that breaks when its link does."""
 
     @property
     def link(self) -> Link: ...
 
     def break_off(self, cause: str) -> None:
-        """It is gone, for both ends."""
+        """End the connection, for both ends."""
         ...
 
 
@@ -64,7 +64,7 @@ class Network:
     # what can happen to it
 
     def cut(self, one: VirtualLoop, other: VirtualLoop, seconds: float) -> None:
-        """Nothing comes through between the two, in either direction."""
+        """Let nothing pass between the two processes, in either direction."""
         link, until = frozenset((one, other)), self.clock.now + seconds
         self._closed_until[link] = max(until, self._closed_until.get(link, 0.0))
         if seconds > KEEPALIVE_S:

@@ -1,4 +1,4 @@
-"""One direction of a simulated call, and how a call ends."""
+"""Pipe: one direction of a simulated call; and the status with which a call ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WINDOW = 64
 
 @dataclass(slots=True)
 class Status:
-    """How a call ended."""
+    """Status with which a call ended."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -68,7 +68,7 @@ class Pipe(Generic[T]):
         self.has_come.set()
 
     def __bool__(self) -> bool:
-        """There is something to take."""
+        """Return whether there is something to take."""
         return bool(self._arrived)
 
     def take(self) -> T:

@@ -17,8 +17,10 @@ _LEAVES_IN_S = 1.5
 
 
 class SimReplicas:
-    """In the place of Ray Serve: a worker that is asked for is there ``start_s`` later. There are
-    none at the beginning."""
+    """Replacement of Ray Serve: a requested worker is available ``start_s`` seconds later.
+
+    Initially there are none.
+    """
 
     def __init__(self, cluster: SimCluster, config: AutoscaleConfig, start_s: float) -> None:
         self.decisions: list[tuple[float, Decision]] = []
@@ -38,7 +40,7 @@ class SimReplicas:
 
     @property
     def reversals(self) -> int:
-        """How often it turned round, from more to fewer or the other way."""
+        """Number of changes of direction, from more workers to fewer or vice versa."""
         counts = [decision.workers for _, decision in self.decisions]
         steps = [after - before for before, after in pairwise(counts)]
         turns = [step > 0 for step in steps if step]

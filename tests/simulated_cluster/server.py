@@ -17,7 +17,7 @@ Q = TypeVar("Q")
 
 
 class SimServer:
-    """What a server's owner and generated code need of it."""
+    """Server with the methods that its owner and generated code use."""
 
     def __init__(self, network: Network, process: VirtualLoop) -> None:
         self.process = process
@@ -74,7 +74,7 @@ class _Details(grpc.HandlerCallDetails):
 
 
 class Serving:
-    """One call: runs the handler, and is the context that the handler is given."""
+    """Call at the server: runs the handler, and is the context that the handler receives."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class Serving:
         self.task = process.create_task(self._run())
 
     def cancel(self) -> None:
-        """Its client is gone."""
+        """Cancel the call, because its client is gone."""
         self.task.cancel()
 
     def shut_down(self) -> None:
-        """Its server ends."""
+        """End the call, because its server stops."""
         self._status = Status(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
         self.task.cancel()
 
@@ -155,7 +155,7 @@ class Serving:
         self._status.details = details
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Nobody here reads it."""
+        """Do nothing, because no simulated client reads it."""
 
     def invocation_metadata(self) -> Metadata:
         return self._metadata

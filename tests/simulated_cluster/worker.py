@@ -64,7 +64,7 @@ Build = Callable[[WorkerConfig, Callable[[float], None]], tuple[Runner, Grammars
 def build_fake(
     config: WorkerConfig, spend: Callable[[float], None]
 ) -> tuple[FakeRunner, SimGrammars]:
-    """What the fake model is."""
+    """Return the runner and the grammars of the fake model."""
     assert config.num_blocks is not None, "a simulated worker needs num_blocks"
     swap_mib = config.swap_mib if config.preemption == "swap" else 0
     num_host_blocks = swap_mib * 1024 // config.fake.block_kib
@@ -141,13 +141,13 @@ class SimWorker:
         await announcer.keep_registered(lambda: self.server.has_no_router)
 
     def slow_down(self, factor: float, seconds: float) -> None:
-        """Its steps take so many times as long, for so long."""
+        """Let each step take ``factor`` times as long, for ``seconds``."""
         self._orders.inject(
             chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=factor, seconds=seconds)
         )
 
     def preempt(self, request_id: str) -> None:
-        """As if others needed its blocks; it resumes when there are some. Between two steps."""
+        """Preempt a request between two steps; it resumes when blocks are free."""
         for sequence in self.engine.sequences():
             if sequence.request_id == request_id and sequence.slot != NO_SLOT:
                 self.engine.preempt(sequence)
@@ -221,7 +221,7 @@ class SimWorker:
             self._tell()
 
     def _tell(self) -> None:
-        """What a step made is there when its time is over."""
+        """Deliver the last step's report, because the step's time is over."""
         if self._report is not None:
             self.server.deliver(self._report)
             self._report = None

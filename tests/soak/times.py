@@ -1,6 +1,6 @@
-"""How soon a soak's faults were noticed, and how soon the streams that they struck went on.
+"""Times until a soak's faults were noticed, and until the affected streams continued.
 
-Seconds since 1970 throughout: ledger, routers, clients and faults are on one machine.
+Times are seconds since 1970: ledger, routers, clients and faults are on one machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Line:
 
 
 def written(log_dir: Path) -> list[Line]:
-    """What routers and workers wrote, in its order."""
+    """Return the log lines of routers and workers, in order of time."""
     lines = (
         json.loads(line)
         for path in log_dir.glob("*.log")
@@ -79,7 +79,7 @@ def _moved(fault: Injection, own_words: Sequence[Line]) -> Injection | None:
 
 
 def of_workers_alone(log: Sequence[Injection]) -> list[Injection]:
-    """Those that struck a worker while no router and not the ledger had a fault of its own."""
+    """Return the faults of workers during which no router and not the ledger had a fault."""
     others = sorted(each.at for each in log if each.name not in _OF_WORKERS)
     return [
         each
@@ -90,15 +90,18 @@ def of_workers_alone(log: Sequence[Injection]) -> list[Injection]:
 
 
 def _around(fault: Injection, lines: Sequence[Line]) -> Sequence[Line]:
-    """From the fault on, for as long as something may be its consequence."""
+    """Return the lines from the fault on, for as long as they may be its consequence."""
     begin = bisect_left(lines, fault.at - _CLOCK_S, key=lambda line: line.time)
     end = bisect_right(lines, fault.at + _LATEST_S, key=lambda line: line.time)
     return lines[begin:end]
 
 
 def detections(log: Sequence[Injection], lines: Sequence[Line]) -> dict[str, list[float]]:
-    """Of faults that came to pass, by name: from each silenced worker's fault to each router's word
-    that it is lost; and from a router's fault to the next leader, if it was the leader's."""
+    """Return the seconds until each fault was noticed, by the fault's name.
+
+    For a silenced worker, this is the time until each router logs the loss. For a router, it is the
+    time until the next leader, if the router led.
+    """
     found: dict[str, list[float]] = {}
     for fault in log:
         for line in _noticed(fault, lines):
@@ -137,7 +140,7 @@ def _is_about(line: Line, fault: Injection) -> bool:
 def next_tokens(
     log: Sequence[Injection], seen: Iterable[Seen], events: Mapping[str, Sequence[Event]]
 ) -> list[float]:
-    """From the fault of a worker to the next token of each stream that it had."""
+    """Return the seconds from a worker's fault to the next token of each of its streams."""
     faults = [each for each in log if each.name in SILENCING]
     return [
         gap
@@ -150,7 +153,7 @@ def next_tokens(
 
 
 def _stays(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
-    """Where a request was, from when, to when."""
+    """Yield the worker, the start and the end of each attempt."""
     for index, event in enumerate(events):
         if event.move == "dispatch":
             later = [each.time for each in events[index + 1 :]]
@@ -158,8 +161,10 @@ def _stays(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
 
 
 def _gap(stream: Seen, moment: float) -> float | None:
-    """To the first token of another attempt; None where the stream had had its last one, or went on
-    as it was."""
+    """Return the seconds to the first token of another attempt.
+
+    Return None if the stream was complete, or continued in the same attempt.
+    """
     times = [time for time, _ in stream.arrivals]
     at = bisect_right(times, moment)
     before = stream.arrivals[at - 1][1] if at else 0

@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 class Rendered:
-    """What a release with some values consists of."""
+    """Objects and notes of a release with some values."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self.notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
@@ -97,7 +97,7 @@ class Rendered:
 
     @property
     def application(self) -> Object:
-        """What Serve is told to run."""
+        """Application that Serve is configured to run."""
         deployed = yaml.safe_load(self.the("RayService")["spec"]["serveConfigV2"])
         assert deployed["proxy_location"] == "Disabled"
         [application] = deployed["applications"]
@@ -143,7 +143,7 @@ class Helm:
         return Rendered(self._ask(question))
 
     def lint(self) -> list[str]:
-        """What Helm finds wrong, or worth a warning."""
+        """Return Helm's errors and warnings."""
         return list(self._ask({"lint": True}))
 
     def _ask(self, question: Mapping[str, Any]) -> Any:

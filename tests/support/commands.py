@@ -10,7 +10,7 @@ from cluster.cli import app
 
 
 async def run(*arguments: str, status: int = 0, **environ: str) -> str:
-    """What ``everlift`` with these arguments says; all of it."""
+    """Return the output of ``everlift`` with these arguments."""
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
     assert result.exit_code == status, result.output
     return result.output

@@ -26,7 +26,7 @@ def _stop_string() -> str:
 
 
 def kinds() -> dict[str, Asked]:
-    """By what would be wrong if a continuation forgot it."""
+    """Return requests, by the property that a wrong continuation would lose."""
     sampled = {"temperature": 1, "seed": 11, "max_tokens": 24}
     return {
         "max_tokens": PLAIN,
@@ -81,7 +81,7 @@ class Bench(SimCluster):
         self._count = 0
 
     def broken(self, asked: Asked, index: int, break_it: Break) -> Transcript:
-        """What a client got of a request that was broken when it had ``index`` tokens."""
+        """Return the transcript of a request that was broken when it had ``index`` tokens."""
         request_id = f"r{self._count}"
         self._count += 1
         manners = Manners(leaves_after=index, away=0.02) if break_it is attach else Manners()
@@ -105,7 +105,7 @@ class Bench(SimCluster):
         return next(found, None)
 
     def _mend(self) -> None:
-        """Who was killed is there again, and known."""
+        """Start killed parts again, and wait until they are known."""
         for index in {0, 1} - self.workers.keys():
             self.start_worker(index)
         for index in {0, 1} - self.routers.keys():
@@ -136,7 +136,7 @@ def drain(bench: Bench, request_id: str) -> None:
 
 
 def preempt(bench: Bench, request_id: str) -> None:
-    """It goes on where it is."""
+    """Preempt the request; it resumes at the same worker."""
     if (home := bench.home(request_id)) is not None:
         bench.workers[home].preempt(request_id)
 
@@ -153,12 +153,12 @@ def move(bench: Bench, request_id: str) -> None:
 
 
 def kill_gateway(bench: Bench, request_id: str) -> None:
-    """Its client attaches again by itself."""
+    """Kill the request's router; its client attaches again by itself."""
     bench.kill_router(1)
 
 
 def attach(bench: Bench, request_id: str) -> None:
-    """Its client left by itself, and attaches anew: see ``broken``."""
+    """Do nothing: the client has disconnected, and attaches again (see ``broken``)."""
 
 
 BREAKS: tuple[Break, ...] = (kill, drain, preempt, move, kill_gateway, attach)

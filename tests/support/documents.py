@@ -39,7 +39,7 @@ _TARGET = re.compile(r"^([a-z0-9-]+):", re.MULTILINE)
 
 
 def documents() -> list[Path]:
-    """Relative to the root."""
+    """Return the paths of all documents, relative to the root."""
     found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
     return sorted(
         path for path in found if not any(part.startswith((".", "build")) for part in path.parts)
@@ -68,7 +68,7 @@ class Document:
 
     @cached_property
     def anchors(self) -> frozenset[str]:
-        """Of its headings, as GitHub makes them."""
+        """Anchors of the headings, as GitHub creates them."""
         seen: Counter[str] = Counter()
         anchors = set()
         for opening, content in pairwise(self._blocks):
@@ -79,7 +79,7 @@ class Document:
         return frozenset(anchors)
 
     def links(self) -> Iterator[str]:
-        """Of text and pictures."""
+        """Yield the targets of links and pictures."""
         for token in self._inline():
             target = token.attrs.get("href", token.attrs.get("src"))
             if target is not None:
@@ -89,7 +89,7 @@ class Document:
         return (link for link in self.links() if not self._leads_somewhere(link))
 
     def commands(self) -> Iterator[Command]:
-        """Ours."""
+        """Yield the commands ``everlift`` and ``make`` of the document."""
         for block in self._blocks:
             if block.type == "code_block" or (block.type == "fence" and block.info in _SHELL):
                 for line in _typed(block):
@@ -100,7 +100,7 @@ class Document:
                     yield Command(each.words, each.environ, mentioned=True)
 
     def examples(self) -> Iterator[dict[str, Any]]:
-        """Its blocks of YAML."""
+        """Yield the contents of YAML blocks."""
         for block in self._blocks:
             if block.type == "fence" and block.info == "yaml":
                 yield yaml.safe_load(block.content)
@@ -136,7 +136,7 @@ def _anchor(heading: Token) -> str:
 
 
 def _typed(block: Token) -> Iterator[str]:
-    """What a block tells to type: all of it, but of a console what stands behind its prompt."""
+    """Yield the commands of a block: all lines or, of a console, those after the prompt."""
     for line in block.content.replace("\\\n", " ").splitlines():
         typed = line.strip().removeprefix("$ ")
         if block.info != "console" or typed != line.strip():
@@ -170,7 +170,7 @@ def _ours(words: Sequence[str]) -> Iterator[Command]:
 
 
 def fault(command: Command) -> str:
-    """What is wrong with it; empty where nothing is."""
+    """Return a description of the command's fault; empty if it is valid."""
     name, *arguments = command.words
     if name.endswith("make"):
         return _fault_of_make(arguments)
@@ -219,7 +219,7 @@ def _everlift() -> Any:
 
 
 def _fault_of_settings(command: Command) -> str:
-    """Of those that its variables and ``--set`` name."""
+    """Return the fault of the settings in the command's variables and ``--set`` options."""
     pairs = pairwise(command.words)
     given = [value for flag, value in pairs if flag == "--set" and "$" not in value]
     try:
@@ -230,7 +230,7 @@ def _fault_of_settings(command: Command) -> str:
 
 
 def fault_of_example(example: dict[str, Any]) -> str:
-    """What is wrong with settings of Everlift, or with values of the chart."""
+    """Return the fault of settings of Everlift, or of values of the chart."""
     try:
         if example.keys() <= {field.name for field in fields(configuration.Config)}:
             settings.load(configuration.Config, example)

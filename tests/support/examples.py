@@ -17,7 +17,7 @@ _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | __import__("__future__").annotations.c
 
 
 async def run(source: str, names: dict[str, Any]) -> str:
-    """What a program of these names prints."""
+    """Return what a program prints in which ``names`` are defined."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         await _execute(compile(source, "<example>", "exec", _FLAGS), names)
@@ -41,7 +41,7 @@ async def check(text: str, names: dict[str, Any]) -> int:
 
 
 async def _printed(source: str, names: dict[str, Any]) -> str:
-    """What an example prints, or the traceback of what it raises."""
+    """Return what an example prints, or the traceback of its exception."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:

@@ -10,7 +10,7 @@ from cluster.simulator.workloads.arrivals import Arrival
 def finished(
     index: int, at: float, ttft_s: float, tpot_s: float, *, priority: int = 0, tenant: str = ""
 ) -> Record:
-    """With 11 output tokens."""
+    """Return the record of a finished request with 11 output tokens."""
     arrival = Arrival(at, 100, 11, 50, priority, tenant, "chat")
     first = at + ttft_s
     return Record(

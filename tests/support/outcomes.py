@@ -15,7 +15,7 @@ def outcome(
     error: str = "",
     counted_by: CountedBy = CountedBy.USAGE,
 ) -> Outcome:
-    """Each piece is one token; ``ttft_s`` counts from when it was sent."""
+    """Return an outcome whose pieces have one token; ``ttft_s`` counts from the sending."""
     sent = due + lag_s
     pieces = [sent + ttft_s + number * gap_s for number in range(tokens)]
     ended = pieces[-1] if pieces else sent

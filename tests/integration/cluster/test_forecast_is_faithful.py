@@ -72,7 +72,7 @@ class Waiting(FakeRunner):
 
 @dataclass
 class Live:
-    """What an engine did: before each step who came and who went, and its batch."""
+    """Record of an engine's run: the changes before each step, and the batch of the step."""
 
     bounds: Limits
     entries: list[session_pb2.StepLog] = field(default_factory=list)
@@ -130,8 +130,7 @@ def request(epoch: int, dice: Random) -> session_pb2.Start:
 
 
 def named(told: session_pb2.Start, num_outputs: int) -> NamedSequence:
-    """Of the same request, with nothing of its tokens but how many there are, and whose begin it
-    shares."""
+    """Return the simulator's sequence for a request: only its lengths and its shared prefix."""
     group = told.prompt_ids[0] // 100 if len(told.prompt_ids) > STEM else 0
     shares = group and list(told.prompt_ids[:STEM]) == prompt(STEM, group * 100)
     arrival = Arrival(
@@ -148,7 +147,7 @@ def named(told: session_pb2.Start, num_outputs: int) -> NamedSequence:
 
 
 def batch(plan: Plan) -> Batch:
-    """Whose next tokens, how many, and where their keys and values lie."""
+    """Return the slot, position, number of tokens and KV blocks of each row."""
     return [
         (row.slot, row.start, len(row.tokens), row.samples, tuple(row.block_table))
         for row in plan.rows
@@ -156,7 +155,7 @@ def batch(plan: Plan) -> Batch:
 
 
 def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | None]]:
-    """By turn, the batch; None where it was one of several steps at once."""
+    """Yield each step's number and batch; None for a step that was computed with others."""
     scheduler = MultiStepScheduler(live.bounds)
     skipped = 0
     for turn, entry in enumerate(live.entries[:-1]):
@@ -186,8 +185,11 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
 
 
 def quiet(scheduler: MultiStepScheduler, entries: list[session_pb2.StepLog], most: int) -> int:
-    """Of these steps, whose first one's orders are taken, those that can be computed at once
-    before anybody comes, goes or has to wait."""
+    """Return how many steps can be computed at once.
+
+    These are the steps before the next one with a start, an abort or a held slot. The orders of the
+    first step are already applied.
+    """
     first, *after = entries
     if not most or first.held_slots:
         return 0

@@ -63,7 +63,7 @@ class Plenty:
 
 
 class Service:
-    """One method of each kind."""
+    """Service with one method of each kind."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -424,7 +424,7 @@ class Raw:
         return stream_id
 
     def write(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
-        """In frames as large as they may be; the windows have room for it."""
+        """Send data in frames of the maximum size; it must fit in the windows."""
         size = self.http2.max_outbound_frame_size
         for start in range(0, len(data), size):
             self.http2.send_data(stream_id, data[start : start + size])
@@ -623,7 +623,7 @@ WINDOW = 8 << 20
 
 
 def window(connection: Connection) -> int:
-    """What its client may send, with what it will be told of."""
+    """Return how many bytes the client may send, including those not acknowledged yet."""
     manager = connection._http2._inbound_flow_control_window_manager
     return manager.current_window_size + manager._bytes_processed
 
@@ -730,7 +730,7 @@ async def test_window_updates_wake_only_held_streams(
 
 
 async def test_window_update_does_not_start_response_before_handler() -> None:
-    """What the handler would say first came too late."""
+    """The initial metadata that a handler sets would otherwise be too late."""
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Echo", ("initial", "first"))
         await until(lambda: it.server._connections and calls_of(it))
@@ -866,7 +866,7 @@ async def test_unfinished_messages_of_connection_are_bounded() -> None:
 
 
 async def test_reading_after_reset_raises_cancelled_error() -> None:
-    """What was sent is not taken for all that there was to be sent."""
+    """A handler must not take the messages before a reset for the complete input."""
     async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Join")
         client.write(stream_id, framed(b"a"))
@@ -895,7 +895,7 @@ async def test_rpc_server_survives_non_http2_input(data: bytes) -> None:
 
 
 async def test_response_is_split_to_fit_tiny_client_window() -> None:
-    """What it may be sent comes in as many parts as it likes."""
+    """The response arrives in as many parts as the client's window requires."""
     async with bench() as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         client = Raw(reader, writer)

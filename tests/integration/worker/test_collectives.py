@@ -48,7 +48,7 @@ class DictStore:
 
 
 class StoreWithAnotherFile(DictStore):
-    """As where the ranks are in containers, each with shared memory of its own."""
+    """Store of a rank in another container, which has shared memory of its own."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class StoreWithAnotherFile(DictStore):
 
 
 def meet_all(store: DictStore, timeout: timedelta = TIMEOUT) -> list[Collectives | None]:
-    """What each of two ranks gets."""
+    """Return the result of init_collectives on each of two ranks."""
     with ThreadPoolExecutor(2) as threads:
         return [*threads.map(lambda rank: init_collectives(store, rank, 2, timeout), range(2))]
 
@@ -142,7 +142,7 @@ def test_collectives_backend_is_logged(
 
 
 def said(caplog: pytest.LogCaptureFixture, field: str) -> list[str]:
-    """What the log's lines have in that field."""
+    """Return the values of a field in the log's lines."""
     fields = [getattr(record, "everlift_fields", {}) for record in caplog.records]
     return [line[field] for line in fields if field in line]
 
@@ -231,7 +231,7 @@ def line_of(process: Popen[str]) -> str:
 
 
 def sum_up(group: Group, times: int) -> float:
-    """One element of the last sum."""
+    """Run sums over the ranks; return one element of the last one."""
     total = torch.zeros(1)
     for _ in range(times):
         total = group.all_reduce(torch.ones(COUNT))
@@ -246,6 +246,6 @@ def until_asleep(process: Popen[str]) -> None:
 
 
 def timed(act: Callable[[], float]) -> tuple[float, float, float]:
-    """What it returns, and the seconds and the CPU seconds that this thread spent on it."""
+    """Return the result of ``act``, its duration, and this thread's CPU time, in seconds."""
     began, cpu = time.monotonic(), time.thread_time()
     return act(), time.monotonic() - began, time.thread_time() - cpu

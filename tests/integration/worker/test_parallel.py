@@ -1,4 +1,6 @@
-"""One contract for every group of ranks, which are threads here: a group does not mind."""
+"""Contract of all groups of ranks. Here the ranks are threads, which makes no difference to a
+group.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the ranks have no memory in common."""
+    """Disable shared memory, as between ranks on different hosts."""
     monkeypatch.setattr(collectives, "init_collectives", lambda *_: None)
 
 
@@ -47,7 +49,7 @@ def on_ranks(
     hosts: list[str] | None = None,
     device: torch.device = CPU,
 ) -> list[Result]:
-    """What ``act`` returns on each rank of one group, rank 0 first."""
+    """Return the result of ``act`` on each rank of one group, rank 0 first."""
     own, address = create_store()
     stores = [own, *(join_store(address) for _ in range(size - 1))]
 
@@ -63,7 +65,7 @@ def on_ranks(
 
 
 def numbers(rank: int, dtype: torch.dtype, count: int) -> Tensor:
-    """Those of ``rank``, of many magnitudes."""
+    """Return ``count`` numbers of many magnitudes that depend on the rank."""
     generator = torch.Generator().manual_seed(1000 * count + rank)
     if dtype == torch.int64:
         return torch.randint(-(2**61), 2**61, (count,), generator=generator)
@@ -103,7 +105,7 @@ def test_reduction_is_bitwise_equal_on_all_ranks(size: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_shared_memory_all_reduce_rounds_half_precision_once(dtype: torch.dtype) -> None:
-    """As torch rounds, also where it is to be infinite, a NaN or next to nothing."""
+    """The sums are rounded as by torch, including infinities, NaN and subnormal numbers."""
     special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6e-8, -6e-8, 1e-39, 65504.0]
     pairs = torch.tensor([[a, b] for a in special for b in special]).to(dtype)
     columns = torch.cat([pairs.repeat(9, 1), numbers(7, dtype, 40_000).view(-1, 2)]).T
@@ -273,7 +275,7 @@ def test_closed_group_releases_sockets_and_shared_memory(way: str) -> None:
 
 
 def segments() -> Iterator[str]:
-    """Of shared memory that this process has mapped, what the kernel says behind the name."""
+    """Yield the suffix after each shared-memory name that this process has mapped."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/dev/shm/everlift-" in line:
             yield line[line.index("/dev/shm/") + len("/dev/shm/everlift-") + 32 :]

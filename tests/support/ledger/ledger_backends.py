@@ -1,5 +1,4 @@
-"""Where the ledgers of the model's histories come from, how they lose their last moves, and which
-keys they leave."""
+"""Backends of the model's histories: they create ledgers, make them lose moves, and check keys."""
 
 from __future__ import annotations
 
@@ -30,8 +29,11 @@ RETENTION_MS = DEFAULTS.retention * 1000
 
 
 class InMemory:
-    """Where the machine's ledgers come from, what of them is kept and comes back, and what is to be
-    said of the keys that they leave."""
+    """Backend with ledgers in memory.
+
+    A backend creates the machine's ledgers, keeps a state to which they can return, and checks the
+    keys that they leave.
+    """
 
     def __init__(self) -> None:
         self._moments = count(1)
@@ -67,7 +69,7 @@ class InMemory:
         return deepcopy(dict(state), {id(it): it for it in frozen})
 
     async def finish(self, lives: Mapping[str, Life] | None) -> None:
-        """There are no keys."""
+        """Do nothing, because there are no keys."""
 
 
 class OnServer:
@@ -79,7 +81,7 @@ class OnServer:
         self._loses_answers = loses_answers
 
     async def open(self) -> Ledger:
-        """Each ledger has its own keys."""
+        """Return a new ledger with keys of its own."""
         self._config = replace(self._config, key_prefix=secrets.token_hex(8))
         ledger = await connect(self._config)
         self._shards = ledger._shards
@@ -198,7 +200,7 @@ async def delete_keys(client: Redis, root: str) -> None:
 
 
 async def copy_keys(client: Redis, source: str, target: str) -> None:
-    """With the time that is left to them; what was at ``target`` is gone."""
+    """Copy keys with their times to live; earlier keys under ``target`` are deleted."""
     pipeline = client.pipeline(transaction=False)
     for key in [key.decode() for key in await keys_under(client, target)]:
         pipeline.delete(target + key)

@@ -1,4 +1,4 @@
-"""One request of a ledger as it should be: the model that ledgers are compared with."""
+"""Model of a request, with which ledgers are compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TOKENS = 4
 
 @dataclass
 class LifeChoice:
-    """One choice as it should be: a token and its log probabilities at each place."""
+    """Expected choice: a token and its log probabilities at each place."""
 
     places: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -71,7 +71,7 @@ class LifeChoice:
 
 @dataclass
 class Life:
-    """One request as it should be."""
+    """Expected state of a request."""
 
     request: Request
     entry: Entry

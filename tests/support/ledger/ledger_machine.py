@@ -100,7 +100,7 @@ Item = tuple[str, int, int, int, tuple[int, ...], FinishReason | None]
 
 @dataclass(frozen=True)
 class Deed:
-    """One of several moves that are made at once: by the ledger, and in the model."""
+    """Move that is made together with others: by the ledger, and in the model."""
 
     by_ledger: Callable[[], Awaitable[object]]
     in_model: Callable[[Life], object]
@@ -108,7 +108,7 @@ class Deed:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the machine knows, as of one moment."""
+    """State of the machine at one moment."""
 
     lives: dict[str, Life]
     seen: dict[str, Stored]
@@ -177,7 +177,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(term=nonces, epochs=st.permutations(NONCES[:8]))
     def begin(self, term: int, epochs: list[int]) -> None:
-        """One request is unknown, one waits, the others run."""
+        """Start with one unknown request and one queued request; the others run."""
         self.lead(term)
         for request_id, epoch in zip(IDS[1:], epochs, strict=False):
             self.open(request_id, GATEWAYS[0], b"1")
@@ -369,7 +369,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def keep(self) -> None:
-        """What the ledger has now is on its disk."""
+        """Write the ledger's present contents to its disk."""
         self.run(self.backend.keep())
         self.kept = Kept(
             copied(self.lives),
@@ -618,7 +618,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return [i for i, life in self.lives.items() if life.entry.state is State.RUNNING]
 
     def _runs(self, request_id: str) -> str:
-        """That one if it runs, else one that does."""
+        """Return the given request if it runs, else another running one."""
         running = self._running()
         return request_id if request_id in running else running[0]
 
@@ -771,7 +771,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(term=nonces, is_last=st.booleans())
     def renew(self, term: int, is_last: bool) -> None:
-        """Who led last renews its lease, or somebody who led before."""
+        """Renew the lease under the last term or an earlier one."""
         term = self.term if is_last else term
         renewed = self.run(self.ledger.lead("router", "address", term, AGES_S, is_new=False))
         assert renewed == (term == self.term)

@@ -32,7 +32,7 @@ SLOTS = 16384
 
 
 class Server:
-    """One process on a port of its own. Its data outlives it, for ``start`` to read."""
+    """Server process on a port of its own, whose data survives for the next ``start``."""
 
     def __init__(self, directory: Path, *settings: str, binary: str = "") -> None:
         """``settings`` are lines of a configuration file."""
@@ -45,7 +45,7 @@ class Server:
         self.write(f"port {self.port}", f"bind {HOST}", f"dir {directory}", 'save ""', *settings)
 
     def write(self, *lines: str) -> None:
-        """Its whole configuration."""
+        """Write the whole configuration file."""
         (self.directory / "redis.conf").write_text("\n".join(lines) + "\n", "utf-8")
 
     @property
@@ -213,7 +213,7 @@ def certificate(name: str = f"IP:{HOST}") -> Iterator[tuple[Path, Path]]:
 
 @contextmanager
 def tls_server(cert: Path, key: Path, acl: str, *settings: str) -> Iterator[Server]:
-    """It asks for a certificate of ours, and for a user who may do what ``acl`` says."""
+    """Run a server that requires a certificate of ours and a user with the rights ``acl``."""
     with _directory() as directory:
         one = Server(directory / "one")
         users = ("user default off", f"user {USER} on >{PASSWORD} {acl}")
@@ -255,7 +255,7 @@ def tls_sentinel(cert: Path, key: Path) -> Iterator[Server]:
 
 @contextmanager
 def tls_cluster_node(cert: Path, key: Path) -> Iterator[Server]:
-    """One that has all slots."""
+    """Run a node of a cluster that has all slots."""
     with _directory() as directory:
         one = Server(directory / "node")
         lines = ("cluster-enabled yes", f"cluster-port {free_port()}", "tls-cluster yes")
@@ -287,7 +287,7 @@ def sentinel_url(three: Sequence[Server], login: str = "") -> str:
 
 
 def readme_rule() -> str:
-    """What an ACL user needs, without its name and password, for keys of any prefix."""
+    """Return the ACL rule of the README for keys of any prefix, without user and password."""
     [rule] = re.findall(r"user everlift on >PASSWORD ~everlift:\* (.*?)\n\n", _README, re.DOTALL)
     return "~* " + " ".join(rule.split())
 
@@ -316,8 +316,10 @@ def _running(
 
 
 def _is_up(one: Server, options: Sequence[str], is_ready: Callable[[Server], bool]) -> bool:
-    """One that ended is started again: a test beside us may have looked whether its port is free
-    just when it wanted to listen there."""
+    """Return whether the server is ready; start it again if it has ended.
+
+    It may have ended because a concurrent test was checking whether its port was free.
+    """
     if one.has_ended:
         one.start(*options)
     return is_ready(one)

@@ -187,7 +187,7 @@ def redis_server(*options: str) -> Iterator[str]:
 
 
 async def unbury(ledger: Ledger, entry: Entry) -> None:
-    """What was forgotten is as if it had been lost."""
+    """Remove the mark of an erased request, as if the request had been lost."""
     if isinstance(ledger, MemoryLedger):
         del ledger._forgotten[entry.request_id, entry.arrived]
         del ledger._forgotten_ids[entry.request_id]
@@ -204,7 +204,7 @@ def redis_binary() -> str:
 
 
 def found(program: str) -> str:
-    """Its path. Without it the test is skipped, and fails in CI."""
+    """Return the path of a program; without it the test is skipped, or fails in CI."""
     if (binary := shutil.which(program)) is not None:
         return binary
     message = f"no {program} here: apt-get install {program}"
@@ -226,8 +226,10 @@ def _await_ping(socket: str) -> None:
 
 
 async def written(url: str) -> None:
-    """What the server did is in its file, so that its end loses none of it: with everysec a write
-    waits while the disk is busy with those before."""
+    """Wait until the server's file has everything, so that its end loses nothing.
+
+    With everysec, a write waits while the disk is busy with earlier ones.
+    """
     with Redis.from_url(url) as client:
         while client.info("persistence")["aof_buffer_length"]:
             await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ def paced(
     rows_per_s: float = 0.0,
     step_s: float = 0.01,
 ) -> ThroughputEstimator:
-    """Of a worker that has been watched for two seconds."""
+    """Return the estimator of a worker that was observed for two seconds."""
     throughput = ThroughputEstimator()
     for second in range(3):
         steps = round(second / step_s)
@@ -120,7 +120,7 @@ class Cluster:
         self.placement.workers[worker_id].throughput = throughput or paced()
 
     def connect(self, gateway: str = "g", now: float = 0.0) -> None:
-        """Of a gateway with nothing to tell."""
+        """Connect a gateway that has no requests."""
         self.leader_state.connect(gateway, now)
         self.hear(pb.GatewayMessage(is_complete=True), gateway, now)
 

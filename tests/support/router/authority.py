@@ -30,7 +30,7 @@ class Authority:
         _openssl(f"req -x509 {_KEY} -nodes -days 2 {subject} -keyout {self._key} -out {self.ca}")
 
     def issue(self, name: str, names: str = "IP:127.0.0.1", days: int = 2) -> Pair:
-        """For ``names`` as openssl writes a subjectAltName. With -1 days it has expired."""
+        """Return a certificate for ``names``, a subjectAltName of openssl; -1 days: expired."""
         cert, key = self._directory / f"{name}.crt", self._directory / f"{name}.key"
         request, extensions = cert.with_suffix(".csr"), cert.with_suffix(".ext")
         extensions.write_text(f"subjectAltName={names}")

@@ -52,13 +52,15 @@ async def opened(chromium: Browser, url: str, **options: Any) -> AsyncIterator[P
 
 
 def _is_wrong(said: ConsoleMessage) -> bool:
-    """What the router refuses the page shows itself."""
+    """Return whether a message is an error; failed loads are shown by the page itself."""
     return said.type == "error" and "Failed to load resource" not in said.text
 
 
 async def violations(page: Page) -> list[str]:
-    """Of axe's rules, as far as these can tell: which, and where. The page's policy lets no script
-    in that is not its own; evaluated ones are the browser's."""
+    """Return the rules of axe that the page violates, with the elements.
+
+    The page's policy admits only its own scripts; evaluated scripts are the browser's.
+    """
     await page.evaluate(_AXE.read_text())
     found = await page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [

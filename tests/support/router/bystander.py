@@ -22,8 +22,11 @@ _MOST_CPU_S = 2.0
 
 @asynccontextmanager
 async def beside_a_good_stream(address: str, api_key: str | None = None) -> AsyncIterator[None]:
-    """What is done inside does not change a token of a stream that began before and ends after it,
-    does not hold up the event loop of this process, and does not take its memory."""
+    """Check that the work inside does not disturb a stream that runs before, during and after it.
+
+    The stream's tokens must not change, the event loop must not stall, and the memory must not grow
+    beyond a bound.
+    """
     async with AsyncClient(address, api_key=api_key) as client:
         alone = await _tokens(_good(client))
         assert len(alone) > 50

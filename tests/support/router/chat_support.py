@@ -135,5 +135,5 @@ def plain(deltas: Iterable[Delta]) -> list[Plain]:
 
 
 def read(text: str, form: ToolFormat | None, use: ToolUse = USE) -> list[Plain]:
-    """What becomes of an output."""
+    """Return the parsed deltas of an output."""
     return plain(told(use.parser(form, "request", 0), [text]))

@@ -127,7 +127,7 @@ async def _watch(chromium: Browser, url: str, key: str, out: Path, folder: Path 
 
 
 async def _shoot(page: Page, out: Path) -> None:
-    """From the top to the end of the lanes."""
+    """Save a picture from the top of the page to the end of the lanes."""
     box = await page.locator("#fleet").bounding_box()
     scrolled = await page.evaluate("scrollY")
     assert box is not None
@@ -151,7 +151,7 @@ async def _kill(page: Page) -> None:
 
 
 async def _look_up(page: Page) -> None:
-    """One that went on elsewhere."""
+    """Look up a request that was migrated."""
     told = await page.locator("#happened li[data-kind=migrated]").first.inner_text()
     name = next(word for word in told.split() if "/" in word)
     await page.fill("#request-id", name)

@@ -26,7 +26,7 @@ class Link:
     running: list[inference_pb2.RunningSequence] = field(default_factory=list)
 
     def seat(self, *request_ids: str, prefilling: bool = False) -> None:
-        """These have its slots, from the first one on."""
+        """Fill the worker's slots with these requests, from the first one on."""
         self.running = [
             inference_pb2.RunningSequence(request_id=name, slot=slot, prefilling=prefilling)
             for slot, name in enumerate(request_ids)

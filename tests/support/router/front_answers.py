@@ -1,4 +1,4 @@
-"""What each front answers to a request whose fields have the same names on all of them."""
+"""Answers of each front to a request whose fields have the same names on all of them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def http(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Ans
 
 
 async def chat(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Answer:
-    """Of a model that has a chat template."""
+    """Return the answer of a model with a chat template."""
     body = _named(given)
     body["messages"] = [{"role": "user", "content": body.pop("text")}]
     if "logprobs" in body:

@@ -1,4 +1,4 @@
-"""Where clients come in, each front as its own clients speak with it: what becomes of a request."""
+"""Fronts: the APIs of a router, each called as its own clients do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_HEADERS: Headers = {}
 
 @dataclass(frozen=True)
 class Fronts:
-    """Of one router. Each method is told why it was refused; None: it was served to its end."""
+    """Fronts of one router; each method returns the reason of a refusal, or None on success."""
 
     grpc: str
     http: str
@@ -103,7 +103,7 @@ class Fronts:
 
 @asynccontextmanager
 async def demo_fronts(directory: Path = DEMO_MODEL, **settings: Any) -> AsyncIterator[Fronts]:
-    """Of a router, with these settings, and a worker whose model knows chats and grammars."""
+    """Run a router with these settings, and a worker whose model supports chats and grammars."""
     worker = WorkerConfig(model=str(directory), device="cpu", num_blocks=64, num_threads=1)
     router = replace(ROUTER, model=str(directory), **settings)
     async with cluster(workers=1, router_config=router, worker_config=worker) as parts:
@@ -158,7 +158,7 @@ def said(content: object) -> dict[str, object]:
 
 
 def element(text: bytes) -> bytes:
-    """One of a tensor of BYTES."""
+    """Return an element of a BYTES tensor."""
     return len(text).to_bytes(4, "little") + text
 
 
@@ -177,6 +177,6 @@ def _set(parameter: kserve_pb.InferParameter, value: object) -> None:
 
 
 def _varint(value: int) -> bytes:
-    """As protobuf writes it."""
+    """Return a number as protobuf writes it."""
     septets = [value >> shift & 0x7F for shift in range(0, max(value.bit_length(), 1), 7)]
     return bytes([*(septet | 0x80 for septet in septets[:-1]), septets[-1]])

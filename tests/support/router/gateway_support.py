@@ -128,7 +128,7 @@ class RecordedLine:
 
 
 class Gateway:
-    """One gateway with everything around it in reach."""
+    """Gateway with access to everything around it."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Gateway:
 
 
 async def gateway_ledger(ledger: Ledgers) -> Ledgers:
-    """One with a leader, and a gateway that lives."""
+    """Return the ledger with a leader and a live gateway in it."""
     await ledger.lead("leader", "", TERM, 1000.0)
     await ledger.heartbeat("gateway", "here:1", 1000.0)
     return ledger
@@ -233,7 +233,7 @@ _REQUESTS = ("_records", "_owned", "_ended", "_forgotten", "_forgotten_ids")
 
 
 def saved(ledger: MemoryLedger) -> dict[str, object]:
-    """What it knows of requests, to be rolled back to."""
+    """Return a copy of the ledger's requests, for a later roll-back."""
     return {name: copy.deepcopy(getattr(ledger, name)) for name in _REQUESTS}
 
 
@@ -246,7 +246,7 @@ def roll_back(ledger: MemoryLedger, saved: dict[str, object]) -> None:
 async def started_gateway(
     ledger: MemoryLedger | None = None, config: RouterConfig = CONFIG
 ) -> AsyncIterator[Gateway]:
-    """One that carries tokens into its ledger."""
+    """Run a gateway that writes tokens to its ledger."""
     gateway = Gateway(ledger or await gateway_ledger(MemoryLedger(time.monotonic)), config=config)
     run = asyncio.create_task(gateway.requests.attempts.run())
     try:

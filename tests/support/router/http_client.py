@@ -26,7 +26,7 @@ class Answer:
 
     @property
     def error(self) -> Any:
-        """Its code, and which parameter it is about."""
+        """Return the error's code and the parameter that it concerns."""
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"]
         return error["code"], error["param"]
@@ -43,7 +43,7 @@ class Event:
 
     @property
     def text(self) -> str:
-        """Of a completion's chunk."""
+        """Text of a completion's chunk."""
         return "".join(choice["text"] for choice in self.json["choices"])
 
 

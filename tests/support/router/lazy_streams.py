@@ -21,7 +21,7 @@ class Mark:
 
 
 class LazyStream:
-    """It does not hear of what it should wait for of the streams ``deaf_to``."""
+    """Stream that ignores waits for the streams ``deaf_to``."""
 
     def __init__(self, name: str, deaf_to: frozenset[str]) -> None:
         self._name = name

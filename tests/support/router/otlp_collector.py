@@ -53,7 +53,7 @@ class Collector(service.TraceServiceServicer):
 
 
 def attributes(holder: Any) -> dict[str, object]:
-    """Of a span or a resource."""
+    """Return the attributes of a span or a resource."""
     return {each.key: _value(each.value) for each in holder.attributes}
 
 

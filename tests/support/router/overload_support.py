@@ -61,7 +61,7 @@ class Asked:
 
     @property
     def is_good(self) -> bool:
-        """It had its first token and the others as soon as they are wanted."""
+        """Return whether the first token and the others arrived as soon as required."""
         if self.ended is None or self.first_token is None:
             return False
         return self.first_token - self.arrived <= TTFT_S and self.tpot_s <= TPOT_S
@@ -329,7 +329,7 @@ class VirtualCluster:
         self.leader_state.on_message("g", message, now)
 
     def play(self, load: Iterable[Asked], seconds: float) -> list[Asked]:
-        """Who came, after so long."""
+        """Run the load for ``seconds``; return its requests."""
         load = list(load)
         for asked in load:
             self.clock.at(asked.arrived, lambda it=asked: self.come(it))

@@ -13,5 +13,5 @@ RECONNECT_S = 90.0
 
 
 def client(addresses: str | Sequence[str], **settings: Any) -> AsyncClient:
-    """One that a router's start may keep waiting."""
+    """Return a client that waits for the start of a router."""
     return AsyncClient(addresses, **{"reconnect_s": RECONNECT_S} | settings)

@@ -35,7 +35,7 @@ def mixed(
 
 
 def lines(requests: Iterable[Drawn], *, names_applications: bool = True) -> list[str]:
-    """As a file of examples has them."""
+    """Return the lines of a file of examples."""
     return [
         json.dumps(
             {
@@ -75,7 +75,7 @@ def learnt(
 
 
 def request(it: Drawn, **changes: Any) -> Request:
-    """As a gateway has it. Its outputs may end by themselves."""
+    """Return a request as a gateway has it; its outputs may end by themselves."""
     model = served()
     made = Request(
         request_id=qualify(it.tenant, "r"),

@@ -98,7 +98,9 @@ class Proxy:
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """What lost an answer breaks off in the end: the next answer would be taken for it."""
+        """Drop answers; connections that lost one are broken at the end, because the next answer
+        would be taken for it.
+        """
         self.is_deaf = True
         try:
             yield
@@ -127,7 +129,7 @@ class Proxy:
 
 
 class _Line:
-    """One connection through the proxy."""
+    """Connection through the proxy."""
 
     def __init__(self, way: Proxy, task: asyncio.Task[None], back: asyncio.StreamWriter) -> None:
         self._way = way

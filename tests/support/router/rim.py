@@ -19,8 +19,10 @@ Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 
 class Rim:
-    """Of routers that start from now on, by the names that calls give in their headers: whether
-    they were heard, and the ``seconds`` that they took."""
+    """Record of calls to routers that start from now on, by the name in the calls' headers.
+
+    ``heard`` has the calls that arrived, ``seconds`` their durations.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.heard: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a router's metrics endpoint says, as Prometheus would read it."""
+"""Metrics of a router, read as Prometheus does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = "text/plain"
 
 @dataclass(frozen=True)
 class Samples:
-    """By name and labels, each of which is written ``name=value``."""
+    """Samples by name and labels, each of which is written ``name=value``."""
 
     by_labels: Mapping[tuple[str, ...], float]
 
@@ -26,7 +26,7 @@ class Samples:
         return sum(value for key, value in self.by_labels.items() if key[0] == name)
 
     def values(self, name: str, label: str) -> dict[str, float]:
-        """By the value of one label."""
+        """Return a metric's samples by the value of one label."""
         return {
             dict(pair.split("=", 1) for pair in key[1:])[label]: value
             for key, value in self.by_labels.items()
@@ -53,7 +53,7 @@ class Families:
         )
 
     def labels(self, name: str) -> list[dict[str, str]]:
-        """Of each sample of the metric, without the bounds of histograms."""
+        """Return the labels of each sample of a metric, without the bounds of histograms."""
         family = self.families[name.removesuffix("_total")]
         return [
             {k: v for k, v in sample.labels.items() if k != "le"}

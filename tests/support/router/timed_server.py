@@ -110,7 +110,7 @@ def _event(kind: str, choices: list[dict[str, Any]], usage: dict[str, int] | Non
 
 @asynccontextmanager
 async def serving(server: TimedServer, port: int = 0) -> AsyncIterator[str]:
-    """Its address, as clients of OpenAI take it."""
+    """Run the server; yield its address in the form that OpenAI's clients use."""
     runner = web.AppRunner(server.app())
     await runner.setup()
     try:

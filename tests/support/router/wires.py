@@ -13,7 +13,7 @@ class Wire(Protocol):
     def router(
         self, answer: Answer = words, faults: Iterable[Fault | None] = (), **options: Any
     ) -> FakeRouter:
-        """To be entered."""
+        """Return a router, which the caller must enter."""
         ...
 
     def client(self, router: FakeRouter, **options: Any) -> AsyncClient: ...

@@ -60,15 +60,17 @@ def compiled(cache: KVCache, *flags: str) -> AttentionBackend:
 
 
 def portable(cache: KVCache) -> AttentionBackend:
-    """As it is compiled for a CPU without AVX-512."""
+    """Return the backend that is compiled for a CPU without AVX-512."""
     return compiled(cache, "-march=x86-64-v3")
 
 
 def kernel(
     cache: KVCache, multiprocessors: int = 6, prompt_kernels: PromptKernels | None = None
 ) -> AttentionBackend:
-    """In Triton's interpreter where there is no GPU. So many multiprocessors that a few tiles are
-    split."""
+    """Return the GPU backend, in Triton's interpreter if there is no GPU.
+
+    There are enough ``multiprocessors`` that a few tiles are split.
+    """
     return GpuAttention(cache, multiprocessors, prompt_kernels)
 
 
@@ -150,7 +152,7 @@ class Batch:
         return list(out.split(new))
 
     def here(self, form: AttentionForm) -> AttentionForm:
-        """On its device."""
+        """Return ``form`` with its sinks on this device."""
         return form if form.sinks is None else replace(form, sinks=form.sinks.to(self.device))
 
     def formula(self, i: int, form: AttentionForm = PLAIN) -> Tensor:

@@ -40,7 +40,7 @@ SHOWN = ("HEAD_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "TOKENS", "SPLITS", "WIDTH", "V
 
 
 class Compiling:
-    """In the place of JITFunction.run."""
+    """Replacement of JITFunction.run."""
 
     def __init__(self, capabilities: list[int]) -> None:
         self._capabilities = capabilities
@@ -88,7 +88,7 @@ class Compiling:
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
-    """Of a thread, and the bytes of what does not fit into them."""
+    """Return a thread's number of registers, and the bytes that are spilled from them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -100,7 +100,7 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _is_aligned(value: object) -> bool:
-    """As a launch tells the compiler: memory is, and so are multiples of 16."""
+    """Return whether a launch tells the compiler that a value is aligned to 16."""
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 

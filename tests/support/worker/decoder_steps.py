@@ -30,8 +30,10 @@ Step = Sequence[tuple[int, int]]
 
 
 class SteppedModel:
-    """One rank's model, of whose tokens a cache holds ``kv_shape``: num_layers, kv_heads, head_dim.
-    Its blocks hold NaN where nothing was written."""
+    """Model of one rank over a cache with the shape ``kv_shape``: num_layers, kv_heads, head_dim.
+
+    Blocks hold NaN where nothing was written.
+    """
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class SteppedModel:
 
 
 class OpenSequence:
-    """One sequence over a cache of its own."""
+    """Sequence over a cache of its own."""
 
     def __init__(self, table: tuple[int, ...], step: Callable[[Row], Tensor | None]) -> None:
         self._table = table

@@ -275,8 +275,11 @@ def all_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> Reference:
-    """What transformers would choose after each beginning of ``output``: greedy decoding up to
-    where the two part. A margin is the gap between the two largest logits."""
+    """Return the tokens that transformers selects after each beginning of ``output``.
+
+    They equal greedy decoding up to the first difference. A margin is the gap between the two
+    largest logits.
+    """
     logits = all_logits(model, [*prompt, *output])[len(prompt) - 1 : -1]
     best, second = logits.topk(2).values.unbind(-1)
     return Reference(logits.argmax(-1).tolist(), (best - second).tolist())

@@ -172,8 +172,11 @@ class GrammarEngine:
     def serve(
         self, jobs: Sequence[Job], ahead: bool = False, **limits: Any
     ) -> tuple[Collected, Load]:
-        """What is said of ``jobs``, each an epoch of its own, counted from 1, or a choice of the
-        one before. ``ahead``, steps are launched so, as on a GPU."""
+        """Return the outcomes of ``jobs``, each of which is an epoch of its own, counted from 1, or
+        a choice of the one before.
+
+        With ``ahead``, steps are launched ahead, as on a GPU.
+        """
         runner = build_runner(self._config, Group.single())
         if ahead:
             runner._last_tokens = LastTokens(self._config.max_num_seqs, runner.device)

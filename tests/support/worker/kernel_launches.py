@@ -1,4 +1,4 @@
-"""What steps launch on a GPU, on tensors of a CPU: for whoever counts or compiles the kernels."""
+"""Launches of the kernels of GPU steps on CPU tensors, to count or compile the kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Heads:
 
 
 def attention(heads: Heads, dtype: torch.dtype, rows: list[Row], form: AttentionForm) -> None:
-    """One layer's: keys written, queries rotated, and what they attend to."""
+    """Launch one layer's kernels: write keys, rotate queries, and attend."""
     cache = KVCache(6, 1, heads.kv, heads.dim, dtype, CPU)
     step = GpuAttention(cache, MULTIPROCESSORS).prepare(Rows.of(rows))
     tokens = sum(len(row.tokens) for row in rows)

@@ -63,7 +63,7 @@ def load_llama(directory: Path) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class Reference:
-    """What should come out; ``margins`` say how clearly each token won."""
+    """Expected tokens; ``margins`` state how clearly each token won."""
 
     tokens: list[int]
     margins: list[float]
@@ -100,8 +100,10 @@ def generate(model: LlamaForCausalLM, prompt: Sequence[int], max_tokens: int) ->
 def redraw(
     model: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> Reference:
-    """Each token of ``output`` drawn again, after those before it, by transformers' logits and
-    filters; a margin is the distance of the uniform number to the nearest edge between tokens."""
+    """Sample each token of ``output`` again, with transformers' logits and filters.
+
+    A margin is the distance of the uniform number to the nearest edge between tokens.
+    """
     logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
     edges = warped(logits, params).double().softmax(-1).cumsum(-1)
     positions = np.arange(len(output), dtype=np.uint64)
@@ -113,7 +115,7 @@ def redraw(
 
 
 def warped(scores: Tensor, params: SamplingParams) -> Tensor:
-    """What transformers' filters leave of ``scores`` [n, vocab]; -inf is removed."""
+    """Return ``scores`` [n, vocab] after transformers' filters; -inf is removed."""
     ids = torch.zeros(len(scores), 1, dtype=torch.int64)
     warpers = [TemperatureLogitsWarper(params.temperature)]
     warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []

@@ -1,4 +1,4 @@
-"""Whether anything waits for a GPU."""
+"""Check that nothing waits for a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """What waits for the device in here raises RuntimeError, as far as torch sees it: an event that
-    is waited for does not count. Without a GPU nothing does."""
+    """Raise RuntimeError for waits for the device that torch detects.
+
+    Waits for events are not detected. Without a GPU nothing is raised.
+    """
     if not torch.cuda.is_available():
         yield
         return

@@ -19,7 +19,7 @@ class _Left:
 
 
 def leaving(marker: Path, protocol: int = pickle.DEFAULT_PROTOCOL) -> bytes:
-    """One that makes the file ``marker``."""
+    """Return a pickle that creates the file ``marker`` when it is loaded."""
     return pickle.dumps(_Left(marker), protocol)
 
 

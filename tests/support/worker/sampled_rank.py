@@ -1,7 +1,8 @@
-"""One rank that samples, as a process: python -m tests.support.worker.sampled_rank TASK.
+"""Rank that samples, as a process: python -m tests.support.worker.sampled_rank TASK.
 
 TASK is JSON: {"store", "rank", "size", "model"}. Prints JSON: the engine's tokens for each of
-sampled_jobs(), what became of each row of a few steps by hand, and tokens of an engine that swaps.
+sampled_jobs(), the results of the rows of a few hand-made steps, and tokens of an engine that
+swaps.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def swapped_jobs() -> list[Job]:
 
 
 def steps_by_hand(model: str, group: Group) -> list[list[int] | str]:
-    """Of each row its tokens, or the class of its error: with drafts, prompts to score, a grammar
-    and one that fails."""
+    """Return each row's tokens, or the class of its error.
+
+    The rows have drafts, prompts to score, a grammar, and one that fails.
+    """
     config = WorkerConfig(model, device="cpu", dtype="float32", num_threads=1, num_blocks=8)
     runner = build_runner(config, group)
     prefill = (

@@ -1,4 +1,4 @@
-"""What transformers and the published formulas make of logits: the oracle of the sampler."""
+"""Oracle of the sampler: results of transformers and of the published formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shaped(scores: Tensor, this: Admission, allowed: Allowed | None = None) -> T
 
 
 def own_logprobs(scores: Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """Of ``token`` under ``scores`` [vocab]."""
+    """Return the log probabilities of ``token`` under ``scores`` [vocab]."""
     logprobs = scores.log_softmax(-1)
     values, ids = logprobs.topk(min(num_top, len(scores)))
     rank = 1 + int((scores > scores[token]).sum())

@@ -1,5 +1,4 @@
-"""One rank of a tensor-parallel engine, as a process: python -m
-tests.support.worker.tensor_parallel_rank TASK.
+"""Rank of a tensor-parallel engine: python -m tests.support.worker.tensor_parallel_rank TASK.
 
 TASK is JSON: {"store", "rank", "size", "shares_memory", "models": [directory, ...], "prompts",
 "families": [directory, ...], "logits": directory}. Prints JSON: {"outputs": {model: tokens of each

@@ -38,7 +38,7 @@ def config(model: str) -> WorkerConfig:
 
 
 def build_ahead(config: WorkerConfig, group: Group, stopwatch: Stopwatch) -> TorchRunner:
-    """In the place of build_runner."""
+    """Replacement of build_runner whose steps are launched ahead."""
     runner = BUILD_RUNNER(config, group, stopwatch)
     runner._last_tokens = LastTokens(config.max_num_seqs, runner.device)
     return runner
@@ -48,7 +48,9 @@ BUILD_RUNNER = build.build_runner
 
 
 def lack_memory(every: int) -> None:
-    """For one of so many sums, of those of more than a token, layer by layer as on a GPU."""
+    """Let every ``every``-th sum of more than one token run out of memory, layer by layer as on a
+    GPU.
+    """
     compute, sums = RowLinear.__call__, count(1)
 
     def computed(linear: RowLinear, x: Tensor) -> Tensor:

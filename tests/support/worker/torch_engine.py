@@ -34,7 +34,7 @@ class Job:
 
 
 def greedy_jobs(prompts: Sequence[list[int]], max_tokens: int) -> list[Job]:
-    """Of slightly different lengths, so that they do not all end at once."""
+    """Return jobs of slightly different lengths, so that they do not all end at once."""
     return [
         Job(prompt, max_tokens - i % 7, SamplingParams(temperature=0.0, seed=i))
         for i, prompt in enumerate(prompts)
@@ -92,9 +92,11 @@ class RecordingRunner:
 
 
 class TorchEngine:
-    """One engine over ``directory`` in fp32, under a token budget that cuts most prompts.
-    ``device`` and ``settings`` are WorkerConfig's. With ``ahead`` its steps are launched before the
-    ones before them are committed, as on a GPU."""
+    """Engine over ``directory`` in fp32, under a token budget that cuts most prompts.
+
+    ``device`` and ``settings`` are WorkerConfig's. With ``ahead``, steps are launched before the
+    previous ones are committed, as on a GPU.
+    """
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class TorchEngine:
         return self._engine.load().counters.accepted_tokens
 
     def first_position(self, job: Job) -> int:
-        """Where the first row of ``job`` began; what lies before it was cached."""
+        """Return the position at which the first row of ``job`` began; earlier ones were cached."""
         for plan in self._runner.plans:
             for admission in plan.admissions:
                 if admission.sampling.seed == job.sampling.seed:

@@ -1,4 +1,4 @@
-"""What loading weights needs of ranks and models, and no more."""
+"""Minimal ranks and models for loading weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.parallel.group import Group
 
 
 class Rank(Group):
-    """Of a group whose other ranks are not there: nothing is computed here."""
+    """Rank of a group whose other ranks do not exist: nothing is computed."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -18,7 +18,7 @@ class Rank(Group):
 
 
 class Pieces(Decoder):
-    """In a decoder's place: only what it holds of a checkpoint."""
+    """Replacement of a decoder that has only pieces of a checkpoint."""
 
     def __init__(self, *pieces: Piece) -> None:
         self._pieces = pieces

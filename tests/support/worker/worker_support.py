@@ -127,9 +127,12 @@ def prompt(length: int, first: int = 1) -> list[int]:
 
 
 class Collected:
-    """What an engine said, by sequence; checks that offsets are contiguous, those of the prompt's
-    log probabilities too, that what is computed is never less, that who goes on had to wait, and
-    that nothing follows a stop."""
+    """Outcomes of an engine, by sequence.
+
+    It checks that offsets are contiguous, also those of the prompt's log probabilities, that the
+    number of computed tokens never decreases, that only a preempted sequence resumes, and that
+    nothing follows a stop.
+    """
 
     def __init__(self) -> None:
         self.tokens: dict[SequenceKey, list[int]] = {}

@@ -906,8 +906,9 @@ def test_chart_worker_pods_follow_the_worker_bounds(
     ],
 )
 def test_chart_pod_count_change_makes_a_new_ray_cluster(helm: Helm, other: Object) -> None:
-    """It compares Ray clusters without the sizes of their groups, and changes none in one that runs
-    (RayServiceReconciler): pods that it makes itself must differ for it to make another cluster."""
+    """KubeRay compares Ray clusters without the sizes of their groups, and changes no size in a
+    running one (RayServiceReconciler). Pods that it creates itself must therefore differ.
+    """
     before = helm.render({"workers": {"min": 3, "max": 3}})
     after = helm.render({"workers": {"min": 3, "max": 3}} | other)
     assert _as_compared(before) != _as_compared(after)
@@ -932,7 +933,7 @@ def test_chart_autoscaling_bounds_reach_the_running_cluster(helm: Helm, other: O
 
 
 def _as_compared(release: Rendered) -> Object:
-    """By KubeRay."""
+    """Return the part of a release that KubeRay compares."""
     spec = deepcopy(release.ray)
     for group in spec["workerGroupSpecs"]:
         for name in ("replicas", "minReplicas", "maxReplicas"):
@@ -977,7 +978,7 @@ def test_chart_groups_have_their_own_probes(rendered: dict[str, Rendered]) -> No
 
 
 def covers(hostname: str, other: str) -> bool:
-    """Whether a route's hostname, which may begin with a wildcard, matches another one."""
+    """Return whether a route's hostname, which may begin with a wildcard, matches another one."""
     return hostname == other or (hostname.startswith("*.") and other.endswith(hostname[1:]))
 
 
@@ -997,8 +998,9 @@ def share_a_hostname(one: list[str], other: list[str]) -> bool:
 def test_chart_gateway_routes_share_no_hostname_and_listener(
     rendered: dict[str, Rendered], name: str
 ) -> None:
-    """By the Gateway API, of a GRPCRoute and an HTTPRoute with intersecting hostnames on one
-    listener, one must be refused (GRPCRoute.spec.hostnames)."""
+    """The Gateway API requires that one of a GRPCRoute and an HTTPRoute with intersecting hostnames
+    on one listener is refused (GRPCRoute.spec.hostnames).
+    """
     release = rendered[name]
     if not {"GRPCRoute", "HTTPRoute"} <= release.kinds:
         return
@@ -1092,7 +1094,7 @@ def test_chart_exposes_nothing_by_default(rendered: dict[str, Rendered]) -> None
 
 
 def leads_to(ingress: Object) -> dict[str, str]:
-    """Its paths, and the Service's port behind each."""
+    """Return the Service's port for each path."""
     [rule] = ingress["spec"]["rules"]
     paths = rule["http"]["paths"]
     return {path["path"]: path["backend"]["service"]["port"]["name"] for path in paths}
@@ -1216,7 +1218,7 @@ def test_chart_test_pod_uses_client_tls(helm: Helm, rendered: dict[str, Rendered
 
 
 def told(pod: Object) -> dict[str, str]:
-    """Its variables for TLS."""
+    """Return the pod's variables for TLS."""
     [only] = pod["spec"]["containers"]
     found = {each["name"]: each["value"] for each in only["env"]}
     prefix = "EVERLIFT_TLS_"
@@ -1468,7 +1470,7 @@ def test_chart_service_monitor_selects_the_head(helm: Helm) -> None:
 
 
 def test_chart_metrics_job_includes_the_namespace(rendered: dict[str, Rendered]) -> None:
-    """They are by job, which would be the Service's name."""
+    """Alerts are by job, which would otherwise be the Service's name."""
     for endpoint in rendered["watched"].the("ServiceMonitor")["spec"]["endpoints"]:
         [relabeling] = endpoint["relabelings"]
         assert relabeling == {"targetLabel": "job", "replacement": f"{NAMESPACE}/ev-everlift"}
@@ -1577,7 +1579,7 @@ ROUTER, RANK = "ray::ServeReplica:everlift:router.wait", "ray::RankActor.wait"
 
 @contextmanager
 def processes(*titles: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """By these names. At SIGUSR1 each says so, and ends when its input does."""
+    """Run processes with these names; each reports SIGUSR1, and ends with its input."""
     script = """
 import signal, sys
 signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))

@@ -125,7 +125,7 @@ def test_simulated_request_without_a_worker_times_out() -> None:
 
 
 def test_simulated_worker_wait_starts_at_each_arrival() -> None:
-    """Of those that come while there is none, too, however long that has been."""
+    """The wait of requests that arrive without a worker counts from their own arrival."""
     events = (WorkerLoss(1.0, 0, 0.0), WorkerStart(12.0, spec()), WorkerLoss(13.0, 1, 0.0))
     cluster = scenario(events=events, router=RouterConfig(worker_wait=3.0))
     load = [Arrival(at, 100, 5, 200) for at in (0.9995, 8.9, 9.1, 20.0)]
@@ -163,7 +163,7 @@ def test_simulation_refuses_a_prompt_too_long() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_simulated_requests_are_bounded_by_the_smallest_worker(first: int) -> None:
-    """As long as it is there, whichever of them is named first."""
+    """The bound holds while that worker exists, whichever worker is listed first."""
     sizes = [spec(), spec(max_model_len=256)]
     cluster = scenario(sizes[first], sizes[1 - first], events=(WorkerLoss(5.0, 1 - first),))
     load = [Arrival(0.1, 300, 5, 200), Arrival(0.2, 200, 100, 200), Arrival(9.0, 300, 5, 200)]
@@ -205,7 +205,7 @@ def test_simulation_applies_the_routers_order() -> None:
 
 
 def test_simulation_refuses_unmeetable_deadlines() -> None:
-    """Of which a worker computes a hundred tokens a second, and half have a hundred."""
+    """A worker computes a hundred tokens per second, and half of the requests have a hundred."""
     load = [
         replace(it, deadline_s=0.6, output_tokens=(10, 100)[index % 2])
         for index, it in enumerate(arrivals(200, 10.0))
@@ -236,7 +236,7 @@ def test_simulated_distrusted_predictions_leave_in_fifo_order(order: Order) -> N
 
 
 def test_simulated_sessions_attain_service() -> None:
-    """Of two sessions, whose turns compete for a slot, that with the shorter turns is ahead."""
+    """Two sessions compete for a slot; the one with the shorter turns is ahead."""
     turns = [
         Arrival(0.05 * at, 20, output, 400, session=session)
         for at in range(150)
@@ -258,7 +258,7 @@ def test_simulated_sessions_attain_service() -> None:
 def test_simulated_worker_batches_by_predicted_outputs(
     sigma: float | None, together: list[int]
 ) -> None:
-    """Whose policy closes batches of similar outputs, here after the first request's."""
+    """The worker's policy closes batches of similar outputs, here after the first request's."""
     load = [Arrival(0.0, 10, 30, 200), *(Arrival(0.0, 10, length, 200) for length in [90, 5] * 4)]
     worker = spec(max_num_seqs=4, scheduling=Scheduling("magnus"))
     cluster = scenario(worker, router=RouterConfig(local_depth=8), foresight_sigma=sigma)
@@ -304,7 +304,7 @@ def test_simulated_added_workers_have_normal_speed() -> None:
 
 @pytest.mark.long
 def test_simulation_frees_removed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a pool of blocks, and an autoscaler starts and ends them all the time."""
+    """Each worker has a pool of blocks, and an autoscaler starts and ends workers all the time."""
     there: WeakSet[SimulatedWorker] = WeakSet()
     most = 0
 

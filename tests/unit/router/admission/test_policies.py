@@ -1,4 +1,4 @@
-"""Who leaves next by each policy, and what is promised to those that others pass."""
+"""Order in which requests leave by each policy, and the bounds for those that others pass."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ AVERAGE, SHORT = 1 - exp(-1), 1 - exp(-0.1)
     [(ShortestWork(2.0), "predicted_work_rank"), (PredictedRank(2.0), "predicted_rank")],
 )
 def test_shortest_first_yields_to_starved_requests(policy: Policy, by: str) -> None:
-    """For two foreseen waits of 5 seconds, or a tenth of that."""
+    """An average request yields for two estimated waits of 5 s, a short one for a tenth of that."""
     queue = queue_of(
         policy,
         with_key(waiting("long", 0.0), **{by: AVERAGE}, estimated_wait_s=5.0),
@@ -197,7 +197,9 @@ def test_policy_bypass_window_is_respected(
 
 
 def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float:
-    """How much later one of so many tokens may come that passes it at this moment."""
+    """Return how much later a request of ``tokens`` may arrive and still pass ``older`` at
+    ``moment``.
+    """
     match policy:
         case EarliestDeadline(undated_s):
             return older.deadline - older.arrived if older.deadline < inf else undated_s
@@ -231,7 +233,7 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
 def test_hrrn_pops_highest_response_ratio_first(
     arrivals: list[tuple[float, int, float | None, int]], pause: float
 ) -> None:
-    """Of each two the one whose ratio is higher, if by more than the factor that sizes are off."""
+    """The request with the higher ratio leaves first, up to the rounding of sizes."""
     queue, here, moment = queue_of(HighestResponseRatio()), [], 0.0
     for number, (between, tokens, _, _) in enumerate(arrivals):
         moment += between
@@ -296,7 +298,7 @@ def test_policy_lanes_discard_withdrawn_requests(policy: Policy) -> None:
 
 
 def _items(queue: AdmissionQueue) -> int:
-    """Of all lines of all lanes, holes too."""
+    """Return the number of entries of all heaps of all lanes, including outdated ones."""
     lines = []
     for lane in queue._classes._lanes.values():
         for part in (lane, getattr(lane, "_inner", None)):
@@ -359,7 +361,7 @@ def test_class_floor_owes_at_most_one_request(
 
 
 def test_hrrn_is_fifo_if_the_clock_is_behind() -> None:
-    """Nobody has waited yet, however long its output is."""
+    """No request has waited yet, however long its output is."""
     queue = queue_of(HighestResponseRatio(), waiting("a", 10.0, 10), waiting("b", 10.1, 1000))
     first = queue.pop(9.9)
     assert (first.request_id, queue.pop(9.9).request_id) == ("a", "b")
@@ -381,7 +383,7 @@ def test_requeued_request_does_not_count_as_bypassing() -> None:
 
 
 def _leave(queue: AdmissionQueue) -> int:
-    """How many left before who leaves now that came later."""
+    """Dispatch the next request; return how many later ones left before it."""
     head = queue.peek()
     assert head is not None
     queue_wait = queue.queue_wait(head, "fifo", 0.0, is_fair=False)

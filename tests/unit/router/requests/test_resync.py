@@ -42,7 +42,7 @@ EOS, LENGTH = session_pb2.STOP_CAUSE_EOS, session_pb2.STOP_CAUSE_LENGTH
 
 
 class ForgetfulLedger(MemoryLedger):
-    """Its server comes back as it was at some moment. Notes what it is told."""
+    """Ledger whose server returns to an earlier state, and which records the calls of reassert."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic)
@@ -79,8 +79,10 @@ async def gateway(ledger: ForgetfulLedger) -> AsyncIterator[Gateway]:
 
 
 class History:
-    """One request of two choices, from its submission to its end, with a lost worker in between. A
-    leader that is not let dispatch tells the gateway so."""
+    """Request of two choices, from its submission to its end, with a lost worker in between.
+
+    A leader whose dispatch is refused notifies the gateway.
+    """
 
     def __init__(self, gateway: Gateway, ledger: ForgetfulLedger) -> None:
         self.gateway = gateway
@@ -295,7 +297,7 @@ async def test_resync_omits_requests_that_ended_long_ago(
 async def test_resync_keeps_a_contradicting_end_of_the_ledger(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """Somebody found it without a living gateway, as far as the ledger knew it, and ended it."""
+    """Another router found the request without a living gateway in the ledger, and ended it."""
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS if phase == "over" else NUM_STEPS - 1))
     roll_back(ledger, history.saved[3])
@@ -500,7 +502,7 @@ async def test_resync_waits_for_a_dispatch_in_flight(
 async def test_dispatch_during_a_takeback_is_aborted(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its leader has asked again for an answer that was late; another one was told stale before."""
+    """The dispatch arrives while the router takes the request back, because it was stale."""
     live = await gateway.submit()
     entry = await ledger.dispatch("r", "w", 7, TERM)
     take_over, is_asked, is_answered = ledger.take_over, asyncio.Event(), asyncio.Event()
@@ -529,7 +531,9 @@ async def test_dispatch_during_a_takeback_is_aborted(
 async def test_duplicate_dispatch_after_a_rollback_runs_once(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
-    """It forgot the first one, and a leader that did not know yet was quick."""
+    """The ledger forgot the first dispatch, and a leader that was not notified yet dispatched
+    again.
+    """
     history = History(gateway, ledger)
     await history.run(slice(3))
     roll_back(ledger, history.saved[1])

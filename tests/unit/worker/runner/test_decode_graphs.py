@@ -33,7 +33,7 @@ CONTEXTS = [70, 0, 31, 5, 33]
 
 
 class Trunk:
-    """One layer that attends."""
+    """Model with one attention layer."""
 
     def __init__(self) -> None:
         torch.manual_seed(2)
@@ -134,7 +134,7 @@ def test_decode_graphs_keep_captured_inputs_alive(
 
 
 class Graph:
-    """It lives as long as somebody has it."""
+    """Graph that lives as long as it is referenced."""
 
 
 def test_decode_graphs_close_frees_captures_at_once(bench: Bench) -> None:
@@ -190,7 +190,7 @@ def test_decode_graphs_look_up_marks_as_valid_tokens(bench: Bench) -> None:
 
 
 class Stream:
-    """Of a GPU that is not there."""
+    """Stream of a GPU that does not exist."""
 
     def wait_stream(self, other: Stream) -> None:
         pass
@@ -198,7 +198,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """How a graph was captured."""
+    """Arguments with which a graph was captured."""
 
     pool: object
     stream: Stream
@@ -207,7 +207,7 @@ class Captured:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Captured]]:
-    """Of each graph, in their order."""
+    """Yield the arguments of each capture, in order."""
     decode_graphs._capture_stream.cache_clear()
     graphs: list[Captured] = []
 
