@@ -107,7 +107,7 @@ def _held_by_others() -> frozenset[str]:
 
 
 def _held(pid: int) -> Iterator[str]:
-    """By a process that is not ours, so that we may not be allowed to look."""
+    """Yield the shared-memory names of a process; another user's process may be unreadable."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if f" {_SHARED_MEMORY}/" in line:
@@ -158,7 +158,7 @@ def _listening(family: list[int]) -> Iterator[tuple[int, str]]:
 
 
 def _sockets(pid: int) -> Iterator[str]:
-    """Those that may listen, as /proc names them: of this process only those that do."""
+    """Yield the sockets that may listen, as /proc names them; of this process those that do."""
     ours = pid == os.getpid()
     for descriptor in glob.iglob(f"/proc/{pid}/fd/*"):
         with suppress(OSError):

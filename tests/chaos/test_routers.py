@@ -40,7 +40,7 @@ def others(cluster: Cluster) -> list[int]:
 async def test_killed_leader_keeps_queue_order_and_streams(
     tmp_path: Path,
 ) -> None:
-    """With a single slot, requests run in the order of arrival, also those without a leader."""
+    """Requests run in the order of arrival in a single slot, also those without a leader."""
     fake = FakeModel(step_time=0.01)
     settings = config(
         tmp_path, routers=3, workers=1, fake=fake, max_num_seqs=1, router={"local_depth": 0}

@@ -1,5 +1,8 @@
-"""What the openai package and langchain's sees of a cluster that serves the demo model at
-EVERLIFT_HTTP. Run in the environment of other people's clients, by tests/integration."""
+"""Checks of the openai and langchain packages against a cluster with the demo model at
+EVERLIFT_HTTP.
+
+tests/integration runs this module in an environment with these clients.
+"""
 
 from __future__ import annotations
 

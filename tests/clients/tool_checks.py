@@ -1,6 +1,9 @@
-"""What the openai package sees of a model that calls tools, at EVERLIFT_HTTP, in the format that
-EVERLIFT_TOOL_FORMAT names. The model says what it is told to (tests/support/scripted.py), and where
-it has to call, what a grammar leaves it. Run in the environment of other people's clients."""
+"""Checks of the openai package against a model that calls tools, at EVERLIFT_HTTP.
+
+EVERLIFT_TOOL_FORMAT names the format of its calls. The model generates what its prompt tells it to
+(tests/support/scripted.py), or what a grammar permits if a call is required. tests/integration runs
+this module in an environment with this client.
+"""
 
 from __future__ import annotations
 

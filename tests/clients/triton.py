@@ -1,5 +1,7 @@
-"""What tritonclient makes of a router: `python triton.py ADDRESS WHAT` prints it as JSON. The model
-is the fake one."""
+"""Results of tritonclient with a router, as JSON: `python triton.py ADDRESS WHAT`.
+
+The model is the fake one.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def tensor(name: str, datatype: str, *values: Any, shape: tuple[int, ...] = (-1,
 
 
 def prompt(number: int, count: int) -> list[Any]:
-    """For greedy tokens."""
+    """Return the inputs of a greedy request."""
     return [
         tensor("input_ids", "INT32", number, number + 1, shape=(1, 2)),
         tensor("max_tokens", "INT32", count, shape=(1, 1)),

@@ -106,7 +106,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def runners() -> dict[str, TorchRunner]:
-    """By the worker's host: what one life of it wrote is rubbish in the next one's blocks."""
+    """Return the runners by host; a restarted worker finds garbage in its blocks."""
     return {}
 
 

@@ -65,7 +65,7 @@ def read(url: str) -> list[str]:
 
 
 async def told(state_dir: Path) -> Scaling:
-    """What the autoscaler said of its decisions in the cluster's ledger."""
+    """Return the autoscaler's decisions from the cluster's ledger."""
     url = running_url(state_dir)
     assert url is not None
     ledger = await connect(LedgerConfig(url=url))

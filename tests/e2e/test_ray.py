@@ -232,7 +232,7 @@ async def test_killed_router_replica_is_replaced(
 async def test_leaving_router_replica_drains_and_is_replaced(
     running: RayCluster,
 ) -> None:
-    """Its process ends by itself, with nothing in its hands."""
+    """The router's process ends by itself, without unfinished requests."""
     from ray import serve
 
     router = serve.get_deployment_handle("router", "everlift")
@@ -325,7 +325,7 @@ async def offsets_and_text(stream: Stream) -> tuple[list[int], str]:
 
 
 async def alive_workers(client: AsyncClient, count: int) -> list[pb.WorkerStatus]:
-    """As soon as there are so many."""
+    """Wait until ``count`` workers are alive; return them."""
     async with asyncio.timeout(90):
         while True:
             workers = [worker for worker in (await client.status()).workers if worker.alive]

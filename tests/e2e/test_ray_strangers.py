@@ -50,7 +50,7 @@ async def up(home: Path) -> AsyncIterator[Process]:
 
 
 async def answer(address: str, method: str, token: str) -> grpc.StatusCode:
-    """What Ray says to whoever shows ``token``, or nothing."""
+    """Return Ray's status for a call with ``token``, or without one."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(method)(b"", metadata=metadata, timeout=60)
@@ -58,7 +58,7 @@ async def answer(address: str, method: str, token: str) -> grpc.StatusCode:
 
 
 def control_plane(pid: int) -> str:
-    """Where the process's Ray keeps its books, as its node was told."""
+    """Return the address of the process's Ray control plane."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
             command = Path(f"/proc/{child}/cmdline").read_bytes().decode()

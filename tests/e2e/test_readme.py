@@ -1,4 +1,4 @@
-"""What the README tells people to type gives what the README shows."""
+"""The README's commands have the outputs that the README shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text()
 async def environment(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[dict[str, str]]:
-    """Of somebody in whose state directory a cluster runs."""
+    """Environment of a user in whose state directory a cluster runs."""
     state_dir = tmp_path / "everlift"
     router = RouterConfig(port=0, http_port=0, drain=0.2)
     config = Config(model=request.param, state_dir=state_dir, router=router)

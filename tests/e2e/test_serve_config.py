@@ -136,7 +136,7 @@ async def test_serve_config_update_applies_without_restart(
 
 
 def events(state_dir: Path) -> set[tuple[str, str]]:
-    """What routers and ranks logged at level info, each with its component."""
+    """Return the components and the info events that routers and ranks have logged."""
     lines = (
         json.loads(line)
         for name in ("router-*.log", "worker.rank-*.log")

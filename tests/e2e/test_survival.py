@@ -49,7 +49,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 class Wire:
-    """One stream as it comes off the wire, with nothing dropped."""
+    """Stream as it arrives over the wire, with nothing dropped."""
 
     def __init__(self, prompt: list[int], request_id: str) -> None:
         self.prompt = prompt
@@ -159,7 +159,7 @@ async def test_client_reattaches_by_id_and_offset(cluster: ProcessCluster) -> No
 
 @pytest.mark.long
 async def test_killed_ledger_server_is_restarted_and_reasserted(cluster: ProcessCluster) -> None:
-    """What it lost of its last second it is told again; streams go on meanwhile."""
+    """The restarted ledger gets back what it lost of its last second; streams continue."""
     streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(12))]
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)

@@ -142,7 +142,7 @@ class RayCluster:
         return sum(replica["state"] == "RUNNING" for replica in found)
 
     def leave(self) -> None:
-        """What a pod's hook does before it ends (helm/files/leave.sh), in all pods."""
+        """Notify all pods' processes as a pod's hook does before it ends (helm/files/leave.sh)."""
         for file in (self.state_dir / "logs").glob("*.log"):
             kind, _, pid = file.stem.rpartition("-")
             if kind in ("router", "worker.rank-0"):

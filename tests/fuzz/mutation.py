@@ -244,7 +244,7 @@ def _within(rng: Random, low: int, high: int) -> int:
 
 
 def parts_reshaped(separator: bytes, odd: Sequence[bytes]) -> Any:
-    """Of what consists of parts: some of them repeated, put elsewhere, taken away, or odd ones."""
+    """Return a mutation that repeats, moves, removes or replaces parts of its input."""
 
     def reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
         parts = data.split(separator)

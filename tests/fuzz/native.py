@@ -326,7 +326,7 @@ class Frames:
         return self
 
     def head(self, path: str, **more: str) -> Frames:
-        """Of the next call; names of ``more`` have lines for hyphens."""
+        """Return the headers of the next call; names in ``more`` have underscores for hyphens."""
         fields = {
             ":method": "POST",
             ":scheme": "http",

@@ -127,7 +127,7 @@ class Served:
         return Chaos(config, here, self.gateway.ledger, sessions, fleet, GRPC, processes)
 
     async def settle(self) -> None:
-        """Whatever was accepted runs as a worker would have it, and is erased."""
+        """Run all accepted requests as a worker would, and erase them."""
         gateway = self.gateway
         names = [waiting.request_id for waiting in gateway.line.enqueued]
         gateway.line.enqueued.clear()
@@ -146,7 +146,7 @@ class Served:
             record.clear()
 
     def _check_start(self, start: Any) -> None:
-        """What a gateway accepts for this worker is nothing that it refuses."""
+        """Check that a worker accepts a start that the gateway accepts."""
         try:
             sequence = Sequence.from_start(start, self._limits)
         except EverliftError as error:
@@ -174,7 +174,7 @@ class _OfNothing:
 
 
 class _OneWorker:
-    """That is told of faults, and has none."""
+    """Worker that receives faults without executing them."""
 
     def __init__(self) -> None:
         info = SimpleNamespace(worker_id="abc123", tensor_parallel=2)
@@ -240,8 +240,10 @@ def served(text: str = chat_support.HERMES) -> Iterator[Served]:
 
 
 async def ended(work: Coroutine[Any, Any, None], server: Served) -> None:
-    """It is over when there is no request any more that it could wait for. Raises what it raises,
-    and Finding."""
+    """Run ``work`` until it has ended, or until no request is left that it could wait for.
+
+    Raises the errors of ``work``, and Finding.
+    """
     task = asyncio.create_task(work)
     for round_ in range(_MOST_ROUNDS):
         await quiet()

@@ -1,8 +1,8 @@
-"""What is fuzzed, and what may come of it.
+"""Targets of fuzzing, and the permitted results.
 
-A target takes bytes to a parser as it is served. It may end in a value or in an EverliftError that
-names a cause; neither in another exception, nor in an error in the log, nor after more CPU time
-than a case has.
+A target passes bytes to a parser in the way in which it is served. It may end with a value or with
+an EverliftError that names a cause. Findings are other exceptions, errors in the log, and cases
+that take more CPU time than the limit.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Target:
 
 
 def is_named(error: EverliftError) -> bool:
-    """It has a cause of its own: the root of the tree is for what nobody foresaw."""
+    """Return whether the error has a cause of its own, and is not the root of the tree."""
     return error.slug != EverliftError.slug
 
 
 @contextmanager
 def opened(target: Target) -> Iterator[Run]:
-    """One of its cases, checked. Raises Finding for bytes that are one."""
+    """Open a target, and yield a checked run of a case, which raises Finding."""
     with target.open() as run, _errors_logged() as logged:
 
         def checked(data: bytes) -> None:
@@ -78,7 +78,7 @@ def opened(target: Target) -> Iterator[Run]:
 
 @contextmanager
 def _errors_logged() -> Iterator[list[logging.LogRecord]]:
-    """What the code under test logs as an error, and no case may take too long meanwhile."""
+    """Yield the errors that the code under test logs, and limit the time of a case."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = records.append  # type: ignore[method-assign]

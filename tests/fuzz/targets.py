@@ -17,7 +17,7 @@ def by_name(name: str) -> Target:
 
 
 def shares(num_cases: int) -> dict[str, int]:
-    """By the target's name; together at least ``num_cases``."""
+    """Return the number of cases by target; the sum is at least ``num_cases``."""
     whole = sum(target.weight for target in TARGETS)
     return {target.name: ceil(num_cases * target.weight / whole) for target in TARGETS}
 

@@ -367,7 +367,7 @@ async def _spoken(server: Served, config: uvicorn.Config, data: bytes) -> None:
 
 
 async def _answered(state: ServerState, connection: Connection) -> None:
-    """Its client takes what can be had, and goes."""
+    """Let the client read what is available, and disconnect it."""
     for _ in range(20):
         await asyncio.sleep(0)
         if not state.tasks:
@@ -403,7 +403,7 @@ def _http() -> Iterator[Run]:
 
 
 async def _scraped(server: MetricsServer, data: bytes) -> None:
-    """Whoever asks says no more than this, and goes when the answer is there."""
+    """Send a request without anything after it; disconnect when the answer is complete."""
     reader, transport = asyncio.StreamReader(limit=MAX_HEAD_BYTES), Transport()
     protocol = asyncio.StreamReaderProtocol(reader, server.connected)
     protocol.connection_made(transport)

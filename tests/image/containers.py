@@ -124,7 +124,7 @@ class Container:
 
     @property
     def pid(self) -> int:
-        """As the host knows it."""
+        """Process id on the host."""
         deadline = time.monotonic() + 30.0
         own = self._process.pid
         while not (children := Path(f"/proc/{own}/task/{own}/children").read_text().split()):

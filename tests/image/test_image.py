@@ -63,7 +63,7 @@ def chart() -> Rendered:
 
 
 def answer(url: str, network: Sequence[str] = ()) -> str:
-    """What the model says, as soon as the router answers."""
+    """Wait until the router answers; return the model's output."""
     deadline = time.monotonic() + _PATIENCE_S
     command = ["curl", "-sf", f"{url}/v1/chat/completions", "-d", json.dumps(PROMPT)]
     header = ["-H", "content-type: application/json"]
@@ -74,7 +74,7 @@ def answer(url: str, network: Sequence[str] = ()) -> str:
 
 
 def serve_status(api: str, network: Sequence[str], body: object = None) -> Any:
-    """As Serve's REST API tells it; with a body, after that was put there."""
+    """Return the status from Serve's REST API; with a body, after putting the body there."""
     put = () if body is None else ("-X", "PUT", "-H", "content-type: application/json", "-d", "@-")
     data = None if body is None else json.dumps(body).encode()
     done = subprocess.run(
@@ -161,7 +161,7 @@ def grace_s(chart: Rendered, group: str) -> float:
 
 
 def ray_start(*arguments: str) -> list[str]:
-    """As KubeRay writes the command of a Ray container."""
+    """Return the command of a Ray container, as KubeRay writes it."""
     words = " ".join(("ray", "start", "--block", *arguments))
     return ["/bin/bash", "-c", "--", f"ulimit -n 65536; {words}"]
 
@@ -221,7 +221,7 @@ def test_image_serves_under_ray_and_ends_within_grace(
 
 
 def test_dockerfile_base_image_is_an_argument() -> None:
-    """What is tested is what `make image` builds: the same file, with another base."""
+    """The tested image is built from the same file as by `make image`, with another base."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "ARG BASE=python:3.11" in text and "@sha256:" in text
     lines = subprocess.run(

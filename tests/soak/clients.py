@@ -26,8 +26,10 @@ _AWAY_S = 0.5
 
 @dataclass
 class Seen:
-    """One request as its client saw it. ``arrivals`` are (seconds since 1970, epoch) of chunks with
-    tokens."""
+    """Request as its client saw it.
+
+    ``arrivals`` are pairs (seconds since 1970, epoch) of chunks with tokens.
+    """
 
     request_id: str
     expected: Answer
@@ -97,7 +99,7 @@ class Crowd:
             await client.close()
 
     def _turned(self, by: int) -> list[str]:
-        """Each client begins with another router."""
+        """Return the routers, beginning with another one for each client."""
         by %= len(self._routers)
         return [*self._routers[by:], *self._routers[:by]]
 
@@ -124,7 +126,7 @@ class Crowd:
             seen.answer = Answer.of(gathering.completion(stream))
 
     async def _leave_and_come_back(self, task: Task, seen: Seen, after: int) -> None:
-        """Its connection breaks after some tokens; another client attaches."""
+        """Break the connection after some tokens, and attach with another client."""
         gathering = Gathering()
         with _noting(seen):
             first = patient.client(self._routers)
@@ -161,7 +163,7 @@ class _noting(suppress):
 
 
 async def _read(stream: Stream, seen: Seen, gathering: Gathering, most: int | None = None) -> None:
-    """To its end, or until ``most`` tokens have come."""
+    """Read a stream to its end, or until ``most`` tokens have arrived."""
     async for chunk in stream:
         seen.add(chunk)
         gathering.add(chunk)

@@ -1,4 +1,4 @@
-"""How long a soak goes on."""
+"""Duration of a soak."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the clients of a soak ask: greedy and sampled requests of every kind, each with one right
-answer, which the undisturbed cluster says first."""
+"""Requests of a soak's clients: greedy and sampled ones of every kind, each with one right answer.
+
+The undisturbed cluster generates the answers first.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ _OPTIONS = (_greedy, _sampled, _structured)
 
 @dataclass(frozen=True)
 class Answer:
-    """By choice: its tokens, its text, and how it ended."""
+    """Right answer: tokens, text and finish reason of each choice."""
 
     choices: tuple[tuple[tuple[int, ...], str, str], ...]
 

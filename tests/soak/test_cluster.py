@@ -75,7 +75,7 @@ Stored = tuple[tuple[tuple[int, ...], ...], tuple[Event, ...]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one soak has come to."""
+    """Result of a soak."""
 
     rate: float
     seconds: float
@@ -227,7 +227,7 @@ def _report(name: str, config: Config, outcome: Outcome) -> None:
 
 
 def _write(path: Path, name: str, figures: Figures) -> None:
-    """Each run by its name, the sums of all, and times of the one on processes."""
+    """Write each run by its name, the sums of all, and the times of the run with processes."""
     known = json.loads(path.read_text())["runs"] if path.exists() else {}
     runs: dict[str, Figures] = known | {name: figures}
     sums = {key: sum(run[key] for run in runs.values()) for key in _SUMMED}

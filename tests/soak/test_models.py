@@ -39,7 +39,7 @@ Record = Callable[[str, object], None]
 
 
 def random_checkpoint(rng: Random) -> Checkpoint:
-    """One of the family checkpoints with other depths and widths."""
+    """Return a family's checkpoint with random depth and widths."""
     base = CHECKPOINTS[rng.choice([*CHECKPOINTS])]
     kv_heads = rng.randint(1, 3)
     sizes = dict(base.sizes)

@@ -147,7 +147,7 @@ async def test_logs_and_metrics_contain_no_key_prompt_or_output(
 
 
 async def _everything(cluster: ProcessCluster, keys: list[str]) -> None:
-    """What goes well and what does not, of requests full of markers."""
+    """Send valid and invalid requests that are full of markers."""
     for key in (*keys, keys[0] + "XYZZY", "XYZZY"):
         async with AsyncClient(cluster.addresses, api_key=key, reconnect_s=5.0) as client:
             asked = [

@@ -129,7 +129,7 @@ def test_base_url_is_normalised() -> None:
 
 @asynccontextmanager
 async def scripted(*said: bytes, status: int = 200) -> AsyncIterator[OpenAiEndpoint]:
-    """One that says this to every request, piece after piece."""
+    """Run an endpoint that answers every request with these pieces."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status)

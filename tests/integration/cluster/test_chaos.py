@@ -66,7 +66,7 @@ async def run(*arguments: str) -> Result:
 
 
 async def struck(*arguments: str) -> str:
-    """What a command of chaos says that it did."""
+    """Return the output of a command of chaos."""
     result = await run("chaos", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout.strip()
@@ -90,8 +90,10 @@ async def alive(cluster: ProcessCluster) -> set[str]:
 
 
 async def during(cluster: ProcessCluster, *commands: tuple[str, ...]) -> list[str]:
-    """What commands of chaos struck, made one after the other while a stream is at its beginning.
-    The stream is right."""
+    """Return the outputs of commands of chaos that are run at the beginning of a stream.
+
+    The stream must have the right tokens.
+    """
     whom, tokens = [], []
     async with AsyncClient(cluster.addresses) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0)
@@ -195,7 +197,7 @@ async def test_chaos_run_reports_the_number_of_faults(cluster: ProcessCluster) -
 
 @pytest.mark.long
 async def test_drained_worker_is_replaced_once_empty(cluster: ProcessCluster) -> None:
-    """By random faults, of which none is made here: there is no time for one."""
+    """`chaos run` replaces the worker; it injects no fault in 0 minutes."""
     before = await alive(cluster)
     drained = min(before)
     assert (await run("drain", drained, "--wait")).exit_code == 0

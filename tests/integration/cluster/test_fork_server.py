@@ -39,7 +39,7 @@ async def fork_server(tmp_path: Path) -> AsyncIterator[ForkServer]:
 
 
 async def rank(fork_server: ForkServer, tmp_path: Path) -> Child:
-    """One that runs."""
+    """Return a running rank."""
     child = Child(HALF, fork_server, tmp_path / "rank.log")
     await child.start()
     assert "rendezvous" in await child.report()
@@ -217,7 +217,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_fork_server_fails_to_load_beside_other_threads(tmp_path: Path) -> None:
-    """Of its threads a fork would keep one."""
+    """A forked process keeps only one of the fork server's threads."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )

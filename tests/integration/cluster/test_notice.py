@@ -1,4 +1,4 @@
-"""How a process hears that it has to leave."""
+"""Notice to a process that its machine is about to be reclaimed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 async def test_signal_notice_is_delivered_once_outside_the_main_thread() -> None:
-    """As in an actor's process, whose event loop has a thread of its own."""
+    """The event loop runs in a thread of its own, as in an actor's process."""
     script = """
 import asyncio, os, signal, threading
 from everlift.notice import on_signal

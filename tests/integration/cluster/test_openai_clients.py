@@ -58,7 +58,7 @@ with OpenAI(base_url=f"http://{os.environ['EVERLIFT_HTTP']}/v1", api_key="none")
 
 
 async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> str:
-    """What it prints; a failure is one here."""
+    """Return the output of a command, which must succeed."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "EVERLIFT_HTTP": address}
     environment |= environ
     process = await asyncio.create_subprocess_exec(

@@ -37,7 +37,7 @@ _ANSWER_S = 60.0
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
-    """With two ranks, which have a wire between them."""
+    """Cluster whose worker has two ranks, and thus a connection between them."""
     settings = ["model=fake", "router.port=0", "router.http_port=0", "num_workers=1"]
     settings += ["worker.tensor_parallel=2", "router.drain=0.2", "log_level=debug"]
     async with ProcessCluster(load(None, {}, [*settings, f"state_dir={tmp_path}"])) as cluster:
@@ -46,7 +46,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """What is there in the end if somebody has loaded a pickle."""
+    """Path of a file that exists in the end if a process has loaded a pickle."""
     path = tmp_path / "marker"
     yield path
     assert not path.exists()
@@ -60,7 +60,7 @@ def test_marker_pickle_leaves_its_marker_when_loaded(tmp_path: Path) -> None:
 
 
 def addresses(cluster: ProcessCluster) -> dict[str, set[tuple[str, int]]]:
-    """By the process, where it listens, as /proc has it."""
+    """Return the addresses on which each process listens, from /proc."""
     found = {f"{pid}": {decoded(it) for it in listening_ports(pid)} for pid in cluster.pids}
     return {pid: ports for pid, ports in found.items() if ports}
 
@@ -138,8 +138,11 @@ async def say(host: str, port: int, data: bytes) -> None:
 
 
 async def serves(cluster: ProcessCluster) -> None:
-    """Each of its processes, by its own port. A request would wait as long as there is no worker:
-    one whose rank was kept from its core for a second has ended, and its log says so."""
+    """Check that all processes still serve, each at its own port.
+
+    Without a worker a request would wait. A worker whose rank lacked a core for a second may have
+    ended, which its log shows.
+    """
     try:
         async with asyncio.timeout(_ANSWER_S):
             served = await Fronts(cluster.address, cluster.http_addresses[0], "fake").completion()

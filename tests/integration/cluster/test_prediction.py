@@ -1,4 +1,4 @@
-"""From outputs in a ledger to a predictor that a running router takes, and what it says of it."""
+"""Outputs in a ledger become a predictor that a running router loads and reports."""
 
 from __future__ import annotations
 

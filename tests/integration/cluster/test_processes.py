@@ -128,7 +128,7 @@ async def test_explain_reports_the_time_to_detect_a_lost_worker(
 
 
 async def test_explain_reports_waiting_for_a_starting_worker(config: Config) -> None:
-    """From its process's beginning on, and not before."""
+    """The start is reported from the beginning of its process on."""
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
         await cluster.kill_worker(0)
         asking = asyncio.create_task(client.generate("x", max_tokens=5, request_id="r").text())
@@ -201,7 +201,7 @@ async def test_failed_process_start_reports_the_cause(tmp_path: Path) -> None:
 async def test_fork_server_loads_while_routers_start(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits until the other has begun."""
+    """The load and the start each wait until the other has begun."""
     both = asyncio.Barrier(2)
     load, start = ForkServer.load, RouterReplica.start
 

@@ -1,4 +1,4 @@
-"""What a ledger knows of requests that finished, and what they would have met otherwise."""
+"""Replay of finished requests from a ledger, under the recorded and under other conditions."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_comparison_shows_past_and_simulated_results() -> None:
 async def test_replay_survives_lost_and_added_workers(
     tmp_path: Path, served: None, kind: str
 ) -> None:
-    """Each request takes 3 s."""
+    """The requests take 3 s each."""
     to_json = tmp_path / "answer.json"
     slow = ("--slow", "0=10", "--slow", "1=10")
     where = ("--from-ledger", "--workers", f"{kind}=2", *slow, "--json", str(to_json))
@@ -146,7 +146,7 @@ async def test_replay_survives_lost_and_added_workers(
 async def test_plan_sizes_the_cluster_from_served_requests(
     tmp_path: Path, served: None, kind: str
 ) -> None:
-    """Each request takes 0.3 s, and two have room on a worker."""
+    """The requests take 0.3 s each, and a worker has capacity for two."""
     to_json = tmp_path / "plan.json"
     how = ("--from-ledger", "--kind", kind, "--json", str(to_json))
     assert "4 workers are enough" in await run("plan", "--slo", "latency_p99=500ms", *how)

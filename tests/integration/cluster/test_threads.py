@@ -75,7 +75,7 @@ with LLM(sys.argv[1], tensor_parallel={ranks}, num_threads=3, num_blocks=16, max
 
 
 def llm(before: str, ranks: int, state: Path, **more: str) -> str:
-    """What OpenMP, and we, say in the process of an LLM."""
+    """Return what OpenMP and Everlift print in the process of an LLM."""
     environment = os.environ | {"XDG_STATE_HOME": str(state), **more}
     script = AN_LLM.format(before=before, ranks=ranks)
     command = [sys.executable, "-c", script, str(DEMO_MODEL)]

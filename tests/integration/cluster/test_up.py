@@ -82,7 +82,7 @@ async def up(home: Path) -> AsyncIterator[Process]:
 
 
 async def metrics(status: str) -> str:
-    """What is to be read where the status says."""
+    """Return the metrics at the address in the status."""
     url = status.split()[-1]
     with await asyncio.to_thread(urllib.request.urlopen, url) as answer:
         return str(answer.read().decode())

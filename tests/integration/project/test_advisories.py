@@ -1,5 +1,8 @@
-"""What published advisories say of other servers' requests, sent to a gateway: each input over each
-front that takes it, beside a good stream. SECURITY.md lists them."""
+"""Inputs from published advisories of other servers, sent to a gateway over each front that takes
+them.
+
+A good stream runs beside them. SECURITY.md lists the advisories.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 async def fronts() -> AsyncIterator[Fronts]:
-    """Of a router and a fake worker."""
+    """Fronts of a router with a fake worker."""
     async with cluster(workers=1) as parts:
         yield Fronts.of(parts)
 

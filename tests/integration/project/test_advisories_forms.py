@@ -1,5 +1,7 @@
-"""As test_advisories.py: forms of outputs and chat templates, which other servers' workers died of
-and their event loops stood still for."""
+"""Advisories (test_advisories.py) of grammars and chat templates.
+
+They crashed other servers' workers, or blocked their event loops.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What `make check` says of a change of the wire contract: clients and routers of two versions
-meet."""
+"""Results of `make check` for changes of the wire contract between clients and routers."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ BUF = Path(os.environ.get("EVERLIFT_PROTO_VENV") or ROOT / ".venv-proto") / "bin
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Of the contract and of what was promised of it, without the history that they have."""
+    """Copy of the contract and of its promised state, without a history."""
     if not BUF.exists():
         reason = f"no buf at {BUF}"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
@@ -32,7 +31,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def breaks(copy: Path) -> str:
-    """What is broken, empty if nothing."""
+    """Return the broken promises; empty if there are none."""
     done = subprocess.run(
         [BUF, "breaking", "proto", "--against", "proto/contract.binpb"],
         cwd=copy,

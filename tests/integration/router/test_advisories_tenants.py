@@ -1,4 +1,4 @@
-"""As test_advisories.py: what a tenant could learn of keys, and of prompts that others sent."""
+"""Advisories (test_advisories.py) by which a tenant could learn keys, or prompts of others."""
 
 from __future__ import annotations
 

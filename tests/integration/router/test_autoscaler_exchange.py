@@ -1,4 +1,4 @@
-"""What the autoscaler hears of the ledger, and says there."""
+"""Exchange of the autoscaler with the ledger."""
 
 from __future__ import annotations
 

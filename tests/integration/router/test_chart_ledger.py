@@ -33,7 +33,7 @@ def release() -> Rendered:
 
 @pytest.fixture
 def port(release: Rendered, tmp_path: Path) -> Iterator[int]:
-    """Where the server listens."""
+    """Port of the chart's ledger server."""
     (tmp_path / "data").mkdir()
     for name, text in release.the("ConfigMap")["data"].items():
         (tmp_path / name).write_text(text.replace("dir /data", f"dir {tmp_path}/data"))

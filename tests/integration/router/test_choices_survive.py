@@ -24,7 +24,7 @@ PROMPTS = [[seed + 1, *range(seed, seed + 40)] for seed in range(6)]
 
 @dataclass
 class Received:
-    """What came of a stream, by choice."""
+    """Received tokens and log probabilities, by choice."""
 
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: defaultdict[int, list[TokenLogprobs]] = field(

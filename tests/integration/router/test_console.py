@@ -54,7 +54,7 @@ class Frames:
         self.failed: Any = None
 
     async def until(self, *sections: str, seconds: float = 60.0) -> dict[str, Any]:
-        """What one frame says that has these."""
+        """Return the first frame that has these sections."""
         async with asyncio.timeout(seconds):
             while True:
                 kind, data = (await anext(self._chunks)).decode().strip().split("\n")
@@ -200,7 +200,7 @@ async def test_console_feed_limits_viewers_and_frees_slots(
 
 
 async def _first_status(address: str, path: str, headers: Mapping[str, str] = JSON) -> int:
-    """Whatever else follows."""
+    """Return the status of an answer, without reading the rest."""
     async with streamed(address, path, None, headers, "GET") as stream:
         stream.hang_up()
         return stream.status

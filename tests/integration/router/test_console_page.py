@@ -40,7 +40,10 @@ SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Of all tests here together: they have one browser, whose processes come and go."""
+    """Check once for all tests of this module that nothing is left.
+
+    The tests share a browser, whose processes come and go.
+    """
     with leaving_nothing():
         yield
 
@@ -93,7 +96,7 @@ class Load:
 
 
 async def check_readable(page: Page, name: str, part: str = "") -> None:
-    """By axe, in both themes and windows, and nothing is wider than the window."""
+    """Check a page with axe in both themes and windows; nothing is wider than the window."""
     for theme, (width, height) in product(THEMES, WINDOWS):
         await page.emulate_media(color_scheme=theme)
         await page.set_viewport_size({"width": width, "height": height})

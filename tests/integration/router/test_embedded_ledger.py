@@ -52,7 +52,7 @@ def runs(pid: int) -> bool:
 
 
 async def file_two_requests(url: str) -> None:
-    """One finished, one running; they are in the server's file."""
+    """Store a finished and a running request in the server's file."""
     ledger = await connect(url)
     await ledger.lead("router", "address", TERM, 60.0)
     for request_id in ("finished", "running"):

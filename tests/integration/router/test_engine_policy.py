@@ -1,4 +1,4 @@
-"""What operators set of the engines, in clusters under load over real gRPC."""
+"""Engine policies that operators set, in clusters under load over real gRPC."""
 
 from __future__ import annotations
 

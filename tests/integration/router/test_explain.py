@@ -1,4 +1,4 @@
-"""Where the time of requests went: routers, workers and a ledger over real gRPC, in one process."""
+"""Explanations of requests: routers, workers and a ledger over real gRPC, in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def parts() -> AsyncIterator[Cluster]:
 
 
 def seconds(explanation: pb.Explanation) -> dict[pb.SpanKind.ValueType, float]:
-    """By kind."""
+    """Return the seconds of each kind of span."""
     by_kind: dict[pb.SpanKind.ValueType, float] = {}
     for span in explanation.spans:
         by_kind[span.kind] = by_kind.get(span.kind, 0.0) + span.seconds

@@ -1,5 +1,7 @@
-"""What is told of a request adds up to all of its time at a router, over each front: also to what
-passes before it is known what is asked for."""
+"""Spans of a request add up to its total time at a router, over each front.
+
+This includes the time before the router knows what is requested.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,11 @@ async def told(parts: Cluster, name: str) -> pb.Explanation:
 async def added_up(
     parts: Cluster, rim: Rim, send: Callable[[str], Awaitable[None]]
 ) -> pb.Explanation:
-    """Of a request, whose sum is right. A busy machine may stop the process between the router's
-    look at the clock and the stopwatch's: then another one is sent."""
+    """Return the explanation of a request whose spans add up to its measured time.
+
+    A busy machine may pause the process between two readings of the clock; then the request is
+    repeated.
+    """
     for number in range(_TRIES):
         await send(name := f"r{number}")
         wall_s, explanation = rim.seconds[name], await told(parts, name)
@@ -186,7 +191,7 @@ async def test_explain_streamed_request_starts_at_own_message(parts: Cluster, ri
 
 
 class HeldTemplate:
-    """Of a router: while it is held its processes write nothing."""
+    """Chat template of a router that can be held; while it is held, nothing is rendered."""
 
     def __init__(self, template: ChatTemplate, patch: pytest.MonkeyPatch) -> None:
         self.is_asked = False

@@ -23,7 +23,7 @@ from tests.support.in_process import ROUTER, cluster, receive, right_tokens, unt
 
 @dataclass
 class Read:
-    """Of each request, by its index."""
+    """Output of each request, by its index."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ async def read(
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> Read:
-    """To the end. Raises EverliftError."""
+    """Read a call to its end. Raises EverliftError."""
     result = Read()
     async with stub(address) as router:
         call = router.GenerateMany(

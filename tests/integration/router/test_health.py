@@ -1,4 +1,4 @@
-"""What a router answers to gRPC's own health protocol, by the stub that probes use."""
+"""Answers of a router to gRPC's health protocol, through the stub that probes use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_health_check_reports_serving(service: str) -> None:
 
 
 async def test_http_probes_are_served_on_metrics_port() -> None:
-    """Those of Kubernetes speak no gRPC over TLS."""
+    """Probes of Kubernetes do not support gRPC over TLS."""
     async with cluster(workers=0) as parts:
         assert await answered(parts.routers[0], "ready", "live") == ["200", "200"]
 

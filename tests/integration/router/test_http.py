@@ -478,7 +478,7 @@ async def test_full_queue_returns_429_with_retry_after(is_stream: bool) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("room", [0, 1], ids=["none let in", "one let in"])
 async def test_rejected_prompts_leave_no_request_ids_in_ledger(is_stream: bool, room: int) -> None:
-    """By this gateway or by the leader: then all of them can come again."""
+    """After a rejection by the gateway or the leader, all prompts can be sent again."""
     router = replace(ROUTER, max_queued=1 + room)
     async with cluster(workers=0, router_config=router) as parts:
         address = parts.routers[0].http_address
@@ -659,7 +659,7 @@ async def test_resume_with_different_body_is_conflict(router: int) -> None:
 
 
 async def test_stream_for_plain_client_has_data_lines_only(address: str) -> None:
-    """As many clients do that take each line, or all that is before an empty one, for JSON."""
+    """Many clients take every line, or everything before an empty line, for JSON."""
     body = {**GREEDY, "stream": True}
     async with streamed(address, "/v1/completions", body, {**JSON, "accept": "*/*"}) as stream:
         *told, done, end = (await stream.rest()).decode().split("\n\n")

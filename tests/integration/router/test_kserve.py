@@ -34,7 +34,7 @@ async def stub_of(address: str) -> AsyncIterator[Stub]:
 
 
 def asking(request_id: str, prompt: list[int], count: int, **flags: bool) -> pb.ModelInferRequest:
-    """For greedy tokens."""
+    """Return a greedy request."""
     request = pb.ModelInferRequest(id=request_id, model_name="fake")
     if request_id:
         request.parameters["request_id"].string_param = request_id
@@ -125,7 +125,7 @@ async def test_kserve_final_response_is_flagged() -> None:
 
 
 def malformed(number: int) -> bytes:
-    """One of two hundred."""
+    """Return one of two hundred malformed requests."""
     request = asking(f"bad-{number}", [1, 2], 3)
     match number % 8:
         case 0:
@@ -254,7 +254,7 @@ async def test_kserve_unsupported_methods_are_unimplemented(method: str) -> None
 
 
 class _ByName(Authenticator):
-    """Who says that they infer may, and who watches may not."""
+    """Authenticator by name: "infer" may infer, and "watch" may not."""
 
     def admit(self, headers: Mapping[str, str]) -> Caller:
         scopes = {"infer": Scope.INFER, "watch": Scope.METRICS}

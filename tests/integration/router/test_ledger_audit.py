@@ -28,7 +28,9 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 async def ledger(url: str) -> AsyncIterator[RedisLedger]:
-    """Of three shards, its prefix a pattern. Request a has ended, b runs, c waits."""
+    """Ledger with three shards and a prefix that is a pattern. Request a has ended, b runs, c
+    waits.
+    """
     async with connected(url, shards=3, key_prefix="audit[x]*") as ledger:
         await ledger.heartbeat("g", "g:1", LEASE_S)
         await ledger.lead("g", "g:1", TERM, LEASE_S)

@@ -1,4 +1,4 @@
-"""One connection that many calls share, against servers that answer as a test tells them."""
+"""Channel: a connection that many calls share, against servers with scripted answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledger's user may do at a server, and that no script is made of what clients send."""
+"""Rights of the ledger's user at a server; no script contains what clients send."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_client_input_is_never_run_as_script() -> None:
 
 
 async def everywhere(fronts: Fronts) -> None:
-    """What is taken and what is not."""
+    """Send hostile texts in all accepted and rejected places."""
     texts = {"text": HOSTILE, "stop": [HOSTILE], "cache_salt": HOSTILE}
     names = {"session_id": HOSTILE, "fairness_id": HOSTILE, "application": HOSTILE}
     for more in (texts, names, texts | names):

@@ -74,7 +74,7 @@ async def generation(ledger: RedisLedger) -> str:
 
 
 async def insist(ledger: RedisLedger, items: list[Append]) -> list[Appended]:
-    """As an appender does: until there is an answer."""
+    """Append until there is an answer, as an appender does."""
     while True:
         try:
             return await ledger.append(items)

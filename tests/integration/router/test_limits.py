@@ -1,5 +1,7 @@
-"""What a client may send of each thing, on each front: so much of it passes, and more gets an error
-of its own that says what is too much."""
+"""Limits of everything that a client may send, on each front.
+
+The limit itself is accepted. More gets an error of its own that names the limit.
+"""
 
 from __future__ import annotations
 

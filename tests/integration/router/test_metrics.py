@@ -1,4 +1,4 @@
-"""What a router says of itself and of its cluster over HTTP."""
+"""Metrics of a router and of its cluster over HTTP."""
 
 from __future__ import annotations
 

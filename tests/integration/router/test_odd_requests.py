@@ -1,5 +1,7 @@
-"""What is odd but legal is served as asked; what is too much is refused before it costs anything,
-while a neighbour's stream goes on."""
+"""Odd but legal requests are served as sent; excessive ones are refused before they cost anything.
+
+A neighbour's stream continues meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ async def test_priority_out_of_range_is_rejected(client: AsyncClient, priority: 
 
 
 def varint(value: int) -> bytes:
-    """Of up to 64 bits: protobuf's encoding."""
+    """Return a number of up to 64 bits in protobuf's encoding."""
     septets = [value >> shift & 0x7F for shift in range(0, max(value.bit_length(), 1), 7)]
     return bytes([*(septet | 0x80 for septet in septets[:-1]), septets[-1]])
 

@@ -151,7 +151,7 @@ async def test_request_of_a_lost_worker_continues_exactly(wire: Wire) -> None:
 
 
 async def test_request_returns_to_a_worker_that_has_it(wire: Wire) -> None:
-    """Its generated tokens are left out as well."""
+    """The request's generated tokens are omitted as well."""
     async with cluster(1, 1, worker_config=FAKE) as parts, AsyncClient(parts.address) as client:
         reading = asyncio.create_task(receive(client, PROMPT, 600))
         attempts = parts.routers[0]._requests.attempts

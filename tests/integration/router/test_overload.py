@@ -1,4 +1,4 @@
-"""Who may not wait, in a cluster of two routers over real gRPC."""
+"""Requests that may not wait, in a cluster of two routers over real gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators set of the queue, in clusters of several routers over real gRPC."""
+"""Queue policies that operators set, in clusters of several routers over real gRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.in_process import Cluster, cluster, until
 
 
 def orders(parts: Cluster) -> list[tuple[str, int]]:
-    """That each router goes by."""
+    """Return the order and the queue limit in effect at each router."""
     rules = [router._leader.rules for router in parts.routers]
     return [(each.order.name, each.max_queued) for each in rules]
 

@@ -1,4 +1,4 @@
-"""What a router tells tools that ask it for its services, as grpcurl and Postman do."""
+"""Reflection of a router's services, as grpcurl and Postman use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVICES = [
 
 
 class Conversation:
-    """One call of the protocol, as a tool holds it open."""
+    """Open call of the reflection protocol."""
 
     def __init__(self, channel: grpc.aio.Channel, version: str) -> None:
         self._call = channel.stream_stream(
@@ -109,7 +109,9 @@ async def test_reflection_malformed_request_ends_only_its_call() -> None:
 
 
 async def test_reflection_suffices_for_generic_client_to_generate() -> None:
-    """As grpcurl: the service, its method and their messages are the router's own words."""
+    """The client learns the service, its method and their messages from the router, as grpcurl
+    does.
+    """
     request = {"tokens": {"ids": [1, 2]}, "maxTokens": 5, "sampling": {"temperature": 0}}
     async with cluster(workers=1) as parts:
         pieces = await asyncio.to_thread(call, parts.address, "Generate", request)

@@ -101,7 +101,7 @@ async def test_streams_are_unaffected_by_ledger_rollback(
 async def test_tokens_are_regenerated_after_rollback_and_router_loss(
     ledger: ForgetfulLedger,
 ) -> None:
-    """Nobody is left who knows what the clients have; they do."""
+    """Only the clients know which tokens they have received."""
     async with cluster(ledger, routers=2) as parts:
         first, second = parts.routers
         async with AsyncClient([first.address, second.address]) as client:

@@ -82,7 +82,7 @@ async def test_killed_worker_streams_migrate(tokens_before: int) -> None:
 
 
 async def take_steps(parts: Cluster, held: Held, steps: int) -> WorkerLink:
-    """Of the first worker, as a router has heard."""
+    """Let the first worker run ``steps`` steps; return a router's link to it."""
     link = parts.routers[0]._sessions._links[parts.workers[0].worker_id]
     held.let(steps)
     await until(lambda: link.state.step >= steps)
@@ -222,7 +222,7 @@ async def test_stopping_router_redirects_clients_to_another() -> None:
 
 
 async def test_stopping_leader_finishes_streams_and_hands_over() -> None:
-    """That leads before it has left, and does not wait for the end of its lease."""
+    """The other router leads before this one has left, without waiting for the end of its lease."""
     config = replace(ROUTER, drain=20.0, lease=20.0)
     async with cluster(routers=2, workers=1, router_config=config) as parts:
         await until(lambda: all(router._heartbeat.leader_id for router in parts.routers))

@@ -126,7 +126,7 @@ async def test_session_yields_to_event_loop_during_large_batch(
 
 
 def policies(worker: Worker) -> list[tuple[bool, int, str]]:
-    """That it was told, and whether with the hello."""
+    """Return the policies that the worker received, and whether each came with the hello."""
     told = [frame for frame in worker.frames if frame.HasField("engine_policy")]
     return [(it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in told]
 
@@ -169,7 +169,7 @@ async def test_silent_worker_is_declared_lost_and_stream_closed(
 async def test_worker_is_declared_lost_before_full_silence(
     sessions: Sessions, heard: Heard, quiet: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the beats that come five times a second it has missed four by then."""
+    """The worker is lost after 85 to 90 % of worker_silence."""
     link = sessions.links[0]
     monkeypatch.setattr(module, "now", lambda: link.last_message_at + quiet * CONFIG.worker_silence)
     link._check_silence()
@@ -203,7 +203,7 @@ async def test_worker_at_reused_address_is_not_taken_for_old_one(
 async def test_stalled_router_declares_no_worker_lost(
     sessions: Sessions, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wakes late, and has not read yet what came meanwhile."""
+    """The router wakes late, and has not read yet what arrived meanwhile."""
     link = sessions.links[0]
     checks: list[float] = []
     check = link._check_silence

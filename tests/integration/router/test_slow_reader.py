@@ -52,7 +52,7 @@ class Counting:
 
 @asynccontextmanager
 async def serving(gateway: Gateway, requests: Counting) -> AsyncIterator[str]:
-    """Its address."""
+    """Serve the gateway; yield the address."""
     gateway.requests._model.max_model_len = NUM_TOKENS + 2
     server = grpc.aio.server()
     inference = Inference(cast("Requests", requests), gateway.model, GRPC)
@@ -132,7 +132,7 @@ async def test_explain_reports_unread_tokens_of_slow_reader() -> None:
 
 
 async def read(call: Any) -> int:
-    """To the end; answers how many tokens there were."""
+    """Read a call to its end; return the number of tokens."""
     count = 0
     while (piece := await call.read()) is not grpc.aio.EOF:
         assert piece.offset == count or not piece.token_ids

@@ -167,7 +167,7 @@ async def test_request_id_is_scoped_to_tenant(parts: Parts) -> None:
 
 
 async def test_prefix_cache_blocks_are_not_shared_between_tenants(parts: Parts) -> None:
-    """Who shared one would be told by the time that it takes what the other one has asked."""
+    """Shared blocks would reveal another tenant's prompts by their timing."""
     for name in ("acme", "other"):
         await receive(parts[name], PROMPT, 4, request_id="r")
     hits = [worker.counters.prefix_hit_tokens for worker in (await status(parts)).workers]

@@ -33,7 +33,9 @@ PROMPT = [3, 1, 4]
 
 @dataclass(frozen=True)
 class Files:
-    """What is made once: each authority costs openssl some tens of milliseconds."""
+    """Certificates that are created once, because each authority takes openssl tens of
+    milliseconds.
+    """
 
     ours: Authority
     others: Authority
@@ -184,7 +186,7 @@ async def test_stream_continues_during_certificate_renewal(files: Files, tmp_pat
 
 
 def shown(address: str, authority: Authority) -> str:
-    """Whose certificate a new connection meets."""
+    """Return the name in the certificate that a new connection receives."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context(cafile=str(authority.ca))
     context.set_alpn_protocols(["h2"])
@@ -296,8 +298,9 @@ async def is_refused_by_worker(address: str, transport: Transport) -> bool:
 
 
 async def test_internal_tls_rotates_authority_without_outage(files: Files, tmp_path: Path) -> None:
-    """From one authority to another: first both are trusted, then certificates change, and at the
-    end the old authority goes."""
+    """First both authorities are trusted, then the certificates change, and then the old authority
+    is removed.
+    """
     secret = Secret(tmp_path / "secret")
     both = tmp_path / "both.crt"
     both.write_bytes(files.ours.ca.read_bytes() + files.others.ca.read_bytes())
@@ -339,7 +342,9 @@ async def test_worker_with_invalid_tls_files_fails_to_start(files: Files) -> Non
 
 
 def made(directory: Path) -> tuple[RouterConfig, InternalTls, Tls]:
-    """What deploy/certificates.sh makes, for a router, for the inside and for a client."""
+    """Run deploy/certificates.sh; return its files for a router, for internal connections and for a
+    client.
+    """
     script = [*("bash", CERTIFICATES, directory), "IP:127.0.0.1,DNS:llm.example", "alice"]
     subprocess.run(script, check=True, capture_output=True)
 

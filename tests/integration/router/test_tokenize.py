@@ -26,7 +26,7 @@ TEXTS = ["", " ", "count from 17 to 30:", "héllo 👩🏽‍🚀\n", "</s>", "x
 
 @asynccontextmanager
 async def stub() -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    """Of a router with the demo model, which needs no worker for this."""
+    """Stub of a router with the demo model; no worker is needed."""
     config = replace(ROUTER, model=str(DEMO_MODEL))
     async with (
         cluster(workers=0, router_config=config) as parts,

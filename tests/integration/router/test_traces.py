@@ -65,7 +65,7 @@ async def traced(
 
 
 async def trace_of(collecting: Collector, trace_id: str) -> dict[str, list[Span]]:
-    """Its root comes last."""
+    """Wait for a trace's root span, which arrives last; return the trace."""
     await until(lambda: ROOT in collecting.trace(trace_id))
     return collecting.trace(trace_id)
 

@@ -1,4 +1,4 @@
-"""What a router says under vLLM's names."""
+"""Metrics of a router under vLLM's names."""
 
 from __future__ import annotations
 

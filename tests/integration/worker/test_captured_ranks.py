@@ -1,4 +1,4 @@
-"""Which ranks capture their decoding, and what is in it: on CPUs, where a capture is a call."""
+"""Capture of decode steps by several ranks, on CPUs, where a capture is a call."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def capture(model: Path, group: Group, attention: object) -> DecodeGraphs | None
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CudaGraphs would: the work is done once, for its kernels, and once more to be captured."""
+    """Replace a capture by two calls of the work, as CudaGraphs makes them."""
 
     def call(work: Work) -> Work:
         work()

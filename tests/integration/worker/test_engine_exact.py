@@ -72,7 +72,10 @@ def random_prompts() -> list[list[int]]:
 def near_ties_with_generate(
     directory: Path, jobs: Sequence[Job], outputs: Sequence[Sequence[int]]
 ) -> int:
-    """How many parted from transformers at a near tie; they must not part anywhere else."""
+    """Return the number of outputs that differ from transformers' at a near tie.
+
+    They must not differ anywhere else.
+    """
     model = load_llama(directory)
     references = (generate(model, job.prompt, job.max_tokens) for job in jobs)
     return sum(r.near_ties(output) for r, output in zip(references, outputs, strict=True))
@@ -155,7 +158,7 @@ def test_seeded_tokens_do_not_depend_on_batch_or_preemption(
 
 
 def poisoned(engine: TorchEngine) -> TorchEngine:
-    """Its blocks hold NaN whenever they change hands, and from the start."""
+    """Fill each block with NaN at first, and whenever it gets another owner."""
     runner = engine._runner._runner
     cache, execute = runner._cache.tensor, runner.execute
     cache.fill_(torch.nan)

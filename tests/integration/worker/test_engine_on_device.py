@@ -1,5 +1,7 @@
-"""What must hold of the engine on any device: on the GPU where there is one, else on the CPU, with
-kernels in Triton's interpreter where they are meant."""
+"""Properties of the engine on any device.
+
+The device is the GPU if there is one, else the CPU, with Triton's interpreter for kernels.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def random_jobs(lengths: Sequence[int], max_tokens: int) -> list[Job]:
 
 
 def demo_jobs(max_tokens: int) -> list[Job]:
-    """Of which the demo model is sure."""
+    """Return jobs whose tokens the demo model predicts with certainty."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     texts = [f"count from {n} to {n + 40}:" for n in (17, 340, 650)]
     return greedy_jobs([tokenizer.encode(text).ids for text in texts], max_tokens)
@@ -85,7 +87,7 @@ def config(directory: Path, dtype: str, num_blocks: int, ranks: int = 1) -> Work
 
 
 def ahead(runner: TorchRunner) -> TorchRunner:
-    """Its steps are launched before the ones before them land, on a CPU as well."""
+    """Launch the runner's steps before the previous ones are committed, on a CPU as well."""
     if runner._last_tokens is None:
         runner._last_tokens = LastTokens(16, runner.device)
     return runner
@@ -115,7 +117,7 @@ def test_reused_blocks_filled_with_nan_do_not_affect_tokens(
 
 
 def poison_what_is_begun(runner: TorchRunner) -> None:
-    """Whatever a block's last owner left in it is NaN when its next one writes to it first."""
+    """Fill a block with NaN when its next owner first writes to it."""
     launch = runner._launch
 
     def poisoning(plan: Plan) -> TorchStep:

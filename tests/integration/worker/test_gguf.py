@@ -64,7 +64,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def directory_for(path: Path) -> Path:
-    """As ``directory_of``, without a process."""
+    """Convert a file like ``directory_of``, but without a separate process."""
     directory = path.with_suffix("")
     directory.mkdir()
     write(path, directory)
@@ -118,7 +118,7 @@ def test_gguf_logits_match_transformers_with_the_same_file(name: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", [kind for kind in Type if kind.name.endswith("_K")])
 def test_k_quants_are_dequantised_like_the_gguf_library(kind: Type, tmp_path: Path) -> None:
-    """Which cannot make them: here are random bits in their place."""
+    """The library cannot quantise to these types, so random bits are used."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows, columns = 6, 2 * block
     rng = Random(1)
@@ -154,7 +154,7 @@ def _add_sizes(writer: gguf.GGUFWriter) -> None:
 
 
 def _add_layer(writer: gguf.GGUFWriter) -> None:
-    """What the sizes of the metadata are compared with, and a vocabulary."""
+    """Add the tensors with which the metadata's sizes are compared, and a vocabulary."""
     for name in ("attn_output", "ffn_down"):
         writer.add_tensor(f"blk.0.{name}.weight", numpy.zeros((512, 512), numpy.float32))
     writer.add_token_list(["a"])

@@ -81,7 +81,7 @@ def test_kernels_and_replayed_decoding_keep_tokens(
 
 
 def replay_decoding(engine: TorchEngine) -> list[int]:
-    """How many rows each replayed step had."""
+    """Return the numbers of rows of the replayed steps."""
     runner, replayed = engine._runner._runner, []
     model, last_tokens = runner._model, runner._last_tokens
     assert isinstance(model, Decoder) and last_tokens is not None

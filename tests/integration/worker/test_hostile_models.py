@@ -35,7 +35,7 @@ def marker(tmp_path: Path) -> Path:
 
 
 async def served(directory: Path) -> None:
-    """By a worker, for a moment."""
+    """Start and stop a worker with the model."""
     rank = Rank(WorkerConfig(model=str(directory), device="cpu", num_blocks=8, num_threads=1))
     try:
         await rank.start()

@@ -105,7 +105,7 @@ def test_gpu_steps_never_synchronise_with_the_device(directory: Path, jobs: list
 
 
 def test_gpu_bfloat16_logits_are_near_float32() -> None:
-    """Of the same weights, which were trained, by transformers on a CPU."""
+    """The reference is transformers on a CPU, with the same trained weights."""
     runner = runner_on_gpu(DEMO_MODEL, "bfloat16")
     model = load_llama(DEMO_MODEL).bfloat16().float()
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))

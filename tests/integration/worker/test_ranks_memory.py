@@ -1,5 +1,7 @@
-"""One of several ranks has too little memory for a step, wherever in it: all of them go on with
-smaller ones, and make the same tokens."""
+"""Shortage of memory at one of several ranks, at any point of a step.
+
+All ranks continue with smaller steps, and generate the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,7 @@ PARTS = "_start_step", "_sample", "_collect_results"
 
 
 class Shortage(threading.local):
-    """Of the rank in this thread: at which of the moments that its steps come to there is no
-    memory."""
+    """Points of this thread's steps at which memory is lacking."""
 
     def __init__(self) -> None:
         self.is_in_step = False
@@ -138,7 +139,7 @@ def way(request: pytest.FixtureRequest) -> str:
     params=[11, pytest.param(1, marks=pytest.mark.long)], ids=["some moments", "all moments"]
 )
 def every(request: pytest.FixtureRequest) -> int:
-    """Of so many moments one is tried."""
+    """Return n, if one in n of the points is tested."""
     return int(request.param)
 
 

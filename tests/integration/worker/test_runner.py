@@ -56,12 +56,12 @@ def row(tokens: Sequence[int], start: int = 0, slot: int = 0, **more: Any) -> Ro
 
 
 def admitted(*prompts: Sequence[int], sampling: SamplingParams = GREEDY) -> tuple[Admission, ...]:
-    """One slot for each prompt, in order."""
+    """Return admissions of the prompts to slots 0, 1, ..."""
     return tuple(admission(sampling, prompt, slot=slot) for slot, prompt in enumerate(prompts))
 
 
 def whole(config: WorkerConfig, prompt: Sequence[int]) -> RowResult:
-    """What a runner that computes nothing else draws after ``prompt``."""
+    """Return the token after ``prompt`` that a runner without any other work samples."""
     (result,) = build(config).execute(Plan(1, Rows.of([row(prompt)]), admitted(prompt)))
     return result
 

@@ -64,7 +64,7 @@ def raw_logits(model: LlamaForCausalLM, job: Job, output: Sequence[int]) -> Tens
 
 
 def redrawn(model: LlamaForCausalLM, job: Job, output: Sequence[int]) -> Reference:
-    """Each token of ``output`` drawn again, after those before it, as transformers would."""
+    """Return the tokens that transformers would sample after each beginning of ``output``."""
     logits = raw_logits(model, job, output)[len(job.prompt) - 1 :]
     draws = [draw_again(logits[i], job, output[:i]) for i in range(len(output))]
     return Reference([token for token, _ in draws], [margin for _, margin in draws])
@@ -85,8 +85,10 @@ def draw_again(logits: Tensor, job: Job, output: Sequence[int]) -> tuple[int, fl
 
 
 def near_ties(model: LlamaForCausalLM, jobs: Sequence[Job], *runs: Sequence[Sequence[int]]) -> int:
-    """How many outputs of ``runs`` parted from the first run's at a near tie; they must not part
-    anywhere else, and the first run's are transformers'."""
+    """Return the number of outputs that differ from the first run's at a near tie.
+
+    They must not differ anywhere else. The first run's outputs are compared with transformers'.
+    """
     found = 0
     for job, first, *others in zip(jobs, *runs, strict=True):
         reference = redrawn(model, job, first)
@@ -128,7 +130,7 @@ def test_logprobs_equal_transformers_in_every_schedule(
 def expected_logprobs(
     job: Job, logits: Tensor, output: Sequence[int]
 ) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
-    """Of prompt and output, where they are asked for."""
+    """Return the log probabilities of prompt and output, where requested."""
     tokens, cut = [*job.prompt, *output], len(job.prompt)
     ask = job.sampling.prompt_logprobs, job.sampling.logprobs
     prompt = range(1, cut) if ask[0] is not None else range(0)
@@ -165,7 +167,7 @@ def test_ranks_sample_the_tokens_of_one_rank(
 
 
 def run_two_ranks(directory: Path) -> list[dict[str, Any]]:
-    """What both said, as processes of their own."""
+    """Run two ranks as processes; return their results."""
     _store, address = create_store()
     with ExitStack() as running:
         tasks = [

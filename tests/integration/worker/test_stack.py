@@ -98,7 +98,7 @@ def test_hidden_states_of_a_subset_equal_those_of_all_tokens(name: str, tmp_path
 def test_last_layer_skips_the_mlp_of_unrequested_tokens(
     sites: list[int] | None, tmp_path: Path
 ) -> None:
-    """It is the only layer here: rows of its memory that it did not compute are as they were."""
+    """The model has a single layer; rows that are not computed keep their content."""
     checkpoint = CHECKPOINTS["mistral, window"]
     one_layer = replace(checkpoint, sizes=checkpoint.sizes | {"num_hidden_layers": 1})
     model = stepped(one_layer, tmp_path)

@@ -25,7 +25,9 @@ def threads_as_before() -> Iterator[None]:
 
 
 def prompts() -> list[list[int]]:
-    """Those at the end begin like the first; each repeats itself, so that drafts are tried."""
+    """Return prompts with repetitions, so that drafts are tried; the last ones begin like the
+    first.
+    """
     rng = Random(7)
     made = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in (40, 33, 47, 31, 20)]
     made = [prompt * 2 for prompt in made]

@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """What all ranks said about all models, and rank 0's logits of all families."""
+    """Results of all ranks for all models, and rank 0's logits of all families."""
 
     models: dict[str, str]
     families: dict[str, str]

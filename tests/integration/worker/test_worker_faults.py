@@ -1,4 +1,4 @@
-"""What a worker does to itself where chaos is allowed, and that it does so nowhere else."""
+"""Faults that a worker injects into itself, only if chaos is allowed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_faults_are_ignored_without_chaos() -> None:
 
 
 async def struck(fault: chaos_pb2.Fault) -> tuple[bytes, int | None]:
-    """What a process says that does ``fault`` to itself, and how it ends."""
+    """Return the output and the exit status of a process that injects ``fault`` into itself."""
     script = f"""
 from everlift.v1 import chaos_pb2
 from worker.serving.fault import kill_or_pause

@@ -81,7 +81,7 @@ async def router_of(address: str) -> AsyncIterator[Router]:
 
 @in_steps_and_ahead
 async def test_ranks_serve_as_one_worker_and_stop_together(config: WorkerConfig) -> None:
-    """With more sequences than the pool holds, and aborts: the ranks would part if they could."""
+    """There are more sequences than blocks, and aborts, so that wrong plans would differ."""
     async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(20 + e, e), 60) for e in range(1, 16)))
         await router.until(lambda: router.tokens.get(2))
@@ -117,7 +117,7 @@ async def test_omitted_prefix_is_completed_for_both_ranks(config: WorkerConfig) 
 
 @in_steps_and_ahead
 async def test_policy_changes_apply_to_both_ranks_together(config: WorkerConfig) -> None:
-    """Which of their sequences wait and which run is another matter each time."""
+    """The policies run and queue different sequences."""
     async with two_ranks(config=config) as (_, _, address), router_of(address) as router:
         for version, name in enumerate(("static", "slai", "magnus", "default"), 1):
             epochs = range(100 * version, 100 * version + 8)

@@ -1,4 +1,4 @@
-"""How a worker hears that its machine is about to be taken away."""
+"""Notice to a worker that its machine is about to be reclaimed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_unreachable_reclaim_address_gives_no_notice(quick: None) -> None:
 
 
 async def until_returned(router: Router, epochs: range) -> None:
-    """Everything is handed back with its tokens, and the stream stays."""
+    """Wait until all sequences are returned with their tokens; the stream stays open."""
     await router.ended(*epochs)
     assert {*router.stops.values()} == {"RETURNED"}
     for epoch in epochs:

@@ -324,7 +324,7 @@ FLOOD = [start(epoch, []) for epoch in range(1000, 11_000)]
 
 
 async def test_slow_reader_delays_no_other_router_and_loses_no_token() -> None:
-    """Its tokens merge while it does not read, so that it has few frames to catch up with."""
+    """The tokens of a router that does not read are merged into few frames."""
     async with serving(CONFIG) as (_, address), connected(address, "quick") as quick:
         async with connected(address, "slow") as slow:
             await slow.start(*FLOOD)

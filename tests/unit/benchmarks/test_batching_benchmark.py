@@ -1,4 +1,4 @@
-"""What bench-batching makes of what it measures, and how it plays requests: in virtual time."""
+"""Evaluation and replay of requests by bench-batching, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bench-engine makes of what it measures, and how it measures."""
+"""Measurement and evaluation by bench-engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_engine_workload_is_complete_and_disjoint_from_warm_up() -> None:
 
 
 class _Scripted:
-    """Each call takes a second, and each token of output one more."""
+    """Engine whose calls take a second, plus one for each output token."""
 
     def __init__(self) -> None:
         self.now = 0.0

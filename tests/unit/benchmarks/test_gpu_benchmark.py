@@ -33,7 +33,7 @@ def test_llama_shape_has_8_billion_parameters() -> None:
 
 
 def test_decode_bounds_match_published_h200_times() -> None:
-    """At 4.3 TB/s and 790 TF/s: 3.52 ms, 5.44 ms and 12.7 ms."""
+    """The bounds for 4.3 TB/s and 790 TF/s are 3.52 ms, 5.44 ms and 12.7 ms."""
     ceiling = Ceiling(4.3e12, 790e12)
     bounds = [LLAMA.decode_bound_s(batch, 1024, ceiling) * 1e3 for batch in (1, 64, 256)]
     assert bounds == pytest.approx([3.52, 5.44, 12.7], rel=0.02)
@@ -125,7 +125,7 @@ def test_lengths_have_the_requested_mean_and_are_bounded() -> None:
 def test_transformers_part_reports_attention_and_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It keeps that in a copy of the configuration that it is given."""
+    """transformers keeps these settings in a copy of the given configuration."""
     from transformers.generation import configuration_utils as generation
 
     # Its annotations name the class that is replaced.

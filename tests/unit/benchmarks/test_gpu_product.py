@@ -1,4 +1,4 @@
-"""What bench-gpu-product calls the same text."""
+"""Equality of texts in bench-gpu-product."""
 
 from __future__ import annotations
 

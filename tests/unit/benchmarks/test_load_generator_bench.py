@@ -1,4 +1,4 @@
-"""What the benchmark of the load generator makes of two reports."""
+"""Evaluation of two reports by the benchmark of the load generator."""
 
 from __future__ import annotations
 

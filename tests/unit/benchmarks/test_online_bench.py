@@ -1,4 +1,4 @@
-"""What the benchmark of the whole product says of answers, and of others' processor time."""
+"""Evaluation of answers and of other processes' CPU time by the benchmark of the whole product."""
 
 from __future__ import annotations
 

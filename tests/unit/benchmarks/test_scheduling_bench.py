@@ -1,4 +1,4 @@
-"""What the benchmark of admission says of what it saw."""
+"""Evaluation by the benchmark of admission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators tell a cluster, and how they are answered."""
+"""Calls of operators to a cluster, and the answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RecordedSessions:
 
 
 class FailingLedger(MemoryLedger):
-    """One that may be away."""
+    """Ledger that can be unavailable."""
 
     is_away = False
 
@@ -242,7 +242,7 @@ async def test_policy_command_rejects_invalid_options_in_one_line(
 
 
 async def lead(router: Router) -> None:
-    """Somebody says what work there is."""
+    """Store a leader's load report."""
     await router.ledger.lead("leader", "here:1", 5, 60.0)
     load = session_pb2.ClusterLoad(
         term=5, queued=2, queued_tokens=900, worker_rate=150.0, wait_s=3.0

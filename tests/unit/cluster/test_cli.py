@@ -44,7 +44,7 @@ async def run(*arguments: str, **environ: str) -> Result:
 
 
 async def failure(*arguments: str, **environ: str) -> str:
-    """What a command that fails says: one line, without a traceback."""
+    """Return the message of a failing command: one line, without a traceback."""
     result = await run(*arguments, **environ)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()

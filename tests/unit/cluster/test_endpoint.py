@@ -1,4 +1,4 @@
-"""Where a running cluster is found."""
+"""File with the addresses of a running cluster."""
 
 import json
 import os

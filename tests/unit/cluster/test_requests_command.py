@@ -18,7 +18,7 @@ from tests.support.router.restored_logging import restored_logging
 
 
 class Listing(inference_pb2_grpc.InferenceServicer):
-    """Of five requests, two a page, the first page without any."""
+    """Listing of five requests, two per page; the first page is empty."""
 
     def __init__(self) -> None:
         self.asked: list[pb.ListRequestsRequest] = []

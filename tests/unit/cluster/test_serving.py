@@ -1,4 +1,4 @@
-"""What `everlift up` says of the cluster that it has started."""
+"""Messages of `everlift up` about the cluster that it has started."""
 
 from __future__ import annotations
 

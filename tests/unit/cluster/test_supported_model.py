@@ -14,7 +14,7 @@ from cluster.model import fetched
 
 
 async def refusal(directory: Path, **changes: object) -> str:
-    """Of the demo model with another configuration and without a tokenizer."""
+    """Return the error for the demo model with another configuration and without a tokenizer."""
     config = json.loads((DEMO_MODEL / "config.json").read_text()) | changes
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ClusterFailed) as caught:

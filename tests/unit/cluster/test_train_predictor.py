@@ -14,7 +14,7 @@ from tests.support.router.prediction_support import lines, mixed, served
 
 
 def everlift(*arguments: object) -> str:
-    """What it says. It must succeed."""
+    """Return the output of the command, which must succeed."""
     result = CliRunner().invoke(app, ["train-predictor", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -23,7 +23,7 @@ HADOLINT = which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['P
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Each with its arguments on one line."""
+    """Return the instructions, each with its arguments on one line."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines) if name]
@@ -34,7 +34,7 @@ def those(name: str) -> list[str]:
 
 
 def sources() -> list[str]:
-    """What is copied out of the repository."""
+    """Return the paths that are copied from the repository."""
     copies = (shlex.split(rest) for rest in those("COPY") if not rest.startswith("--from="))
     return [source for words in copies for source in words[:-1]]
 
@@ -148,7 +148,7 @@ def test_dockerfile_user_is_not_root_and_matches_the_chart() -> None:
 
 
 class Host:
-    """In the place of a machine that Ray reaches by ssh: it has the image, and no container yet."""
+    """Machine that Ray reaches by ssh: it has the image, and no container yet."""
 
     ssh_user, cluster_name = "ubuntu", "everlift"
 
@@ -163,7 +163,7 @@ class Host:
 
     @property
     def mounts(self) -> set[str]:
-        """Where Ray mounts what in the container that it starts."""
+        """Return the mount points of the container that Ray starts."""
         [start] = (command for command in self.commands if command.startswith("docker run"))
         return {found.split(":")[1] for found in re.findall(r"-v (\S+)", start)}
 

@@ -13,7 +13,7 @@ PATHS = [pytest.param(ROOT / path, id=str(path)) for path in documents()]
 
 
 def written(text: str) -> Document:
-    """As if it were in the root."""
+    """Return a document as if it were in the root."""
     return Document(ROOT / "nowhere.md", text)
 
 
@@ -30,7 +30,7 @@ def missing_modules(folder: Path, text: str) -> list[str]:
 
 
 def faults(document: Document) -> dict[str, str]:
-    """By what is typed."""
+    """Return the faults by command."""
     told = {" ".join(each.words): fault(each) for each in document.commands()}
     return {words: what for words, what in told.items() if what}
 

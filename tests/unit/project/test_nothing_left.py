@@ -1,4 +1,4 @@
-"""What is looked for after each test, when others run on the same machine."""
+"""Search for leftovers after each test, while others run on the same machine."""
 
 from __future__ import annotations
 

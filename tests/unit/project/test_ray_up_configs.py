@@ -27,7 +27,7 @@ CLUSTERS = sorted(path for path in FILES.glob("*.yaml") if path.name != "setting
 
 
 def prepared(path: Path) -> dict[str, Any]:
-    """As `ray up` does before it starts anything. Raises for what Ray's schema does not allow."""
+    """Prepare a configuration as `ray up` does; raises for a violation of Ray's schema."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = prepare_config(yaml.safe_load(path.read_text()))
@@ -127,7 +127,7 @@ def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_ray_up_login_shell_has_the_ledger_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `ray exec` does, whose `everlift key create` is for the cluster's ledger."""
+    """`ray exec` uses a login shell; its `everlift key create` is for the cluster's ledger."""
     home, url = tmp_path / "a home", "rediss://u:p$w@redis.example:6379"
     programs, given = home / "everlift" / ".venv" / "bin", home / "everlift-secrets"
     programs.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_ray_up_node_prints_usage_without_arguments(tmp_path: Path) -> None:
 
 
 def secrets(directory: Path, *arguments: str) -> dict[str, str]:
-    """What secrets.sh makes in a copy of the folder."""
+    """Return the files that secrets.sh creates in a copy of the folder."""
     shutil.copy(FILES / "secrets.sh", directory)
     subprocess.run(["bash", directory / "secrets.sh", *arguments], check=True)
     made = directory / "secrets"

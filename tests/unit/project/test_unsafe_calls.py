@@ -1,4 +1,4 @@
-"""Nothing in the product reads what may run as it is read, but where a reason is given here."""
+"""Calls that execute what they read occur in the product only with a reason given here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def found(tree: ast.AST) -> Iterator[str]:
 
 
 def modules_run(tree: ast.AST) -> Iterator[list[object]]:
-    """Of each command that runs a module: what stands before that."""
+    """Yield the words before ``-m`` in each command that runs a module."""
     for node in ast.walk(tree):
         match node:
             case ast.List(elts=words) | ast.Call(args=words):

@@ -165,7 +165,7 @@ async def greeting(context: ssl.SSLContext) -> AsyncIterator[int]:
 
 
 async def names(port: int, tls: Tls, protocols: tuple[str, ...] = ()) -> tuple[str, str | None]:
-    """Of whom one meets there, and the protocol that was agreed on. Raises OSError."""
+    """Return the name of the server and the agreed protocol. Raises OSError."""
     context = certificates.client_context(tls).current()
     if protocols:
         context.set_alpn_protocols(protocols)

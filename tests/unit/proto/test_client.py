@@ -68,7 +68,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 async def chunks(
     wire: Wire, *faults: Fault | None, reconnect_s: float = 5.0
 ) -> tuple[list[Chunk], list[str]]:
-    """What a stream yields under a script of faults, and the calls that it took."""
+    """Return a stream's chunks under a script of faults, and the calls that it made."""
     async with wire.router(faults=faults) as router:
         async with wire.client(router, reconnect_s=reconnect_s) as client:
             got = [chunk async for chunk in client.generate(PROMPT)]
@@ -228,7 +228,7 @@ async def test_client_fails_over_from_stopped_router() -> None:
 async def test_client_fails_over_from_frozen_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its kernel still takes connections."""
+    """The frozen router's kernel still accepts connections."""
     monkeypatch.setattr(everlift.client.client, "_TRY_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         async with FakeRouter() as router:

@@ -1,4 +1,4 @@
-"""What the client library's texts show is what happens."""
+"""Examples in the client library's docstrings have the outputs that they show."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BLOCKS = [
 
 @pytest.fixture
 async def names() -> AsyncIterator[dict[str, Any]]:
-    """What an example finds: a client of a fake router, and what one would import."""
+    """Names for an example: a client of a fake router, and those that a program would import."""
     public = {name: getattr(everlift, name) for name in everlift.__all__}
     fakes = {name: getattr(testing, name) for name in testing.__all__}
     async with AsyncClient("fake", transport=FakeTransport()) as fake:
@@ -65,7 +65,7 @@ async def test_class_docstring_examples_run(kind: type, names: dict[str, Any]) -
 @pytest.mark.parametrize("module", [client, blocking, testing])
 async def test_module_docstring_examples_run(module: Any, names: dict[str, Any]) -> None:
     def somewhere(kind: type) -> Any:
-        """Whatever address a text names, a fake router is there."""
+        """Return a client class with which a fake router answers at every address."""
         return lambda address, transport=None: kind(address, transport=transport or FakeTransport())
 
     if module is not testing:

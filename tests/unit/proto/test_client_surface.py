@@ -32,7 +32,7 @@ TYPES = {Stream: BlockingStream, ManyStream: BlockingManyStream}
 
 
 def surface(kind: type) -> dict[str, Any]:
-    """What it offers itself: methods, properties, and the names that a program hardly writes."""
+    """Return the public members of a class, and some special ones."""
     special = {*NAMES, *NAMES.values()}
     return {
         name: member

@@ -22,7 +22,7 @@ def google(error: EverliftError) -> status_pb2.Status:
 
 
 def unpacked(status: status_pb2.Status, kind: type[Any]) -> Any:
-    """As google's own libraries find a detail."""
+    """Return a detail as google's libraries find it."""
     [detail] = [it for it in status.details if it.Is(kind.DESCRIPTOR)]
     message = kind()
     assert detail.Unpack(message)

@@ -1,4 +1,4 @@
-"""Where the time of a request went, as it is told and kept."""
+"""Explanation of a request's time, as sent and stored."""
 
 from __future__ import annotations
 

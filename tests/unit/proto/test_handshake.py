@@ -1,4 +1,4 @@
-"""What is said of a connection that did not come about, in place of what gRPC says."""
+"""Causes of failed connections, in place of gRPC's texts."""
 
 import pytest
 

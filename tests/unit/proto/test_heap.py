@@ -1,4 +1,4 @@
-"""In a process of its own: what it does holds for the whole of one."""
+"""Garbage collection settings, in a separate process because they apply to the whole process."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def piece(offset: int, text: str = "") -> pb.GenerateResponse:
 
 
 class Requests:
-    """What opens them, each with the pieces of its own script."""
+    """Opener of requests, each with the pieces of its own script."""
 
     def __init__(self, *scripts: Script) -> None:
         self.messages = [pb.GenerateRequest(request_id=str(it)) for it in range(len(scripts))]

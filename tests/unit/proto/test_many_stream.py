@@ -49,7 +49,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 
 async def texts(wire: Wire, *faults: Fault | None) -> tuple[list[object], list[str]]:
-    """What comes of the prompts under a script of faults, and the calls that it took."""
+    """Return the prompts' results under a script of faults, and the calls that were made."""
     async with wire.router(faults=faults) as router:
         async with wire.client(router, reconnect_s=5.0) as client:
             got = await client.generate_many(PROMPTS, request_id="r").texts()

@@ -1,4 +1,4 @@
-"""Where a model's files are: directories, and a hub's repositories through the cache."""
+"""Locations of a model's files: directories, and repositories of a hub through the cache."""
 
 from __future__ import annotations
 

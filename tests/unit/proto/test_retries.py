@@ -1,4 +1,4 @@
-"""Which errors pass, and when a call is made again."""
+"""Errors that are retried, and the times of the retries."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SOON = 0.01
 
 
 def in_virtual_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """On a busy machine a last try may take longer than what a deadline left for it."""
+    """Run a test in virtual time, because a busy machine may delay a last attempt."""
 
     @functools.wraps(test)
     def run() -> None:

@@ -1,4 +1,4 @@
-"""How long steps take, learned from samples."""
+"""Step times, learned from samples."""
 
 from __future__ import annotations
 

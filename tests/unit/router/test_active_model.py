@@ -1,4 +1,4 @@
-"""Which of two models clients are sent to, and what a request for the other one is answered."""
+"""Selection of one of two models for clients, and answers to requests for the other one."""
 
 from __future__ import annotations
 

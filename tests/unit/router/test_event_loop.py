@@ -68,7 +68,7 @@ class Flow:
         self.process.call_soon(self.appender.add, "r", Append("r", 1, 0, (7,)))
 
     def run(self, stalls_s: Sequence[tuple[float, float]] = (), seconds: float = 2.0) -> None:
-        """One append, and stalls of the process, each after some seconds since the last one."""
+        """Run one append with stalls of the process, each after some seconds since the last one."""
         self.put()
         for after_s, lasts_s in stalls_s:
             self.clock.run_for(after_s)
@@ -119,7 +119,7 @@ def test_slow_ledger_is_away_until_it_answers() -> None:
 
 
 def expired_after(takes_s: float, stall: tuple[float, float]) -> tuple[bool, float]:
-    """Whether a call with a limit of a second expires, and when it is over."""
+    """Return whether a call with a limit of a second expires, and when it ends."""
     clock = Clock()
     process = clock.process("router")
 

@@ -1,4 +1,4 @@
-"""What a router says at its start of what other machines can reach."""
+"""Warnings of a router at its start about ports that other machines can reach."""
 
 from dataclasses import replace
 

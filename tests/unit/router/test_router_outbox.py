@@ -1,4 +1,4 @@
-"""What waits for a stream to take it."""
+"""Messages that wait for a stream."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Whose sequence is whose, without a socket."""
+"""Assignment of sequences to sessions, without a socket."""
 
 from dataclasses import asdict, replace
 
@@ -76,7 +76,7 @@ class Desk:
         )
 
     def set_policy(self, session: Session, version: int, name: str, *epochs: int) -> None:
-        """In one frame with starts of these epochs."""
+        """Set the policy in one frame with starts of these epochs."""
         frame = session_pb2.RouterFrame(
             engine_policy=session_pb2.EnginePolicy(version=version, name=name),
             starts=[start(epoch, prompt(3)) for epoch in epochs],

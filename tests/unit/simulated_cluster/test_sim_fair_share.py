@@ -59,7 +59,7 @@ def tokens_of(cluster: SimCluster, tenant: str) -> int:
 
 
 def waits(cluster: SimCluster, tenant: str) -> list[float]:
-    """Of its requests that were served, seconds in the queue."""
+    """Return the seconds in the queue of the tenant's completed requests."""
     answers = cluster.transcripts.items()
     return [it.queued_s for name, it in answers if name.startswith(tenant) and it.is_complete]
 

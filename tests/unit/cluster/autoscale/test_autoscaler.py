@@ -1,4 +1,4 @@
-"""How many workers there should be, decided over a made-up fleet on a made-up clock."""
+"""Number of workers that the autoscaler wants, for a fake cluster on a fake clock."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_autoscaler_removes_workers_after_the_down_delay() -> None:
 
 
 def test_autoscaler_waits_ten_minutes_for_a_stuck_worker_start() -> None:
-    """There is no room for it, or it cannot start, and Serve tries that without an end."""
+    """There is no capacity for the worker, or it cannot start, and Serve retries without end."""
     scaler = Autoscaler(CONFIG)
 
     def target(second: int, up: int, workers: int) -> int:

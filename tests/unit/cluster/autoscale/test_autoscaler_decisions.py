@@ -1,4 +1,4 @@
-"""What is told of the autoscaler's decisions."""
+"""Reports of the autoscaler's decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the autoscaler says of itself."""
+"""Gauges of the autoscaler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fresh() -> None:
 
 
 def serve_context(target: int, least: int = 1, most: int = 4) -> Any:
-    """What Serve calls the policy with."""
+    """Return the argument with which Serve calls the policy."""
     return SimpleNamespace(
         target_num_replicas=target,
         capacity_adjusted_min_replicas=least,

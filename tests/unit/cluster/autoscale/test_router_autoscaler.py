@@ -1,4 +1,4 @@
-"""How many routers the requests need."""
+"""Number of routers that the requests need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of outcomes: figures under vLLM's names, goodput, lag, curves over time."""
+"""Figures of outcomes: under vLLM's names, goodput, lag, and curves over time."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Steady:
-    """One that answers at fixed times, ``slots`` requests at once, and notes who came when."""
+    """Endpoint that answers ``slots`` requests at once at fixed times, and records the arrivals."""
 
     def __init__(self, ttft_s: float = 1.0, gap_s: float = 0.1, slots: int = 1000) -> None:
         self._ttft_s, self._gap_s = ttft_s, gap_s

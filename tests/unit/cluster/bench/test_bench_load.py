@@ -1,4 +1,4 @@
-"""Which requests a load has, when they are due, and what their prompts are."""
+"""Requests of a load, their due times and their prompts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_ramp_ends_at_its_maximum_or_at_its_first_rate() -> None:
 
 
 def served(rate: float, capacity: float, duration_s: float, slo: Slo = NO_SLO) -> bool:
-    """By one that answers one after another."""
+    """Return whether an endpoint that answers one request at a time sustains the load."""
     chance, free, at, outcomes = Random(3), 0.0, 0.0, []
     while (at := at + chance.expovariate(rate)) < duration_s:
         free = max(free, at) + 1 / capacity

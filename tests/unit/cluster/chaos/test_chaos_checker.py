@@ -1,4 +1,4 @@
-"""What the search for broken requests finds, in ledgers that are right and in such that are not."""
+"""Findings of the search for broken requests, in valid and in broken ledgers."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_chaos_checker_finds_no_loss_in_a_stopped_cluster() -> None:
 
 
 class Script:
-    """What happens while the checker waits."""
+    """Actions during the waits of the checker."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger = ledger
@@ -182,7 +182,7 @@ class Script:
 
 
 async def a_ledger() -> MemoryLedger:
-    """One request runs, one has ended."""
+    """Return a ledger with a running request and an ended one."""
     ledger = MemoryLedger(Clock())
     await ledger.heartbeat("g", "g:1", 60.0)
     await ledger.heartbeat("other", "o:1", 3600.0)

@@ -1,4 +1,4 @@
-"""What clients, operators and other machines say is shown as it is: no bracket in it is markup."""
+"""Texts of clients, operators and other machines are shown unchanged: no bracket becomes markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a soak counts is what happened: its own figures, on small stories."""
+"""Figures of a soak, for small histories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KILL = Injection("kill worker", 10.0, "w")
 
 
 def seen(*chunks: tuple[int, int]) -> Seen:
-    """Of chunks by offset and number of tokens."""
+    """Return the record of chunks, which are given by offset and number of tokens."""
     seen = Seen("r", RIGHT)
     for offset, count in chunks:
         seen.add(Chunk(offset, tuple(range(count)), "", epoch=1, unledgered=False))

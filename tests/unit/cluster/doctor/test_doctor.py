@@ -1,4 +1,4 @@
-"""What the doctor finds on a machine, of a ledger, and between nodes that differ."""
+"""Findings of the doctor on a machine, for a ledger, and between unequal nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_doctor_names_missing_weights(config: Config, tmp_path: Path) -> None:
 
 
 def test_doctor_rejects_an_unsupported_model(config: Config, tmp_path: Path) -> None:
-    """In its words: what the decoder does not know, what it does not do, and too long a context."""
+    """The causes are an unknown architecture, an unsupported feature, and too long a context."""
     directory = tmp_path / "m"
     shutil.copytree(DEMO_MODEL, directory)
     values = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -81,7 +81,7 @@ def test_doctor_rejects_an_unsupported_model(config: Config, tmp_path: Path) -> 
 def test_doctor_tries_small_models_of_foreign_modules(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That one attends more than once a layer is seen in its modules alone."""
+    """Only the modules show that a layer attends more than once."""
     directory = tmp_path / "m"
     shutil.copytree(DEMO_MODEL, directory)
     save_config(directory, "diffllama", "DiffLlamaForCausalLM")

@@ -1,4 +1,4 @@
-"""What a child process reports, and what is made of something else."""
+"""Reports of a child process, and other outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank has without Ray; nothing here has one."""
+"""Assignment of GPUs to ranks without Ray; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who listens on a kept port may go and come back, and nobody else gets it meanwhile."""
+"""Reserved ports can be released and used again by their router, and by nobody else."""
 
 from __future__ import annotations
 

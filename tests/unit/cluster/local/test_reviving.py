@@ -1,4 +1,4 @@
-"""What ends by itself is started again, however often and for whatever reason it cannot be."""
+"""Restarts of processes that end by themselves, including failed restarts."""
 
 from __future__ import annotations
 

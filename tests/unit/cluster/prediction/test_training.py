@@ -43,8 +43,7 @@ def test_training_on_noise_has_no_correlation() -> None:
 
 
 def test_training_hides_the_other_choices() -> None:
-    """Each prompt has a length that nobody can know before its first choice ends; all four are
-    predicted before."""
+    """A prompt's length is unknown until its first choice ends; all four are predicted before."""
     dice, made = Random(4), list[Example]()
     for number in range(400):
         (one,) = examples(number, 1, (NOISE,))
@@ -92,7 +91,7 @@ def test_training_rejects_too_few_outputs() -> None:
 
 
 def test_mixes_draw_random_lengths_for_equal_prompts() -> None:
-    """Of the mixes: what the oracle cannot know either."""
+    """The lengths contain noise that even the oracle cannot predict."""
     drawn = [*islice(mixes.drawn(Random(1), [mixes.PROOFS]), 400)]
     lengths = sorted(it.output_tokens for it in drawn)
     assert lengths[360] > 3 * lengths[40]

@@ -1,4 +1,4 @@
-"""What `everlift build` writes is what it was told, and Serve can read it."""
+"""Output of `everlift build`: it has the given settings, and Serve can read it."""
 
 from __future__ import annotations
 

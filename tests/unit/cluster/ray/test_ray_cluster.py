@@ -1,4 +1,4 @@
-"""What is said while Ray Serve starts a cluster, and waited for; test_ray.py has more of it."""
+"""Messages and waits during the start under Ray Serve; test_ray.py has more tests."""
 
 from __future__ import annotations
 

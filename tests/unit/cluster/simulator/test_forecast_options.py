@@ -1,4 +1,4 @@
-"""What is said on the command line, as what a forecast is of."""
+"""Command-line options of a forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a forecast."""
+"""Views of a forecast."""
 
 from __future__ import annotations
 

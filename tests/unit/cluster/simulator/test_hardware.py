@@ -1,4 +1,4 @@
-"""How quick workers are said to be, against what is published of such hardware."""
+"""Speed of modelled workers, compared with published figures of the hardware."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_model_size_is_read_from_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows, milliseconds", [(1, 3.52), (8, 3.73), (64, 5.44)])
 def test_roofline_bounds_h200_decoding_by_memory(rows: int, milliseconds: float) -> None:
-    """At 4.3 TB/s and 790 TFLOP/s, which copies and products were measured to reach."""
+    """The rates, 4.3 TB/s and 790 TFLOP/s, are those measured for copies and products."""
     bound = roofline(LLAMA_8B, bandwidth=4.3e12, flops=790e12)
     seconds = bound.seconds(decode(rows)) - bound.overhead_s
     assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.04)

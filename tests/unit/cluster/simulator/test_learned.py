@@ -1,4 +1,4 @@
-"""What a cluster has learned of its workers' steps, in a file for forecasts."""
+"""Learned step times of a cluster's workers, in a file for forecasts."""
 
 from __future__ import annotations
 

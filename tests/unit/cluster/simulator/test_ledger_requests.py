@@ -1,4 +1,4 @@
-"""What a forecast takes from a ledger beside the requests themselves."""
+"""Data that a forecast reads from a ledger besides the requests."""
 
 from __future__ import annotations
 

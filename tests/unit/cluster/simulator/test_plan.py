@@ -1,4 +1,4 @@
-"""How many workers are enough, and what they are to attain."""
+"""Smallest sufficient number of workers, and the targets."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_saturation_rate_is_bounded_by_the_token_budget() -> None:
 
 
 def test_saturation_rate_is_bounded_by_the_kv_cache() -> None:
-    """Of 210 tokens on the average."""
+    """A sequence has 210 tokens on average."""
     limited = worker(SLOW, num_blocks=100)
     assert saturation_rate(REQUESTS, limited) == pytest.approx(3200 * 0.99 / 210 / 20)
 
@@ -164,7 +164,7 @@ def test_plan_verdict_gives_the_number_or_the_cause() -> None:
 
 
 def test_plan_verdict_counts_refused_requests() -> None:
-    """By which a percentile is never reached, with however many workers."""
+    """Refused requests keep a percentile from being reached with any number of workers."""
     refused = {"deadline_exceeded": 3, "prompt_too_long": 7}
     trials = [Trial(n, (inf, 0.04), False, refused) for n in (2, 4)]
     assert plan_views.verdict("l4", Plan(None, tuple(trials)), TARGETS) == (

@@ -126,7 +126,7 @@ def due(request_id: str, arrived: float, **fields: object) -> Waiting:
 
 
 def three() -> AdmissionQueue:
-    """Whose deadlines are the other way round."""
+    """Return a queue of three requests whose deadlines are in reverse order."""
     queue = AdmissionQueue(Fifo())
     for number, name in enumerate("abc"):
         queue.push(due(name, float(number), deadline=100.0 - number))

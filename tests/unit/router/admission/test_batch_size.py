@@ -1,4 +1,4 @@
-"""How many sequences may run at once."""
+"""Number of sequences that may run at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def test_largest_batch_is_maximal_within_tpot_target(tpot_s: float, at_most: int
 
 
 def placement_after(seconds: int, tpot_target: float, step_s: float = 0.01) -> Placement:
-    """Of a worker with 16 slots whose steps take ``step_s`` for each of their 1 to 8 rows."""
+    """Return the placement of a worker with 16 slots, whose steps take ``step_s`` for each of their
+    1 to 8 rows.
+    """
     placement = Placement(RouterConfig(tpot_target=tpot_target, local_depth=2))
     placement.join("w", Capacity(max_num_seqs=16, num_blocks=1000))
     work = Work()

@@ -1,4 +1,4 @@
-"""What a leader refuses, of those that come and of those that wait."""
+"""Refusals of a leader, of new and of queued requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = Load(1, num_running=4, num_waiting=2)
 
 
 def cluster(weight_of: Callable[[str], float] | None = None, **settings: object) -> Cluster:
-    """Of one worker that has all that it can take, and computes 100 tokens a second then."""
+    """Return a cluster with one full worker, which computes 100 tokens per second."""
     made = Cluster(replace(CONFIG, **settings), weight_of)
     made.connect()
     throughput = paced()
@@ -50,7 +50,7 @@ def refusal(cluster: Cluster, **fields: object) -> Refusal:
 
 
 def come(cluster: Cluster, name: str, **fields: object) -> dict[str, str]:
-    """Who is refused for it, and why."""
+    """Add a request; return the refused requests and their errors."""
     told = pb.Waiting(**{"request_id": name, "prompt_tokens": 100, "choices": 1} | fields)
     heard = cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), 0.0)
     return {refusal.waiting.request_id: refusal.slug for refusal in heard.refused}

@@ -1,4 +1,4 @@
-"""What the cluster can hold and do."""
+"""Capacity of the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a leader says of the cluster's work."""
+"""Load reports of a leader."""
 
 from __future__ import annotations
 

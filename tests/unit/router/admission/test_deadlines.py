@@ -1,4 +1,4 @@
-"""Whether what is wanted of a request can come by then."""
+"""Predictions whether a request meets its deadlines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_deadlines_without_wait_are_missed_by_output_alone() -> None:
 def test_deadlines_are_met_after_the_reported_shorter_wait(
     wait_s: float, prefill_s: float, output_s: float, first_token_s: float, end_s: float
 ) -> None:
-    """It has waited for so much less then."""
+    """The wait is reduced by the reported number of seconds."""
     wanted = Deadlines(first_token_s, end_s)
     late = wanted.missed(wait_s, prefill_s, output_s)
     assert late is None or 0 <= late.shorter_s <= wait_s

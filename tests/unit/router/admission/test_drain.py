@@ -1,4 +1,4 @@
-"""How fast the queue empties, with made-up clocks."""
+"""Drain rate of the queue, with made-up clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def drained(
     num_queued: int = 5,
     workers: int = 2,
 ) -> DrainRate:
-    """Of a queue that a request of so many tokens leaves five times a second."""
+    """Return the drain rate of a queue that a request of ``tokens`` leaves five times a second."""
     drain = drain or DrainRate()
     for tick in range(5 * seconds + 1):
         drain.measure(num_queued, workers, tick / 5)
@@ -64,7 +64,7 @@ def test_drain_rate_of_a_slow_queue_is_known_between_departures(every: int) -> N
 
 
 def test_drain_rate_recovers_after_a_standstill() -> None:
-    """It says no more than that fewer than some leave in so long, and is forgotten soon."""
+    """The rate during a standstill is only an upper bound, and is forgotten soon."""
     drain = drained(30, tokens=40)
     for tick in range(150, 150 + 5 * 600):
         drain.measure(5, 2, tick / 5)

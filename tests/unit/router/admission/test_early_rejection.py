@@ -1,4 +1,4 @@
-"""What a gateway refuses by itself, and when those that are refused are to come again."""
+"""Early rejections of a gateway, and the times of the retries."""
 
 from __future__ import annotations
 

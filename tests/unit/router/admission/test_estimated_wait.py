@@ -1,4 +1,4 @@
-"""How long a request that comes will wait, as its gateway foresees it."""
+"""Estimated wait of a new request at its gateway."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_estimate_includes_requests_the_leader_has_not_counted() -> None:
 
 
 def test_estimate_assumes_the_old_speed_after_lost_workers() -> None:
-    """Who came meanwhile would give way to later ones for as long as a slow one takes."""
+    """Otherwise, requests that arrive meanwhile would yield for too long."""
     wait = EstimatedWait()
     wait.on_estimate(QueueEstimate(tokens_per_s=50_000.0))
     wait.on_estimate(QueueEstimate(waits=[ClassWait(priority=0, work_tokens=100_000)]))

@@ -28,7 +28,7 @@ def full(
 
 
 def victims(cluster: Cluster, now: float = 0.0) -> list[str]:
-    """Of the next request, which is placed."""
+    """Place the next request; return its victims."""
     (placed,) = cluster.place(ledger_now=now)
     assert placed.waiting.request_id == "high"
     return [victim.request_id for victim in placed.victims]
@@ -144,7 +144,7 @@ def test_eviction_does_not_repeat_a_recent_victim() -> None:
 
 
 def test_evicted_request_is_spared_until_recomputed() -> None:
-    """Its 397 tokens take 4 s to be computed again."""
+    """The request's 397 tokens take 4 s to recompute."""
     cluster = full(throughput=paced(tokens_per_s=100))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]

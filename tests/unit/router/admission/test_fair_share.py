@@ -122,7 +122,7 @@ LENGTHS = st.lists(
 def test_fair_share_bounds_service_gap_of_backlogged_tenants(
     lengths: list[list[tuple[int, int]]], policy: Policy, telling: int
 ) -> None:
-    """By the bound, whatever each of them asks for; from any moment to any other."""
+    """The bound holds for any requests, and between any two moments."""
     engine = Engine(policy, {f"t{n}": each for n, each in enumerate(lengths)}, telling)
     late = OUTPUT * SLOTS * (telling - 1)
     bound = late + max(PROMPT * LONGEST_PROMPT, OUTPUT * SLOTS * (LONGEST_PROMPT + LONGEST_OUTPUT))
@@ -166,7 +166,7 @@ def test_fair_share_keeps_policy_order_within_a_tenant(
 
 
 def test_fair_share_equalizes_tenants_of_unequal_demand() -> None:
-    """What turns are for: by arrival, who asks for ten times as much gets it."""
+    """A tenant with ten times the demand would get ten times the service in order of arrival."""
     for is_fair, expected in ((False, 50), (True, 27)):
         queue = AdmissionQueue(Fifo(), 0.0, fair_share(), is_fair=is_fair)
         for number in range(550):
@@ -198,7 +198,7 @@ def test_tenant_weight_sets_share_of_service() -> None:
 
 
 def test_fair_share_keeps_separate_counters_per_class() -> None:
-    """Who waits in a low class has nothing saved up for a high one, and pays nothing for it."""
+    """Waiting in a low class earns no advantage in a high one, and costs nothing there."""
     share = fair_share()
     queue = queue_in_turns(Fifo(), share)
     queue.push(waiting("poor", 1))

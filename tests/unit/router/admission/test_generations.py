@@ -1,4 +1,4 @@
-"""Nothing is decided until all gateways have told a ledger that came back what it may have lost."""
+"""Dispatches wait until all gateways have re-sent what a restarted ledger may have lost."""
 
 from __future__ import annotations
 

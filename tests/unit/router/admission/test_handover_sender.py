@@ -1,4 +1,4 @@
-"""What a gateway tells a new leader: everything once, in order, and always the newest word."""
+"""Messages of a gateway to a new leader: everything once, in order, and always the newest state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def telling(
 
 
 def told(parts: Iterable[pb.GatewayMessage]) -> list[str]:
-    """Everything that was told; of one message what waits, has gone, runs, in this order."""
+    """Return the content of the messages; within one: queued, withdrawn, running requests."""
     words: list[str] = []
     for part in parts:
         words.extend(f"waits {it.request_id}" for it in part.enqueue)

@@ -1,4 +1,4 @@
-"""What a leader knows and decides, from its election on."""
+"""State and decisions of a leader, from its election on."""
 
 from __future__ import annotations
 
@@ -204,7 +204,9 @@ class Teller:
 def test_order_holds_however_gateways_interleave(
     gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
-    """What comes late may come too late; all else leaves in one order, from the first part on."""
+    """Reports that are late may be too late; all others leave in one order, from the first message
+    on.
+    """
     with patch.multiple("router.admission.handover", _FIRST_SIZE=1, _MAX_SIZE=3):
         _call_the_roll(gateways, late, dice, order)
 
@@ -330,7 +332,7 @@ def test_rules_change_queue_limit_for_new_requests() -> None:
 
 
 def test_handover_does_not_await_gateway_in_another_order() -> None:
-    """Its next word may go before its last one, whatever it has said."""
+    """The gateway's next report may precede its last one."""
     cluster = Cluster(replace(CONFIG, order="deadline"))
     cluster.add_worker("w", Load(1), capacity=HUGE)
     cluster.leader_state.connect("g", 0.0)

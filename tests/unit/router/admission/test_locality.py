@@ -363,7 +363,7 @@ def test_request_does_not_follow_an_evicted_prefix() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
-    """With departures that are nothing like the estimates."""
+    """The departures are unrelated to the estimates."""
     rng = Random(seed)
     cluster = Warm(Load(1, num_running=4), Load(1))
     names = [f"r{number}" for number in range(num)]
@@ -399,7 +399,7 @@ def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
 def test_wait_costs_at_most_twice_the_clairvoyant(
     num_chunks: int, busy_s: float, estimated_per_s: float, cold_per_s: float
 ) -> None:
-    """Whatever the estimate was, and however long the warm worker remains busy."""
+    """The bound holds for any estimate, however long the warm worker remains busy."""
 
     def cluster_of(num_running: int) -> Warm:
         cluster = Warm(Load(1, num_running=num_running), Load(1))
@@ -430,7 +430,7 @@ def test_wait_costs_at_most_twice_the_clairvoyant(
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_credit_is_never_idle_after_a_wait_has_ended(seed: int, num: int) -> None:
-    """Each placement leaves only waits that may still pay, and no request that could leave."""
+    """A placement leaves only waits that may still pay, and no request that could leave."""
     rng = Random(seed)
     cluster = Warm(Load(1, num_running=4), Load(1))
     names = [f"r{number}" for number in range(num)]

@@ -24,7 +24,7 @@ def starved(
     throughput: ThroughputEstimator | None = None,
     weight_of: Callable[[str], float] | None = None,
 ) -> Cluster:
-    """One request is preempted at home; another worker may have room."""
+    """Return a cluster with a preempted request at one worker; another may have capacity."""
     cluster = Cluster(weight_of=weight_of)
     cluster.add_worker("home", STARVED, home)
     cluster.add_worker("other", target, throughput)
@@ -145,7 +145,9 @@ def test_move_room_is_not_promised_twice() -> None:
 
 
 def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
-    """One has moved to a worker with steps of 10 ms, and runs there; then a second one may."""
+    """Move a request to a worker with steps of 10 ms, and let it run; return the second one's
+    moves.
+    """
     assert cluster.moves() == [("r", "other")]
     cluster.enqueue("r", prompt_tokens=310)
     assert cluster.place()
@@ -161,7 +163,7 @@ def test_growth_room_of_moved_request_is_reserved() -> None:
 
 
 def test_growth_room_shrinks_as_moved_request_grows() -> None:
-    """In 7 s it made 700 of the 930 tokens for which there was room."""
+    """The request generated 700 of the 930 reserved tokens in 7 s."""
     cluster = starved(paced(), TIGHT)
     assert moved_in(cluster, second_at=7.1) == [("second", "other")]
 

@@ -98,7 +98,7 @@ def test_refused_burst_is_served_after_few_retries(
 
 @cache
 def with_deadlines(load: float, *, is_length_known: bool) -> list[Asked]:
-    """Who wants all tokens within three seconds, and the first one by then."""
+    """Return requests that need all of their tokens within three seconds."""
     asked = [
         replace(
             it,

@@ -1,4 +1,4 @@
-"""How many larger tickets left, against counting them."""
+"""Number of larger tickets that left, compared with counting them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs, found by who would make room first."""
+"""Running requests, in the order in which they would be evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast workers are, from what they say, with made-up clocks."""
+"""Speed of workers, from their reports, with made-up clocks."""
 
 from __future__ import annotations
 
@@ -142,8 +142,9 @@ def test_full_rate_is_measured_only_while_full() -> None:
 
 
 def test_full_rate_includes_cached_prompt_tokens() -> None:
-    """What comes and what waits is counted with whole prompts, so that a rate without them asks for
-    several times as many workers."""
+    """Arrivals and the queue count whole prompts. A rate without cached tokens would ask for
+    several times as many workers.
+    """
     throughput = ThroughputEstimator()
     for second in range(60):
         state = pb.WorkerState(step=second, computed_tokens=20 * second, busy_s=second)

@@ -1,4 +1,4 @@
-"""How long requests wait, as it is predicted."""
+"""Predicted waits of requests."""
 
 from __future__ import annotations
 

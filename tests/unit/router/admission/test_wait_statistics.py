@@ -35,7 +35,7 @@ def told(
 def test_wait_stats_count_earlier_departures_by_reason(
     moves: list[tuple[int, int, bool]],
 ) -> None:
-    """Each move lets somebody come, and often one of those that wait leave."""
+    """A request arrives in each move, and often a queued one leaves."""
     with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
         wait_stats = WaitStatistics()
         left: list[tuple[int, Waiting]] = []

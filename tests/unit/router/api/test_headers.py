@@ -1,4 +1,4 @@
-"""What headers beside a request put into its message."""
+"""Fields of a request's message that its headers set."""
 
 from __future__ import annotations
 

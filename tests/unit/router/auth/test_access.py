@@ -1,4 +1,4 @@
-"""Who may come in: keys, their table, and the places where they are kept."""
+"""Access: keys, their document, and its stores."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ async def test_access_reload_applies_file_changes(path: Path) -> None:
 
 
 async def test_access_reload_follows_a_kubernetes_secret_swap(tmp_path: Path) -> None:
-    """It mounts keys.yaml -> ..data/keys.yaml, and swaps ..data -> a new directory by a rename."""
+    """Kubernetes mounts keys.yaml -> ..data/keys.yaml, and replaces the link ..data by a rename."""
     for name, owner in (("old", "acme"), ("new", "other")):
         (tmp_path / name).mkdir()
         text = yaml.safe_dump(Document({ID: make_key(owner)}).to_plain())

@@ -1,5 +1,4 @@
-"""What requests take of their tenants' limits, and when they give it back: one or two gateways on
-a ledger in memory."""
+"""Charges to tenants' limits and their settlement: one or two gateways on a ledger in memory."""
 
 from __future__ import annotations
 
@@ -200,7 +199,7 @@ async def test_request_rejected_by_a_full_ledger_is_not_charged(
 async def test_request_whose_open_answer_was_lost_is_charged_once(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer was lost; sent again it is the same one, and charged once."""
+    """The client sends the request again, which is the same request."""
     opening = ledger.open
 
     async def lost(*args: object) -> Opened:

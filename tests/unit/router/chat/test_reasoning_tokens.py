@@ -1,4 +1,4 @@
-"""Which tokens of an output count as reasoning."""
+"""Tokens of an output that count as reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page is told, whoever looks at it."""
+"""Frames for a page, by the permissions of its viewer."""
 
 from __future__ import annotations
 

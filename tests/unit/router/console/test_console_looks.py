@@ -1,4 +1,4 @@
-"""How often a console looks at its cluster: a part of the router's CPU time is for that."""
+"""Interval of a console's snapshots, which take a part of the router's CPU time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Looked:
 
 
 class Alone:
-    """There are no other routers."""
+    """Peers of a router that is the only one."""
 
     async def counts(self) -> tuple[list[Any], int]:
         return [], 0

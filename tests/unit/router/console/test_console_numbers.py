@@ -1,4 +1,4 @@
-"""What a console makes of counters and histograms, and which workers it shows."""
+"""Figures of a console from counters and histograms, and the workers that it shows."""
 
 from __future__ import annotations
 

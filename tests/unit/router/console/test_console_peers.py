@@ -19,7 +19,7 @@ SILENT = "10.0.0.9:1"
 
 
 class Channel:
-    """To a router that answers, unless it is the ``SILENT`` one."""
+    """Channel to a router, which answers unless it is the ``SILENT`` one."""
 
     def __init__(self, address: str) -> None:
         self._address = address

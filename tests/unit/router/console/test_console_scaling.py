@@ -1,4 +1,4 @@
-"""What a page is told of the autoscaler."""
+"""Reports of the autoscaler to a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is seen in which batch slot, and who went on where."""
+"""Occupants of batch slots, and their moves."""
 
 from __future__ import annotations
 

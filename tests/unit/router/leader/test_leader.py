@@ -96,7 +96,7 @@ async def leader(ledger: FlakyLedger) -> AsyncIterator[Leader]:
 
 
 class Gateway:
-    """One with nothing to tell, unless it is ``telling``."""
+    """Gateway without requests, unless it is ``telling``."""
 
     def __init__(
         self, leader: Leader, name: str, *, generation: str = "", telling: bool = False
@@ -386,7 +386,7 @@ async def test_unanswered_campaign_is_retried_with_the_same_term(
 async def test_leader_resets_its_state_after_a_missed_term(
     ledger: FlakyLedger,
 ) -> None:
-    """It would go on with the queue of before."""
+    """Otherwise, it would continue with the old queue."""
     async with running(ledger, "old") as old:
         await until(lambda: old.is_leading)
         term, leader_state = old._lease.term, old._leader_state
@@ -637,7 +637,7 @@ async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: Fl
 
 
 async def test_frozen_gateway_adopts_no_orphans(leader: Leader, ledger: FlakyLedger) -> None:
-    """Its line is open, but its lease is over: what it has is given to others, not to itself."""
+    """The gateway's stream is open, but its lease has ended: others get its requests."""
     living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
     await ledger.heartbeat("living", "there:1", lease_s=1000.0)
     for request_id in ("a", "b"):
@@ -710,7 +710,7 @@ async def test_last_of_consecutive_rule_changes_holds(
 
 @asynccontextmanager
 async def leading(ledger: FlakyLedger, name: str) -> AsyncIterator[Leader]:
-    """Where tenants are told apart."""
+    """Run a leader that distinguishes tenants."""
     leader = Leader(CONFIG, name, "here:1", ledger, lambda tenant: 1.0)
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)

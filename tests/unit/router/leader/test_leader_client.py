@@ -104,7 +104,7 @@ async def gateway(leader: Leader) -> AsyncIterator[Gateway]:
 
 
 def leader_state(leader: Leader) -> tuple[int, int]:
-    """What waits and what runs, as the leader knows."""
+    """Return the leader's numbers of queued and of running requests."""
     assert leader._leader_state is not None
     return leader._leader_state.queued, leader._leader_state.running
 

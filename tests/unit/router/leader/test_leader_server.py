@@ -26,7 +26,7 @@ class Heard:
 
 
 class Line:
-    """One gateway's line: what it says, and what it is told."""
+    """Stream of a gateway: the messages that it sends and receives."""
 
     def __init__(self, lines: LeaderServer, name: str) -> None:
         self.said: asyncio.Queue[pb.GatewayMessage | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""What holds of the queue: what is configured, and what operators set in the ledger."""
+"""Settings of the queue in effect: configured ones, and those that operators set in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ledger's values become bytes and come back."""
+"""Conversion of the ledger's values to bytes and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings, urls, servers and layouts a ledger takes, and what it makes of INFO."""
+"""Settings, urls, servers and layouts that a ledger accepts, and its use of INFO."""
 
 from __future__ import annotations
 

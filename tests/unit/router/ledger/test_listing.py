@@ -57,7 +57,7 @@ def test_listing_rejects_a_shard_without_progress() -> None:
 
 
 def paged(shards: list[list[Row]], limit: int, at_once: int) -> Iterator[Page]:
-    """As a ledger does it."""
+    """Yield the pages of a listing, as a ledger creates them."""
     last: Position | None = None
     while True:
         listing = Listing(limit, last)

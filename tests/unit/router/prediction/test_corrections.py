@@ -1,4 +1,4 @@
-"""What was predicted wrongly is predicted less wrongly next time."""
+"""Corrections of wrong predictions."""
 
 from __future__ import annotations
 

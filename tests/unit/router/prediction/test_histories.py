@@ -1,4 +1,4 @@
-"""What ended before, of those like a request."""
+"""Histories of ended outputs of similar requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is still to come of an output whose length is known as a distribution."""
+"""Remaining length of an output whose length distribution is known."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ from tests.support.router.prediction_support import learnt, mixed, predictor, re
 
 
 def told(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> list[int]:
-    """What is predicted of each, all before it having ended, ``factor`` times as long."""
+    """Return the predictions of requests, each of which ends after the prediction, ``factor`` times
+    as long.
+    """
     tokens = []
     for it in requests:
         prediction = predictor.predict(request(it), it.arrived)
@@ -116,7 +118,7 @@ def test_predictions_follow_growing_output_lengths() -> None:
 
 
 def test_correction_is_bounded_with_many_in_flight() -> None:
-    """Of one template, of which five hundred come between a prediction and what came of it."""
+    """Five hundred requests of one template arrive between a prediction and its result."""
     made, requests = predictor(), mixed(2, 3000, [mixes.DIGEST])
     under_way, tokens = deque[Prediction](), list[int]()
     for place, it in enumerate(requests):

@@ -16,7 +16,7 @@ from tests.support.router.prediction_support import learnt
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
-    """What is logged."""
+    """Log lines."""
     lines: list[tuple[str, dict[str, object]]] = []
 
     def teller(level: str) -> Callable[..., None]:
@@ -28,7 +28,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]
 
 
 def write(path: Path, text: str) -> None:
-    """In place of what is there."""
+    """Replace the file's content."""
     path.with_suffix(".new").write_text(text)
     os.replace(path.with_suffix(".new"), path)
 
@@ -53,7 +53,7 @@ async def test_predictor_file_is_loaded_once_per_version(
 async def test_predictor_file_is_loaded_at_start(
     tmp_path: Path, told: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who came in the first second was predicted without it."""
+    """Otherwise, requests of the first second would be predicted without it."""
     monkeypatch.setattr("router.prediction.file._POLL_INTERVAL_S", 3600.0)
     write(tmp_path / "lengths.json", learnt()[0])
     loaded = asyncio.Event()

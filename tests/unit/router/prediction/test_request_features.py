@@ -1,4 +1,4 @@
-"""What of a request its outputs' lengths are predicted by."""
+"""Features by which the lengths of a request's outputs are predicted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_features_include_sampling_options() -> None:
 
 
 def test_features_ignore_the_middle_of_a_prompt() -> None:
-    """Of the text nothing counts but its ends."""
+    """Only the ends of the text count."""
     a, b = (features(f"{SYSTEM} {middle} {SYSTEM}") for middle in ("tea " * 2000, "cup " * 3000))
     assert {**a, "log_prompt_tokens": 0} == {**b, "log_prompt_tokens": 0}
 

@@ -26,7 +26,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 async def read(
     gateway: Gateway, live: LiveRequest, *seen: str, offsets: tuple[int, ...] = ()
 ) -> list[pb.GenerateResponse]:
-    """What a client gets that has seen so much of each choice."""
+    """Return the pieces for a client that has seen a part of each choice."""
     digests = [token_digest([*text.encode()]) for text in seen]
     offsets = offsets or tuple(map(len, seen))
     return [piece async for piece in gateway.requests.stream(live, offsets, digests)]

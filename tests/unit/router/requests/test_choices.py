@@ -273,7 +273,7 @@ async def test_choice_end_lost_by_the_ledger_is_stored_again(
 
 
 def forget_dispatch(ledger: MemoryLedger) -> None:
-    """As a server does that came back without its last second."""
+    """Undo the dispatch, as a server does that returns without its last second."""
     record = ledger._records["r"]
     record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
 
@@ -430,7 +430,7 @@ async def test_tokens_without_requested_logprobs_fail_the_attempt(
 
 
 async def test_prompt_logprobs_are_computed_once_across_attempts(gateway: Gateway) -> None:
-    """Its first piece comes from one worker, the rest from the next one, which begins anew."""
+    """The first worker sends the first piece; the next worker begins anew and sends the rest."""
     live = await gateway.submit(n=2, text="prompt", sampling=pb.Sampling(prompt_logprobs=1))
     all_of_them = scored(-1.0, -2.0, -3.0, -4.0, -5.0, num_top=1)
     first = await gateway.dispatch()

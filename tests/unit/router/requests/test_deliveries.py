@@ -52,7 +52,7 @@ class Recording(MemoryLedger):
 
 
 def finished(worker_s: float) -> LiveRequest:
-    """Its last token has come, after so many seconds."""
+    """Return a request whose last token arrived after ``worker_s`` seconds."""
     journal = WatchedJournal(CAME)
     journal.accepted(CAME)
     journal.dispatch(CAME)
@@ -68,7 +68,7 @@ def settle(live: LiveRequest, storing_s: float, delivery_s: float) -> None:
 
 
 async def told(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
-    """What the ledger has in the end."""
+    """Return the explanation that the ledger has in the end."""
     ledger, live = Recording(), finished(worker_s)
     with_its_end = live.packed_explanation(live.journal.last_event_at)
     settle(live, storing_s, delivery_s)

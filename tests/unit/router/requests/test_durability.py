@@ -51,7 +51,7 @@ async def ledger() -> SlowLedger:
 async def read_now(
     gateway: Gateway, live: LiveRequest, stop_after: float = 0.05
 ) -> list[pb.GenerateResponse]:
-    """What can be read without anything more happening."""
+    """Return the pieces that can be read without further events."""
     pieces: list[pb.GenerateResponse] = []
 
     async def read() -> None:
@@ -144,7 +144,7 @@ async def test_behind_gathers_tokens_into_one_append(
 async def test_streams_continue_or_pause_during_ledger_outage(
     ledger: SlowLedger, durability: str, on_loss: str, unledgered: float, seen: str
 ) -> None:
-    """What comes while nobody knows yet that it is away, and what comes then."""
+    """The text includes what arrives before and after the outage is detected."""
     config = replace(
         CONFIG,
         durability=durability,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a gateway sees of a request adds up to the whole of its time, whatever happens."""
+"""Spans of a request at its gateway add up to its total time, whatever happens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_attempt_without_reports_is_attributed_to_other() -> None:
 
 
 def test_attempt_without_breakdown_is_wait_prefill_and_decode() -> None:
-    """As where a stop string ends an output before its worker has told of it."""
+    """A stop string may end an output before its worker has reported a breakdown."""
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 8, 1, waited_s=0.5)

@@ -1,4 +1,4 @@
-"""Who ends in the queue asks the leader what it waited for, and is not held up by that."""
+"""Requests that end in the queue ask the leader for their wait, without being delayed by that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.router.gateway_support import Gateway, gateway_ledger
 
 
 async def kinds(gateway: Gateway) -> set[pb.SpanKind.ValueType]:
-    """By the ledger, which was told with the end."""
+    """Return the kinds of spans that were stored with the end."""
     explanation = (await gateway.ledger.read("r")).explanation
     return {span.kind for span in pb.Explanation.FromString(explanation).spans}
 
@@ -57,7 +57,7 @@ async def test_cancel_awaits_the_leader_only_for_queued_requests() -> None:
 
 
 async def asked(gateway: Gateway) -> bool:
-    """Whether an end waits for the leader."""
+    """Return whether an end waits for the leader."""
     cancelling = asyncio.create_task(gateway.requests.cancel("r"))
     while not gateway.line.withdrawn:
         await asyncio.sleep(0)

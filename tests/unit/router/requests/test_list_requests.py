@@ -1,4 +1,4 @@
-"""Who sees which requests in a listing, and what a client may ask of one."""
+"""Visibility of requests in listings, and valid queries."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ async def test_tally_is_summed_over_all_attempts(gateway: Gateway) -> None:
 
 
 async def test_declined_dispatch_keeps_tally_and_losses(gateway: Gateway) -> None:
-    """It comes for a request that is let go of: its client has just attached elsewhere."""
+    """The request has just been released, because its client attached at another router."""
     live = await gateway.submit()
     gateway.make(await gateway.dispatch(), 0, "a", preemptions=2)
     gateway.requests.attempts.worker_lost("w")

@@ -1,4 +1,4 @@
-"""What the leader is told of outputs' lengths, as a model predicts them."""
+"""Predicted output lengths that are reported to the leader."""
 
 from __future__ import annotations
 

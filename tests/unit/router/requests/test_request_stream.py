@@ -74,7 +74,7 @@ class Scripted(Source):
 
 
 class Routers:
-    """What each attempt to find the request comes to; it keeps what it was asked for."""
+    """Scripted results of the attempts to find a request; records the messages."""
 
     def __init__(self, *found: Scripted | EverliftError) -> None:
         self._found = list(found)
@@ -173,7 +173,7 @@ async def test_stream_fails_for_a_request_no_router_knows(
     expected: type[EverliftError],
     is_found_first: bool,
 ) -> None:
-    """Whether the ledger does not know it, or the router that should own it."""
+    """Either the ledger does not know the request, or the router that should own it."""
     found = Scripted(error=error) if is_found_first else error
     with pytest.raises(expected) as raised:
         await read(stream(Scripted(*pieces, error=Moved()), Routers(found), **options))

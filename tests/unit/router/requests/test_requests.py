@@ -210,7 +210,7 @@ async def test_max_losses_of_one_confirms_the_first_attempt(ledger: MemoryLedger
 
 
 async def test_failures_of_a_live_worker_count_by_its_reports(gateway: Gateway) -> None:
-    """As where a grammar is not compiled: the sequence was in no step, and the worker lives."""
+    """A grammar is not compiled: the sequence was in no step, and the worker lives."""
     live = await gateway.submit()
     for _ in range(CONFIG.max_losses):
         epoch = await gateway.dispatch()
@@ -741,7 +741,7 @@ async def test_stopping_router_waits_for_unstored_tokens(
 async def test_request_finished_elsewhere_is_reported_as_moved(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
-    """This gateway stalls beyond its lease; another one goes on with its request, and finishes."""
+    """The gateway stalls beyond its lease; another one continues its request, and finishes."""
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab")
@@ -853,7 +853,7 @@ async def test_delayed_refusal_spares_an_adopted_request(
 async def test_submit_reports_moved_if_another_gateway_discarded(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its queue was full; here the same id is known for a moment."""
+    """The other gateway's queue was full; here the same id is known for a moment."""
     await Gateway(ledger, "other").submit()
     opening = ledger.open
 
@@ -1101,7 +1101,7 @@ async def test_get_returns_the_events_of_a_request(gateway: Gateway) -> None:
 
 
 async def test_relayed_client_always_has_the_grace(gateway: Gateway) -> None:
-    """Whatever it asked for: it may be that gateway that died."""
+    """The relaying gateway may have died instead of the client."""
     live = await gateway.submit()
     stream = gateway.requests.stream(live, is_relayed=True)
     await anext(stream)

@@ -1,4 +1,4 @@
-"""What workers have of a gateway's requests, and whom of a tenant's own it names as neighbours."""
+"""Index of a gateway's running requests, and the neighbours of the same tenant that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway reads of a model's directory."""
+"""Data that a gateway reads from a model's directory."""
 
 import json
 import re

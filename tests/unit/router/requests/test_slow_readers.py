@@ -1,4 +1,4 @@
-"""What a slow client leaves unread is told while its request runs, and while it reads on."""
+"""Unread output of slow clients, as reported during and after a request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ MOVES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans(), 
 
 
 class Reader:
-    """What a gateway and a client do with the choices of a request. Each moment is another one."""
+    """Choices of a request, as written by a gateway and read by a client; each call advances the
+    clock.
+    """
 
     def __init__(self) -> None:
         request = make_request(n=3)
@@ -52,7 +54,7 @@ class Reader:
 def test_unread_time_counts_any_choice_with_a_reader(
     moves: list[tuple[int, int, bool, float]],
 ) -> None:
-    """Each move makes more of a choice readable, or has its client read, after some time."""
+    """A move makes more of a choice readable, or lets its client read, after some time."""
     reader, whole_s = Reader(), 0.0
     choices = reader.live.choices
     for index, count, is_read, seconds in moves:

@@ -213,7 +213,7 @@ def test_copied_kv_block_gives_same_attention(backend: Backend, dtype: torch.dty
 
 @every_backend
 def test_attention_accepts_strided_heads(backend: Backend) -> None:
-    """As parts of one product, and as transformers' modules hand them over."""
+    """Heads are parts of one product, or in the layout of transformers' modules."""
     batch = Batch(backend, [(0, 20)])
     (expected,) = batch.attend([0])
     together = torch.cat((batch.queries[0], batch.keys[0], batch.values[0]), dim=1)
@@ -238,7 +238,7 @@ def test_attention_confines_nonfinite_kv_to_its_heads(backend: Backend) -> None:
 
 @needs_compiler
 def test_cpu_kernel_shares_torch_thread_pool() -> None:
-    """One OpenMP library in the process has one pool."""
+    """The process must load only one OpenMP library, which has one thread pool."""
     compiled(KVCache(1, 1, 1, HEAD_DIM, torch.float32, CPU))
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in maps if "libgomp" in line}) == 1

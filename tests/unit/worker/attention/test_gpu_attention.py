@@ -56,7 +56,7 @@ def test_gpu_kernel_is_correct_for_any_split_count(multiprocessors: int) -> None
 
 
 def test_decode_launch_is_independent_of_lengths_and_padding() -> None:
-    """As a graph has it: the same tensors, whose numbers change."""
+    """A graph uses the same tensors with other numbers."""
     batch = Batch(kernel, [(70, 1), (33, 1)])
     expected = batch.attend([0, 1])
     tables = torch.zeros(4 * 3, dtype=torch.int32, device=batch.device)
@@ -81,7 +81,7 @@ def test_decode_launch_is_independent_of_lengths_and_padding() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gpu_kernel_supports_largest_head_dim(dtype: torch.dtype) -> None:
-    """As Gemma 2 9B has them, which half precision and fp32 go through in other pieces."""
+    """Gemma 2 9B has this head dimension; half precision and fp32 use other sizes of pieces."""
     batch = Batch(kernel, [(40, 1), (5, 20)], dtype, head_dim=256, heads=16, kv_heads=8)
     form = AttentionForm(256**-0.5, window=24, softcap=2.0)
     for i, out in enumerate(batch.attend([0, 1], form)):
@@ -99,8 +99,9 @@ def test_gpu_kernel_overwrites_uninitialised_output(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 def test_gpu_kernel_addresses_cache_beyond_int32() -> None:
-    """As those of large GPUs have. It is a prompt's last block and what is decoded that lie behind
-    the 2**31st; of nothing else memory is taken."""
+    """Caches of large GPUs are larger. The prompt's last block and the decoded tokens are beyond
+    element 2**31; other blocks take no memory.
+    """
     numbers = 2 * 2 * 8 * BLOCK_SIZE * 128
     last = (1 << 31) // numbers + 5
     far, near = (written_and_attended(blocks, blocks - 1) for blocks in (last + 1, 4))
@@ -108,7 +109,7 @@ def test_gpu_kernel_addresses_cache_beyond_int32() -> None:
 
 
 def written_and_attended(num_blocks: int, block: int) -> list[Tensor]:
-    """What a prompt makes whose second block is ``block``, and a token behind it."""
+    """Return the attention of a prompt whose second block is ``block``, and of a token after it."""
     random = torch.Generator().manual_seed(3)
     cache = KVCache(num_blocks, 2, 8, 128, torch.float16, KERNELS_ON)
     backend, outs = kernel(cache, multiprocessors=1), []

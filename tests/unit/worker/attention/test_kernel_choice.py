@@ -1,4 +1,4 @@
-"""What a GPU computes by kernels, where these work."""
+"""Choice of kernels on a GPU, if they work."""
 
 from __future__ import annotations
 

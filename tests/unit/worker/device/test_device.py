@@ -1,4 +1,4 @@
-"""Which device and dtype a configuration means here."""
+"""Device and dtype that a configuration selects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_choose_device_rejects_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever limits the level of the other tests."""
+    """Remove the CPU level that limits the other tests."""
     monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
 
 

@@ -1,4 +1,4 @@
-"""How busy the GPU is, told by a stand-in for NVML: there is no GPU here."""
+"""Utilisation of the GPU, reported by a replacement of NVML."""
 
 from __future__ import annotations
 

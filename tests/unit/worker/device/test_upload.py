@@ -1,4 +1,4 @@
-"""What a step tells the device goes in one copy."""
+"""Data of a step is uploaded to the device in one copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parcel_aligns_arrays_to_16_bytes() -> None:
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchRunner]:
-    """As on a GPU: attention and drawing by kernels, and decoding that is replayed."""
+    """Runner with the kernels and replayed decode steps of a GPU."""
     if torch.cuda.is_available():
         pytest.skip("kernels compute on a CPU in the interpreter alone")
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What decodes would have taken alone follows from sums over steps."""
+"""Time that decodes would have taken alone, from sums over steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's digest tells apart."""
+"""Differences of plans that a digest detects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host's memory keeps of preempted sequences."""
+"""Blocks of preempted sequences in host memory."""
 
 from __future__ import annotations
 

@@ -214,7 +214,9 @@ class Swapping(Ahead):
             self.add(epoch, length, max_tokens=max_tokens)
 
     def check(self, collected: Collected) -> None:
-        """Whoever did not fail got all of its tokens, and nobody another one."""
+        """Check that sequences that did not fail have all of their tokens, and no sequence a wrong
+        one.
+        """
         for epoch, (length, max_tokens) in LENGTHS.items():
             key = SequenceKey(epoch, 0)
             expected = expected_tokens(prompt(length, epoch), max_tokens)

@@ -1,4 +1,4 @@
-"""What a worker tells of a sequence beside its tokens: preemption, and what is computed again."""
+"""Reports of a worker on a sequence besides its tokens: preemptions and recomputed tokens."""
 
 from __future__ import annotations
 

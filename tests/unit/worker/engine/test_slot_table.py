@@ -1,4 +1,4 @@
-"""What a step is planned from agrees with the sequences, or somebody notices."""
+"""The slot table agrees with the sequences, or the check fails."""
 
 from __future__ import annotations
 

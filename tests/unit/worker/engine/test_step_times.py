@@ -1,4 +1,4 @@
-"""What steps spend their time on."""
+"""Time of the parts of steps."""
 
 from __future__ import annotations
 

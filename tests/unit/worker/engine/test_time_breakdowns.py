@@ -1,4 +1,4 @@
-"""Where a sequence's time at a worker goes, in steps of virtual time."""
+"""Time breakdowns of sequences at a worker, in steps of virtual time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Worker:
             self.turn()
 
     def learn(self) -> None:
-        """How long steps take, from batches of one to four and their prompts."""
+        """Let the model of step times learn from batches of one to four, and their prompts."""
         for epoch in range(1001, 1005):
             self.turn(self.sequence(epoch, 40))
             self.turns(60)
@@ -85,7 +85,7 @@ def told(report: Report) -> dict[int, SequenceBreakdown]:
 
 
 def milliseconds(breakdown: TimeBreakdown) -> dict[str, float]:
-    """What is not 0, by its name."""
+    """Return the parts that are not 0, by name."""
     seconds = zip(TimeBreakdown._fields[1:10], breakdown.parts, strict=False)
     return {name[:-2]: round(1e3 * it, 3) for name, it in seconds if round(1e3 * it, 3)}
 
@@ -182,7 +182,7 @@ def test_breakdown_counts_own_drafts_as_decode() -> None:
 
 
 def preempting() -> tuple[Worker, Sequence, Sequence]:
-    """One that goes on, and one that has to give way to it."""
+    """Return a worker with a sequence that continues, and one that is preempted for it."""
     bounds = limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200, model=MODEL)
     worker = Worker(bounds)
     long, short = worker.sequence(1, 60, max_tokens=9), worker.sequence(2, 40)

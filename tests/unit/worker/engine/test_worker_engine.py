@@ -59,7 +59,7 @@ def test_tiny_pool_changes_no_tokens() -> None:
 
 
 def repetitive(num_drafts: int, num_host_blocks: int = 0) -> Load:
-    """What it took to run six sequences whose text repeats itself, and all got their tokens."""
+    """Run six sequences with repetitive text, which get their tokens; return the load."""
     model = FakeModel(surprise_one_in=20)
     bounds = limits(
         num_blocks=12,
@@ -200,7 +200,7 @@ def test_engine_breaks_after_two_consecutive_failures() -> None:
 
 
 def test_engine_breaks_at_once_if_device_is_lost() -> None:
-    """Who was in the step goes on elsewhere, and is not FAILED."""
+    """Sequences of the step do not get FAILED, because they continue at another worker."""
     this = failing(at=range(2, 3), error=DeviceLost("an illegal memory access"))
     this.step()
     with pytest.raises(EngineBroken, match=r"step 2: DeviceLost\('an illegal memory access'\)"):

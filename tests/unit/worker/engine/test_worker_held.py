@@ -19,7 +19,7 @@ def bench(scheduling: Scheduling | None = None) -> Bench:
 
 
 def rows(this: Bench, *held: int) -> tuple[Row, ...]:
-    """Of the next step, in which these slots are held."""
+    """Return the rows of the next step, in which these slots are held."""
     plan = this.scheduler.schedule(frozenset(held))
     this.commit(plan)
     return plan.rows

@@ -32,7 +32,7 @@ def decoding(count: int, **fields: int) -> tuple[Bench, list[Sequence]]:
 
 
 def shed(bench: Bench) -> list[Outcome]:
-    """What the next step says if it is too much."""
+    """Let the next step run out of memory; return the outcomes."""
     outcomes = bench.scheduler.retract(bench.plan(), ERROR)
     bench.scheduler.check_integrity()
     return outcomes
@@ -181,7 +181,7 @@ WAYS = [EXECUTED, LAUNCHED, DRAWN]
 
 
 def short(*steps: int, way: str = EXECUTED, model: FakeModel | None = None) -> Engine:
-    """Whose steps of these numbers are too much."""
+    """Return an engine whose steps with these numbers run out of memory."""
     bounds = limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=200)
     model, faults = model or FakeModel(), dict.fromkeys(steps, MemoryError())
     runner = FakeRunner(

@@ -1,4 +1,4 @@
-"""What each policy makes of the same sequences: who comes in, and whose token a step computes."""
+"""Admissions and decodes of the same sequences under each policy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_preempted_member_precedes_the_next_batch() -> None:
 
 
 def predicted(bench: Bench, epoch: int, tokens: int, length: int = 3) -> Sequence:
-    """It comes, and gets as many tokens as are predicted."""
+    """Add a sequence, which generates as many tokens as predicted."""
     return bench.add(epoch, length, max_tokens=tokens, first=100 * epoch, predicted_tokens=tokens)
 
 
@@ -335,7 +335,7 @@ class Clocked:
             self.bench.scheduler.add(sequence(self.limits, epoch, tokens, **fields))
 
     def step(self, seconds: float) -> None:
-        """Nobody whose deadline has come sits it out."""
+        """Run a step; each sequence whose deadline has come must decode."""
         scheduler = self.bench.scheduler
         plan = self.bench.plan(self.now)
         self.admitted += [scheduler._batch[admission.slot] for admission in plan.admissions]
@@ -421,7 +421,7 @@ def test_policy_bounds_overtaking_and_serves_all(
 
 
 def presence(bench: Bench, steps: int) -> list[set[int]]:
-    """Who is in the batch after each of them."""
+    """Return the sequences in the batch after each step."""
     found = []
     for _ in range(steps):
         bench.step()

@@ -210,7 +210,7 @@ def fail_last_row(bench: Bench) -> None:
 
 
 def test_failed_row_invalidates_earlier_blocks_of_sequence() -> None:
-    """Whatever made its logits no numbers may be in the cache since its first chunk."""
+    """The cause of the NaN logits may be in the cache since the first chunk."""
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=70))
     bench.add(1, 130)
     bench.step()

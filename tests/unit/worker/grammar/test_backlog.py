@@ -1,4 +1,4 @@
-"""Who makes room in a full queue, and who has waited for too long."""
+"""Displaced requests of a full queue, and expired ones."""
 
 from __future__ import annotations
 

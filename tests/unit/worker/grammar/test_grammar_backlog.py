@@ -1,4 +1,4 @@
-"""What the processes still have to do, as rank 0 reckons it."""
+"""Predicted work of the grammar processes."""
 
 from __future__ import annotations
 

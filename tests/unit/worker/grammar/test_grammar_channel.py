@@ -1,4 +1,4 @@
-"""How long a step waits for a grammar process, and what becomes of one that is late."""
+"""Waits of a step for a grammar process, and the end of a late one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from worker.grammar.messages import CHUNK, Reply, encode_reply
 
 
 class GrammarProcess:
-    """In the test's hands, at the other end of ``channel``, on which nobody waits by default."""
+    """Grammar process that the test controls, at the other end of ``channel``.
+
+    By default calls do not wait.
+    """
 
     def __init__(self, timeout_s: float = 0.0) -> None:
         ours, self.sock = socket.socketpair()
@@ -93,7 +96,7 @@ def test_step_waits_for_one_grammar_process_only(
     deadlines: list[float] = []
 
     def wait(channel: Channel, events: int, deadline: float) -> bool:
-        """As long as it takes."""
+        """Record the deadline, and time out."""
         deadlines.append(deadline)
         return False
 

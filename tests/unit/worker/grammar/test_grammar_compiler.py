@@ -1,4 +1,4 @@
-"""Who gets which compilation, with processes that compile when they are told to."""
+"""Compilations of grammars, with processes that compile on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class ToyProcesses:
-    """What real ones do, in the test's hands. Sockets in the order of their births."""
+    """Grammar processes that the test controls, with their sockets in the order of the starts."""
 
     def __init__(self) -> None:
         self.sockets: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""What structured output may cost is more than nothing."""
+"""Limits of structured output must be above 0."""
 
 import pytest
 

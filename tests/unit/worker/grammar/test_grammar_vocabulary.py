@@ -25,7 +25,7 @@ def test_special_token_has_no_bytes() -> None:
 
 
 def sentencepiece(path: Path) -> Path:
-    """As Llama 2's: pieces with a mark for spaces, a piece for each byte."""
+    """Write a tokenizer like Llama 2's: a mark for spaces, and a token for each byte."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", "a", "\u2581a", "é"]
     vocab = {piece: index for index, piece in enumerate(pieces)}

@@ -18,7 +18,7 @@ from worker.parallel.group import Group
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """With config.json alone."""
+    """Directory with config.json alone."""
     save_llama(tmp_path, attention_bias=True)
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Rank(Group):
-    """Of four whose others are not there: each sum is this rank's part of it."""
+    """Rank of four whose other ranks do not exist: a sum is this rank's part of it."""
 
     size = 4
 
@@ -46,7 +46,7 @@ class Poisoned(Placement):
 
 @dataclass(frozen=True)
 class Form:
-    """Of weights: their dtype, and how they are packed."""
+    """Form of weights: their dtype, and how they are packed."""
 
     dtype: torch.dtype
     packing: Packing | None
@@ -55,7 +55,7 @@ class Form:
         return Poisoned(Rank(rank), self.dtype, CPU)
 
     def fill(self, layer: ColumnLinear | RowLinear | VocabTable) -> list[Piece]:
-        """With ones, as a checkpoint would: what is not in a piece stays as it is."""
+        """Fill the pieces with ones, as from a checkpoint; all else stays as it is."""
         pieces = list(layer.pieces())
         for piece in pieces:
             assert torch.empty(piece.shape)[piece.slices].shape == piece.into.shape

@@ -1,4 +1,4 @@
-"""How heads and features are shared out: all held, only KV heads more than once, in equal sizes."""
+"""Shares of heads and features: complete, of equal sizes, and only KV heads are repeated."""
 
 from __future__ import annotations
 

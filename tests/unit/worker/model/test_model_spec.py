@@ -1,4 +1,4 @@
-"""What is read from config.json, and what is refused there."""
+"""Specs from config.json, and refused configurations."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def decoder(directory: Path, group: Group, dtype: torch.dtype = torch.float32) -
 
 
 def loaded(directory: Path, group: Group) -> dict[str, Tensor]:
-    """By checkpoint name, what the rank holds of it."""
+    """Return the rank's slices of the checkpoint, by name."""
     model = decoder(directory, group)
     load(model, directory)
     return {piece.name: piece.into for piece in model.pieces()}
@@ -168,8 +168,7 @@ def embedding_of(directory: Path) -> Tensor:
 def test_load_unties_head_that_differs_from_embedding(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers has it: the config was left as it was when the head was trained further.
-    They differ in their last row alone, of which only the last rank holds anything."""
+    """The config may be unchanged although the head was trained further, as in transformers."""
     monkeypatch.setattr("worker.model.weights._COMPARED_ELEMENTS", 1000)
     save_llama(tmp_path, tie_word_embeddings=True)
     own = embedding_of(tmp_path)

@@ -40,7 +40,7 @@ Types = tuple[torch.dtype, torch.dtype]
 
 @pytest.fixture(params=[(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
 def types(request: pytest.FixtureRequest) -> Types:
-    """Of inputs and outputs, and of weights."""
+    """Types of inputs and outputs, and of weights."""
     types: Types = request.param
     return types
 

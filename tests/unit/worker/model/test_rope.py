@@ -71,7 +71,7 @@ LONGROPE: dict[str, Any] = {
 
 
 def rope_of(config: LlamaConfig | Phi3Config, directory: Path) -> Rope:
-    """What a spec says of it."""
+    """Return the rope of the spec."""
     config.save_pretrained(directory)
     return read_spec(directory).layers[0].rope
 
@@ -121,7 +121,9 @@ def test_rope_matches_transformers(parameters: dict[str, Any], tmp_path: Path) -
 def test_longrope_factors_follow_max_served_length(
     written: dict[str, float], served: int, tmp_path: Path
 ) -> None:
-    """As transformers turns a sequence of that length; part of each head is left alone."""
+    """The result equals transformers' for a sequence of that length; a part of each head is not
+    rotated.
+    """
     config = phi3(400, **LONGROPE | written)
     heads = torch.randn(3, 2, HEAD_DIM)
     positions = torch.tensor([5, 399, served - 1])

@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever limits the level of the other tests."""
+    """Remove the CPU level that limits the other tests."""
     monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
 
 

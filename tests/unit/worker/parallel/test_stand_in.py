@@ -11,7 +11,7 @@ from worker.parallel.stand_in import ExchangedTensors, StandIn
 
 
 class GatheringGroup(Group):
-    """One rank of two, which records the tensors of its gathers."""
+    """Rank of two, which records the tensors of its gathers."""
 
     size = 2
 

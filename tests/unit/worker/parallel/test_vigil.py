@@ -1,4 +1,4 @@
-"""What a rank above 0 sees of rank 0's end while its engine's thread cannot: it is in a step."""
+"""Detection of rank 0's end by a rank above 0 whose engine's thread is in a step."""
 
 from __future__ import annotations
 

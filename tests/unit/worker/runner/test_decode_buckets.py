@@ -1,4 +1,4 @@
-"""Which steps are padded to which size, and how one array describes them."""
+"""Padding of steps to buckets, and the array that describes a step."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def page_locked(num_bytes: int) -> int:
-    """What torch's CachingHostAllocator takes for so many."""
+    """Return the bytes that torch's CachingHostAllocator takes for ``num_bytes``."""
     return 1 << (num_bytes - 1).bit_length()
 
 

@@ -155,7 +155,7 @@ def history(this: Bench, seed: int) -> tuple[list[float], list[float]]:
 
 
 def counted_cache() -> KVCache:
-    """Each block holds its number."""
+    """Return a cache in which each block contains its number."""
     cache = KVCache(BLOCKS, 1, 1, 1, torch.float32, CPU)
     for block, tensor in enumerate(cache.tensor):
         tensor.fill_(block)
@@ -190,7 +190,7 @@ def test_host_cache_needs_every_wait(pair: tuple[str, str]) -> None:
 
 
 def test_host_cache_failed_load_waits_for_begun_copies() -> None:
-    """Its block is another's by the next step."""
+    """The block may belong to another sequence in the next step."""
     for seed in SEEDS:
         this = Lazy(counted_cache(), seed)
         this.host.save([BlockCopy(0, 0)])

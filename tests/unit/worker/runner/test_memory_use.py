@@ -1,4 +1,4 @@
-"""What of a GPU's memory is the KV cache's."""
+"""Part of a GPU's memory that the KV cache gets."""
 
 from __future__ import annotations
 

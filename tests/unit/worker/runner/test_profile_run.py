@@ -1,4 +1,4 @@
-"""How much memory a worker takes beside its KV cache, on a device that only counts."""
+"""Memory of a worker besides its KV cache, on a device that only counts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CountedMemory:
 
 
 class Counted(FakeRunner):
-    """Its first step loads code. A step of more than ``most`` tokens is too much."""
+    """Runner whose first step loads code, and whose steps of over ``most`` tokens lack memory."""
 
     def __init__(self, memory: CountedMemory, most: int = 1_000) -> None:
         super().__init__(4, model=WorkerConfig().fake)
@@ -83,7 +83,7 @@ class Counted(FakeRunner):
 
 
 class Graphs:
-    """What captured decoding holds as long as it is there."""
+    """Memory of captured decode steps, held while the object exists."""
 
     def __init__(self, memory: CountedMemory) -> None:
         self._memory = memory
@@ -121,7 +121,7 @@ def test_profile_run_of_too_large_step_names_remedy() -> None:
 
 
 class Rank(Group):
-    """Of two; the other one says ``other``."""
+    """Rank of two; the other one reports ``other``."""
 
     size = 2
 

@@ -1,4 +1,4 @@
-"""What the torch runner does around the model: copies, logits, pieces, and the word to the ranks.
+"""Work of the torch runner around the model: copies, logits, chunks, and broadcasts.
 
 The model here is a table: a token's logits depend on that token alone.
 """
@@ -173,7 +173,7 @@ class Greedy(TableModel):
     ],
 )
 def test_runner_raises_memory_error_on_out_of_memory(error: RuntimeError | None) -> None:
-    """On a CPU, where torch says it by its words alone, and on a GPU."""
+    """The error is recognised on a CPU, where only torch's text shows it, and on a GPU."""
     plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
     with pytest.raises(MemoryError, match=r"memory|ALLOC"):
         build(Greedy(error)).execute(plan)

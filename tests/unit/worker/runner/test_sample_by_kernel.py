@@ -23,7 +23,7 @@ from worker.runner.uniform import uniform
 
 
 def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
-    """What the kernel samples, and what torch does."""
+    """Return the tokens that the kernel samples, and those that torch samples."""
     columns = metadata(rows)
     by_kernel = sample_by_kernel(columns, Parcel(KERNELS_ON))(scores.to(KERNELS_ON))
     return by_kernel.tolist(), sample_by_torch(scores, columns, argmax_by_torch).tolist()

@@ -349,7 +349,7 @@ def test_sampler_waits_for_device_only_at_results(
     backend = this_sampler._backend
 
     def backend_uncounted(*args: Any) -> Any:
-        """On a GPU a kernel samples."""
+        """Return the backend without counting its calls: a kernel samples on a GPU."""
         sample = backend(*args)
 
         def uncounted(scores: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ LANGUAGE = torch.randn(WORDS, WORDS, WORDS, generator=torch.Generator().manual_s
 
 @dataclass
 class Generation:
-    """One sequence, step by step; ``propose`` makes drafts of all its tokens."""
+    """Sequence that is generated step by step; ``propose`` makes drafts from all its tokens."""
 
     sampling: SamplingParams
     propose: Callable[[list[int]], Iterable[int]] = lambda tokens: ()
@@ -541,7 +541,7 @@ def test_logprob_rank_is_shared_by_ties() -> None:
 
 
 def failure(this: Admission, drafts: tuple[int, ...] = ()) -> str:
-    """Its cause; a neighbour must not notice."""
+    """Return the cause of the failure; a neighbour must not be affected."""
     ask = SamplingRequest(0, 0, drafts)
     neighbour = admission(GREEDY, slot=1)
     scores = logits(2 + len(ask.drafts))
@@ -635,7 +635,7 @@ def test_sampler_fails_row_with_uncompiled_grammar() -> None:
 
 
 def test_histories_reserve_room_before_token_is_known() -> None:
-    """It is taken in where a step lands, which cannot be taken back for want of memory."""
+    """Memory must not run out when a step is committed, because that cannot be undone."""
     penalised = SamplingParams(presence_penalty=0.5)
     histories = Histories(CPU)
     histories.admit(admission(penalised))

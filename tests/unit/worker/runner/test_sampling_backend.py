@@ -59,7 +59,7 @@ def test_sample_filters_match_transformers(params: SamplingParams, vocab: int) -
 
 @pytest.mark.parametrize("top_k", [251, 255, 256, 257])
 def test_top_k_ties_count_for_top_p(top_k: int) -> None:
-    """Of the 100 that are, six are among the 256 that are looked at first."""
+    """Six of the 100 tied tokens are among the 256 that are examined first."""
     weights = torch.cat(
         [torch.linspace(1, 0.6, 250), torch.full((100,), 0.5), torch.linspace(0.3, 0.1, 650)]
     )[None]

@@ -1,4 +1,4 @@
-"""Whether swap pays, and who is told."""
+"""Decision whether swapping is faster, by one rank for all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Timed(FakeRunner):
-    """Each step takes ``seconds``."""
+    """Runner whose steps take ``seconds``."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__(4, FakeModel(max_model_len=100))

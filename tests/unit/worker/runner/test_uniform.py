@@ -20,7 +20,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def uniforms(*points: int | Sequence[int]) -> list[float]:
-    """Of the ``points`` seed, choice and position, where any may be many."""
+    """Return the numbers of the ``points`` seed, choice and position, which are broadcast."""
     columns = np.broadcast_arrays(*(np.array(point, np.uint64) for point in points))
     return uniform_module.uniform(*columns).tolist()
 

@@ -1,4 +1,4 @@
-"""What a GPU computes before anybody waits for it: every form of attention that a step may have."""
+"""Warm-up of a GPU: it launches every form of attention that a step may have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.runner.warm_up import warm_up_plans
 
 
 def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
-    """Of the tiles of rows with ``counts`` tokens on an H100."""
+    """Return the forms of the tiles of rows with ``counts`` tokens on an H100."""
     cache = SimpleNamespace(tensor=torch.empty(0), kv_heads=kv_heads)
     attention = GpuAttention(cache, 132)  # type: ignore[arg-type]
     tile_sets = attention._tile_sets(counts, None, Parcel(torch.device("cpu")))

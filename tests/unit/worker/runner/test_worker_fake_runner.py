@@ -205,7 +205,7 @@ def check(this: TokenLogprobs, token: int, num_top: int) -> None:
 
 
 def after_four(num_prompt: int, grammar: object = None, penalty: float = 0.0) -> int:
-    """What follows the tokens 1, 2, 3, 4, of which so many are the prompt."""
+    """Return the token after 1, 2, 3, 4, of which ``num_prompt`` are the prompt."""
     sampling = SamplingParams(temperature=0.0, presence_penalty=penalty)
     tokens = (1, 2, 3, 4)
     admission = Admission(0, tokens, num_prompt, sampling, frozenset(), 0, grammar)

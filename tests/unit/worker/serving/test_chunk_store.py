@@ -116,7 +116,7 @@ def test_generated_tokens_are_stored_with_their_chunk() -> None:
 
 
 def test_store_has_what_the_caches_have() -> None:
-    """With more prompts than fit, preemptions and blocks in host memory."""
+    """There are more prompts than fit, preemptions, and blocks in host memory."""
     bounds = limits(40, 4, 512, max_model_len=8192, num_host_blocks=32)
     this, store = engine(bounds, MODEL), ChunkStore()
     sequences = [

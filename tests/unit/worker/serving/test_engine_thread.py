@@ -17,7 +17,7 @@ from worker.serving.startup import Startup
 def test_engine_thread_keeps_cause_if_runner_close_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after an illegal access on a GPU, which answers everything with that."""
+    """After an illegal access, a GPU answers every call with that error."""
 
     class Lost(FakeRunner):
         def close(self) -> None:

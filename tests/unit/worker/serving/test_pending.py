@@ -1,4 +1,4 @@
-"""What was started and is not counted yet."""
+"""Started sequences that are not part of the reported load yet."""
 
 from __future__ import annotations
 

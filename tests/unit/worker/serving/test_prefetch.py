@@ -1,4 +1,4 @@
-"""What is asked of the page cache before a model's weights are loaded."""
+"""Prefetch of a model's weights into the page cache."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ async def test_partitions_delay_no_router_if_none_is_set() -> None:
 
 
 async def passes(partitions: NetworkPartitions, router_id: str) -> asyncio.Task[None]:
-    """Who waits to come through, and has had its chance."""
+    """Return a task that waits for the connection and has had its chance to pass."""
     task = asyncio.create_task(partitions.wait_until_connected(router_id))
     for _ in range(3):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What a router is still to be told."""
+"""Messages that are still to be sent to a router."""
 
 from everlift.errors import EngineFailed
 from everlift.v1 import session_pb2

@@ -1,4 +1,4 @@
-"""Who watches a router's health: how often it is looked at, and what is told."""
+"""Health of a router: the interval of its checks, and the notifications of watchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a gRPC call begins and ends on HTTP/2."""
+"""Headers and trailers of a gRPC call on HTTP/2."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,4 @@
-"""What clients of the Open Inference Protocol ask for becomes what everybody asks a gateway, and
-its pieces become tensors."""
+"""Conversion of requests in the Open Inference Protocol, and of their output to tensors."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def test_parameter_means_the_same_in_each_place(name: str) -> None:
     ("name", "text"), [("max_tokens", "7"), ("temperature", "0.5"), ("seed", str(2**63))]
 )
 def test_parameter_numbers_may_be_text(name: str, text: str) -> None:
-    """As vLLM's clients send them."""
+    """vLLM's clients send numbers as text."""
     meaning = MEANINGS[name][1]
     nested = asking(sampling_parameters=json.dumps({name: text}))
     assert generate(nested) == wire.GenerateRequest(model="m", text="hi", **meaning)
@@ -365,7 +364,7 @@ SHAPE = st.lists(st.integers(0, 2), max_size=3) | st.lists(
 
 @st.composite
 def tensor(draw: st.DrawFn) -> tuple[pb.ModelInferRequest.InferInputTensor, bytes]:
-    """One whose bytes are often as many as its shape says."""
+    """Draw a tensor whose number of bytes often matches its shape."""
     datatype = draw(st.sampled_from([*FORMATS, "BYTES", "FP16", "BF16", ""]))
     shape = draw(SHAPE)
     message = pb.ModelInferRequest.InferInputTensor(name=draw(NAME), datatype=datatype, shape=shape)

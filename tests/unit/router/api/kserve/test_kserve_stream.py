@@ -13,7 +13,7 @@ from tests.support.router.gateway_support import until
 
 
 class Requests:
-    """Each message is a request, whose name and number of answers it says: b"a3"."""
+    """Requests whose message states the name and the number of answers: b"a3"."""
 
     def __init__(self) -> None:
         self.running: set[str] = set()

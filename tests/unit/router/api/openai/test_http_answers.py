@@ -114,7 +114,9 @@ def finished(text: str, index: int) -> Choice:
 
 
 def pieces(choice: Choice, ends: Sequence[int]) -> Iterator[pb.GenerateResponse]:
-    """Of the choice, cut at ``ends`` as a stream that is read while it comes."""
+    """Yield the choice's pieces, cut at ``ends``, like those of a stream that is read as it
+    arrives.
+    """
     total = len(choice.output)
     choice.is_complete, choice.readable = False, 0
     for end in sorted({min(end, total) for end in ends} - {0}):
@@ -161,7 +163,7 @@ def scores_of(shown: dict[str, Any]) -> Any:
 
 
 def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
-    """What a client makes of them."""
+    """Return the choices that a client assembles from the chunks."""
     whole: list[dict[str, Any]] = [
         {
             "text": "",
@@ -573,7 +575,7 @@ def test_error_event_states_retry_and_resume_headers(
 
 
 def _openai_retries(error: EverliftError) -> bool:
-    """As OpenAI's Python client decides by status and headers."""
+    """Return whether OpenAI's Python client retries, by status and headers."""
     told = errors.headers(error).get("x-should-retry")
     status = error.http_status
     return told != "false" and (status in (408, 409, 429) or status >= 500)
@@ -644,7 +646,7 @@ def resumed(positions: Sequence[Position], texts: Sequence[str]) -> list[tuple[s
 
 
 def position(text: str, *, is_end: bool = False) -> Position:
-    """Where a client is that has so much of a choice."""
+    """Return the position of a client that has ``text`` of a choice."""
     tokens = list(text.encode())
     return Position(len(tokens), len(text), token_digest(tokens), is_end)
 

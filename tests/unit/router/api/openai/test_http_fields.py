@@ -1,4 +1,4 @@
-"""What a body asks, in the words of everlift.v1; what it may not ask, by the field's name."""
+"""Conversion of a body to everlift.v1, and rejected bodies, by the name of the field."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ LIMITS = Limits()
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, str]:
-    """What is at most, by what it is of."""
+    """Return the limits by what they limit."""
     return {first: most for first, most, _ in table()}
 
 

@@ -1,4 +1,4 @@
-"""What becomes of an output's text: content and calls."""
+"""Content and calls in an output's text."""
 
 from collections import deque
 
@@ -152,7 +152,7 @@ def test_call_key_may_be_fully_escaped() -> None:
 
 
 class Counted(deque[str]):
-    """Of what is read, how often."""
+    """Queue that counts how often characters are read."""
 
     num_taken = 0
 
