@@ -198,7 +198,7 @@ class WorkerConfig:
     ready_dir: str = ""
     #: allow fault injection: everlift chaos
     chaos: bool = False
-    #: only with the model "fake"
+    #: settings of the model "fake"
     fake: FakeModel = field(default_factory=FakeModel)
 
     def __post_init__(self) -> None:

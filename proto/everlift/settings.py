@@ -278,7 +278,7 @@ class Keys:
         ``spell`` converts a path to the form in which the user writes it.
         """
         if any(key.startswith(f"{path}.") for key in self._types):
-            return SettingsError(f"{spell(path)}: is a section, only its keys can be set")
+            return SettingsError(f"{spell(path)}: is a section; only its keys can be set")
         near = self._nearest(path)
         hint = f"; did you mean {spell(near)}?" if near else ""
         return SettingsError(f"{spell(path)}: unknown key{hint}")

@@ -86,7 +86,7 @@ class LedgerConfig:
         check_pair(self.tls_cert, self.tls_key, "tls_")
         make_absolute(self, "tls_ca", "tls_cert", "tls_key")
         if not self.key_prefix or set(self.key_prefix) & set("{}"):
-            raise ValueError("key_prefix must not be empty nor contain { or }")
+            raise ValueError("key_prefix must not be empty or contain { or }")
 
 
 DEFAULTS = LedgerConfig()

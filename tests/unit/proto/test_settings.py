@@ -195,9 +195,9 @@ def test_settings_validation_error_has_full_key_path() -> None:
 
 
 def test_section_cannot_be_set_as_key() -> None:
-    assert flag_error("worker=x") == "worker: is a section, only its keys can be set"
+    assert flag_error("worker=x") == "worker: is a section; only its keys can be set"
     assert environment_error(EVERLIFT_LEDGER="x") == (
-        "EVERLIFT_LEDGER: is a section, only its keys can be set"
+        "EVERLIFT_LEDGER: is a section; only its keys can be set"
     )
 
 
