@@ -91,7 +91,7 @@ def apply_headers(
     request id from the headers. None means that the call has a single request. Raises
     InvalidRequest or OutOfRange if a header is invalid; the error names the header.
     """
-    message.request_id = message.request_id or _request_id(headers, index)
+    message.request_id = message.request_id or idempotency_key(headers, index)
     message.session_id = message.session_id or _label(headers, SESSION_ID)
     message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
     message.application = message.application or _label(headers, _APPLICATION)
@@ -109,7 +109,11 @@ def header_request_id(headers: Mapping[str, str]) -> str:
     return value if _PRINTABLE.fullmatch(value) else ""
 
 
-def _request_id(headers: Mapping[str, str], index: int | None) -> str:
+def idempotency_key(headers: Mapping[str, str], index: int | None = None) -> str:
+    """Return the idempotency key of a call, as a request id; empty if it has none.
+
+    ``index`` is appended to it, unless it is None. Raises InvalidRequest if the key is invalid.
+    """
     if IDEMPOTENCY_KEY not in headers:
         return ""
     # The IETF draft of idempotency-key has quotation marks around the key; most clients omit them.

@@ -173,3 +173,38 @@ def test_invalid_conversations_are_refused(client: OpenAI) -> None:
             client.conversations.items.create(conversation_id, items=items)
         assert words in str(caught.value), items
     assert len(texts(client, conversation_id)) == 2
+
+
+def test_repeated_items_are_added_once(client: OpenAI) -> None:
+    conversation_id = client.conversations.create().id
+    add = client.conversations.items.create
+    name = {"Idempotency-Key": "turn-1"}
+    first = add(conversation_id, items=[HELLO, HI], extra_headers=name)
+    assert add(conversation_id, items=[HELLO, HI], extra_headers=name) == first
+    assert texts(client, conversation_id) == ["Hello", "Hi."]
+    with pytest.raises(openai.ConflictError, match="idempotency key"):
+        add(conversation_id, items=[HI], extra_headers=name)
+    with pytest.raises(openai.BadRequestError, match="idempotency-key"):
+        add(conversation_id, items=[HI], extra_headers={"Idempotency-Key": "a b"})
+    deleted = first.data[0].id
+    client.conversations.items.delete(deleted, conversation_id=conversation_id)
+    assert add(conversation_id, items=[HELLO, HI], extra_headers=name) == first
+    assert texts(client, conversation_id) == ["Hi."]
+    # Without a key, and in another conversation, the items are new.
+    add(conversation_id, items=[HELLO])
+    add(conversation_id, items=[HELLO])
+    assert texts(client, conversation_id) == ["Hi.", "Hello", "Hello"]
+    other = client.conversations.create().id
+    add(other, items=[HELLO, HI], extra_headers=name)
+    assert texts(client, other) == ["Hello", "Hi."]
+
+
+def test_repeated_conversation_is_created_once(client: OpenAI) -> None:
+    create = client.conversations.create
+    name = {"Idempotency-Key": f"talk-{time.time()}"}
+    first = create(items=[HELLO], metadata={"a": "b"}, extra_headers=name)
+    assert create(items=[HELLO], metadata={"a": "b"}, extra_headers=name) == first
+    assert texts(client, first.id) == ["Hello"]
+    with pytest.raises(openai.ConflictError, match="idempotency key"):
+        create(items=[HI], extra_headers=name)
+    assert create().id != create().id

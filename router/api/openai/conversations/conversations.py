@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -17,19 +16,17 @@ from router.api.openai.conversations.fields import (
     ConversationItemsFields,
     ConversationUpdateFields,
 )
-from router.api.openai.conversations.record import ConversationRecord, shown_item
+from router.api.openai.conversations.record import (
+    ConversationRecord,
+    added_items,
+    idempotency_digest,
+)
 from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.responses.item_page import item_page, whole_page
 from router.api.openai.responses.items import Item, input_turns
+from router.api.service import idempotency_key
 from router.chat.conversation import num_text_characters
 from router.requests import tokenizer
-
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-}
 
 
 class ConversationBody(TypedDict):
@@ -51,9 +48,10 @@ class Conversations:
 
     async def create(self, call: Call) -> Response:
         fields = await call.fields(ConversationFields)
-        items = await _new_items(fields.items or [])
+        key = _key(call)
+        items = await _new_items(fields.items or [], key)
         record = ConversationRecord(int(time.time()), fields.metadata or {}, tuple(items))
-        return JsonResponse((await self._stored.create(call.caller, record)).body)
+        return JsonResponse((await self._stored.create(call.caller, record, key)).body)
 
     async def retrieve(self, call: Call) -> Response:
         return JsonResponse((await self._stored.get(call.caller, _id(call))).body)
@@ -73,8 +71,11 @@ class Conversations:
         return JsonResponse(item_page(await self._items(call), call.request.query_params))
 
     async def add_items(self, call: Call) -> Response:
-        items = await _new_items((await call.fields(ConversationItemsFields)).items)
-        await self._stored.change(call.caller, _id(call), lambda record: record.with_items(items))
+        key = _key(call)
+        items = await _new_items((await call.fields(ConversationItemsFields)).items, key)
+        await self._stored.change(
+            call.caller, _id(call), lambda record: record.with_added(items, key)
+        )
         return JsonResponse(whole_page(items))
 
     async def retrieve_item(self, call: Call) -> Response:
@@ -99,15 +100,17 @@ class Conversations:
         raise UnknownObject(f"the conversation {_id(call)} has no item {item_id[:64]}")
 
 
-async def _new_items(raw: Sequence[Item]) -> list[Item]:
+async def _new_items(raw: Sequence[Item], key: str) -> list[Item]:
     """Return items that a client adds, with new ids. Raises the errors of ``input_turns``."""
     if raw:
         await tokenizer.with_text(num_text_characters(raw), lambda: input_turns(raw, "items"))
-    return [shown_item(item, _new_id(item)) for item in raw]
+    return added_items(raw, key)
 
 
-def _new_id(item: Item) -> str:
-    return f"{_PREFIXES[item.get('type', 'message')]}_{secrets.token_hex(16)}"
+def _key(call: Call) -> str:
+    """Return the key that identifies a call and its repetitions; empty if the client sent none."""
+    sent = idempotency_key(call.headers)
+    return idempotency_digest(call.request.url.path, call.caller.qualify(sent)) if sent else ""
 
 
 def _id(call: Call) -> str:

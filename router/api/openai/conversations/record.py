@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from typing import Any, Self
 
-from everlift.errors import OutOfRange
+from everlift.errors import OutOfRange, RequestConflict
 from router.api.openai.responses.items import Item
 from router.ledger.objects import MAX_OBJECT_BYTES
 
 #: Maximum number of responses of one conversation.
 MAX_RESPONSES = 1024
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,7 @@ class ConversationRecord:
     """Conversation in the ledger.
 
     ``entries`` are items that clients added, and references to responses, in their order. Items of
-    responses are not stored here; ``hidden`` has the ids of those that clients deleted.
+    responses are not stored here. ``hidden`` has the ids of items that clients deleted.
     """
 
     created_at: int
@@ -53,6 +61,27 @@ class ConversationRecord:
     def with_items(self, items: Sequence[Item]) -> Self:
         return replace(self, entries=(*self.entries, *items))
 
+    def with_added(self, items: Sequence[Item], key: str) -> Self:
+        """Return the record with the items of a call, unless a call with its key added them before.
+
+        ``items`` are the result of ``added_items`` for ``key``. Raises RequestConflict if a call
+        with the key added other items.
+        """
+        if not key or not self._added_by(key):
+            return self.with_items(items)
+        self.check_added(items, key)
+        return self
+
+    def check_added(self, items: Sequence[Item], key: str) -> None:
+        """Raise RequestConflict unless the calls with a key added exactly ``items``."""
+        if self._added_by(key) != {item["id"] for item in items}:
+            raise RequestConflict("the idempotency key was already used with other items")
+
+    def _added_by(self, key: str) -> set[str]:
+        """Return the ids of items that a call with a key added, including deleted ones."""
+        own = (entry["id"] for entry in self.entries if not isinstance(entry, ResponseReference))
+        return {it for it in (*own, *self.hidden) if _begin(key) in it}
+
     def with_response(self, reference: ResponseReference) -> Self:
         """Return the record with a further response. Raises OutOfRange if there are too many."""
         if len(self.references) >= MAX_RESPONSES:
@@ -68,9 +97,8 @@ class ConversationRecord:
     def without_item(self, item_id: str) -> Self:
         """Return the record without an item, which is its own or one of a response."""
         kept = tuple(it for it in self.entries if not _is_item(it, item_id))
-        if len(kept) < len(self.entries):
-            return replace(self, entries=kept)
-        return replace(self, hidden=tuple(dict.fromkeys((*self.hidden, item_id))))
+        hidden = tuple(dict.fromkeys((*self.hidden, item_id)))
+        return replace(self, entries=kept, hidden=hidden)
 
     def before_response(self, name: str) -> Self:
         """Return the record as of before the response ``name`` was added; unchanged without it."""
@@ -119,6 +147,38 @@ def _is_reference(entry: Entry, name: str) -> bool:
 
 def _is_item(entry: Entry, item_id: str) -> bool:
     return not isinstance(entry, ResponseReference) and entry["id"] == item_id
+
+
+def idempotency_digest(path: str, name: str) -> str:
+    """Return the key that ``added_items`` takes, for a call of ``path``.
+
+    ``name`` is the call's idempotency key, with the tenant if tenants are distinguished.
+    """
+    return blake2b(f"{path} {name}".encode(), digest_size=16).hexdigest()
+
+
+def _begin(key: str) -> str:
+    """Return the beginning of the ids of items that a call with a key adds, after the prefix."""
+    return f"_{key[:16]}"
+
+
+def added_items(raw: Sequence[Item], key: str) -> list[Item]:
+    """Return items that a client adds, with new ids.
+
+    ``key`` is the result of ``idempotency_digest``, or empty. The ids then depend only on the key
+    and the items: a repeated call adds the same items, and other items have other ids.
+    """
+    ids = _derived_ids(raw, key) if key else [f"_{secrets.token_hex(16)}" for _ in raw]
+    return [
+        shown_item(item, _PREFIXES[item.get("type", "message")] + new_id)
+        for item, new_id in zip(raw, ids, strict=True)
+    ]
+
+
+def _derived_ids(raw: Sequence[Item], key: str) -> list[str]:
+    body = json.dumps(raw).encode()
+    ends = (blake2b(body, digest_size=8, salt=b"%d" % index) for index in range(len(raw)))
+    return [_begin(key) + end.hexdigest() for end in ends]
 
 
 def shown_item(item: Item, item_id: str) -> Item:

@@ -92,12 +92,21 @@ class StoredConversations:
         self._responses = responses
         self._ledger_time = ledger_time
 
-    async def create(self, caller: Caller, record: ConversationRecord) -> StoredConversation:
-        """Store a new conversation. Raises OutOfRange, LedgerFull and LedgerUnavailable."""
-        conversation_id = f"conv_{secrets.token_hex(16)}"
-        name = _name(caller, conversation_id)
-        version = await self._ledger.put_object(name, record.to_bytes(), 0)
-        return StoredConversation(conversation_id, record, version)
+    async def create(
+        self, caller: Caller, record: ConversationRecord, key: str = ""
+    ) -> StoredConversation:
+        """Store a new conversation; return the existing one if a call with ``key`` created it.
+
+        ``key`` is the result of ``idempotency_digest``, or empty. Raises OutOfRange, LedgerFull,
+        LedgerUnavailable, and RequestConflict if the key was used with other items.
+        """
+        new = StoredConversation(f"conv_{key or secrets.token_hex(16)}", record, 0)
+        try:
+            return await self._put(caller, new, record)
+        except ObjectConflict:
+            known = await self.get(caller, new.conversation_id)
+            known.record.check_added([it for it in record.entries if isinstance(it, dict)], key)
+            return known
 
     async def get(self, caller: Caller, conversation_id: str) -> StoredConversation:
         """Return a conversation. Raises UnknownObject and LedgerUnavailable."""

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.errors import OutOfRange
+from everlift.errors import OutOfRange, RequestConflict
 from router.api.openai.conversations.record import (
     MAX_RESPONSES,
     ConversationRecord,
     Entry,
     ResponseReference,
+    added_items,
+    idempotency_digest,
     shown_item,
 )
 from router.api.openai.responses.items import input_turns, items_of
@@ -61,11 +63,31 @@ def test_removed_item_is_gone_or_hidden(record: ConversationRecord, number: int)
     own = [it for it in record.entries if not isinstance(it, ResponseReference)]
     if item_id in [it["id"] for it in own]:
         assert len(left.entries) == len(record.entries) - 1
-        assert left.hidden == record.hidden
     else:
         assert left.entries == record.entries
-        assert left.hidden == (*record.hidden, item_id)
-        assert left.without_item(item_id) == left
+    assert left.hidden == (*record.hidden, item_id)
+    assert left.without_item(item_id) == left
+
+
+def test_repeated_call_adds_its_items_once() -> None:
+    key, other = (idempotency_digest("/items", f"t/{name}") for name in "ab")
+    raw = [{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]
+    items = added_items(raw, key)
+    assert items == added_items(raw, key) and len({it["id"] for it in items}) == 2
+    once = ConversationRecord(0, {}).with_added(items, key)
+    assert once.entries == tuple(items) and once.with_added(items, key) is once
+    for wrong in (raw[:1], [{"role": "user", "content": "b"}]):
+        with pytest.raises(RequestConflict):
+            once.with_added(added_items(wrong, key), key)
+    deleted = once.without_item(items[0]["id"])
+    assert deleted.with_added(items, key) is deleted
+    assert len(once.with_added(added_items(raw, other), other).entries) == 4
+    assert len(once.with_added(added_items(raw, ""), "").entries) == 4
+
+
+def test_idempotency_digest_depends_on_path_and_tenant() -> None:
+    calls = [("/a", "t/k"), ("/b", "t/k"), ("/a", "u/k"), ("/a", "k")]
+    assert len({idempotency_digest(*call) for call in calls}) == 4
 
 
 @given(turns())
