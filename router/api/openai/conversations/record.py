@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -23,16 +23,36 @@ _PREFIXES = {
 }
 
 
+#: Maximum size of a record to which items of responses are copied. The rest of an object is for
+#: references to further responses and for items that clients add.
+MAX_COPIED_BYTES = MAX_OBJECT_BYTES - (1 << 17)
+
+Parts = tuple[tuple[Item, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseReference:
     """Response whose items belong to a conversation once it has finished.
 
     ``name`` is its request id. ``added_at`` is the ledger time in seconds at which it was added:
-    its request is created soon after that time.
+    its request is created soon after that time. ``parts`` are its items, in the form of
+    ``Contents.parts``, once they have been copied from its request, which may then expire.
     """
 
     name: str
     added_at: float
+    parts: Parts | None = None
+
+    @property
+    def stored(self) -> dict[str, object]:
+        stored: dict[str, object] = {"name": self.name, "added_at": self.added_at}
+        return stored if self.parts is None else {**stored, "parts": self.parts}
+
+    @classmethod
+    def from_stored(cls, stored: Mapping[str, Any]) -> Self:
+        parts = stored.get("parts")
+        copied = None if parts is None else tuple(tuple(part) for part in parts)
+        return cls(stored["name"], stored["added_at"], copied)
 
 
 Entry = Item | ResponseReference
@@ -42,8 +62,8 @@ Entry = Item | ResponseReference
 class ConversationRecord:
     """Conversation in the ledger.
 
-    ``entries`` are items that clients added, and references to responses, in their order. Items of
-    responses are not stored here. ``hidden`` has the ids of items that clients deleted.
+    ``entries`` are items that clients added, and references to responses, in their order.
+    ``hidden`` has the ids of items that clients deleted.
     """
 
     created_at: int
@@ -90,6 +110,19 @@ class ConversationRecord:
             )
         return replace(self, entries=(*self.entries, reference))
 
+    def with_copies(self, copies: Mapping[str, Parts]) -> Self:
+        """Return the record with the items of responses, by name, of as many as fit."""
+        room = MAX_COPIED_BYTES - len(self._encoded())
+        entries: list[Entry] = []
+        for entry in self.entries:
+            if isinstance(entry, ResponseReference) and entry.name in copies:
+                copied = replace(entry, parts=copies[entry.name])
+                size = len(_encoded(copied.stored))
+                if size <= room:
+                    room, entry = room - size, copied
+            entries.append(entry)
+        return replace(self, entries=tuple(entries))
+
     def without_response(self, name: str) -> Self:
         kept = (it for it in self.entries if not _is_reference(it, name))
         return replace(self, entries=tuple(kept))
@@ -112,17 +145,7 @@ class ConversationRecord:
 
     def to_bytes(self) -> bytes:
         """Return the stored form. Raises OutOfRange if it is too large for an object."""
-        entries = [
-            {"response": asdict(it)} if isinstance(it, ResponseReference) else {"item": it}
-            for it in self.entries
-        ]
-        stored = {
-            "created_at": self.created_at,
-            "metadata": self.metadata,
-            "entries": entries,
-            "hidden": self.hidden,
-        }
-        data = json.dumps(stored, separators=(",", ":")).encode()
+        data = self._encoded()
         if len(data) > MAX_OBJECT_BYTES:
             raise OutOfRange(
                 f"the conversation would have {len(data)} bytes; at most {MAX_OBJECT_BYTES} are "
@@ -131,14 +154,31 @@ class ConversationRecord:
             )
         return data
 
+    def _encoded(self) -> bytes:
+        entries = [
+            {"response": it.stored} if isinstance(it, ResponseReference) else {"item": it}
+            for it in self.entries
+        ]
+        stored = {
+            "created_at": self.created_at,
+            "metadata": self.metadata,
+            "entries": entries,
+            "hidden": self.hidden,
+        }
+        return _encoded(stored)
+
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         stored: dict[str, Any] = json.loads(data)
         entries = tuple(
-            ResponseReference(**it["response"]) if "response" in it else it["item"]
+            ResponseReference.from_stored(it["response"]) if "response" in it else it["item"]
             for it in stored["entries"]
         )
         return cls(stored["created_at"], stored["metadata"], entries, tuple(stored["hidden"]))
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _is_reference(entry: Entry, name: str) -> bool:

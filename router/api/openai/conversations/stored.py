@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everlift.errors import (
     ConversationLocked,
@@ -19,6 +19,7 @@ from everlift.errors import (
 )
 from router.api.openai.conversations.record import (
     ConversationRecord,
+    Parts,
     ResponseReference,
     shown_item,
 )
@@ -125,17 +126,28 @@ class StoredConversations:
     ) -> StoredConversation:
         """Replace the record of a conversation by ``changed(record)``, and return the result.
 
-        Raises UnknownObject, ConversationLocked if others change it all the time, and the errors of
-        ``changed`` and of ``Ledger.put_object``.
+        Items of responses that have ended are copied into the record, because its change extends
+        its life, but not that of their requests. Raises UnknownObject, ConversationLocked if others
+        change it all the time, and the errors of ``changed`` and of ``Ledger.put_object``.
         """
         for _ in range(_MAX_TRIES):
-            known = await self.get(caller, conversation_id)
+            known = await self._copied(caller, await self.get(caller, conversation_id))
             record = changed(known.record)
             if record == known.record:
                 return known
             with suppress(ObjectConflict):
                 return await self._put(caller, known, record)
         raise ConversationLocked(f"the conversation {conversation_id} is being changed by others")
+
+    async def _copied(self, caller: Caller, known: StoredConversation) -> StoredConversation:
+        """Return a conversation with copies of the items of responses that have ended."""
+        responses = await self._read(caller, known.record)
+        copies = {
+            name: _response_parts(response, known.conversation_id)
+            for name, response in responses.items()
+            if not isinstance(response, UnknownRequest) and response.live.entry.state.is_final
+        }
+        return replace(known, record=known.record.with_copies(copies)) if copies else known
 
     async def _put(
         self, caller: Caller, known: StoredConversation, record: ConversationRecord
@@ -155,8 +167,8 @@ class StoredConversations:
         Responses that failed, were cancelled, were deleted or have expired contribute no items.
         """
         record = conversation.record
-        responses = await self._read(caller, record.references)
-        parts: list[list[Item]] = []
+        responses = await self._read(caller, record)
+        parts: list[Sequence[Item]] = []
         own: list[Item] = []
         unfinished = ""
         for entry in record.entries:
@@ -165,27 +177,39 @@ class StoredConversations:
                     parts.append(own)
                 own.append(entry)
                 continue
-            response = responses[entry.name]
-            if isinstance(response, UnknownRequest):
-                if self._may_be_created(entry, response):
-                    unfinished = entry.name
-                continue
-            state = response.live.entry.state
-            if response.record.conversation_id != conversation.conversation_id:
-                # Its name was used for another request.
-                continue
-            if not state.is_final:
+            added, is_unfinished = self._parts(entry, responses, conversation.conversation_id)
+            if is_unfinished:
                 unfinished = entry.name
-            elif state is State.FINISHED:
-                parts += _response_parts(response)
+            if added:
+                parts += added
                 own = []
         hidden = set(record.hidden)
         shown = [[item for item in part if item["id"] not in hidden] for part in parts]
         return Contents([part for part in shown if part], unfinished)
 
+    def _parts(
+        self,
+        reference: ResponseReference,
+        responses: Mapping[str, StoredResponse | UnknownRequest],
+        conversation_id: str,
+    ) -> tuple[Parts, bool]:
+        """Return the items of a response, and whether it is unfinished."""
+        if reference.parts is not None:
+            return reference.parts, False
+        response = responses[reference.name]
+        if isinstance(response, UnknownRequest):
+            return (), self._may_be_created(reference, response)
+        is_unfinished = (
+            response.record.conversation_id == conversation_id
+            and not response.live.entry.state.is_final
+        )
+        return _response_parts(response, conversation_id), is_unfinished
+
     async def _read(
-        self, caller: Caller, references: Sequence[ResponseReference]
+        self, caller: Caller, record: ConversationRecord
     ) -> dict[str, StoredResponse | UnknownRequest]:
+        """Return the responses of a conversation whose items were not copied, by name."""
+        references = [it for it in record.references if it.parts is None]
         found: dict[str, StoredResponse | UnknownRequest] = {}
         for start in range(0, len(references), READS_AT_ONCE):
             names = [it.name for it in references[start : start + READS_AT_ONCE]]
@@ -209,14 +233,24 @@ class StoredConversations:
     ) -> bool:
         """Add a response, whose request will be created, to an unchanged conversation.
 
-        Return False, and add nothing, if the conversation has changed since it was read.
+        Items are copied as by ``change``. Return False, and add nothing, if the conversation has
+        changed since it was read.
         """
         reference = ResponseReference(name, self._ledger_time())
+        known = await self._copied(caller, conversation)
         try:
-            await self._put(caller, conversation, conversation.record.with_response(reference))
+            await self._put(caller, known, known.record.with_response(reference))
         except ObjectConflict:
             return False
         return True
+
+    async def remove_response(self, caller: Caller, conversation_id: str, name: str) -> None:
+        """Remove a response with its items, unless the conversation does not exist.
+
+        Raises the errors of ``change``.
+        """
+        with suppress(UnknownObject):
+            await self.change(caller, conversation_id, lambda it: it.without_response(name))
 
     async def withdraw_response(
         self, caller: Caller, conversation_id: str, name: str, error: EverliftError
@@ -232,13 +266,20 @@ class StoredConversations:
                 await self.change(caller, conversation_id, lambda it: it.without_response(name))
 
 
-def _response_parts(response: StoredResponse) -> list[list[Item]]:
+def _response_parts(response: StoredResponse, conversation_id: str) -> Parts:
+    """Return the items that a response adds to a conversation; none unless it has finished.
+
+    A response of another conversation adds none either: its name was used for another request.
+    """
+    is_of_this = response.record.conversation_id == conversation_id
+    if not is_of_this or response.live.entry.state is not State.FINISHED:
+        return ()
     name = response.name
     before = [
         shown_item(item, item_id("item", name, index))
         for index, item in enumerate(response.input_items)
     ]
-    return [before, response.output_items]
+    return tuple(before), tuple(response.output_items)
 
 
 def _name(caller: Caller, conversation_id: str) -> str:

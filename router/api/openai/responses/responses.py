@@ -188,6 +188,8 @@ class Responses:
 
     async def delete(self, call: Call) -> Response:
         stored = await self._stored.get(call.caller, _id(call))
+        if (conversation_id := stored.record.conversation_id) is not None:
+            await self._conversations.remove_response(call.caller, conversation_id, stored.name)
         await self._inference.forget(call.caller, pb.ForgetRequest(request_id=stored.name))
         return JsonResponse({"id": _id(call), "object": "response", "deleted": True})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from everlift.errors import OutOfRange, RequestConflict
 from router.api.openai.conversations.record import (
+    MAX_COPIED_BYTES,
     MAX_RESPONSES,
     ConversationRecord,
     Entry,
+    Parts,
     ResponseReference,
     added_items,
     idempotency_digest,
@@ -30,7 +33,8 @@ def records(draw: st.DrawFn) -> ConversationRecord:
     entries: list[Entry] = []
     for number in range(draw(st.integers(0, 6))):
         if draw(st.booleans()):
-            entries.append(ResponseReference(f"r{number}", draw(st.floats(0, 2e9))))
+            parts = draw(st.sampled_from([None, (), (({"id": "a"},), ({"id": "b"}, {"id": "c"}))]))
+            entries.append(ResponseReference(f"r{number}", draw(st.floats(0, 2e9)), parts))
         else:
             entries.append({"id": f"i{number}", "type": "message", "content": draw(_TEXTS)})
     hidden = draw(st.lists(st.sampled_from("abc"), unique=True).map(tuple))
@@ -142,3 +146,16 @@ def test_limits_of_a_record_are_enforced() -> None:
     large = ConversationRecord(0, {}, ({"id": "i", "content": "a" * (1 << 20)},))
     with pytest.raises(OutOfRange, match="1048576 are allowed"):
         large.to_bytes()
+
+
+def test_copies_of_responses_leave_room_for_more() -> None:
+    references = tuple(ResponseReference(f"r{number}", 0.0) for number in range(4))
+    record = ConversationRecord(0, {}, references)
+    half: Parts = (({"id": "i", "content": "a" * (MAX_COPIED_BYTES // 2)},),)
+    small: Parts = (({"id": "j"},),)
+    copied = record.with_copies({"r0": small, "r1": half, "r2": half, "r3": small})
+    assert [it.parts for it in copied.references] == [small, half, None, small]
+    assert len(copied.to_bytes()) <= MAX_COPIED_BYTES
+    while len(copied.references) < MAX_RESPONSES:
+        copied = copied.with_response(ResponseReference("a" * 64, time.time()))
+    assert ConversationRecord.from_bytes(copied.to_bytes()) == copied

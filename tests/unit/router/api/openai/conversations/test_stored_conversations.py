@@ -199,6 +199,44 @@ async def test_response_of_another_conversation_is_skipped(
     assert ([item["id"] for item in contents.items], contents.unfinished) == (["own"], "")
 
 
+@pytest.mark.parametrize("adds_response", [False, True])
+async def test_items_outlive_the_requests_of_responses(
+    stored: StoredConversations, responses: Responses, adds_response: bool
+) -> None:
+    conversation = await referring(stored, "r1", "r2", "r3")
+    conversation_id = conversation.conversation_id
+    for name, state in (("r1", State.FINISHED), ("r2", State.FAILED), ("r3", State.RUNNING)):
+        responses.add(name, conversation_id, state)
+    before = (await stored.contents(ANYONE, conversation)).parts
+    if adds_response:
+        assert await stored.add_response(ANYONE, conversation, "r4")
+    else:
+        await stored.change(ANYONE, conversation_id, lambda it: it.with_metadata({"c": "d"}))
+    for name in ("r1", "r2"):
+        del responses.found[name]
+    used = await stored.get(ANYONE, conversation_id)
+    assert [list(part) for part in (await stored.contents(ANYONE, used)).parts] == [
+        list(part) for part in before
+    ]
+    responses.add("r3", conversation_id)
+    turns = (await stored.contents(ANYONE, used)).turns
+    assert turns[-2:] == [Turn("user", ("r3",)), Turn("assistant", ("to r3",))]
+
+
+async def test_removed_response_takes_its_copy_along(
+    stored: StoredConversations, responses: Responses
+) -> None:
+    conversation = await referring(stored, "r1", "r2")
+    for name in ("r1", "r2"):
+        responses.add(name, conversation.conversation_id)
+    await stored.remove_response(ANYONE, conversation.conversation_id, "r1")
+    left = await stored.get(ANYONE, conversation.conversation_id)
+    items = (await stored.contents(ANYONE, left)).items
+    assert [item["id"] for item in items][::2] == ["own", "out-r2"]
+    await stored.delete(ANYONE, conversation.conversation_id)
+    await stored.remove_response(ANYONE, conversation.conversation_id, "r2")
+
+
 async def test_deleted_items_are_hidden(stored: StoredConversations, responses: Responses) -> None:
     conversation = await referring(stored, "r1")
     responses.add("r1", conversation.conversation_id)
