@@ -68,7 +68,7 @@ class InMemory:
         ]
         return deepcopy(dict(state), {id(it): it for it in frozen})
 
-    async def finish(self, lives: Mapping[str, Life] | None) -> None:
+    async def finish(self, lives: Mapping[str, Life] | None, objects: Collection[str]) -> None:
         """Do nothing, because there are no keys."""
 
 
@@ -110,12 +110,13 @@ class OnServer:
         async with Redis.from_url(self._config.url) as client:
             await copy_keys(client, f"kept:{self._root}", self._root)
 
-    async def finish(self, lives: Mapping[str, Life] | None) -> None:
-        """Checks the keys of these requests, where there are any, and deletes them."""
+    async def finish(self, lives: Mapping[str, Life] | None, objects: Collection[str]) -> None:
+        """Check the keys of the requests and objects, unless ``lives`` is None, and delete them."""
         async with Redis.from_url(self._config.url, decode_responses=True) as client:
             try:
                 if lives is not None:
                     await check_keys(client, self._root, lives)
+                    await check_objects(client, self._root, objects)
             finally:
                 for root in (self._root, f"kept:{self._root}"):
                     await delete_keys(client, root)
@@ -143,6 +144,20 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
     for gateway in owners:
         owned = await client.smembers(f"{root}owned:{gateway}")
         assert owned == {entry.request_id for entry in unfinished if entry.gateway == gateway}
+
+
+async def check_objects(client: Redis, root: str, objects: Collection[str]) -> None:
+    """Check I12 for objects: every one has an end, and the listings have exactly these objects."""
+    assert {*await keys_under(client, f"{root}o:")} == {*objects}
+    for name in objects:
+        assert 0 < await client.pttl(f"{root}o:{name}") <= RETENTION_MS
+    assert {*await client.zrange(f"{root}object_expiries", 0, -1)} == {*objects}
+    listed = {
+        (collection, name)
+        for collection in await keys_under(client, f"{root}objects:")
+        for name in await client.zrange(f"{root}objects:{collection}", 0, -1)
+    }
+    assert listed == {(name.rpartition("/")[0], name) for name in objects}
 
 
 async def check_chunks(client: Redis, root: str, lives: Collection[Life]) -> None:

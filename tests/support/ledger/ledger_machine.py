@@ -17,6 +17,8 @@ What must hold after every step, whatever the model says:
          token at an offset that was read before, and no epoch is taken that was given up before
     I14  every request is listed once, by its arrival, and nothing that is gone
     I15  of what operators set the newest holds, whatever a server lost since
+    I16  an object has the value and version of its last put, is listed once in its collection, and
+         no version of its name is used twice, whatever a server lost since
 
 A ledger may lose its last moves between any two steps (``lose_what_came_since``), and two moves may
 be made at once (``race``).
@@ -59,6 +61,7 @@ from router.ledger.entry import (
     Stored,
     Tally,
 )
+from router.ledger.objects import ObjectConflict, StoredObject, object_name
 from tests.support.ledger.ledger_backends import InMemory, OnServer
 from tests.support.ledger.ledger_life import MAX_LOSSES, MAX_TOKENS, Life
 from tests.support.ledger.ledgers import make_request, scored
@@ -77,6 +80,11 @@ PROMPT_TOKENS = {"a": 3 * CHUNK_SIZE + 1, "b:0": CHUNK_SIZE, "t/c": 2 * CHUNK_SI
 SESSIONS = {"a": "s", "b:0": "s", "t/c": "s", "t/d": ""}
 PROMPT_LOGPROBS = scored(-0.25, -0.5)
 GATEWAYS = ("g1", "g2")
+#: Tenant, kind and id of each object.
+OBJECTS = {
+    object_name(*parts): parts
+    for parts in (("", "things", "a"), ("t", "things", "a"), ("t", "things", "b"))
+}
 AGES_S = 3600.0
 #: Nonces whose doubles are all the same.
 NONCES = range(2**64 - 64, 2**64)
@@ -117,6 +125,7 @@ class Kept:
     leader: int
     term: int
     policy: ClusterPolicy
+    objects: dict[str, StoredObject]
 
 
 def copied(lives: dict[str, Life]) -> dict[str, Life]:
@@ -138,6 +147,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.policy = ClusterPolicy()
         #: all that there ever were, the newest last
         self.policies = [ClusterPolicy()]
+        self.objects: dict[str, StoredObject] = {}
+        #: versions that each object ever had, the newest last
+        self.versions: dict[str, list[int]] = {name: [] for name in OBJECTS}
         #: what was read before
         self.seen: dict[str, Stored] = {}
         #: ids and arrivals of what was forgotten
@@ -151,7 +163,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.run(self.ledger.close())
         # After a failure one is enough to say.
-        self.run(self.backend.finish(None if sys.exc_info()[0] else self.lives))
+        self.run(self.backend.finish(None if sys.exc_info()[0] else self.lives, self.objects))
 
     def ask(self, move: Callable[[], Awaitable[T]]) -> T | Exception:
         """The ledger's answer, or the error that it raised."""
@@ -379,6 +391,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.leader,
             self.term,
             self.policy,
+            dict(self.objects),
         )
 
     @rule()
@@ -391,6 +404,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.lives, self.seen, self.leases = copied(kept.lives), dict(kept.seen), dict(kept.leases)
         self.forgotten = kept.forgotten
         self.leader, self.term, self.policy = kept.leader, kept.term, kept.policy
+        self.objects = dict(kept.objects)
         self.again = None
 
     @rule(request_id=requests)
@@ -758,6 +772,46 @@ class LedgerMachine(RuleBasedStateMachine):
         self.policy = self.run(self.ledger.restore_policy(known))
         assert self.policy == expected
 
+    # objects
+
+    @rule(
+        name=st.sampled_from([*OBJECTS]),
+        expected=st.sampled_from(["present", "present", "present", "old", "none"]),
+        data=st.binary(max_size=2),
+    )
+    def put_object(self, name: str, expected: str, data: bytes) -> None:  # I16
+        known = self.objects[name].version if name in self.objects else 0
+        version = {
+            "present": known,
+            "old": next(iter(self.versions[name]), 1),
+            "none": 0,
+        }[expected]
+        try:
+            new = self.run(self.ledger.put_object(name, data, version))
+        except ObjectConflict as conflict:
+            assert conflict.version == known != version
+            return
+        assert version == known
+        assert new > max([0, *self.versions[name]])
+        self.versions[name].append(new)
+        self.objects[name] = StoredObject(data, new)
+
+    @rule(name=st.sampled_from([*OBJECTS]))
+    def delete_object(self, name: str) -> None:
+        deleted = self.run(self.ledger.delete_object(name))
+        assert deleted == (self.objects.pop(name, None) is not None)
+
+    @rule(
+        tenant=st.sampled_from(["", "t"]),
+        after=st.sampled_from(["", *OBJECTS]),
+        limit=st.integers(1, len(OBJECTS)),
+    )
+    def list_objects(self, tenant: str, after: str, limit: int) -> None:  # I16
+        names = [name for name in self.objects if OBJECTS[name][0] == tenant]
+        expected = [name for name in sorted(names, reverse=True) if not after or name < after]
+        listed = self.run(self.ledger.list_objects("things", tenant, after, limit))
+        assert [*listed] == expected[:limit]
+
     # who is there
 
     @rule(term=nonces)
@@ -848,6 +902,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def what_was_set_is_set(self) -> None:
         assert self.run(self.ledger.policy()) == self.policy
+
+    @invariant()
+    def objects_are_as_they_were_put(self) -> None:  # I16
+        assert self.run(self._objects()) == [self.objects.get(name) for name in OBJECTS]
+
+    async def _objects(self) -> list[StoredObject | None]:
+        return await asyncio.gather(*map(self.ledger.get_object, OBJECTS))
 
     @invariant()
     def orphans_are_the_unfinished_of_dead_gateways(self) -> None:  # I4
