@@ -103,6 +103,42 @@ def test_stream_accumulates_to_the_stored_response(client: OpenAI) -> None:
     assert stored.usage == final.usage
 
 
+def test_response_has_log_probabilities(client: OpenAI) -> None:
+    included: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    request = {"model": MODEL, "input": "count", "max_output_tokens": 12, "temperature": 0}
+    response = client.responses.create(**request, **included)
+    [message] = response.output
+    [part] = message.content
+    assert response.top_logprobs == 2 and part.text
+    assert b"".join(bytes(it.bytes) for it in part.logprobs).decode() == part.text
+    for each in part.logprobs:
+        assert each.logprob <= 0 and len(each.top_logprobs) == 2
+        # The most probable token was sampled, perhaps one of several.
+        assert each.top_logprobs[0].logprob == each.logprob
+    stored = client.responses.retrieve(response.id)
+    assert plain(stored) == plain(response)
+
+    events: list[Any] = list(client.responses.create(**request, **included, stream=True))
+    deltas = [it for it in events if it.type == "response.output_text.delta"]
+    listed = [each.to_dict() for delta in deltas for each in delta.logprobs]
+    assert listed == [each.to_dict() for each in part.logprobs]
+    [done] = [it for it in events if it.type == "response.output_text.done"]
+    assert [each.to_dict() for each in done.logprobs] == listed
+    assert events[-1].response.output[0].content == message.content
+    again = list(client.responses.retrieve(events[0].response.id, stream=True))
+    assert again[-1].to_dict() == events[-1].to_dict()
+    assert client.responses.create(**request).output[0].content[0].logprobs == []
+
+
+def test_log_probabilities_of_content_only(client: OpenAI) -> None:
+    included: Any = {"include": ["message.output_text.logprobs"]}
+    request = saying(f"I note it.\n{CALL}", tools=[NOTE], **included)
+    with client.responses.stream(**request) as stream:
+        message, call = stream.get_final_response().output
+    assert call.type == "function_call"
+    assert "".join(it.token for it in message.content[0].logprobs).strip() == "I note it."
+
+
 def delta_text(events: list[Any]) -> str:
     return "".join(event.delta for event in events if event.type.endswith(".delta"))
 
@@ -257,6 +293,8 @@ def test_invalid_fields_are_named(client: OpenAI) -> None:
         ({"tools": [{"type": "functions"}]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
         ({"conversation": "conv_1"}, "there is no conversation conv_1"),
+        ({"top_logprobs": 2}, "include"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"background": True, "store": False}, "store"),
         ({"previous_response_id": "resp_missing"}, "missing"),
     ):

@@ -29,6 +29,9 @@ _MAX_UNSTREAMED_LOGPROBS = 1 << 20
 #: Maximum number of log probabilities of one prompt, including alternatives, in a stream. One event
 #: has all of them, which delays all other streams while it is encoded.
 _MAX_STREAMED_PROMPT_LOGPROBS = 1 << 15
+#: Maximum number of log probabilities, including alternatives, of a response. Each takes 60 bytes
+#: or more in several of its events, each of which is encoded at once.
+_MAX_RESPONSE_LOGPROBS = 1 << 17
 #: Maximum number of token ids of prompts in an answer with several choices, each of which has its
 #: prompt's ids.
 _MAX_RETURNED_IDS = 1 << 22
@@ -155,6 +158,22 @@ def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) 
             f"probabilities, including alternatives; this one could have {num_logprobs}: "
             "set stream to true, send fewer prompts, or reduce max_tokens or n",
             field=field,
+        )
+
+
+def check_response_size(message: pb.GenerateRequest, context: int) -> None:
+    """Check that no event of a response, which may have the whole content, becomes too large.
+
+    Raises OutOfRange if the response could contain too many log probabilities. ``context`` is the
+    maximum length of a sequence in tokens.
+    """
+    num_logprobs = _num_logprobs(message, context)
+    if num_logprobs > _MAX_RESPONSE_LOGPROBS:
+        raise OutOfRange(
+            f"a response has at most {_MAX_RESPONSE_LOGPROBS} log probabilities, including "
+            f"alternatives; this one could have {num_logprobs}: reduce max_output_tokens or "
+            "top_logprobs",
+            field="logprobs",
         )
 
 

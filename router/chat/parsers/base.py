@@ -54,6 +54,11 @@ class Parser(Protocol):
         """
         ...
 
+    @property
+    def content_ranges(self) -> Sequence[range]:
+        """Positions of the characters that were returned as content, in ascending order."""
+        ...
+
     def feed(self, text: str) -> list[Delta]:
         """Parse the next piece of text, and return the deltas that are certain by now."""
         ...
@@ -127,6 +132,7 @@ class CharParser:
         self._deltas = Deltas()
         #: number of characters that were fed
         self._num_fed = 0
+        self._content_ranges: list[range] = []
         #: characters that are read next
         self._unread: deque[str] = deque()
         #: characters that were read, and are neither emitted nor dropped yet
@@ -143,6 +149,10 @@ class CharParser:
     @property
     def reasoning_ranges(self) -> Sequence[range]:
         return ()
+
+    @property
+    def content_ranges(self) -> Sequence[range]:
+        return self._content_ranges
 
     def feed(self, text: str) -> list[Delta]:
         for char in text:
@@ -300,8 +310,17 @@ class CharParser:
     def _add_arguments(self, text: str) -> None:
         self._deltas.arguments(self._num_calls - 1, text)
 
+    @property
+    def _position(self) -> int:
+        """Number of characters that were read; the pending ones are the last of them."""
+        return self._num_fed - len(self._unread)
+
     def _emit_content(self) -> None:
         self._deltas.content("".join(self._pending))
+        start, stop = self._position - len(self._pending), self._position
+        if self._content_ranges and self._content_ranges[-1].stop == start:
+            start = self._content_ranges.pop().start
+        self._content_ranges.append(range(start, stop))
         self._pending.clear()
         self._at_end = self._emit_content
 

@@ -153,10 +153,6 @@ class GptOssParser(CharParser):
             self._ranges.append(range(self._reasoning_start, self._position - num_behind))
             self._reasoning_start = None
 
-    @property
-    def _position(self) -> int:
-        return self._num_fed - len(self._unread)
-
     def _emit_reasoning(self) -> None:
         self._deltas.reasoning("".join(self._pending))
         self._drop()

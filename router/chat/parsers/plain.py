@@ -13,7 +13,15 @@ class PlainParser:
     has_calls = False
     reasoning_ranges: Sequence[range] = ()
 
+    def __init__(self) -> None:
+        self._num_fed = 0
+
+    @property
+    def content_ranges(self) -> Sequence[range]:
+        return [range(self._num_fed)]
+
     def feed(self, text: str) -> list[Delta]:
+        self._num_fed += len(text)
         deltas = Deltas()
         deltas.content(text)
         return deltas.drain()

@@ -46,6 +46,11 @@ class ThinkParser(CharParser):
             return ()
         return [range(self._start, self._num_fed if self._end is None else self._end)]
 
+    @property
+    def content_ranges(self) -> Sequence[range]:
+        first = self._num_fed
+        return [range(it.start + first, it.stop + first) for it in self._inner.content_ranges]
+
     def feed(self, text: str) -> list[Delta]:
         for place, char in enumerate(text):
             if self._is_over:
@@ -64,7 +69,9 @@ class ThinkParser(CharParser):
         return deltas + self._inner.feed(self._handed_over()) + self._inner.finish()
 
     def _handed_over(self) -> str:
+        """Return the text with which the inner parser begins; empty if it has begun."""
         text = "".join((*self._pending, *self._unread))
+        self._num_fed -= len(text)
         self._pending.clear()
         self._unread.clear()
         return text

@@ -14,13 +14,14 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from everlift.errors import EverliftError
-from everlift.text import Tokenizer
+from everlift.text import Vocabulary
 from everlift.v1 import inference_pb2 as pb
 from router.api.http import errors
 from router.api.http.streaming import Event
 from router.api.http.transcript import Collected, NewOutput, Usage
 from router.api.http.writer import encode
 from router.api.openai.responses.items import Item, item_id
+from router.api.openai.responses.logprobs import ContentLogprobs, ContentToken
 from router.api.openai.responses.record import Record
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser
@@ -93,15 +94,17 @@ FROM_START = -1
 class OutputItems:
     """Items of a response's output, and the events with which they are streamed."""
 
-    def __init__(self, name: str, after: int) -> None:
+    def __init__(self, name: str, after: int, logprobs: ContentLogprobs | None) -> None:
         """Create an empty output; ``name`` is the name of the response.
 
-        Events up to the sequence number ``after`` are left out.
+        Events up to the sequence number ``after`` are left out. ``logprobs`` has the log
+        probabilities that the content includes; None if it includes none.
         """
         self.items: list[Item] = []
         self._name = name
         self._number = 0
         self._after = after
+        self._logprobs = logprobs
 
     @property
     def last_number(self) -> int:
@@ -122,7 +125,7 @@ class OutputItems:
             case Content(text):
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 events = self._open_text("message", "msg", part)
-                return events + self._text("response.output_text.delta", text, logprobs=[])
+                return events + self._content(text)
             case Reasoning(text):
                 part = {"type": "reasoning_text", "text": ""}
                 events = self._open_text("reasoning", "rs", part)
@@ -149,7 +152,9 @@ class OutputItems:
             part = item["content"][0]
             is_message = item["type"] == "message"
             kind = "output_text" if is_message else "reasoning_text"
-            more: dict[str, Any] = {"logprobs": []} if is_message else {}
+            if is_message:
+                self._take_logprobs(0)
+            more: dict[str, Any] = {"logprobs": part["logprobs"]} if is_message else {}
             where = {**place, "content_index": 0}
             events += self.event(f"response.{kind}.done", **where, text=part["text"], **more)
             events += self.event("response.content_part.done", **where, part=part)
@@ -175,6 +180,21 @@ class OutputItems:
         self.items[-1]["content"].append(part)
         added = "response.content_part.added"
         return events + self.event(added, **self._place, content_index=0, part=part)
+
+    def _content(self, text: str) -> list[Event]:
+        tokens = self._take_logprobs(len(text))
+        # Each token belongs to a character, so that a stream that is read again has it once.
+        num_known = max(0, self._after + 1 - self._number)
+        lacking = [it.scores for it in tokens if it.last >= num_known and not it.is_cut]
+        return self._text("response.output_text.delta", text, logprobs=lacking)
+
+    def _take_logprobs(self, num_characters: int) -> list[ContentToken]:
+        """Add the log probabilities of the next characters of the content to the open message."""
+        if self._logprobs is None:
+            return []
+        tokens = self._logprobs.take(num_characters)
+        self.items[-1]["content"][0]["logprobs"] += [it.scores for it in tokens]
+        return tokens
 
     def _text(self, kind: str, text: str, **members: Any) -> list[Event]:
         self.items[-1]["content"][0]["text"] += text
@@ -214,7 +234,7 @@ class ResponseAnswer:
         model: str,
         record: Record,
         parser: Parser,
-        vocabulary: Tokenizer,
+        vocabulary: Vocabulary,
         after: int = FROM_START,
     ) -> None:
         self._name = name
@@ -223,7 +243,9 @@ class ResponseAnswer:
         self._record = record
         self._parser = parser
         self._reasoning_tokens = ReasoningTokens(vocabulary)
-        self._output = OutputItems(name, after)
+        has_logprobs = record.has_logprobs
+        self._logprobs = ContentLogprobs(vocabulary, parser) if has_logprobs else None
+        self._output = OutputItems(name, after, self._logprobs)
         self._finish_reason: str | None = None
         self._is_begun = False
 
@@ -239,8 +261,9 @@ class ResponseAnswer:
         if not self._is_begun:
             # The client has the first events already, but they count.
             self.first_events(usage)
+        text = output.known_text + output.text
+        self._add_tokens(output.tokens, output.logprobs, text, is_end=bool(output.finish_reason))
         self._add(output.known_text)
-        self._reasoning_tokens.add(output.tokens)
         events = self._add(output.text)
         if output.finish_reason:
             events += self._finish(output.finish_reason)
@@ -284,12 +307,18 @@ class ResponseAnswer:
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete response."""
         [choice] = choices
-        self.read(choice.text, choice.tokens, choice.finish_reason)
+        self.read(choice.text, choice.tokens, choice.logprobs, choice.finish_reason)
         yield encode(self.response(self.status, usage))
 
-    def read(self, text: str, tokens: Sequence[int], finish_reason: str | None) -> None:
+    def read(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[pb.TokenLogprobs],
+        finish_reason: str | None,
+    ) -> None:
         """Read an output at once; ``finish_reason`` is None if it is unfinished."""
-        self._reasoning_tokens.add(tokens)
+        self._add_tokens(tokens, logprobs, text, is_end=bool(finish_reason))
         self._add(text)
         if finish_reason:
             self._finish(finish_reason)
@@ -314,6 +343,18 @@ class ResponseAnswer:
             "usage": None if usage is None else self._usage(usage),
             **self._record.echoed,
         }
+
+    def _add_tokens(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[pb.TokenLogprobs],
+        text: str,
+        *,
+        is_end: bool,
+    ) -> None:
+        self._reasoning_tokens.add(tokens)
+        if self._logprobs is not None:
+            self._logprobs.add(tokens, logprobs, text, is_end=is_end)
 
     def _add(self, text: str) -> list[Event]:
         return [event for delta in self._parser.feed(text) for event in self._output.add(delta)]

@@ -11,8 +11,10 @@ from everlift.errors import InvalidRequest
 from router.api.http.fields import Fields, InRange, List, Object, SharedFields
 from router.api.openai.fields import Generation, JsonSchema, ResponseFormat, StreamOptions
 
-#: Values of ``include`` that change nothing, because the answer has no such data.
-_INCLUDABLE = Literal["reasoning.encrypted_content"]
+#: Value of ``include`` that requests the log probabilities of the content.
+LOGPROBS = "message.output_text.logprobs"
+#: Values of ``include``. Encrypted reasoning changes nothing, because the answer has none.
+_INCLUDABLE = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Metadata = Annotated[
     dict[str, Annotated[str, Field(max_length=512)]],
     Field(max_length=16, description="up to 16 texts by name"),
@@ -88,6 +90,9 @@ class ResponseFields(InputTokensFields, SharedFields):
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, InRange("max_tokens")] | None = None
     include: List[_INCLUDABLE] | None = None
+    top_logprobs: Annotated[int, InRange("logprobs")] | None = Field(
+        None, description=f"alternatives of each token; needs {LOGPROBS} in include"
+    )
     metadata: Metadata | None = None
     stop: Annotated[str | List[str] | None, Field(description="not in OpenAI's API")] = None
 
@@ -107,12 +112,12 @@ class ResponseFields(InputTokensFields, SharedFields):
         "context_management": "the client has to shorten the conversation",
         "moderation": "there is no moderation model",
         "prompt": "the server keeps no prompts",
-        "top_logprobs": "use chat completions for log probabilities",
     }
     PARAMS: ClassVar[Mapping[str, str]] = {
         "request_id": "idempotency-key",
         "max_tokens": "max_output_tokens",
         "grammar": "text.format",
+        "logprobs": "top_logprobs",
         **dict.fromkeys(("prompt", "tokens"), "input"),
         "text": "input",
     }
@@ -120,6 +125,18 @@ class ResponseFields(InputTokensFields, SharedFields):
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return the number of alternatives of each token; None without log probabilities.
+
+        Raises InvalidRequest if alternatives are requested without log probabilities.
+        """
+        if LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidRequest(f"top_logprobs needs {LOGPROBS} in include", field="top_logprobs")
+        return None
 
     @property
     def generation(self) -> Generation:

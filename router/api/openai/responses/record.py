@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from router.api.openai.responses.fields import InputTokensFields, ResponseFields
+from router.api.openai.responses.fields import LOGPROBS, InputTokensFields, ResponseFields
 
 #: First byte of the stored form, which distinguishes it from attachments of other APIs.
 _MARK = b"R"
@@ -30,6 +30,7 @@ _ECHOED: Mapping[str, Any] = {
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
+    "top_logprobs": 0,
     "top_p": 1.0,
     "truncation": "disabled",
     "user": None,
@@ -56,6 +57,10 @@ class Record:
     @property
     def is_stored(self) -> bool:
         return self.body.get("store") is not False
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in self.body.get("include", ())
 
     @property
     def echoed(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from router.api.openai.responses.items import (
 )
 from router.api.openai.responses.record import Record
 from router.api.openai.responses.stored import PREFIX, StoredResponses
+from router.api.openai.submissions import check_response_size
 from router.api.service import Inference
 from router.chat.conversation import Conversation, Turn, num_text_characters
 from router.requests import tokenizer
@@ -132,6 +133,9 @@ class Responses:
         generation = fields.generation
         message = self._answering.chat_message(generation, rendered)
         message.clamp_max_tokens = True
+        if (num_logprobs := fields.num_logprobs) is not None:
+            message.sampling.logprobs = num_logprobs
+            check_response_size(message, self._model.longest_sequence)
         session_id = earlier.session_id or f"resp-{secrets.token_hex(8)}"
         name = self._answering.set_session(call, name, generation, [message], session_id)
         record = Record.of(fields, int(time.time()), earlier.names)

@@ -109,6 +109,7 @@ class StoredResponses:
         answer.read(
             choice.output.whole_text,
             choice.output.tokens,
+            [it.to_proto() for it in choice.output.logprobs],
             None if reason is None else reason.name.lower(),
         )
         if reason is None and live.entry.state.is_final:

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.messages import FinishReason
-from everlift.sampling import TokenLogprobs
-from everlift.text import Stops, TextState
+from everlift.text import Stops
 from everlift.v1 import inference_pb2 as pb
 from router.api.http.event_id import EventId
 from router.api.http.transcript import Collected, Transcript, Usage
@@ -21,8 +20,9 @@ from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
 from router.api.openai.logprobs import Echo, placed_in_prompt
 from router.chat.parsers.plain import PlainParser
-from router.requests.request import Choice, Output
+from router.requests.request import Choice
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from tests.support.router.choices import finished, pieces
 from tests.support.worker.vocabularies import ALL, BYTE_LEVEL, SENTENCEPIECE, SPACE, byte_ids
 
 ENVELOPE = Envelope("r", 7, "m", None)
@@ -40,31 +40,6 @@ def chat(tokenizer: Tokenizer) -> Answer:
 
 
 ANSWERS = [completion, chat]
-
-
-def finished(
-    tokenizer: Tokenizer,
-    tokens: Sequence[int],
-    stops: Stops,
-    top: Sequence[tuple[int, float]] = (),
-    reason: FinishReason = FinishReason.STOP,
-) -> Choice:
-    output = Output(TextState(tokenizer, stops))
-    scores = [TokenLogprobs(-1.0 - place, 1, tuple(top)) for place in range(len(tokens))]
-    output.extend(tokens, scores)
-    return Choice("r", 0, output, reason)
-
-
-def pieces(choice: Choice, ends: Sequence[int]) -> Iterator[pb.GenerateResponse]:
-    """Cut the choice at ``ends``, as a stream that is read while the choice grows."""
-    total = len(choice.output)
-    choice.is_complete, choice.readable = False, 0
-    for end in sorted({min(end, total) for end in ends} - {0}):
-        begin, choice.readable = choice.readable, end
-        yield choice.piece(begin)
-    begin, choice.readable = choice.readable, total
-    choice.complete()
-    yield choice.piece(begin)
 
 
 def streamed(

@@ -164,6 +164,18 @@ def test_reasoning_ranges_contain_the_reasoning(case: Case, example: Example) ->
         assert thought.strip() in found
 
 
+@each_example
+def test_content_ranges_contain_the_content(case: Case, example: Example) -> None:
+    for end in range(len(example.text) + 1):
+        text = example.text[:end]
+        parser, found = case.parser(example), ""
+        for cut in range(end):
+            found += content(parser.feed(text[cut]))
+            assert "".join(text[it.start : it.stop] for it in parser.content_ranges) == found
+        found += content(parser.finish())
+        assert "".join(text[it.start : it.stop] for it in parser.content_ranges) == found
+
+
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_calls_of_unknown_functions_are_content(form: Any) -> None:
     for example in TOOL_EXAMPLES[form.name]:
@@ -206,6 +218,7 @@ def test_random_text_is_parsed_alike_in_any_pieces(case: Case, data: st.DataObje
 
     whole = told(parser := case.parser(example), [text])
 
+    assert "".join(text[it.start : it.stop] for it in parser.content_ranges) == content(whole)
     assert told(case.parser(example), pieces) == whole
     before = characters(case.parser(example).feed("".join(pieces[:-1])))
     assert characters(whole)[: len(before)] == before

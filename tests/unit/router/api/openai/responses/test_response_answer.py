@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.errors import AttemptsExhausted, RouterStopping
+from everlift.errors import AttemptsExhausted, InvalidRequest, RouterStopping
+from everlift.text import NO_STOPS, Stops
 from router.api.http.fields import parse
 from router.api.http.streaming import Event
-from router.api.http.transcript import Collected, NewOutput, Usage
+from router.api.http.transcript import Collected, NewOutput, Transcript, Usage
 from router.api.openai.responses.answer import FROM_START, ResponseAnswer
 from router.api.openai.responses.fields import ResponseFields
 from router.api.openai.responses.record import Record
 from router.chat.parsers.base import CallableTools
 from router.chat.parsers.hermes import HERMES
 from router.chat.parsers.think import THINK
+from tests.support.router.choices import finished, pieces
 from tests.support.worker.vocabularies import BYTE_LEVEL
 
 USAGE = Usage(5, 7, 3)
@@ -35,8 +37,9 @@ TEXTS = (
 )
 
 
-def answer(after: int = FROM_START) -> ResponseAnswer:
-    record = Record.of(parse(ResponseFields, {"input": "a", "metadata": {"k": "v"}}), 99, [])
+def answer(after: int = FROM_START, **fields: Any) -> ResponseAnswer:
+    body = {"input": "a", "metadata": {"k": "v"}, **fields}
+    record = Record.of(parse(ResponseFields, body), 99, [])
     tools = CallableTools({"f": {}}, lambda index: f"call{index}", True)
     parser = THINK.wrapped(HERMES.parser(tools), "prompt")
     return ResponseAnswer("name", "model", record, parser, BYTE_LEVEL, after)
@@ -144,3 +147,117 @@ def test_stream_can_go_on_after_an_interruption() -> None:
     known = [json.loads(each.data) for each in begun]
     rest = streamed("Hello.", [], interrupted["sequence_number"])
     assert units(known) + units(rest) == units(streamed("Hello.", []))
+
+
+SCORED_TEXTS = (*TEXTS, "é🙂 Hello.", "<think>é🙂</think>\n\nfour🙂", f"{CALL} a {CALL} b")
+
+
+def scored(
+    text: str, cuts: list[int], after: int = FROM_START, stops: Stops = NO_STOPS
+) -> list[dict[str, Any]]:
+    """Return the events of a response with log probabilities, of which token n has -1 - n.
+
+    The output is divided before the tokens number ``cuts``.
+    """
+    choice = finished(BYTE_LEVEL, BYTE_LEVEL.encode(text), stops, top=[(65, -0.5)])
+    writer = answer(after, include=["message.output_text.logprobs"], top_logprobs=1)
+    events = list(writer.first_events(USAGE))
+    transcript = Transcript("name", 1, 1)
+    for piece in pieces(choice, cuts):
+        output = transcript.read(0, piece)
+        assert output is not None
+        events += writer.events(output, USAGE)
+    events += writer.last_events(USAGE, ())
+    return [json.loads(event.data) for event in events]
+
+
+def deltas(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["type"] == "response.output_text.delta"]
+
+
+def content_logprobs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the log probabilities of all messages, after checking that all events have them."""
+    parts = [it["content"][0] for it in events[-1]["response"]["output"] if it["type"] == "message"]
+    for kind in ("response.output_text.done", "response.content_part.done"):
+        done = [event.get("part", event) for event in events if event["type"] == kind]
+        assert [it["logprobs"] for it in done if "logprobs" in it] == [
+            it["logprobs"] for it in parts
+        ]
+    return [each for part in parts for each in part["logprobs"]]
+
+
+@given(st.sampled_from(SCORED_TEXTS), st.data())
+def test_logprobs_do_not_depend_on_the_pieces(text: str, data: st.DataObject) -> None:
+    whole = scored(text, [])
+    cuts = data.draw(st.lists(st.integers(1, 40), max_size=4))
+    streamed = scored(text, cuts)
+    found = content_logprobs(whole)
+
+    assert streamed[-1]["response"] == whole[-1]["response"]
+    assert [each for delta in deltas(streamed) for each in delta["logprobs"]] == found
+    for message in whole[-1]["response"]["output"]:
+        if message["type"] == "message":
+            part = message["content"][0]
+            shown = b"".join(bytes(it["bytes"]) for it in part["logprobs"]).decode()
+            # White space next to a mark may be part of a token that begins or ends outside.
+            assert part["text"].strip() in shown
+
+
+@given(st.sampled_from(SCORED_TEXTS), st.data())
+def test_logprobs_continue_after_any_number(text: str, data: st.DataObject) -> None:
+    whole = scored(text, [*range(40)])
+    after = data.draw(st.integers(FROM_START, whole[-1]["sequence_number"] - 1))
+    rest = scored(text, data.draw(st.lists(st.integers(1, 40), max_size=4)), after)
+    listed = [each for delta in deltas(rest) for each in delta["logprobs"]]
+    found = content_logprobs(whole)
+
+    assert rest[-1] == whole[-1]
+    assert listed == found[len(found) - len(listed) :]
+    # A delta that is cut has some of its tokens.
+    known = [it for it in deltas(whole) if it["sequence_number"] <= after]
+    lacking = [it for it in deltas(whole) if it["sequence_number"] - len(it["delta"]) >= after]
+    assert len(listed) <= len(found) - sum(len(it["logprobs"]) for it in known)
+    assert len(listed) >= sum(len(it["logprobs"]) for it in lacking)
+
+
+def test_logprobs_leave_out_reasoning_and_calls() -> None:
+    text = f"<think>two</think>\n\nfour {CALL} five"
+    found = content_logprobs(scored(text, []))
+
+    assert "".join(each["token"] for each in found).split() == ["four", "five"]
+    assert found[0]["top_logprobs"] == [
+        {
+            "token": BYTE_LEVEL.decode([65]),
+            "logprob": -0.5,
+            "bytes": [*BYTE_LEVEL.decode([65]).encode()],
+        }
+    ]
+
+
+def test_token_that_a_stop_string_cuts_is_in_the_end() -> None:
+    text, stops = "one two", Stops(("ne t",))
+    whole = scored(text, [], stops=stops)
+    for cut in range(1, 8):
+        events = scored(text, [cut], stops=stops)
+        assert (events[-1], deltas(events)) == (whole[-1], deltas(whole))
+    assert [it["logprobs"] for it in deltas(whole)] == [[]]
+    assert [it["bytes"] for it in content_logprobs(whole)] == [[*b"o"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 5}, 5),
+    ],
+)
+def test_fields_request_log_probabilities(fields: dict[str, Any], expected: int | None) -> None:
+    assert parse(ResponseFields, {"input": "a", **fields}).num_logprobs == expected
+
+
+def test_top_logprobs_without_include_are_refused() -> None:
+    fields = parse(ResponseFields, {"input": "a", "top_logprobs": 5})
+    with pytest.raises(InvalidRequest, match="top_logprobs needs message"):
+        _ = fields.num_logprobs
