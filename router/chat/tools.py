@@ -13,7 +13,7 @@ is no grammar, so the model can write anything.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -296,15 +296,15 @@ def allowed_tools(
 def _functions(tools: object) -> tuple[Function, ...]:
     if tools == []:
         raise InvalidRequest("tools must have at least one tool, not []", field="tools")
-    return functions_of(tools, _function)
+    return functions_of(tools, _functions_at)
 
 
 def functions_of(
-    tools: object, function_of: Callable[[str, object], Function | None]
+    tools: object, functions_at: Callable[[str, object], Sequence[Function]]
 ) -> tuple[Function, ...]:
     """Parse the list of a request's tools; None means none.
 
-    ``function_of`` returns the function of a tool at a position in the request, or None for a tool
+    ``functions_at`` returns the functions of a tool at a position in the request; none for a tool
     that is left out. Raises OutOfRange for too many, too large or too deeply nested tools, NotUtf8
     for an unpaired surrogate, and InvalidRequest for anything else that is wrong.
     """
@@ -312,29 +312,32 @@ def functions_of(
         return ()
     if not isinstance(tools, list):
         raise InvalidRequest("tools must be a list")
-    if len(tools) > MAX_TOOLS:
-        raise OutOfRange(f"tools has {len(tools)} tools; at most {MAX_TOOLS} are allowed")
+    _check_count(tools)
     check_json("tools", tools, MAX_BYTES)
     functions: dict[str, Function] = {}
     for i, tool in enumerate(tools):
-        function = function_of(f"tools[{i}]", tool)
-        if function is None:
-            continue
-        if function.name in functions:
-            raise InvalidRequest(
-                f"tools[{i}] has the same name as an earlier tool: {function.name}"
-            )
-        functions[function.name] = function
+        for function in functions_at(f"tools[{i}]", tool):
+            if function.name in functions:
+                raise InvalidRequest(
+                    f"tools[{i}] has the same name as an earlier tool: {function.name}"
+                )
+            functions[function.name] = function
+    _check_count(functions)
     return tuple(functions.values())
 
 
-def _function(at: str, tool: object) -> Function:
+def _check_count(tools: Collection[object]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise OutOfRange(f"tools has {len(tools)} tools; at most {MAX_TOOLS} are allowed")
+
+
+def _functions_at(at: str, tool: object) -> list[Function]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise InvalidRequest(f"{at} must be an object of type function")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{at}.function must be an object")
-    return checked_function(f"{at}.function", function)
+    return [checked_function(f"{at}.function", function)]
 
 
 def checked_function(at: str, function: Mapping[str, Json], schema: str = "parameters") -> Function:

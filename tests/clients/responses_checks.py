@@ -199,6 +199,35 @@ def test_tool_result_is_answered(client: OpenAI) -> None:
     assert client.responses.create(**request).output_text.startswith("Written.")
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_function_in_a_namespace_is_called(client: OpenAI, streams: bool) -> None:
+    tools: Any = [
+        {"type": "namespace", "name": "diary", "description": "A diary.", "tools": [NOTE]},
+        NOTE,
+    ]
+    said = CALL.replace("note", "diary__note") + CALL
+    request = saying(said, tools=tools)
+    if streams:
+        with client.responses.stream(**request) as stream:
+            response: Any = stream.get_final_response()
+    else:
+        response = client.responses.create(**request)
+    calls = response.output
+    assert [(call.name, call.namespace) for call in calls] == [("note", "diary"), ("note", None)]
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "say:Written."}
+        for call in calls
+    ]
+    continued = {"input": results, "previous_response_id": response.id}
+    answer = client.responses.create(**saying("", tools=tools) | continued)
+    items = [{"role": "user", "content": f"say:{said}"}, *(it.to_dict() for it in calls), *results]
+    for item in items:
+        item.pop("parsed_arguments", None)
+    again = client.responses.create(**saying("", tools=tools) | {"input": items})
+    assert (again.output_text, again.usage) == (answer.output_text, again.usage)
+    assert again.usage.input_tokens == answer.usage.input_tokens
+
+
 def test_tools_of_the_server_are_ignored(client: OpenAI) -> None:
     tools: Any = [{"type": "web_search"}, {"type": "local_shell"}, NOTE]
     response = client.responses.create(**saying(CALL, tools=tools))

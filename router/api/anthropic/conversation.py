@@ -135,7 +135,7 @@ def _tools(fields: CountTokensFields) -> ToolUse:
     raw = fields.tool_choice or {"type": "auto"}
     kind = raw.get("type")
     is_parallel = raw.get("disable_parallel_tool_use") is not True
-    functions = functions_of(fields.tools, _function)
+    functions = functions_of(fields.tools, _functions)
     if kind == "tool":
         named = check_function_name("tool_choice.name", raw.get("name"))
         return ToolUse.checked(functions, Choice.NAMED, named, is_parallel)
@@ -144,12 +144,12 @@ def _tools(fields: CountTokensFields) -> ToolUse:
     return ToolUse.checked(functions, _CHOICES[kind], is_parallel=is_parallel)
 
 
-def _function(at: str, tool: object) -> Function:
+def _functions(at: str, tool: object) -> list[Function]:
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{at} must be an object")
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequest(f"{at}.type must be custom: the server runs no tools itself")
-    return checked_function(at, tool, "input_schema")
+    return [checked_function(at, tool, "input_schema")]
 
 
 def messages_of(turns: Sequence[Turn]) -> tuple[str, list[Block]]:

@@ -94,17 +94,25 @@ FROM_START = -1
 class OutputItems:
     """Items of a response's output, and the events with which they are streamed."""
 
-    def __init__(self, name: str, after: int, logprobs: ContentLogprobs | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        after: int,
+        logprobs: ContentLogprobs | None,
+        own_names: Mapping[str, Mapping[str, str]],
+    ) -> None:
         """Create an empty output; ``name`` is the name of the response.
 
         Events up to the sequence number ``after`` are left out. ``logprobs`` has the log
-        probabilities that the content includes; None if it includes none.
+        probabilities that the content includes; None if it includes none. ``own_names`` are the
+        names of functions in namespaces (namespaces.py).
         """
         self.items: list[Item] = []
         self._name = name
         self._number = 0
         self._after = after
         self._logprobs = logprobs
+        self._own_names = own_names
 
     @property
     def last_number(self) -> int:
@@ -131,7 +139,8 @@ class OutputItems:
                 events = self._open_text("reasoning", "rs", part)
                 return events + self._text("response.reasoning_text.delta", text)
             case CallBegins(_, call_id, name):
-                item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
+                names = self._own_names.get(name, {"name": name})
+                item = {"type": "function_call", "call_id": call_id, **names, "arguments": ""}
                 return self.close() + self._open("fc", item)
             case Arguments(_, text):
                 return self._arguments(text)
@@ -245,7 +254,7 @@ class ResponseAnswer:
         self._reasoning_tokens = ReasoningTokens(vocabulary)
         has_logprobs = record.has_logprobs
         self._logprobs = ContentLogprobs(vocabulary, parser) if has_logprobs else None
-        self._output = OutputItems(name, after, self._logprobs)
+        self._output = OutputItems(name, after, self._logprobs, record.own_names)
         self._finish_reason: str | None = None
         self._is_begun = False
 

@@ -65,8 +65,8 @@ class InputTokensFields(Fields):
     reasoning: Reasoning | None = None
     tools: List[Object] | None = Field(
         None,
-        description="functions; OpenAI's other tools, such as web_search, custom and namespace, "
-        "are accepted and ignored: the model does not see them",
+        description="functions, also in namespaces; OpenAI's other tools, such as web_search and "
+        "custom, are accepted and ignored: the model does not see them",
     )
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None

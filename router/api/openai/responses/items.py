@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
 from router.api.openai.responses.fields import InputTokensFields, Reasoning
+from router.api.openai.responses.namespaces import joined_name
 from router.chat.checks import check_function_name, check_json
 from router.chat.conversation import Role, ToolCall, Turn
 from router.chat.messages import MAX_BYTES, MAX_MESSAGES, call_arguments, text_of, text_parts
@@ -37,7 +38,6 @@ _IGNORED_TOOLS = frozenset(
         "image_generation",
         "local_shell",
         "mcp",
-        "namespace",
         "shell",
         "tool_search",
         "web_search",
@@ -112,7 +112,7 @@ def _message(at: str, item: Item) -> Turn:
 def _call(at: str, item: Item) -> ToolCall:
     return ToolCall(
         text_of(f"{at}.call_id", item.get("call_id")),
-        check_function_name(f"{at}.name", item.get("name")),
+        joined_name(at, item),
         call_arguments(f"{at}.arguments", item.get("arguments")),
     )
 
@@ -174,21 +174,33 @@ def item_id(prefix: str, name: str, index: int) -> str:
 
 def tool_use(fields: InputTokensFields) -> ToolUse:
     """Return the tools of a request. Raises the same errors as ``ToolUse.of``."""
-    functions = functions_of(fields.tools, _function)
+    functions = functions_of(fields.tools, _functions)
     is_parallel = fields.parallel_tool_calls is not False
     choice, named, allowed = _choice(fields.tool_choice)
     return ToolUse.checked(functions, choice, named, is_parallel, allowed)
 
 
-def _function(at: str, tool: object) -> Function | None:
+def _functions(at: str, tool: object, namespace: str | None = None) -> list[Function]:
+    """Return the functions of a tool, which is itself in ``namespace`` unless that is None."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{at} must be an object with a type")
     if kind in _IGNORED_TOOLS:
-        return None
+        return []
+    if kind == "namespace" and namespace is None:
+        return _functions_in_namespace(at, tool)
     if kind != "function":
         raise InvalidRequest(f"{at}: unknown type {kind[:64]!r}; use function")
-    return checked_function(at, tool)
+    name = joined_name(at, {"name": tool.get("name"), "namespace": namespace})
+    return [checked_function(at, {**tool, "name": name})]
+
+
+def _functions_in_namespace(at: str, tool: Item) -> list[Function]:
+    namespace, tools = _name(at, tool), tool.get("tools")
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"{at}.tools must be a list")
+    found = (_functions(f"{at}.tools[{i}]", each, namespace) for i, each in enumerate(tools))
+    return [function for functions in found for function in functions]
 
 
 def _choice(raw: str | Item | None) -> tuple[Choice, str, frozenset[str] | None]:
@@ -198,9 +210,9 @@ def _choice(raw: str | Item | None) -> tuple[Choice, str, frozenset[str] | None]
         return Choice(raw), "", None
     kind = raw.get("type") if isinstance(raw, dict) else None
     if isinstance(raw, dict) and kind == "function":
-        return Choice.NAMED, _name("tool_choice", raw), None
+        return Choice.NAMED, joined_name("tool_choice", raw), None
     if kind == "allowed_tools":
-        return allowed_tools("tool_choice", raw, _name)
+        return allowed_tools("tool_choice", raw, joined_name)
     raise InvalidRequest(
         "tool_choice must be none, auto, required, or an object of type function or allowed_tools"
     )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from router.api.openai.responses.fields import LOGPROBS, InputTokensFields, ResponseFields
+from router.api.openai.responses.namespaces import own_names
 
 #: First byte of the stored form, which distinguishes it from attachments of other APIs.
 _MARK = b"R"
@@ -75,6 +76,11 @@ class Record:
         """Return the id of the conversation that the response belongs to."""
         named = self.body.get("conversation")
         return named["id"] if isinstance(named, dict) else named
+
+    @property
+    def own_names(self) -> Mapping[str, Mapping[str, str]]:
+        """Return the result of ``namespaces.own_names`` for the tools of the request."""
+        return own_names(self.body.get("tools", ()))
 
     @property
     def prompt_fields(self) -> InputTokensFields:

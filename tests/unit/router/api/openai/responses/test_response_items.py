@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from everlift.errors import EverliftError, InvalidRequest, UnsupportedContent
+from everlift.errors import EverliftError, InvalidRequest, OutOfRange, UnsupportedContent
 from router.api.http.fields import parse
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
 from router.api.openai.responses.items import (
@@ -17,6 +17,7 @@ from router.api.openai.responses.items import (
     tool_use,
     with_ids,
 )
+from router.api.openai.responses.namespaces import own_names
 from router.api.openai.responses.record import Record
 from router.chat.conversation import ToolCall, Turn
 from router.chat.tools import Choice
@@ -24,6 +25,10 @@ from tests.support.router.conversations import turns
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+
+
+def space(*tools: Any) -> dict[str, Any]:
+    return {"type": "namespace", "name": "n", "description": "some", "tools": list(tools)}
 
 
 @given(turns())
@@ -65,7 +70,24 @@ def test_tool_choice_is_translated(choice: Any, expected: Choice, callable_names
     assert [function.name for function in use.callable] == callable_names
 
 
-@pytest.mark.parametrize("kind", ["web_search", "custom", "namespace"])
+IGNORED = (
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "custom",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_preview",
+)
+
+
+@pytest.mark.parametrize("kind", IGNORED)
 def test_tools_of_other_types_are_left_out(kind: str) -> None:
     other = {"type": kind, "name": "other", "tools": [{**TOOL, "name": "g"}]}
     use = tool_use(parse(InputTokensFields, {"input": "a", "tools": [other, TOOL]}))
@@ -74,6 +96,27 @@ def test_tools_of_other_types_are_left_out(kind: str) -> None:
     with pytest.raises(InvalidRequest, match="there are no tools"):
         fields = {"input": "a", "tools": [other], "tool_choice": "required"}
         tool_use(parse(InputTokensFields, fields))
+
+
+def test_functions_in_namespaces_have_joined_names() -> None:
+    long = "n" * 63
+    inner = [{**TOOL, "name": "g"}, {"type": "custom", "name": "other"}]
+    spaces = [
+        {"type": "namespace", "name": name, "description": "some", "tools": inner}
+        for name in ("crm", "mcp__files__", long)
+    ]
+    choice = {"type": "function", "name": "g", "namespace": "crm"}
+    fields = {"input": "a", "tools": [TOOL, *spaces], "tool_choice": choice}
+    use = tool_use(parse(InputTokensFields, fields))
+
+    names = [function.name for function in use.functions]
+    assert names[:3] == ["f", "crm__g", "mcp__files__g"] and use.named == "crm__g"
+    assert len(names[3]) == 64 and names[3].startswith(long[:40])
+    assert [function.shown["function"]["name"] for function in use.functions] == names
+    assert [*own_names([TOOL, *spaces])] == names[1:]
+    assert own_names(spaces)[names[3]] == {"namespace": long, "name": "g"}
+    [turn] = input_turns([{**CALL, "name": "g", "namespace": long}])
+    assert turn.calls[0].name == names[3]
 
 
 def test_client_metadata_is_accepted() -> None:
@@ -126,6 +169,17 @@ def test_reasoning_effort_is_a_template_variable(effort: Any, expected: Any) -> 
             "tools[2] has the same name as an earlier tool: f",
         ),
         ({"tools": [{"type": "function"}]}, InvalidRequest, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, InvalidRequest, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, InvalidRequest, "tools[0].tools"),
+        ({"tools": [space({"type": "function"})]}, InvalidRequest, "tools[0].tools[0].name"),
+        ({"tools": [space(space(TOOL))]}, InvalidRequest, "tools[0].tools[0]: unknown type"),
+        ({"tools": [space(TOOL), space(TOOL)]}, InvalidRequest, "tools[1] has the same name"),
+        (
+            {"tools": [space(*({**TOOL, "name": f"f{n}"} for n in range(129)))]},
+            OutOfRange,
+            "at most 128",
+        ),
+        ({"input": [{**CALL, "namespace": "a b"}]}, InvalidRequest, "input[0].namespace"),
         ({"tool_choice": {"type": "web_search"}}, InvalidRequest, "tool_choice must be"),
         ({"tool_choice": "all"}, InvalidRequest, "tool_choice must be"),
         ({"tool_choice": "required"}, InvalidRequest, "there are no tools"),
