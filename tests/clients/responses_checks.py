@@ -72,6 +72,21 @@ def test_stored_response_is_retrieved_and_deleted(client: OpenAI) -> None:
         client.responses.retrieve(response.id)
 
 
+def test_repeated_response_is_the_same(client: OpenAI) -> None:
+    name = {"Idempotency-Key": f"response-{time.time()}"}
+    request = saying("Yes.")
+    first = client.responses.create(**request, extra_headers=name)
+    # Times of creation are in seconds.
+    time.sleep(max(0.0, first.created_at + 1.1 - time.time()))
+    assert plain(client.responses.create(**request, extra_headers=name)) == plain(first)
+    events = list(client.responses.create(**request, extra_headers=name, stream=True))
+    assert {it.response.created_at for it in events if hasattr(it, "response")} == {
+        first.created_at
+    }
+    with pytest.raises(openai.ConflictError):
+        client.responses.create(**saying("No."), extra_headers=name)
+
+
 def test_unstored_response_cannot_be_retrieved(client: OpenAI) -> None:
     response = client.responses.create(**saying("Yes.", store=False))
     with pytest.raises(openai.NotFoundError):

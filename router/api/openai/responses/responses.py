@@ -33,7 +33,7 @@ from router.api.openai.responses.items import (
 from router.api.openai.responses.record import Record
 from router.api.openai.responses.stored import PREFIX, StoredResponses
 from router.api.openai.submissions import check_response_size
-from router.api.service import Inference
+from router.api.service import Inference, idempotency_key
 from router.chat.conversation import Conversation, Turn, num_text_characters
 from router.requests import tokenizer
 from router.requests.timing import Journal
@@ -138,13 +138,20 @@ class Responses:
             check_response_size(message, self._model.longest_sequence)
         session_id = earlier.session_id or f"resp-{secrets.token_hex(8)}"
         name = self._answering.set_session(call, name, generation, [message], session_id)
-        record = Record.of(fields, int(time.time()), earlier.names)
+        record = Record.of(fields, await self._created_at(call, name), earlier.names)
         if fields.is_stored:
             message.attachment = record.to_bytes()
         parser = rendered.parser(name, 0, is_constrained=message.sampling.HasField("grammar"))
         vocabulary = self._answering.vocabulary(message)
         answer = ResponseAnswer(name, self._model.name, record, parser, vocabulary)
         return _Prepared(name, generation, message, answer)
+
+    async def _created_at(self, call: Call, name: str) -> int:
+        """Return the time at which a response is or, if the client repeats it, was created."""
+        known = None
+        if idempotency_key(call.headers):
+            known = await self._stored.created_at(call.caller, name)
+        return int(time.time()) if known is None else known
 
     async def _submit(
         self, call: Call, fields: ResponseFields, prepared: _Prepared, journal: Journal

@@ -116,6 +116,18 @@ class StoredResponses:
             answer.cut_off()
         return StoredResponse(strip_tenant(live.request.request_id), record, live, answer)
 
+    async def created_at(self, caller: Caller, name: str) -> int | None:
+        """Return the time at which a stored response was created; None if there is none.
+
+        Raises LedgerUnavailable.
+        """
+        try:
+            live = await self._inference.read(caller, name)
+        except UnknownRequest:
+            return None
+        record = Record.from_bytes(live.request.attachment)
+        return None if record is None else record.created_at
+
     def answer(self, live: LiveRequest, record: Record, after: int = FROM_START) -> ResponseAnswer:
         """Return a writer of a stored response whose events begin after the number ``after``."""
         request, name = live.request, strip_tenant(live.request.request_id)
