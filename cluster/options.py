@@ -43,6 +43,9 @@ OPTIONS: Mapping[str, Any] = {
         "Reduce max_tokens if prompt and output would exceed the context.",
         _REQUEST,
     ),
+    "truncate_prompt_tokens": _number(
+        int, "Use only this many last tokens of the prompt; -1: what the output leaves.", _REQUEST
+    ),
     "n": _number(int, "Number of outputs of the prompt; default 1.", _REQUEST),
     "temperature": _number(
         float, "Sampling temperature; 0 is greedy. Default: the model's, else 1."

@@ -32,6 +32,9 @@ class GenerateOptions(TypedDict, total=False):
     #: lower max_tokens to the number that the prompt leaves in the context, instead of rejecting
     #: the request
     clamp_max_tokens: bool
+    #: use only the last tokens of the prompt, at most this number; -1: the number that max_tokens
+    #: leaves in the context; default: reject a prompt that is too long
+    truncate_prompt_tokens: int | None
     #: 0 is greedy; default 1
     temperature: float | None
     #: sample from the fewest most likely tokens whose probabilities add up to this; default 1
@@ -145,6 +148,7 @@ def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
         clamp_max_tokens=options.get("clamp_max_tokens", False),
+        truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         n=options.get("n"),
         sampling=_sampling(options),
         include_stop=options.get("include_stop", False),

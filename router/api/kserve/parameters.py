@@ -16,6 +16,7 @@ from typing import TypeVar
 from everlift.checks import Range
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, TooManyStops
 from everlift.messages import (
+    MAX_BAD_WORDS,
     MAX_PRIORITY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -265,8 +266,14 @@ def _timeout(parsed: ParsedRequest, name: str, values: Values) -> None:
         parsed.generate.timeout_ms = -(-microseconds // 1000)
 
 
-def _stop(parsed: ParsedRequest, name: str, values: Values) -> None:
-    parsed.generate.stop.extend(stop for value in values if (stop := _text(name, value)))
+def _texts(field: str) -> Setter:
+    """Return a function that adds texts to the list ``field`` of a request; empty ones are none."""
+
+    def add(parsed: ParsedRequest, name: str, values: Values) -> None:
+        texts = (_text(name, value) for value in values)
+        getattr(parsed.generate, field).extend(text for text in texts if text)
+
+    return add
 
 
 def _stop_token_ids(parsed: ParsedRequest, name: str, values: Values) -> None:
@@ -274,11 +281,6 @@ def _stop_token_ids(parsed: ParsedRequest, name: str, values: Values) -> None:
     for token in tokens:
         check_field("stop_token_ids", token, name)
     parsed.generate.stop_token_ids.extend(tokens)
-
-
-def _bad_words(parsed: ParsedRequest, name: str, values: Values) -> None:
-    if any(_text(name, value) for value in values):
-        raise InvalidRequest(f"{name} is not supported")
 
 
 def _log_probs(parsed: ParsedRequest, name: str, values: Values) -> None:
@@ -312,6 +314,7 @@ def _always(parsed: ParsedRequest, name: str, values: Values) -> None:
 PARAMETERS = (
     Parameter(("request_id",), "BYTES", 1, _of_request("request_id", _text)),
     Parameter(("max_tokens",), "INT32", 1, _counted("max_tokens")),
+    Parameter(("truncate_prompt_tokens",), "INT32", 1, _counted("truncate_prompt_tokens")),
     Parameter(("min_tokens", "min_length"), "INT32", 1, _of_sampling("min_tokens", _integer)),
     Parameter(("temperature",), "FP32", 1, _of_sampling("temperature", _number)),
     Parameter(("top_k",), "INT32", 1, _of_sampling("top_k", _top_k)),
@@ -321,7 +324,7 @@ PARAMETERS = (
     Parameter(("presence_penalty",), "FP32", 1, _of_sampling("presence_penalty", _number)),
     Parameter(("frequency_penalty",), "FP32", 1, _of_sampling("frequency_penalty", _number)),
     Parameter(("seed", "random_seed"), "UINT64", 1, _seed),
-    Parameter(("stop", "stop_words"), "BYTES", MAX_STOP_STRINGS, _stop),
+    Parameter(("stop", "stop_words"), "BYTES", MAX_STOP_STRINGS, _texts("stop")),
     Parameter(("stop_token_ids",), "INT32", MAX_STOP_TOKEN_IDS, _stop_token_ids),
     Parameter(
         ("include_stop", "include_stop_str_in_output"),
@@ -329,7 +332,7 @@ PARAMETERS = (
         1,
         _of_request("include_stop", _boolean),
     ),
-    Parameter(("bad_words",), "BYTES", MAX_STOP_STRINGS, _bad_words),
+    Parameter(("bad_words",), "BYTES", MAX_BAD_WORDS, _texts("bad_words")),
     Parameter(("ignore_eos",), "BOOL", 1, _of_request("ignore_eos", _boolean)),
     Parameter(("n",), "INT32", 1, _counted("n")),
     Parameter(("best_of",), "INT32", 1, _counted("best_of")),

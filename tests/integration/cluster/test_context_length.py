@@ -150,6 +150,20 @@ async def test_request_option_clamps_max_tokens() -> None:
         assert len(received.tokens) == CONTEXT - 10
 
 
+async def test_client_truncates_a_prompt_to_its_end() -> None:
+    async with (
+        cluster(workers=1, worker_config=SMALL) as parts,
+        AsyncClient(parts.address) as client,
+    ):
+        long = [7] * CONTEXT + [8, 9]
+        expected = await receive(client, long[-10:], 4)
+        assert (await receive(client, long, 4, truncate_prompt_tokens=10)).tokens == expected.tokens
+        request = client.generate(long, max_tokens=4, truncate_prompt_tokens=-1, request_id="r")
+        await request.text()
+        stored = await parts.ledger.read("r")
+        assert stored.request.prompt_ids == tuple(long[4 - CONTEXT :])
+
+
 async def test_completions_default_max_tokens_is_clamped() -> None:
     """A client that sets no max_tokens asks for no more than the context leaves."""
     async with cluster(workers=1, worker_config=SMALL) as parts:

@@ -20,17 +20,11 @@ from tests.support.router.front_answers import FRONTS, Answer
 LACKS = {
     # Its ids are checked against the vocabulary: no message holds others.
     "native": {"stop_token_ids"},
-    "KServe": {
-        "priority",
-        "timeout_ms",
-        "ttft_target_ms",
-        "prompt_logprobs",
-        "truncate_prompt_tokens",
-    },
+    "KServe": {"priority", "timeout_ms", "ttft_target_ms", "prompt_logprobs"},
     # The max_tokens of a completion may be 0.
     "HTTP": {"max_tokens"},
     "chat": {"best_of"},
-    "options": {"best_of", "timeout_ms", "ttft_target_ms", "truncate_prompt_tokens"},
+    "options": {"best_of", "timeout_ms", "ttft_target_ms"},
 }
 
 

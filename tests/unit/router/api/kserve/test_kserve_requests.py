@@ -39,7 +39,8 @@ MEANINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop_token_ids": (11, {"stop_token_ids": [11]}),
     "include_stop": (True, {"include_stop": True}),
     "include_stop_str_in_output": (True, {"include_stop": True}),
-    "bad_words": ("", {}),
+    "bad_words": ("end", {"bad_words": ["end"]}),
+    "truncate_prompt_tokens": (-1, {"truncate_prompt_tokens": -1}),
     "ignore_eos": (True, {"ignore_eos": True}),
     "n": (4, {"n": 4}),
     "best_of": (4, {"best_of": 4}),
@@ -182,12 +183,17 @@ def test_logprobs_output_enables_logprobs() -> None:
         assert generate(request).sampling.HasField("logprobs")
 
 
+def test_empty_texts_are_left_out() -> None:
+    nested = {"stop": ["", "a"], "bad_words": ["b", ""]}
+    message = generate(asking(sampling_parameters=json.dumps(nested)))
+    assert (list(message.stop), list(message.bad_words)) == (["a"], ["b"])
+
+
 @pytest.mark.parametrize(
     ("request_", "cause", "error"),
     [
         (asking(unheard_of=1), "unknown parameter 'unheard_of'", InvalidRequest),
         (asking(sequence_id=1), "unknown parameter 'sequence_id'", InvalidRequest),
-        (asking(bad_words="x"), "bad_words is not supported", InvalidRequest),
         (asking(exclude_input_in_output=False), "never includes the prompt", InvalidRequest),
         (
             asking(seed=1, random_seed=1),
@@ -289,7 +295,7 @@ def test_infer_request_is_rejected_with_its_cause(
         ("sampling_parameters", "BYTES", 1),
         ("regex", "BYTES", 1),
         ("stop", "BYTES", 16),
-        ("bad_words", "BYTES", 16),
+        ("bad_words", "BYTES", 64),
         ("stop_token_ids", "INT32", 64),
         ("unheard_of", "BYTES", 0),
     ],
