@@ -172,7 +172,8 @@ class ChatAnswer(ChunkedAnswer):
             "finish_reason": _finish_reason(output.finish_reason, self._parsers[output.choice]),
             "stop_reason": output.stop_reason,
         }
-        chunk = self._chunk([choice], None if usage is None else usage_so_far(usage))
+        so_far = None if usage is None else usage_so_far(self._with_reasoning(usage))
+        chunk = self._chunk([choice], so_far)
         if prompt is not None:
             chunk["prompt_logprobs"] = prompt_logprobs.of_prompt(
                 self._vocabulary, prompt, output.prompt_logprobs
@@ -201,17 +202,18 @@ class ChatAnswer(ChunkedAnswer):
             counter.add(tokens)
         return parser
 
-    def _usage_body(self, usage: Usage) -> UsageBody:
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        """Return the token counts with the reasoning tokens of all choices so far."""
         if not self._has_reasoning:
-            return usage_body(usage)
+            return usage
         reasoning_tokens = sum(
             counter.count(self._parsers[index].reasoning_ranges)
             for index, counter in self._counters.items()
         )
-        return usage_body(replace(usage, reasoning_tokens=reasoning_tokens))
+        return replace(usage, reasoning_tokens=reasoning_tokens)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return self._chunk([], self._usage_body(usage))
+        return self._chunk([], usage_body(self._with_reasoning(usage)))
 
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete answer in parts, each of which is encoded quickly.
@@ -241,7 +243,7 @@ class ChatAnswer(ChunkedAnswer):
             "model": self._envelope.model,
             "system_fingerprint": self._envelope.fingerprint,
             "choices": [],
-            "usage": self._usage_body(usage),
+            "usage": usage_body(self._with_reasoning(usage)),
         }
         if self._token_ids:
             completion["prompt_token_ids"] = self._token_ids.prompt(0)

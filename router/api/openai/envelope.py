@@ -19,9 +19,10 @@ class CompletionTokensDetails(TypedDict):
 
 
 class UsageBody(TypedDict):
-    """Token counts; the details are missing until the answer is complete.
+    """Token counts.
 
-    ``completion_tokens_details`` is also missing if the model writes no reasoning.
+    ``prompt_tokens_details`` is missing until the answer is complete, and
+    ``completion_tokens_details`` if the model writes no reasoning.
     """
 
     prompt_tokens: int
@@ -43,19 +44,19 @@ class Envelope:
 
 def usage_body(usage: Usage) -> UsageBody:
     """Return the token counts of a complete answer, including cached and reasoning tokens."""
-    body: UsageBody = {
+    return {
         **usage_so_far(usage),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    if usage.reasoning_tokens is not None:
-        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    return body
 
 
 def usage_so_far(usage: Usage) -> UsageBody:
     """Return the token counts of an answer that is not complete yet."""
-    return {
+    body: UsageBody = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body

@@ -13,11 +13,15 @@ from everlift.messages import FinishReason, Submission
 from everlift.v1 import inference_pb2 as pb
 from router.api.chat_renderer import RenderedChat
 from router.api.http.fields import parse
+from router.api.http.transcript import NewOutput, Usage
 from router.api.openai import answering
 from router.api.openai.answering import Answering
+from router.api.openai.chat import ChatAnswer
+from router.api.openai.envelope import Envelope
 from router.api.openai.fields import ChatFields
 from router.chat.conversation import Conversation
 from router.chat.parsers.base import ReasoningFormat
+from router.chat.parsers.plain import PlainParser
 from router.chat.parsers.registry import Formats
 from router.chat.parsers.think import ThinkParser
 from router.chat.tools import ToolUse
@@ -102,3 +106,25 @@ async def test_chat_with_a_grammar_has_no_reasoning(monkeypatch: pytest.MonkeyPa
 
     assert body["choices"][0]["message"]["content"] == "ten"
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("has_reasoning", [True, False])
+def test_usage_so_far_counts_the_reasoning(has_reasoning: bool) -> None:
+    answer = ChatAnswer(
+        Envelope("r", 7, "m", None),
+        BYTE_LEVEL.with_special_tokens(),
+        lambda choice: MARKED.wrapped(PlainParser(), ""),
+        has_logprobs=False,
+        has_reasoning=has_reasoning,
+    )
+    counts: list[object] = []
+    for number, token in enumerate([BEGIN, *THOUGHT, END, *ANSWER], 1):
+        text = BYTE_LEVEL.with_special_tokens().decode([token])
+        chunk = answer.chunk(NewOutput(0, text, [token], (), None), Usage(2, number))
+        if chunk is not None and chunk["usage"] is not None:
+            counts.append(chunk["usage"].get("completion_tokens_details"))
+    if not has_reasoning:
+        assert counts and not any(counts)
+        return
+    assert counts[0] == {"reasoning_tokens": 1}
+    assert counts[-1] == {"reasoning_tokens": len(THOUGHT)}
