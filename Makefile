@@ -35,7 +35,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
+.PHONY: changed help install demo image test test-image test-long test-vllm e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -93,6 +93,16 @@ test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(A
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the long tests and a short soak test (about an hour)
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
 	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal tests/property tests/continuation
+
+# vLLM's environment also has Everlift, without what Everlift itself requires, and pytest.
+$(PEERS)/vllm/.everlift: $(PEERS)/vllm/.installed pyproject.toml
+	$(PEERS)/vllm/bin/pip install -q --no-deps -e .
+	$(PEERS)/vllm/bin/pip install -q pytest==9.2.0
+	@touch $@
+
+test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
+	$(PEERS)/vllm/bin/python -m pytest -q --noconftest -p no:cacheprovider tests/vllm/test_vllm_core.py
+	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s tests/vllm/test_vllm_cluster.py
 
 image: ## build the container image with docker or buildah; VARIANT=cpu for CPUs
 	@tools/build_image.sh $(or $(VARIANT),cuda)

@@ -45,7 +45,13 @@ async def fetched(config: Config) -> Config:
             weights=config.worker.reads_weights,
             progress=progress,
         )
-    if config.model != FAKE:
+    if config.worker.engine == "vllm":
+        if model_files.is_gguf_model(config.model):
+            raise ClusterFailed(
+                f"{config.model} is a GGUF file, which vLLM does not read here: use a directory or "
+                "a hub id, or leave out worker.engine"
+            )
+    elif config.model != FAKE:
         directory = model_files.locate(config.model, config.model_revision, weights=False)
         await asyncio.to_thread(_check_supported, directory, config.worker.tensor_parallel)
     return config

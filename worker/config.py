@@ -114,6 +114,13 @@ class Grammars:
 
 #: Default KV cache on CPUs, in MiB; small, because other processes use the same memory.
 _CPU_KV_CACHE_MIB = 256
+#: Values that some settings must have if the engine is vLLM.
+_VLLM_ONLY = {
+    "tensor_parallel": 1,
+    "load_format": "auto",
+    "quantization": "none",
+    "preemption": "recompute",
+}
 
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
@@ -124,6 +131,11 @@ class WorkerConfig:
     model: str = ""
     #: commit of the model's repository on the hub, so that all ranks read the same files
     model_revision: str = ""
+    #: everlift: Everlift's own engine; vllm: vLLM, which must be installed where the worker runs
+    engine: Literal["everlift", "vllm"] = "everlift"
+    #: Python interpreter of the worker's processes; not set: that of everlift up. vLLM has an
+    #: environment of its own
+    python: str = ""
     #: dummy: pseudo-random weights; only config.json is read
     load_format: Literal["auto", "dummy"] = "auto"
     #: number of threads of a rank that read weights
@@ -205,6 +217,7 @@ class WorkerConfig:
         object.__setattr__(self, "host", strip_brackets(self.host))
         self._check_addresses()
         self._check_batch()
+        self._check_engine()
 
     def _check_addresses(self) -> None:
         if self.host in _WILDCARDS:
@@ -219,6 +232,17 @@ class WorkerConfig:
                 f"max_num_batched_tokens ({tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): each sequence decodes one token a step"
             )
+
+    def _check_engine(self) -> None:
+        if self.engine == "everlift":
+            return
+        if self.is_fake:
+            raise ValueError("engine must be everlift for the model fake")
+        for name, only in _VLLM_ONLY.items():
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} must be {only} if engine is vllm")
+        if self.speculation.num_draft_tokens:
+            raise ValueError("speculation.num_draft_tokens must be 0 if engine is vllm")
 
     @property
     def cpu_kv_cache_mib(self) -> int:

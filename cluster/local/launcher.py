@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.errors import ClusterFailed
-from cluster.local.launch import Launch, Report, encode
+from cluster.local.launch import Launch, RankLaunch, Report, encode
 from everlift import logs
 from worker.child_process import full_environment
 
@@ -64,7 +64,7 @@ class SubprocessLauncher:
     async def start(self, launch: Launch, log_path: Path) -> Started:
         with log_path.open("ab") as log_file:
             process = await asyncio.create_subprocess_exec(
-                *python_module("cluster.local.process"),
+                *python_module("cluster.local.process", interpreter(launch)),
                 launch.role,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -97,12 +97,18 @@ def stdin_bytes(parent: int, launch: Launch) -> bytes:
     return b"%d\n%s\n" % (parent, encode(launch))
 
 
-def python_module(name: str) -> list[str]:
-    """Return the command that runs the module ``name``.
+def interpreter(launch: Launch) -> str:
+    """Return the Python interpreter of a process; empty for that of this process."""
+    return launch.worker.python if isinstance(launch, RankLaunch) else ""
 
-    The option -P keeps files in the working directory from shadowing modules.
+
+def python_module(name: str, python: str = "") -> list[str]:
+    """Return the command that runs the module ``name`` with the interpreter ``python``.
+
+    An empty ``python`` means the interpreter of this process. The option -P keeps files in the
+    working directory from shadowing modules.
     """
-    return [sys.executable, "-P", "-m", name]
+    return [python or sys.executable, "-P", "-m", name]
 
 
 log = logs.get_logger(__name__)

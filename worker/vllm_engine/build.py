@@ -1,0 +1,49 @@
+"""Construction of the vLLM engine, in the process that runs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from worker.config import WorkerConfig
+from worker.engine.step_times import STOPPED, Stopwatch
+from worker.vllm_engine.engine import VllmEngine
+from worker.vllm_engine.version import check_version
+
+#: Variables that vLLM reads when it is imported.
+_ENVIRONMENT = {
+    # The core runs in this process: its loop is the worker's.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # OMP_NUM_THREADS holds instead of threads that are bound to cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Standard output belongs to the worker's reports; messages go to the root logger.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    # The model's files are there already, and nothing is reported to others.
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def without_watch(step: int, num_tokens: int) -> AbstractContextManager[object]:
+    """Return a context manager that watches no step."""
+    return nullcontext()
+
+
+def build_engine(
+    config: WorkerConfig,
+    within: Callable[[int, int], AbstractContextManager[object]],
+    stopwatch: Stopwatch = STOPPED,
+) -> VllmEngine:
+    """Load vLLM and the model, and return the engine.
+
+    Raises VllmMissing if this interpreter lacks the supported version of vLLM, and vLLM's errors.
+    """
+    check_version()
+    os.environ.update(_ENVIRONMENT)
+    # Imported here because only this engine needs vLLM.
+    from worker.vllm_engine.vllm_core import VllmCore
+
+    core = VllmCore(config)
+    return VllmEngine(core, core.limits, within, stopwatch, time.sleep)

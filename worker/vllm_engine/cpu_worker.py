@@ -1,0 +1,65 @@
+"""Worker of vLLM on a CPU, whose sampling depends only on seed, choice and position.
+
+vLLM draws the noise of a seeded request from a generator with a state, which a continuation would
+have to replay. Here the generator is set anew for each token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401
+from vllm.v1.worker import cpu_worker, gpu_model_runner
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from worker.vllm_engine.params import CHOICE
+from worker.vllm_engine.scheduling import known_tokens
+
+#: Odd constants by which seeds and choices are spread over the generator's seeds.
+_SEED_FACTOR, _CHOICE_FACTOR = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_SEED_BITS = 63
+
+
+class _PositionGenerator(torch.Generator):
+    """Generator without an offset, which vLLM would restore after a chunk of a prefill."""
+
+    def get_offset(self) -> int:
+        return 4
+
+    def set_offset(self, offset: int) -> None:
+        pass
+
+
+class _ContinuedState(CachedRequestState):
+    """State of a request that begins with the output which it had before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.output_token_ids.extend(known_tokens(self.sampling_params))
+        if self.generator is not None:
+            self.generator = _PositionGenerator(device=self.generator.device)
+
+
+class _ContinuingRunner(CPUModelRunner):
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        for row, generator in self.input_batch.generators.items():
+            state = self.requests[self.input_batch.req_ids[row]]
+            generator.manual_seed(_seed(state))
+        return super()._sample(logits, spec_decode_metadata)
+
+
+def _seed(state: CachedRequestState) -> int:
+    """Return the seed of the next token of a request."""
+    params = state.sampling_params
+    choice = (params.extra_args or {}).get(CHOICE, 0)
+    mixed = params.seed * _SEED_FACTOR + choice * _CHOICE_FACTOR + len(state.output_token_ids)
+    return mixed % (1 << _SEED_BITS)
+
+
+class ContinuingCPUWorker(cpu_worker.CPUWorker):
+    def init_device(self) -> None:
+        gpu_model_runner.CachedRequestState = _ContinuedState
+        cpu_worker.CPUModelRunner = _ContinuingRunner
+        super().init_device()

@@ -1,0 +1,79 @@
+"""Sequences as requests of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
+
+from everlift.errors import InvalidGrammar, InvalidRequest
+from everlift.sampling import Grammar, GrammarKind
+from worker.engine.limits import Limits
+from worker.engine.sequence import Sequence
+
+#: Key of the output so far in the extra arguments of a request.
+KNOWN = "everlift_known"
+#: Key of the index of the choice, which the noise of sampling depends on.
+CHOICE = "everlift_choice"
+
+
+def sampling_params(sequence: Sequence, limits: Limits) -> SamplingParams:
+    """Return vLLM's parameters of a sequence. Raises InvalidRequest if vLLM rejects them."""
+    sampling = sequence.sampling
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        # vLLM's seeds are signed.
+        "seed": sampling.seed & ((1 << 63) - 1),
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": min(sampling.min_tokens, sequence.max_tokens),
+        "max_tokens": min(sequence.max_tokens, limits.max_model_len - sequence.num_prompt),
+        "stop_token_ids": sorted(sequence.stop_token_ids),
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "structured_outputs": _structured(sampling.grammar),
+        "extra_args": {
+            KNOWN: sequence.tokens[sequence.num_prompt :],
+            CHOICE: sequence.key.choice,
+        },
+    }
+    try:
+        params = SamplingParams(**fields)
+    except (ValueError, VLLMValidationError) as error:
+        raise InvalidRequest(f"vLLM rejects the request: {error}") from None
+    if params.structured_outputs is not None:
+        try:
+            validate_guidance_grammar(params)
+        except (ValueError, VLLMValidationError) as error:
+            raise InvalidGrammar(f"the grammar is invalid: {error}", field="grammar") from None
+    if sampling.banned_sequences:
+        params._bad_words_token_ids = [list(each) for each in sampling.banned_sequences]
+    return params
+
+
+def _structured(grammar: Grammar | None) -> StructuredOutputsParams | None:
+    if grammar is None:
+        return None
+    text = grammar.texts[0]
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            params = StructuredOutputsParams(json=text)
+        case GrammarKind.REGEX:
+            params = StructuredOutputsParams(regex=text)
+        case GrammarKind.EBNF:
+            params = StructuredOutputsParams(grammar=text)
+        case GrammarKind.CHOICE:
+            params = StructuredOutputsParams(choice=list(grammar.texts))
+    # llguidance, which Everlift's own engine uses as well.
+    params._backend = "guidance"
+    return params

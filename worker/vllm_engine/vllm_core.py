@@ -1,0 +1,242 @@
+"""Engine core of vLLM, driven step by step from the worker's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from everlift import model_files
+from everlift.errors import EngineFailed, EverliftError, InvalidRequest
+from everlift.hashes import BLOCK_SIZE
+from everlift.sampling import TokenLogprobs
+from worker.config import WorkerConfig
+from worker.device.device_kind import DeviceKind
+from worker.engine.blocks import ChunkChanges
+from worker.engine.limits import Limits
+from worker.engine.outcome import SequenceKey, Stop
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
+from worker.vllm_engine.params import sampling_params
+from worker.vllm_engine.prefix_cache import PrefixCache, RemovedBlocks, StoredBlocks
+
+_SCHEDULER = "worker.vllm_engine.scheduling.ContinuingScheduler"
+_ASYNC_SCHEDULER = "worker.vllm_engine.scheduling.ContinuingAsyncScheduler"
+_CPU_WORKER = "worker.vllm_engine.cpu_worker.ContinuingCPUWorker"
+_STOPS = {FinishReason.STOP: Stop.EOS, FinishReason.LENGTH: Stop.LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class CoreDevice:
+    """Size of a started core, from which the limits of the engine follow."""
+
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+    device_kind: DeviceKind
+    num_host_blocks: int = 0
+    host_load_s: float = 0.0
+
+
+class VllmCore:
+    """Core of vLLM with the model and the settings of a worker."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Load the model and start vLLM's executor; raises vLLM's errors."""
+        self._config = _vllm_config(config)
+        executor = Executor.get_class(self._config)
+        self._core = EngineCore(self._config, executor, log_stats=False)
+        self._scheduler: Any = self._core.scheduler
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._keys: dict[str, SequenceKey] = {}
+        self._prefix_cache = PrefixCache()
+        # The scheduler passes the events of each step to its publisher.
+        self._scheduler.kv_event_publisher = _Publisher(self._prefix_cache)
+        self.limits = Limits.of(config, self.device)
+
+    @property
+    def device(self) -> CoreDevice:
+        model = self._config.model_config
+        # One block is never used: vLLM's null block.
+        num_blocks = self._pool.num_gpu_blocks - 1
+        kind = DeviceKind.CPU if _is_cpu() else DeviceKind.GPU
+        return CoreDevice(num_blocks, model.get_vocab_size(), model.max_model_len, kind)
+
+    @property
+    def num_free_blocks(self) -> int:
+        free: int = self._pool.get_num_free_blocks()
+        return free
+
+    def add(self, sequence: EngineSequence) -> None:
+        params = sampling_params(sequence, self.limits)
+        name = _name(sequence.key)
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=sequence.tokens[: sequence.num_prompt],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            # Only the order counts.
+            arrival_time=float(sequence.order),
+            lora_request=None,
+            cache_salt=sequence.salt.hex() or None,
+            data_parallel_rank=None,
+            # A small number leaves vLLM's queue first.
+            priority=-sequence.priority,
+        )
+        try:
+            queued, _ = self._core.preprocess_add_request(request)
+        except (ValueError, VLLMValidationError) as error:
+            raise InvalidRequest(f"vLLM rejects the request: {error}") from None
+        self._keys[name] = sequence.key
+        self._core.add_request(queued)
+
+    def remove(self, keys: Sequence[SequenceKey]) -> None:
+        names = [_name(key) for key in keys]
+        for name in names:
+            self._keys.pop(name, None)
+        if names:
+            self._core.abort_requests(names)
+
+    def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
+        def scheduled(output: SchedulerOutput, preempted: Sequence[str]) -> None:
+            on_scheduled(self._described(output, preempted))
+
+        self._scheduler.on_scheduled = scheduled
+        outputs, was_executed = self._core.step_fn()
+        self._core.post_step(was_executed)
+        return [
+            self._sampled(output)
+            for each in (outputs or {}).values()
+            for output in each.outputs
+            if output.request_id in self._keys
+        ]
+
+    def _described(self, output: SchedulerOutput, preempted: Sequence[str]) -> ScheduledStep:
+        counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        admitted += [name for name in cached.req_ids if name in cached.resumed_req_ids]
+        return ScheduledStep(
+            [self._keys[name] for name in admitted],
+            [self._keys[name] for name in preempted if name in self._keys],
+            [ScheduledRow(self._keys[name], starts[name], count) for name, count in counts.items()],
+        )
+
+    def _sampled(self, output: EngineCoreOutput) -> SampledTokens:
+        key = self._keys[output.request_id]
+        stop, error = None, None
+        if output.finish_reason is not None:
+            del self._keys[output.request_id]
+            stop = _STOPS.get(output.finish_reason, Stop.FAILED)
+            error = _error(output) if stop is Stop.FAILED else None
+        return SampledTokens(
+            key,
+            tuple(output.new_token_ids),
+            stop,
+            error,
+            tuple(_logprobs(output.new_logprobs)),
+            tuple(_logprobs(output.new_prompt_logprobs_tensors)),
+        )
+
+    def take_chunk_changes(self) -> ChunkChanges:
+        return self._prefix_cache.take_changes()
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+class _Publisher:
+    """Receiver of the events of the prefix cache, in place of one that sends them to others."""
+
+    def __init__(self, prefix_cache: PrefixCache) -> None:
+        self._prefix_cache = prefix_cache
+
+    def publish(self, batch: KVEventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                keys = event.extra_keys[0] if event.extra_keys else None
+                # Of the keys, only the salt is used, and only by the first block of a prefix.
+                salt = bytes.fromhex(keys[0]) if keys and event.parent_block_hash is None else b""
+                names = [_bytes(name) for name in event.block_hashes]
+                parent = event.parent_block_hash
+                before = None if parent is None else _bytes(parent)
+                self._prefix_cache.apply(StoredBlocks(names, before, event.token_ids, salt))
+            elif isinstance(event, BlockRemoved):
+                self._prefix_cache.apply(RemovedBlocks([_bytes(it) for it in event.block_hashes]))
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+def _bytes(name: bytes | int) -> bytes:
+    return name if isinstance(name, bytes) else name.to_bytes(8, "little")
+
+
+def _error(output: EngineCoreOutput) -> EverliftError:
+    return EngineFailed(f"vLLM ended the sequence: {output.stop_reason or output.finish_reason}")
+
+
+def _logprobs(found: Any) -> Iterator[TokenLogprobs]:
+    """Yield log probabilities; the first column of each row is the token itself."""
+    if found is None:
+        return
+    ids, logprobs, ranks, *_ = found
+    rows = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+    for row_ids, row_logprobs, rank in rows:
+        top = tuple(zip(row_ids[1:], row_logprobs[1:], strict=True))
+        yield TokenLogprobs(row_logprobs[0], rank, top)
+
+
+def _name(key: SequenceKey) -> str:
+    return f"{key.epoch}:{key.choice}"
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _vllm_config(config: WorkerConfig) -> VllmConfig:
+    directory = model_files.locate(config.model, config.model_revision, weights=True)
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel,
+        "block_size": BLOCK_SIZE,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        # The router tokenizes and detokenizes.
+        "skip_tokenizer_init": False,
+        # The router has read the model's sampling defaults.
+        "generation_config": "vllm",
+        "scheduler_cls": _SCHEDULER if _is_cpu() else _ASYNC_SCHEDULER,
+        "disable_log_stats": True,
+    }
+    if config.max_model_len:
+        arguments["max_model_len"] = config.max_model_len
+    if config.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.num_blocks:
+        # vLLM never uses one of its blocks.
+        arguments["num_gpu_blocks_override"] = config.num_blocks + 1
+    if _is_cpu():
+        arguments["worker_cls"] = _CPU_WORKER
+        arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = config.cpu_kv_cache_mib << 20
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return EngineArgs(**arguments).create_engine_config()
