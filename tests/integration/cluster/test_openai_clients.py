@@ -119,6 +119,12 @@ async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) ->
     assert max(map(spliced.count, spliced)) == 3
 
 
+async def test_openai_client_uses_files_and_batches(tmp_path: Path) -> None:
+    async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
+        address = parts.routers[0].http_address
+        await check(address, "batches_checks.py", EVERLIFT_MODEL="caller")
+
+
 async def test_openai_client_retries_after_a_full_queue() -> None:
     async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
         address = parts.routers[0].http_address

@@ -226,8 +226,8 @@ class BatchRecord:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         stored = json.loads(data)
-        counts = Counts(**stored.pop("counts"))
-        return cls(**stored, counts=counts)
+        counts, errors = Counts(**stored.pop("counts")), tuple(stored.pop("errors"))
+        return cls(**stored, counts=counts, errors=errors)
 
 
 def window_s(window: str) -> int:

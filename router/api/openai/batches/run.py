@@ -252,11 +252,9 @@ class BatchRun:
         await self._parts.files.put(self._caller, file_id, file)
 
     async def _change(self, changed: Callable[[BatchRecord], BatchRecord]) -> None:
-        while True:
+        while (record := changed(self._record)) != self._record:
             with suppress(ObjectConflict):
-                self._batch = await self._parts.batches.put(
-                    self._caller, self._batch, changed(self._record)
-                )
+                self._batch = await self._parts.batches.put(self._caller, self._batch, record)
                 return
             # A client has cancelled the batch, or another router has taken it over.
             known = await self._parts.batches.get(self._caller, self._batch.batch_id)
