@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everlift.messages import BATCH_PRIORITY
 from router.admission.policy import (
     ORDERS,
     EarliestDeadline,
@@ -328,6 +329,14 @@ def test_class_floor_gives_lower_class_its_share_of_work() -> None:
         gone = queue.pop(500.0)
         served[gone.priority] += gone.work_tokens
     assert 0.1 * served[1] - 20 <= served[0] <= 0.1 * served[1]
+
+
+def test_class_of_batches_has_no_share() -> None:
+    queue = AdmissionQueue(Fifo(), 0.5)
+    for number in range(100):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+        queue.push(waiting(f"batch{number}", float(number), 1, priority=BATCH_PRIORITY))
+    assert [queue.pop(500.0).priority for _ in range(101)] == [1] * 100 + [BATCH_PRIORITY]
 
 
 @given(
