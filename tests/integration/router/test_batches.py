@@ -121,7 +121,7 @@ async def test_disabled_files_have_no_paths() -> None:
             assert (await get(address, path)).status == 404
 
 
-async def test_other_requests_overtake_a_batch() -> None:
+async def test_batch_is_overtaken_by_other_requests() -> None:
     async with cluster(workers=1, worker_config=SLOW) as parts:
         address = parts.routers[0].http_address
         batch = await create(address, lines(24, max_tokens=10))
