@@ -43,10 +43,12 @@ from cluster.errors import (
     BenchFailed,
     ClusterFailed,
     ForecastFailed,
+    VerificationFailed,
     WorkloadFailed,
 )
 from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
+from cluster.verify import command as verifying
 from everlift import AsyncClient, EverliftError, Stream
 from everlift.errors import SettingsError
 from everlift.explanation import state_name
@@ -65,6 +67,7 @@ _EXPLAINED = (
     BenchFailed,
     WorkloadFailed,
     ForecastFailed,
+    VerificationFailed,
     OSError,
 )
 
@@ -255,6 +258,7 @@ app.command(epilog=simulate.EXAMPLES, rich_help_panel=_FORECAST)(simulate.simula
 app.command(epilog=measure.EXAMPLES, rich_help_panel=_FORECAST)(measure.measure)
 app.command(epilog=plan.EXAMPLES, rich_help_panel=_FORECAST)(plan.plan)
 app.command(epilog=replay.EXAMPLES, rich_help_panel=_FORECAST)(replay.replay)
+app.command(epilog=verifying.EXAMPLES, rich_help_panel=_BENCH)(verifying.verify)
 app.add_typer(benching.app, name="bench", rich_help_panel=_BENCH)
 app.add_typer(chaos.app, name="chaos", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="key", rich_help_panel=_OPERATE)

@@ -15,6 +15,10 @@ class BatchFailed(Exception):
     """Raised if a batch cannot start or continue. The message is the cause."""
 
 
+class VerificationFailed(Exception):
+    """Raised if an endpoint cannot be verified. The message is the cause."""
+
+
 class WorkloadFailed(Exception):
     """Raised if a workload (requests to send or simulate) cannot be generated or read.
 

@@ -1,0 +1,1 @@
+"""``everlift verify``: whether an OpenAI endpoint keeps the streams of its clients intact."""
